@@ -7,7 +7,10 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # reference.py, and jobs
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1]),
+]  # reference.py, and jobs
 
 project = "raysim"
 extensions = ["myst_parser"]
@@ -27,7 +30,10 @@ def listed_if_there(app: Sphinx, page: str, source: list[str]) -> None:
     """Leave out of the contents what is not written; a page that is written and not in them is a warning anyway."""
     if page == "index":
         lines = source[0].split("\n")
-        written = (not re.fullmatch(r"[\w/]+", line) or Path(app.srcdir, f"{line}.md").is_file() for line in lines)
+        written = (
+            not re.fullmatch(r"[\w/]+", line) or Path(app.srcdir, f"{line}.md").is_file()
+            for line in lines
+        )
         source[0] = "\n".join(itertools.compress(lines, written))
 
 

@@ -65,21 +65,40 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
     on_host, on_node = groups / cluster.hosts, groups / cluster.nodes
     add = ADD * floats / THREADS
     hosts = cluster.hosts
-    yield Stage("plan, dispatch, collect", cluster.clients * JOB + hosts * CALL, 0, hosts, "coordinator, one core")
+    yield Stage(
+        "plan, dispatch, collect",
+        cluster.clients * JOB + hosts * CALL,
+        0,
+        hosts,
+        "coordinator, one core",
+    )
     yield Stage("publish", vector / PUT, serial="coordinator, one core")
-    yield Stage("to the nodes", others * vector / cluster.network, others * vector, serial="first node's network")
+    yield Stage(
+        "to the nodes",
+        others * vector / cluster.network,
+        others * vector,
+        serial="first node's network",
+    )
     yield Stage("to the GPUs", vector / LINK)
     yield Stage("off the GPUs, added on hosts", cluster.each * (vector / LINK + ADD * floats))
     yield Stage("sums into the store", on_host * vector / PUT)
     if not combine:
         arrays = others * on_node
-        yield Stage("sums to the first node", arrays * vector / cluster.network, arrays * vector, 0, "its network")
+        yield Stage(
+            "sums to the first node",
+            arrays * vector / cluster.network,
+            arrays * vector,
+            0,
+            "its network",
+        )
         yield Stage("added there", groups * add, serial="coordinator, its cores")
     else:
         parts = math.ceil(floats / PART_FLOATS)
         slowest = max(vector / cluster.network, on_node * add) / parts
         seconds = (others + parts - 1) * slowest + others * parts * CALL
-        yield Stage("from node to node", seconds, others * vector, others * parts, "a chain of nodes")
+        yield Stage(
+            "from node to node", seconds, others * vector, others * parts, "a chain of nodes"
+        )
         yield Stage("added on the first node", (on_node + 1) * add, serial="coordinator, its cores")
     yield Stage("server's step", 3 * add, serial="coordinator, its cores")
 
@@ -91,7 +110,11 @@ def memory(cluster: Cluster, floats: float, summation: int, combine: bool) -> tu
     return (1 + (own + 1 if combine else groups)) * vector, (1 + own + combine) * vector
 
 
-WAYS = (("256 sums to the first node", 5, False), ("nodes add up", 5, True), ("nodes add up, `summation=20`", 20, True))
+WAYS = (
+    ("256 sums to the first node", 5, False),
+    ("nodes add up", 5, True),
+    ("nodes add up, `summation=20`", 20, True),
+)
 MODELS = (("11 M", 11e6), ("1 B", 1e9))
 
 
@@ -102,13 +125,19 @@ def seconds(value: float) -> str:
 
 def size(value: float) -> str:
     """Bytes as MB or GB."""
-    return f"{value / 1e6:,.0f} MB" if value < 1e9 else f"{value / 1e9:,.{1 if value < 1e11 else 0}f} GB"
+    return (
+        f"{value / 1e6:,.0f} MB"
+        if value < 1e9
+        else f"{value / 1e9:,.{1 if value < 1e11 else 0}f} GB"
+    )
 
 
 def by_stage(floats: float, cluster: Cluster) -> str:
     """A row for each stage, a column for each way."""
     ways = [list(stages(cluster, floats, summation, combine)) for _, summation, combine in WAYS]
-    names = list(dict.fromkeys(stage.name for way in ways for stage in way if stage.name != "server's step"))
+    names = list(
+        dict.fromkeys(stage.name for way in ways for stage in way if stage.name != "server's step")
+    )
     rows = []
     for name in (*names, "server's step"):
         found = [next((stage for stage in way if stage.name == name), None) for way in ways]
@@ -117,7 +146,10 @@ def by_stage(floats: float, cluster: Cluster) -> str:
         rows.append([name, *cells, serial])
     totals = [f"**{seconds(sum(stage.seconds for stage in way))} s**" for way in ways]
     rows.append(["all of it", *totals, ""])
-    stores = [" and ".join(map(size, memory(cluster, floats, summation, combine))) for _, summation, combine in WAYS]
+    stores = [
+        " and ".join(map(size, memory(cluster, floats, summation, combine)))
+        for _, summation, combine in WAYS
+    ]
     rows.append(["in the stores of the first and another node", *stores, ""])
     return markdown(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
 
@@ -133,7 +165,15 @@ def by_size() -> str:
     head = ["parameters", *(f"{c.nodes} nodes, {c.network * 8 / 1e9:.0f} Gbit/s" for c in clusters)]
     rows = []
     for name, floats in (*MODELS, ("5 B", 5e9)):
-        rows.append([name, *(f"{seconds(sum(s.seconds for s in stages(c, floats, 20, True)))} s" for c in clusters)])
+        rows.append(
+            [
+                name,
+                *(
+                    f"{seconds(sum(s.seconds for s in stages(c, floats, 20, True)))} s"
+                    for c in clusters
+                ),
+            ]
+        )
     return markdown(head, rows)
 
 
@@ -145,7 +185,9 @@ def tables() -> dict[str, str]:
 def filled(text: str) -> str:
     """The page with its tables as they are now."""
     for name, table in tables().items():
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", text, flags=re.DOTALL)
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", text, flags=re.DOTALL
+        )
     return text
 
 

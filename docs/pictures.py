@@ -16,7 +16,15 @@ from raysim.results.theme import LIGHT, page_theme
 from raysim.simulation.device_classes import DeviceClasses
 from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Load, PlannedAggregation, Planner
-from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+from raysim.simulation.schedule import (
+    Buffered,
+    Deadline,
+    Immediate,
+    Oversample,
+    Schedule,
+    Synchronous,
+    Tiered,
+)
 
 FOLDER = Path(__file__).parent / "pictures"
 SEED, CLIENTS, SAMPLES, FLOATS = 4, 8, 100, 100_000
@@ -37,11 +45,15 @@ def devices(fleet: Fleet, clients: int) -> Devices:
     return fleet.devices(SEED, clients, lambda: FLOPS)
 
 
-def planned(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[PlannedAggregation]:
+def planned(
+    schedule: Schedule, fleet: Fleet, clients: int, until: float
+) -> list[PlannedAggregation]:
     """The steps of a run up to some virtual second."""
     counts = np.full(clients, SAMPLES)
     load = Load(SAMPLES, FLOATS, FLOATS)
-    planner = Planner(schedule, devices(fleet, clients), SEED, counts, lambda *_: load, fleet.patience)
+    planner = Planner(
+        schedule, devices(fleet, clients), SEED, counts, lambda *_: load, fleet.patience
+    )
     steps: list[PlannedAggregation] = []
     while not steps or steps[-1].now < until:
         steps.append(planner.next_aggregation())
@@ -56,7 +68,14 @@ def bars(ax: Axes, steps: list[PlannedAggregation], until: float) -> None:
     for number, job in jobs.items():
         unused = number in gone or number not in stale
         colour = "#c9ced3" if unused else SCALE[min(stale[number], len(SCALE) - 1)]
-        ax.barh(job.client, job.finish - job.start, left=job.start, height=0.72, color=colour, edgecolor="white")
+        ax.barh(
+            job.client,
+            job.finish - job.start,
+            left=job.start,
+            height=0.72,
+            color=colour,
+            edgecolor="white",
+        )
     for step in steps:
         ax.axvline(step.now, color="#22262a", linewidth=0.9, alpha=0.6)
     ax.set(xlim=(0, until), ylim=(CLIENTS - 0.4, -0.6), yticks=range(CLIENTS))
@@ -66,14 +85,22 @@ def schedules() -> Figure:
     """The same eight clients under six schedules."""
     figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
     fleet, until = Lognormal(speed=100.0, sigma=0.7), 14.0
-    for ax, (title, schedule) in zip(figure.subplots(3, 2, sharex=True).flat, SCHEDULES.items(), strict=True):
+    for ax, (title, schedule) in zip(
+        figure.subplots(3, 2, sharex=True).flat, SCHEDULES.items(), strict=True
+    ):
         bars(ax, planned(schedule, fleet, CLIENTS, until), until)
         ax.set_title(title, fontsize=11, loc="left")
     for ax in figure.axes[-2:]:
         ax.set_xlabel("virtual seconds")
     for ax in figure.axes[::2]:
         ax.set_ylabel("client")
-    names = ("fresh", "1 aggregation late", "2 late", "3 or more late", "not used, or still under way")
+    names = (
+        "fresh",
+        "1 aggregation late",
+        "2 late",
+        "3 or more late",
+        "not used, or still under way",
+    )
     handles = [
         matplotlib.patches.Patch(color=colour, label=name)
         for colour, name in zip((*SCALE, "#c9ced3"), names, strict=True)
@@ -86,11 +113,20 @@ def fleets() -> Figure:
     """How long a job takes in three fleets, and when clients are there."""
     figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
     left, *rasters = figure.subplots(1, 3)
-    kinds: dict[str, Fleet] = {"ideal": Ideal(), "lognormal": Lognormal(), "devices": DeviceClasses()}
+    kinds: dict[str, Fleet] = {
+        "ideal": Ideal(),
+        "lognormal": Lognormal(),
+        "devices": DeviceClasses(),
+    }
     for colour, (name, fleet) in zip(LIGHT, kinds.items(), strict=False):
         seconds = np.sort(devices(fleet, 2000).seconds(np.full(2000, SAMPLES), FLOATS, FLOATS))
         left.plot(seconds, np.linspace(0, 1, len(seconds)), color=colour, label=f"fleet={name}")
-    left.set(xscale="log", xlabel="virtual seconds of a job", ylabel="share of clients", title="how fast clients are")
+    left.set(
+        xscale="log",
+        xlabel="virtual seconds of a job",
+        ylabel="share of clients",
+        title="how fast clients are",
+    )
     left.xaxis.set_major_formatter("{x:g}")
     left.grid(True)
     left.legend()
@@ -100,8 +136,21 @@ def fleets() -> Figure:
     for ax, (name, fleet) in zip(rasters, times.items(), strict=True):
         there = devices(fleet, 30)
         seen = [[there.available(client, 3600 * hour) for hour in hours] for client in range(30)]
-        ax.pcolormesh(hours, range(30), np.array(seen, float), cmap="Blues", vmin=0, vmax=1.4, shading="nearest")
-        ax.set(xlabel="hours", ylabel="client", title=f"fleet.availability={name}", xticks=range(0, 49, 12))
+        ax.pcolormesh(
+            hours,
+            range(30),
+            np.array(seen, float),
+            cmap="Blues",
+            vmin=0,
+            vmax=1.4,
+            shading="nearest",
+        )
+        ax.set(
+            xlabel="hours",
+            ylabel="client",
+            title=f"fleet.availability={name}",
+            xticks=range(0, 49, 12),
+        )
     return figure
 
 
@@ -115,7 +164,9 @@ def staleness() -> Figure:
         for size in sizes:
             steps = planned(Buffered(size, 5), Lognormal(speed=100.0, sigma=sigma), 400, 120.0)[20:]
             pace.append(len(steps) / (steps[-1].now - steps[0].now))
-            late.append(np.percentile([staleness for step in steps for staleness in step.staleness], 90))
+            late.append(
+                np.percentile([staleness for step in steps for staleness in step.staleness], 90)
+            )
         left.plot(sizes, pace, "o-", color=colour, label=f"fleet.sigma={sigma}")
         right.plot(sizes, late, "o-", color=colour)
     left.set(ylabel="aggregations a virtual second", title="schedule=buffered schedule.size=5")

@@ -58,7 +58,10 @@ def write(docs: Path) -> None:
 def prose(text: str) -> str:
     """A docstring as Markdown: what is indented stays code, `<` outside of it is no HTML."""
     lines = inspect.cleandoc(text).split("\n")
-    plain = (line if line.startswith("    ") else line.replace("``", "`").replace("<", "&lt;") for line in lines)
+    plain = (
+        line if line.startswith("    ") else line.replace("``", "`").replace("<", "&lt;")
+        for line in lines
+    )
     return "\n".join(re.sub(r"^(Choices .*[^.:])$", r"## \1\n", line) for line in plain)
 
 
@@ -88,7 +91,9 @@ def allowed(make: Callable[..., object], option: str) -> str:
             make(**{option: value})
         except (ValueError, TypeError, AttributeError) as error:
             sentence = re.split(r"; did you mean|\.$", str(error))[0]
-            found = re.search(rf"\b{option}=\S.*? (?:must be|does not exist: use one of) ([^:]*)", sentence)
+            found = re.search(
+                rf"\b{option}=\S.*? (?:must be|does not exist: use one of) ([^:]*)", sentence
+            )
             if found:
                 return found[1].replace("'", "")
     return ""
@@ -100,20 +105,33 @@ def kind(cls: Callable[..., object], option: str) -> str:
         hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
     except (NameError, TypeError):
         return ""
-    text = re.sub(r"a mapping with the keys [\w, ]+?(?= or |$)", "a mapping", described(hints.get(option, object)))
+    text = re.sub(
+        r"a mapping with the keys [\w, ]+?(?= or |$)",
+        "a mapping",
+        described(hints.get(option, object)),
+    )
     return "" if text == "a value" else text
 
 
-def options(cls: Callable[..., object], values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def options(
+    cls: Callable[..., object], values: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
     """Each option with its value and what it may be."""
     for option, value in values.items():
-        words = [kind(cls, option), allowed(functools.partial(cls, **_others(values, option)), option)]
+        words = [
+            kind(cls, option),
+            allowed(functools.partial(cls, **_others(values, option)), option),
+        ]
         yield option, code(value), "; ".join(dict.fromkeys(filter(None, words)))
 
 
 def _others(values: Mapping[str, Any], option: str) -> dict[str, Any]:
     """Values beside an option, without those that only a whole configuration gives a meaning."""
-    usual = {key: value for key, value in values.items() if key != option and not isinstance(value, Mapping)}
+    usual = {
+        key: value
+        for key, value in values.items()
+        if key != option and not isinstance(value, Mapping)
+    }
     return {key: value for key, value in usual.items() if not str(value).startswith("${")}
 
 
@@ -133,7 +151,9 @@ def instances() -> dict[str, Method]:
         if "${" in str(nodes):  # refers to other keys
             nodes = plain(compose([f"method=[{option}]"]))["method"]
         for name, node in nodes.items():
-            found[name] = resolve(node[TARGET], name)(**{key: each for key, each in node.items() if key != TARGET})
+            found[name] = resolve(node[TARGET], name)(
+                **{key: each for key, each in node.items() if key != TARGET}
+            )
     return found
 
 
@@ -145,14 +165,22 @@ def method_list() -> str:
         found.append((option, methods[0].paper, inspect.getmodule(type(methods[0])).__doc__))  # type: ignore[union-attr]
     rows = []
     for option, paper, text in found:
-        rows.append((f"[{option}](methods/{option}.md)", paper, prose(first_line((text or "").strip())).rstrip(".")))
+        rows.append(
+            (
+                f"[{option}](methods/{option}.md)",
+                paper,
+                prose(first_line((text or "").strip())).rstrip("."),
+            )
+        )
     pages = "```{toctree}\n:hidden:\n:glob:\n\nmethods/*\n```"
     return f"# All methods\n\n{table(('option', 'paper', 'in one line'), rows)}\n{pages}\n"
 
 
 def fedavg_page() -> str:
     """The page of the empty list."""
-    about = f"*{fedavg.PAPER}*. The empty list, `method=fedavg`; what every other method changes.\n\n"
+    about = (
+        f"*{fedavg.PAPER}*. The empty list, `method=fedavg`; what every other method changes.\n\n"
+    )
     return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '')}\n"
 
 
@@ -185,7 +213,9 @@ def _several_parts(option: str, names: list[str]) -> str:
 
 def _options(method: Method) -> str:
     values = {key: value for key, value in parts(method.name)[method.name].items() if key != TARGET}
-    rows = [(f"`method.{method.name}.{name}`", *rest) for name, *rest in options(type(method), values)]
+    rows = [
+        (f"`method.{method.name}.{name}`", *rest) for name, *rest in options(type(method), values)
+    ]
     about = prose(type(method).__doc__ or "")
     if not rows:
         return f"## Options\n\n{about}\n\nIt has none."
@@ -221,10 +251,16 @@ def _traffic(method: Method) -> str:
     load, plain = loads(0, 5, 3, 3), spec.settings.local.budget(40)
     state = declared.client_states(40)
     rows = [
-        ("a client receives, besides the vector", _floats(load.down - layout.shared, layout.shared)),
+        (
+            "a client receives, besides the vector",
+            _floats(load.down - layout.shared, layout.shared),
+        ),
         ("a client sends, besides its update", _floats(load.up - layout.shared, layout.shared)),
         ("a client trains, besides its samples", _samples(load.work - plain)),
-        ("parameters that never travel", f"{layout.personal:,} floats" if layout.personal else "none"),
+        (
+            "parameters that never travel",
+            f"{layout.personal:,} floats" if layout.personal else "none",
+        ),
         ("a client keeps between its jobs", _state(state)),
         ("sent once, before the first round", "yes" if declared.contribute else "nothing"),
         ("weights of clients", method.weighting),
@@ -303,7 +339,9 @@ def _published(option: str) -> str:
     ]
     lines = []
     if presets:
-        lines.append(f"Papers' values for it: {', '.join(f'`experiment={name}`' for name in presets)}.")
+        lines.append(
+            f"Papers' values for it: {', '.join(f'`experiment={name}`' for name in presets)}."
+        )
     if printed:
         commands = ", ".join(f"`uv run python -m jobs.papers.report {name}`" for name in printed)
         lines.append(f"Published numbers next to yours: {commands}.")
@@ -317,8 +355,12 @@ def _given(preset: Path) -> set[str]:
     """The methods that a preset has values for, those of the presets that it builds on among them."""
     node = load_yaml(preset)
     root = next(folder for folder in preset.parents if folder.name == "experiment").parent
-    below = [each for each in node.get("defaults", ()) if isinstance(each, str) and each.startswith("/")]
-    return set(node.get("method") or {}).union(*(_given(root / f"{each[1:]}.yaml") for each in below))
+    below = [
+        each for each in node.get("defaults", ()) if isinstance(each, str) and each.startswith("/")
+    ]
+    return set(node.get("method") or {}).union(
+        *(_given(root / f"{each[1:]}.yaml") for each in below)
+    )
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -368,12 +410,18 @@ def configuration() -> str:
         texts.append(f"## {group}\n\n{GROUPS.get(group, '')}\n")
         files = known.get(group, {})
         if group in ("method", "experiment", "sweep"):
-            rows = [(f"`{name}`", _head(path)) for name, path in files.items()] if group != "method" else []
+            rows = (
+                [(f"`{name}`", _head(path)) for name, path in files.items()]
+                if group != "method"
+                else []
+            )
             texts.append(table(("option", "what it is"), rows))
             continue
         common = {path: file for file in files.values() for path in _inherited(file)}
         for path, heir in sorted(common.items()):
-            texts.append(f"### {group}: keys of several options\n\n{_head(path)}\n\n{_keys(path, group, heir)}")
+            texts.append(
+                f"### {group}: keys of several options\n\n{_head(path)}\n\n{_keys(path, group, heir)}"
+            )
         for name, path in files.items():
             texts.append(f"### {group}={name}\n\n{_about(path)}\n\n{_keys(path, group)}")
     return "\n".join(texts)
@@ -389,7 +437,9 @@ def _inherited(path: Path) -> Iterator[Path]:
 def _head(path: Path) -> str:
     """The comment that a file begins with."""
     lines = path.read_text(encoding="utf-8").split("\n")
-    comments = (line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
+    comments = (
+        line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line
+    )
     return " ".join(comments).replace("<", "&lt;")
 
 
@@ -413,7 +463,11 @@ def _keys(path: Path, group: str, heir: Path | None = None) -> str:
         else:
             make = SETTINGS.get(owner) or cls
         if not group and owner == "":
-            make = RunSettings if leaf in {f.name for f in dataclasses.fields(RunSettings)} else ExecutionOptions
+            make = (
+                RunSettings
+                if leaf in {f.name for f in dataclasses.fields(RunSettings)}
+                else ExecutionOptions
+            )
         rows.append((f"`{full}`", f"`{value}`", _takes(make, leaf), comment.replace("<", "&lt;")))
     return table(("key", "default", "allowed", "meaning"), rows)
 
@@ -453,6 +507,8 @@ def cluster() -> str:
     files = []
     for link in links:
         language = {".yaml": "yaml", ".sh": "bash"}.get(Path(link).suffix, "text")
-        files.append(f"### {Path(link).name}\n\n````{language}\n{(folder / link).read_text(encoding='utf-8')}````\n")
+        files.append(
+            f"### {Path(link).name}\n\n````{language}\n{(folder / link).read_text(encoding='utf-8')}````\n"
+        )
         text = text.replace(f"]({link})", f"](#{Path(link).name.lower().replace('.', '')})")
     return f"{text}\n## The files\n\n" + "\n".join(files)

@@ -95,11 +95,15 @@ def measured(folder: Path) -> dict[str, Any]:
         "accuracy": statistics.mean(row["accuracy_global"] for row in scored[-3:]),
         "seconds": rows[-1]["virtual_seconds"],
         "megabytes": _megabytes(rows[-1]),
-        "staleness": float(np.average([row["staleness"] for row in rows], weights=[row["clients"] for row in rows])),
+        "staleness": float(
+            np.average([row["staleness"] for row in rows], weights=[row["clients"] for row in rows])
+        ),
         "staleness_max": max(row["staleness_max"] for row in rows),
         "unused": wasted / (jobs + wasted),
         "host_busy": float(np.average([row["host_busy"] for row in rows], weights=walls)),
-        "curve": [[round(row["virtual_seconds"], 2), round(row["accuracy_global"], 4)] for row in scored],
+        "curve": [
+            [round(row["virtual_seconds"], 2), round(row["accuracy_global"], 4)] for row in scored
+        ],
         "model_sha256": summary["model_sha256"],
         "libraries": summary["identity"]["libraries"],
     }
@@ -133,8 +137,19 @@ def mean(values: Sequence[float | None], form: str) -> str:
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """One row an algorithm, over its seeds."""
-    heads = ["algorithm", "schedule", *(f"s to {t:.0%}" for t in TARGETS), *(f"MB to {t:.0%}" for t in TARGETS)]
-    heads += ["final accuracy, %", "virtual s in all", "staleness (most)", "jobs unused, %", "hosts busy, %"]
+    heads = [
+        "algorithm",
+        "schedule",
+        *(f"s to {t:.0%}" for t in TARGETS),
+        *(f"MB to {t:.0%}" for t in TARGETS),
+    ]
+    heads += [
+        "final accuracy, %",
+        "virtual s in all",
+        "staleness (most)",
+        "jobs unused, %",
+        "hosts busy, %",
+    ]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for algorithm, by_seed in runs.items():
         each = list(by_seed.values())
@@ -146,8 +161,12 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
             mean([100 * run["accuracy"] for run in each], "{:.1f}"),
             mean([run["seconds"] for run in each], "{:,.0f}"),
         ]
-        cells += [f"{mean([run['staleness'] for run in each], '{:.1f}')} ({max(run['staleness_max'] for run in each)})"]
-        cells += [mean([100 * run[key] for run in each], "{:.0f}") for key in ("unused", "host_busy")]
+        cells += [
+            f"{mean([run['staleness'] for run in each], '{:.1f}')} ({max(run['staleness_max'] for run in each)})"
+        ]
+        cells += [
+            mean([100 * run[key] for run in each], "{:.0f}") for key in ("unused", "host_busy")
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -160,7 +179,9 @@ def page_text(store: dict[str, Any]) -> str:
         tables.append(
             f"## {local} on the clients, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}\n\n{table(runs)}"
         )
-    return TEXT.format(setting=" ".join(SETTING), tables="\n\n".join(tables), results=f"{RESULTS:,}")
+    return TEXT.format(
+        setting=" ".join(SETTING), tables="\n\n".join(tables), results=f"{RESULTS:,}"
+    )
 
 
 TEXT = """# Schedules and asynchronous algorithms on a heavy-tailed fleet
@@ -211,7 +232,9 @@ def draw(store: dict[str, Any], path: Path) -> None:
                 times = np.geomspace(starts, ends, 60)
                 heights = np.stack([np.interp(times, curve[:, 0], curve[:, 1]) for curve in curves])
                 ax.plot(times, heights.mean(0), color=colour, label=algorithm)
-                ax.fill_between(times, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0)
+                ax.fill_between(
+                    times, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0
+                )
             ax.set(xscale="log", xlabel="virtual seconds", title=f"{local} on the clients")
             ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             ax.grid(True)

@@ -129,7 +129,12 @@ examples:
   raysim bench gpu --out bench-gpu          what only a GPU can show, without Ray"""
 WORKLOADS = ("W1", "W2", "W3")
 ALONE = ("steps", "gpu")  # what `raysim bench` measures by itself
-IN_CHECKOUT = ("rules", "scale", "states", "cluster")  # benchmarks of a checkout, in jobs/benchmarks
+IN_CHECKOUT = (
+    "rules",
+    "scale",
+    "states",
+    "cluster",
+)  # benchmarks of a checkout, in jobs/benchmarks
 _BENCH_OUT = "bench.json"
 COMPLETION = """\
 examples:
@@ -153,16 +158,32 @@ examples:
 
 # Options of Hydra, of Ray Tune and of earlier versions, and what serves instead.
 ELSEWHERE = {
-    **dict.fromkeys(("-m", "--multirun"), "raysim study method=fedavg,fedprox seed=0..4 makes a run of each"),
-    **dict.fromkeys(("-c", "--cfg", "-i", "--info", "--resolve"), "raysim run --show prints the configuration"),
-    **dict.fromkeys(("-cd", "--config-dir", "-cp", "--config-path"), "--conf DIR adds a folder of your own options"),
-    **dict.fromkeys(("-cn", "--config-name"), "experiment=NAME takes a preset, --config FILE a stored configuration"),
+    **dict.fromkeys(
+        ("-m", "--multirun"), "raysim study method=fedavg,fedprox seed=0..4 makes a run of each"
+    ),
+    **dict.fromkeys(
+        ("-c", "--cfg", "-i", "--info", "--resolve"), "raysim run --show prints the configuration"
+    ),
+    **dict.fromkeys(
+        ("-cd", "--config-dir", "-cp", "--config-path"),
+        "--conf DIR adds a folder of your own options",
+    ),
+    **dict.fromkeys(
+        ("-cn", "--config-name"),
+        "experiment=NAME takes a preset, --config FILE a stored configuration",
+    ),
     "--paper": "in a checkout, uv run python -m jobs.papers.report fedbr/table1 prints a published table",
-    **dict.fromkeys(("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N makes so many trials"),
+    **dict.fromkeys(
+        ("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N makes so many trials"
+    ),
 }
 
 
-OF_CLASSES = ("classes_per_client", "heterogeneity", "pooled_entropy")  # numbers of a split that others do not have
+OF_CLASSES = (
+    "classes_per_client",
+    "heterogeneity",
+    "pooled_entropy",
+)  # numbers of a split that others do not have
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit."""
     sys.unraisablehook = _heard(sys.unraisablehook)
     status = call(list(sys.argv[1:] if argv is None else argv))
-    signal.signal(signal.SIGINT, lambda *_: os._exit(status))  # all is said; Python would show where it was
+    signal.signal(
+        signal.SIGINT, lambda *_: os._exit(status)
+    )  # all is said; Python would show where it was
     sys.exit(status)
 
 
@@ -203,7 +226,9 @@ def call(words: Sequence[str]) -> int:
 
 def _call(words: Sequence[str]) -> int:
     prepare_ray()
-    words = [*itertools.takewhile(lambda word: word != "#", words)]  # zsh passes on a comment that is pasted
+    words = [
+        *itertools.takewhile(lambda word: word != "#", words)
+    ]  # zsh passes on a comment that is pasted
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if words[:1] == ["help"]:
@@ -236,7 +261,10 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     if dashed := [word for word in unknown if word.startswith("-")]:
         command = f"{parser.prog} {given.command}" if given.command else parser.prog
         meant = f"did you mean {setting}? " if (setting := _meant(given, words, dashed[0])) else ""
-        parser.exit(2, f"raysim: there is no option {dashed[0].partition('=')[0]}: {meant}see {command} -h\n")
+        parser.exit(
+            2,
+            f"raysim: there is no option {dashed[0].partition('=')[0]}: {meant}see {command} -h\n",
+        )
     for words_of in ("overrides", "runs"):  # argparse stops collecting them at the first option
         if unknown and hasattr(given, words_of):
             getattr(given, words_of).extend(unknown)
@@ -255,7 +283,9 @@ def _meant(given: argparse.Namespace, words: Sequence[str], option: str) -> str:
     from raysim.experiment.completion import completions
 
     keys = [word.removesuffix("=") for word in completions("", given.overrides, given.conf)]
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}  # lr is local.lr, too
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | {
+        key: key for key in keys
+    }  # lr is local.lr, too
     name, _, value = option.lstrip("-").partition("=")
     near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.8)
     following = [*words[words.index(option) + 1 :], ""][0]
@@ -295,7 +325,9 @@ def exit_status(command: Callable[[], int]) -> int:
     except OSError as error:
         if not is_full(error):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it fails at the end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the rest of it fails at the end
         return _say(f"the output cannot be written: {error.strerror}", 1)
 
 
@@ -330,58 +362,119 @@ def _parser() -> Parser:
     def add(name: str, text: str, epilog: str) -> argparse.ArgumentParser:
         style = argparse.RawDescriptionHelpFormatter
         about = text[0].upper() + text[1:]  # names keep their case
-        return commands.add_parser(name, help=text, description=about, epilog=epilog, formatter_class=style)
+        return commands.add_parser(
+            name, help=text, description=about, epilog=epilog, formatter_class=style
+        )
 
     run = add("run", "train one study and record it", RUN)
     _configurable(run)
     run.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     run.add_argument(
-        "--auto-resume", action="store_true", help="the same command starts a run and goes on with it: resume=latest"
+        "--auto-resume",
+        action="store_true",
+        help="the same command starts a run and goes on with it: resume=latest",
     )
-    run.add_argument("--config", metavar="FILE", help="start from a stored configuration, such as a sweep's best.yaml")
-    run.add_argument("--show", action="store_true", help="print the configuration as YAML, and run nothing")
-    study = add("study", "methods x seeds x partitions as one job: means, deviations, tests of differences", STUDY)
+    run.add_argument(
+        "--config",
+        metavar="FILE",
+        help="start from a stored configuration, such as a sweep's best.yaml",
+    )
+    run.add_argument(
+        "--show", action="store_true", help="print the configuration as YAML, and run nothing"
+    )
+    study = add(
+        "study",
+        "methods x seeds x partitions as one job: means, deviations, tests of differences",
+        STUDY,
+    )
     _configurable(study)
-    study.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side, in processes (1)")
     study.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="a number of summary.json to compare; repeatable"
+        "--parallel", type=int, default=1, metavar="N", help="runs side by side, in processes (1)"
+    )
+    study.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a number of summary.json to compare; repeatable",
     )
     sweep = add("sweep", "search for good settings with Ray Tune", SWEEP)
     _configurable(sweep)
     sweep.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
-    submit = add("submit", "run a command on a cluster: pack, upload, follow, return its exit status", SUBMIT)
-    submit.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="run, study or sweep, as usual")
-    submit.add_argument("--address", metavar="URL", help="the cluster's job server, http://HOST:8265")
-    submit.add_argument(
-        "--with", action="append", default=[], dest="extra", metavar="PATH", help="a file or folder to pack besides"
+    submit = add(
+        "submit", "run a command on a cluster: pack, upload, follow, return its exit status", SUBMIT
     )
-    submit.add_argument("--limit", type=float, default=50.0, metavar="MB", help="refuse to upload more (50)")
-    submit.add_argument("--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env")
+    submit.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="COMMAND", help="run, study or sweep, as usual"
+    )
+    submit.add_argument(
+        "--address", metavar="URL", help="the cluster's job server, http://HOST:8265"
+    )
+    submit.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        dest="extra",
+        metavar="PATH",
+        help="a file or folder to pack besides",
+    )
+    submit.add_argument(
+        "--limit", type=float, default=50.0, metavar="MB", help="refuse to upload more (50)"
+    )
+    submit.add_argument(
+        "--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env"
+    )
     submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
     methods = add("methods", "list the methods: paper, slots, parameters", METHODS)
-    methods.add_argument("names", nargs="*", metavar="NAME", help="one to explain: its formulas, choices and settings")
+    methods.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="one to explain: its formulas, choices and settings",
+    )
     methods.add_argument("--json", action="store_true", help="as JSON")
     _own_parts(methods)
     partition = add("partition", "print statistics of a split, and draw it", PARTITION)
     _configurable(partition)
-    partition.add_argument("--out", default="partition.png", metavar="FILE", help="the picture (partition.png)")
+    partition.add_argument(
+        "--out", default="partition.png", metavar="FILE", help="the picture (partition.png)"
+    )
     fleet = add("fleet", "convert and check traces of devices", FLEET)
     fleet.add_argument("action", choices=("convert", "check"), help="what to do")
-    fleet.add_argument("files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace")
-    fleet.add_argument("--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)")
-    new = add("new", "write a package of your own: a method, a model, data, ... with options and tests", NEW)
-    new.add_argument("name", metavar="NAME", help="the package, and the folder that it is written into")
+    fleet.add_argument(
+        "files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace"
+    )
+    fleet.add_argument(
+        "--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)"
+    )
+    new = add(
+        "new",
+        "write a package of your own: a method, a model, data, ... with options and tests",
+        NEW,
+    )
+    new.add_argument(
+        "name", metavar="NAME", help="the package, and the folder that it is written into"
+    )
     report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
-    report.add_argument("runs", nargs="*", metavar="RUN", help="folders that runs, studies and sweeps wrote")
+    report.add_argument(
+        "runs", nargs="*", metavar="RUN", help="folders that runs, studies and sweeps wrote"
+    )
     report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
     form = report.add_mutually_exclusive_group()
     for name, text in {"latex": "for LaTeX (booktabs)", "csv": "as CSV, a row per run"}.items():
         form.add_argument(
-            f"--{name}", action="store_const", const=name, dest="form", help=f"print the table {text}, and no page"
+            f"--{name}",
+            action="store_const",
+            const=name,
+            dest="form",
+            help=f"print the table {text}, and no page",
         )
     ui = add("ui", "show the charts of runs in MLflow", UI)
     ui.add_argument(
-        "place", nargs="?", default="runs", help="the folder that runs are in (runs), or a server's address"
+        "place",
+        nargs="?",
+        default="runs",
+        help="the folder that runs are in (runs), or a server's address",
     )
     ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
     ui.add_argument("--no-browser", action="store_true", help="print the address alone")
@@ -394,25 +487,44 @@ def _parser() -> Parser:
     )
     bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
     bench.add_argument(
-        "--out", default=_BENCH_OUT, metavar="FILE", help="the results (bench.json); of gpu a folder (bench-gpu)"
+        "--out",
+        default=_BENCH_OUT,
+        metavar="FILE",
+        help="the results (bench.json); of gpu a folder (bench-gpu)",
     )
     bench.add_argument("--device", default="cuda", help="of gpu: what is measured (cuda)")
     bench.add_argument("--minutes", type=float, default=28.0, help="of gpu: in which it ends (28)")
-    bench.add_argument("--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1..G4, profile")
-    bench.add_argument("--tiny", action="store_true", help="of gpu: sizes that only try the command out")
-    bench.add_argument("--blocks", type=int, default=7, help="blocks of rounds, each beside one of the bare loop (7)")
     bench.add_argument(
-        "--lanes", type=int, metavar="K", help="clients that a host trains at once; as in a run unless given"
+        "--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1..G4, profile"
     )
     bench.add_argument(
-        "--floor", action="store_true", help="measure a tuned loop as well, the least that PyTorch needs"
+        "--tiny", action="store_true", help="of gpu: sizes that only try the command out"
+    )
+    bench.add_argument(
+        "--blocks",
+        type=int,
+        default=7,
+        help="blocks of rounds, each beside one of the bare loop (7)",
+    )
+    bench.add_argument(
+        "--lanes",
+        type=int,
+        metavar="K",
+        help="clients that a host trains at once; as in a run unless given",
+    )
+    bench.add_argument(
+        "--floor",
+        action="store_true",
+        help="measure a tuned loop as well, the least that PyTorch needs",
     )
     bench.add_argument(
         "--profile",
         action="store_true",
         help="where the time of W1, W2 and W3 goes: a table, and beside FILE a picture and a trace for ui.perfetto.dev",
     )
-    bench.add_argument("--hosts", type=int, default=2, help="processes of one thread, on both sides (2)")
+    bench.add_argument(
+        "--hosts", type=int, default=2, help="processes of one thread, on both sides (2)"
+    )
     completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
     completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
     commands.add_parser("help", help="show this, or what a command takes: raysim help run")
@@ -429,7 +541,11 @@ def _configurable(parser: argparse.ArgumentParser) -> None:
 
 def _own_parts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--conf", action="append", default=[], metavar="DIR", help="a folder of your own options, laid out like conf"
+        "--conf",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder of your own options, laid out like conf",
     )
     parser.add_argument(
         "--allow",
@@ -474,16 +590,26 @@ def _check_folder(folder: Path, resume: object, given: argparse.Namespace) -> No
 
     if resume is None:
         check_free(folder)
-    said = given.auto_resume or given.config or {word.partition("=")[0] for word in given.overrides} > {"out", "resume"}
+    said = (
+        given.auto_resume
+        or given.config
+        or {word.partition("=")[0] for word in given.overrides} > {"out", "resume"}
+    )
     if resume == "latest" and not said and not folder.exists():
-        raise Refused(f"out={folder} does not exist, and no word says what to train: give those of the run")
+        raise Refused(
+            f"out={folder} does not exist, and no word says what to train: give those of the run"
+        )
 
 
 def _going_on(words: Sequence[str]) -> list[str]:
     """The words of a run that goes on wherever it was stopped."""
     keys = {word.partition("=")[0] for word in words}
     if "resume" in keys or "out" not in keys:
-        lacks = "has no effect beside resume=..." if "resume" in keys else "needs the folder of the run: add out=DIR"
+        lacks = (
+            "has no effect beside resume=..."
+            if "resume" in keys
+            else "needs the folder of the run: add out=DIR"
+        )
         raise Refused(f"--auto-resume {lacks}")
     return [*words, "resume=latest"]
 
@@ -522,7 +648,9 @@ def _study(given: argparse.Namespace) -> int:
 
         with tracked(campaign, say):
             with waiting(Console()) as show:
-                failed = carry_out(campaign, parallel=given.parallel, allow=given.allow, say=say, show=show)
+                failed = carry_out(
+                    campaign, parallel=given.parallel, allow=given.allow, say=say, show=show
+                )
             with refusing():
                 print(f"\n{report(campaign, given.metric, failed, terminal_width())}")
     for name, sentence in failed.items():
@@ -550,11 +678,17 @@ def _submit(given: argparse.Namespace) -> int:
     words = given.words[1:] if given.words[:1] == ["--"] else given.words
     if not words or words[0] not in submission.COMMANDS:
         named = words[0] if words else "nothing"
-        raise Refused(f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}")
-    sys.path[:0] = [str(Path(each).resolve().parent) for each in given.extra]  # where the job will find them
+        raise Refused(
+            f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}"
+        )
+    sys.path[:0] = [
+        str(Path(each).resolve().parent) for each in given.extra
+    ]  # where the job will find them
     inner = _allowed(_parsed(words), elsewhere=True)
     command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
-    return submission.submit(command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait)
+    return submission.submit(
+        command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait
+    )
 
 
 def _methods(given: argparse.Namespace) -> int:
@@ -596,7 +730,9 @@ def _partition(given: argparse.Namespace) -> int:
 
 def _fleet(given: argparse.Namespace) -> int:
     if len(given.files) != (wanted := {"convert": 2, "check": 1}[given.action]):
-        raise Refused(f"fleet {given.action} takes {wanted} of your {len(given.files)} files: see raysim fleet -h")
+        raise Refused(
+            f"fleet {given.action} takes {wanted} of your {len(given.files)} files: see raysim fleet -h"
+        )
     from raysim.commands.fleet.fedscale import convert
     from raysim.simulation.trace import summary
 
@@ -624,7 +760,9 @@ def _report(given: argparse.Namespace) -> int:
         runs = load_runs(given.runs, warn)
         if given.form:
             if given.out is not None:
-                raise Refused(f"--out {given.out} has no effect with --{given.form}, which prints a table alone")
+                raise Refused(
+                    f"--out {given.out} has no effect with --{given.form}, which prints a table alone"
+                )
             groups = grouped(runs)
             print(as_csv(groups) if given.form == "csv" else latex(results(groups), scored(runs)))
             return 0
@@ -669,9 +807,13 @@ def _check_workloads(names: Sequence[str]) -> None:
     for name in names:
         if name in IN_CHECKOUT:
             command = f"uv run python -m jobs.benchmarks.{name}"
-            raise Refused(f"bench {name}: the package does not have this benchmark. In a checkout, run {command}")
+            raise Refused(
+                f"bench {name}: the package does not have this benchmark. In a checkout, run {command}"
+            )
         if name not in (*WORKLOADS, *ALONE):
-            raise Refused(f"bench {name}: this workload does not exist. Use {', '.join((*WORKLOADS, *ALONE))}")
+            raise Refused(
+                f"bench {name}: this workload does not exist. Use {', '.join((*WORKLOADS, *ALONE))}"
+            )
         if name in ALONE and len(names) > 1:
             raise Refused(f"bench {name}: this benchmark runs in one process. Name it alone")
 

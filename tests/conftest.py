@@ -59,7 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: uses(item, "ray_session"))  # Rays of a test's own end before it begins
+    items.sort(
+        key=lambda item: uses(item, "ray_session")
+    )  # Rays of a test's own end before it begins
 
 
 @pytest.fixture(scope="module", autouse=True)

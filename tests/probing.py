@@ -7,7 +7,14 @@ import numpy as np
 from raysim.api.messages import Probe
 
 
-def make(client: int = 0, version: int = 3, seen: int = 2, rows: int = 4, classes: int = 3, features: int = 5) -> Probe:
+def make(
+    client: int = 0,
+    version: int = 3,
+    seen: int = 2,
+    rows: int = 4,
+    classes: int = 3,
+    features: int = 5,
+) -> Probe:
     """A probe of random numbers; what its client received depends on the version alone."""
     mine, shared = np.random.default_rng(100 + client), np.random.default_rng(version)
     outputs = mine.random((rows, classes), np.float32)

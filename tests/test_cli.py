@@ -36,7 +36,13 @@ from raysim.simulation.checkpoint import available
 from raysim.simulation.events import RunStopped
 
 QUICK = (
-    *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "partition=iid",
+        "partition.clients=10",
+    ),
     *("schedule.cohort=3", "local.epochs=1", "rounds=4", "checkpoint.every=2"),
 )
 OWNER = """
@@ -80,18 +86,36 @@ def bits(folder: str) -> tuple[str, str]:
 def test_a_run_leaves_its_results_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a", "method=[scaffold]")
     names = {path.name for path in Path("a").iterdir()}
-    assert {"config.yaml", "history.parquet", "summary.json", "model.safetensors", "checkpoints"} <= names
+    assert {
+        "config.yaml",
+        "history.parquet",
+        "summary.json",
+        "model.safetensors",
+        "checkpoints",
+    } <= names
     assert {"accuracy.png", "loss.png"} <= names
     rows = read_history(Path("a/history.parquet"))
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     content = summary("a")
     assert content["rounds"] == 4
     assert content["accuracy_global"] == rows[-1]["accuracy_global"]
-    assert {"best5_mean", "last10_mean", "last10_std", "rounds_to", "peak_memory_bytes", "identity"} <= set(content)
+    assert {
+        "best5_mean",
+        "last10_mean",
+        "last10_std",
+        "rounds_to",
+        "peak_memory_bytes",
+        "identity",
+    } <= set(content)
     printed = capsys.readouterr()
     assert "scaffold" in printed.out
-    assert "10 with 80 training samples each, 0 without; 20 test samples of their own each" in printed.out
-    assert "\n          drawing pictures\n" in printed.out, "after the last round, which would be silent otherwise"
+    assert (
+        "10 with 80 training samples each, 0 without; 20 test samples of their own each"
+        in printed.out
+    )
+    assert "\n          drawing pictures\n" in printed.out, (
+        "after the last round, which would be silent otherwise"
+    )
     assert printed.out.splitlines()[-1] == "raysim report a makes a page of them"
     assert printed.err == ""
 
@@ -121,11 +145,16 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quiet_leaves_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    method = type("Mine", (Method,), {"__module__": __name__, "name": "mine", "gradiant": lambda self: None})()
+    method = type(
+        "Mine", (Method,), {"__module__": __name__, "name": "mine", "gradiant": lambda self: None}
+    )()
     experiment.run([*QUICK, "out=a", "rounds=1"], methods=[method], quiet=True)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "method 'mine' has a function 'gradiant' that nothing calls: is the hook 'gradient' meant?\n" in err
+    assert (
+        "method 'mine' has a function 'gradiant' that nothing calls: is the hook 'gradient' meant?\n"
+        in err
+    )
 
 
 def test_quiet_says_that_a_client_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,28 +212,41 @@ def test_a_setting_written_as_an_option_is_named(
         cli.call(["run", *words])
     option = words[0].partition("=")[0]
     assert error.value.code == 2
-    assert capsys.readouterr().err == f"raysim: there is no option {option}: {meant}see raysim run -h\n"
+    assert (
+        capsys.readouterr().err
+        == f"raysim: there is no option {option}: {meant}see raysim run -h\n"
+    )
 
 
 def test_an_existing_folder_is_refused_at_once_and_stays_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("a").mkdir()
-    monkeypatch.setitem(sys.modules, "raysim.experiment.execute", None)  # before torch is read and data are made
+    monkeypatch.setitem(
+        sys.modules, "raysim.experiment.execute", None
+    )  # before torch is read and data are made
     run("out=a", status=2)
     assert "resume=latest" in one_sentence(capsys.readouterr().err)
     assert list(Path("a").iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_not_continued_as_a_run_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there_is_not_continued_as_a_run_of_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.call(["run", "out=a", "resume=latest"]) == 2
-    assert "out=a does not exist, and no word says what to train" in one_sentence(capsys.readouterr().err)
+    assert "out=a does not exist, and no word says what to train" in one_sentence(
+        capsys.readouterr().err
+    )
     assert list(Path().iterdir()) == []
 
 
-def test_a_run_that_goes_on_by_itself_may_begin_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_by_itself_may_begin_with_the_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr("raysim.experiment.execute.run", lambda config, **_: begun.append(config["out"]))
+    monkeypatch.setattr(
+        "raysim.experiment.execute.run", lambda config, **_: begun.append(config["out"])
+    )
     assert cli.call(["run", "--auto-resume", "out=a"]) == 0
     assert begun == ["a"]
 
@@ -216,8 +258,12 @@ def test_a_folder_that_is_no_runs_is_not_resumed(capsys: pytest.CaptureFixture[s
     assert "not the folder of a run" in one_sentence(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("config.yaml", path)])
-def test_a_run_whose_configuration_is_no_file_is_refused(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("config.yaml", path)]
+)
+def test_a_run_whose_configuration_is_no_file_is_refused(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("a").mkdir()
     make("a/config.yaml")
     run("out=a", "resume=latest", status=2)
@@ -235,8 +281,12 @@ def test_a_run_whose_summary_cannot_be_read_to_its_end_is_refused(
     assert "no regular file" in one_sentence(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("left", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]])
-def test_a_run_that_was_killed_before_its_first_file_had_its_name_begins_again(left: list[str]) -> None:
+@pytest.mark.parametrize(
+    "left", [[], [".held"], [".config.yaml.0a1b"], [".held", ".config.yaml.0a1b"]]
+)
+def test_a_run_that_was_killed_before_its_first_file_had_its_name_begins_again(
+    left: list[str],
+) -> None:
     Path("a").mkdir()
     for name in left:
         Path("a", name).touch()
@@ -275,21 +325,32 @@ def test_what_left_the_package_names_its_new_command(
 def test_what_is_wrong_at_first_sight_is_said_before_torch_is_read(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("torch", "raysim.experiment.execute", "raysim.experiment.settings", "raysim.results.page"):
+    for module in (
+        "torch",
+        "raysim.experiment.execute",
+        "raysim.experiment.settings",
+        "raysim.results.page",
+    ):
         monkeypatch.setitem(sys.modules, module, None)
     assert cli.call(words) == 2
     assert said in one_sentence(capsys.readouterr().err)
 
 
 # --- resume -------------------------------------------------------------------------------------------------------
-def test_latest_without_a_checkpoint_starts_at_round_0_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_latest_without_a_checkpoint_starts_at_round_0_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run("out=a", "resume=latest")
-    assert "nothing to continue in a, it is not there: starting at round 0" in capsys.readouterr().out
+    assert (
+        "nothing to continue in a, it is not there: starting at round 0" in capsys.readouterr().out
+    )
     run("out=b")
     assert bits("a") == bits("b")
 
 
-def test_latest_on_a_finished_run_does_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_latest_on_a_finished_run_does_nothing_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run("out=a")
     before = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
     run("out=a", "resume=latest")
@@ -297,7 +358,9 @@ def test_latest_on_a_finished_run_does_nothing_and_says_so(capsys: pytest.Captur
     assert {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")} == before
 
 
-@pytest.mark.parametrize("words", [[], ["method=[scaffold]"], ["schedule=buffered", "fleet=lognormal"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [[], ["method=[scaffold]"], ["schedule=buffered", "fleet=lognormal"]], ids=str
+)
 def test_more_rounds_continue_a_finished_run_to_the_same_bits(words: list[str]) -> None:
     if "schedule=buffered" in words:
         words = [*words, "schedule.concurrency=5", "schedule.size=2"]
@@ -332,7 +395,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_in_the_same_bits(
     assert [row["round"] for row in read_history(Path("a/history.parquet"))] == [1, 2, 3, 4]
 
 
-def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_study_is_not_continued_in_a_runs_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run("out=a")
     run("out=a", "resume=latest", "rounds=6", "local.lr=0.2", status=2)
     text = one_sentence(capsys.readouterr().err)
@@ -343,7 +408,9 @@ def test_another_study_is_not_continued_in_a_runs_folder(capsys: pytest.CaptureF
     run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
 
-def test_run_of_earlier_version_is_refused_with_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_of_earlier_version_is_refused_with_the_version(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run("out=a")
     config = Path("a/config.yaml")
     stored = yaml.safe_load(config.read_text())
@@ -357,12 +424,19 @@ def test_run_of_earlier_version_is_refused_with_the_version(capsys: pytest.Captu
 
 def test_a_run_in_process_is_the_same_study_on_ray(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a")
-    on_ray = ["runtime=local", "runtime.hosts=2", "runtime.strategy=SPREAD", "runtime.resources={slot: 1}"]
+    on_ray = [
+        "runtime=local",
+        "runtime.hosts=2",
+        "runtime.strategy=SPREAD",
+        "runtime.resources={slot: 1}",
+    ]
     assert cli.call(["run", *on_ray, *QUICK[1:], "out=a", "resume=latest"]) == 0
     assert "has finished its 4 rounds: nothing to do" in capsys.readouterr().out
 
 
-def test_a_folder_in_which_another_process_works_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_which_another_process_works_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     refused = []
 
     def second(row: object) -> None:
@@ -377,12 +451,16 @@ def test_a_folder_in_which_another_process_works_is_refused(capsys: pytest.Captu
     with held(Path("a")):
         run("out=a", "resume=latest", "rounds=6", status=2)
         assert "a is in use by" in one_sentence(capsys.readouterr().err)
-        run("out=a", status=2)  # nor as a new one: whoever is told to go on with it would have to wait
+        run(
+            "out=a", status=2
+        )  # nor as a new one: whoever is told to go on with it would have to wait
         assert "a is in use by" in one_sentence(capsys.readouterr().err)
     run("out=a", "resume=latest", "rounds=6")
 
 
-def test_a_study_that_another_process_carries_out_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_that_another_process_carries_out_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["study", *QUICK, "method=[],[fedprox]", "rounds=1", "out=s"]
     assert cli.call(words) == 0
     with held(Path("s")):
@@ -396,7 +474,9 @@ def samples() -> Samples:
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_cache_says_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_waits_for_a_cache_says_for_whom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
     )
@@ -408,7 +488,10 @@ def test_who_waits_for_a_cache_says_for_whom(tmp_path: Path, capsys: pytest.Capt
         waiting.join(0.01)
     owner.stdin.close()
     waiting.join()
-    assert f"raysim: waiting for process {owner.pid} on " in text and f"which writes {tmp_path}" in text
+    assert (
+        f"raysim: waiting for process {owner.pid} on " in text
+        and f"which writes {tmp_path}" in text
+    )
     assert owner.wait() == 0 and list(tmp_path.glob("one-*.arrow"))
 
 
@@ -430,7 +513,9 @@ def test_a_checkpoint_is_continued_in_a_new_folder() -> None:
     assert bits("a") == bits("b")
 
 
-NoRoom = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+NoRoom = SafetensorError(
+    "Error while serializing: I/O error: No space left on device (os error 28)"
+)
 
 
 # --- disks without room ---------------------------------------------------------------------------------------------
@@ -467,11 +552,15 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_the_run_goes_on_when_there_is_
         assert "out=a and resume=latest goes on from the last checkpoint" in text
     run("out=a", "method=[scaffold]", "resume=latest")
     assert bits("a") == bits("whole")
-    assert not [path for path in Path("a").rglob(".*") if path.name != ".held"], "nothing unfinished is left"
+    assert not [path for path in Path("a").rglob(".*") if path.name != ".held"], (
+        "nothing unfinished is left"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["run", *QUICK], ["report", "a"], ["partition"]])
+@pytest.mark.parametrize(
+    "words", [["methods"], ["methods", "--json"], ["run", *QUICK], ["report", "a"], ["partition"]]
+)
 def test_an_output_that_cannot_be_written_is_one_sentence(words: list[str]) -> None:
     if words == ["report", "a"]:
         run("out=a")
@@ -501,7 +590,9 @@ class Failing(Method):
 
 @pytest.mark.parametrize("hook", ["personalise", "absorb"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_a_hook_that_fails_ends_a_run_with_its_methods_name(hook: str, error: type[BaseException]) -> None:
+def test_a_hook_that_fails_ends_a_run_with_its_methods_name(
+    hook: str, error: type[BaseException]
+) -> None:
     built = experiment.build([*QUICK, "out=a"])
     built = replace(built, spec=replace(built.spec, methods=(Failing(hook, error),)))
     with pytest.raises(RunStopped, match=rf"method 'failing' failed.*{error.__name__}: on purpose"):
@@ -530,7 +621,9 @@ def test_tolerated_failures_are_recorded_with_client_round_and_host() -> None:
 
 
 # --- the other commands -------------------------------------------------------------------------------------------
-def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_are_listed_with_paper_slots_and_parameters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.call(["methods", "--json"]) == 0
     entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert entries["fedprox"]["parameters"] == {"mu": 0.01}
@@ -540,7 +633,9 @@ def test_methods_are_listed_with_paper_slots_and_parameters(capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert printed.startswith("fedavg  (McMahan et al., AISTATS 2017)\n")
     assert "\nscaffold  (Karimireddy et al., ICML 2020)\n" in printed
-    assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(printed.split())  # as one types them
+    assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(
+        printed.split()
+    )  # as one types them
 
 
 def test_a_method_that_is_named_is_explained_and_a_text_that_parts_share_is_printed_once(
@@ -548,8 +643,12 @@ def test_a_method_that_is_named_is_explained_and_a_text_that_parts_share_is_prin
 ) -> None:
     assert cli.call(["methods", "fedld+fedavg"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("w_l = lambda_l / sqrt(sum_k lambda_k^2)") == 1  # eq. 7, of the module that both parts share
-    assert "lam weighs the penalty" in printed and "\nmethod.fedld_principal.fraction=0.8\n" in printed
+    assert (
+        printed.count("w_l = lambda_l / sqrt(sum_k lambda_k^2)") == 1
+    )  # eq. 7, of the module that both parts share
+    assert (
+        "lam weighs the penalty" in printed and "\nmethod.fedld_principal.fraction=0.8\n" in printed
+    )
     assert "x_bar = sum_i p_i y_i" in printed and "fedbr" not in printed
     assert cli.call(["methods", "fedprox", "--json"]) == 0
     assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["fedprox"]
@@ -581,7 +680,11 @@ def test_methods_of_the_users_own_are_listed_and_what_names_none_is_refused(
 def test_a_partition_is_described_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["partition", "data=synthetic", "partition=shards", "--out", "shards.png"]) == 0
     printed = capsys.readouterr().out
-    assert "clients" in printed and "effective classes" in printed and "_" not in printed.partition("\n")[2]
+    assert (
+        "clients" in printed
+        and "effective classes" in printed
+        and "_" not in printed.partition("\n")[2]
+    )
     assert Path("shards.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -602,9 +705,14 @@ def test_a_report_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("out", ["/dev/full", "~nosuchuser/x"])
-def test_where_nothing_can_be_written_is_one_sentence(out: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_can_be_written_is_one_sentence(
+    out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("out=a")
-    for words in (["report", "a", "--out", out], ["partition", "data=synthetic", "--out", f"{out}/x.png"]):
+    for words in (
+        ["report", "a", "--out", out],
+        ["partition", "data=synthetic", "--out", f"{out}/x.png"],
+    ):
         capsys.readouterr()
         assert cli.call(words) == 2
         assert out in one_sentence(capsys.readouterr().err)
@@ -613,7 +721,15 @@ def test_where_nothing_can_be_written_is_one_sentence(out: str, capsys: pytest.C
 
 @pytest.mark.parametrize(
     "words",
-    [["-h"], ["run", "-h"], ["partition", "-h"], ["fleet", "-h"], ["report", "-h"], ["methods", "-h"], ["bench", "-h"]],
+    [
+        ["-h"],
+        ["run", "-h"],
+        ["partition", "-h"],
+        ["fleet", "-h"],
+        ["report", "-h"],
+        ["methods", "-h"],
+        ["bench", "-h"],
+    ],
     ids=str,
 )
 def test_help_teaches_by_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -633,7 +749,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "raysim", "rnu"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "raysim", "rnu"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     one_sentence(done.stderr)
 
@@ -642,7 +760,9 @@ def test_the_module_is_the_command() -> None:
 def test_a_killed_run_is_resumed_to_the_same_bits() -> None:
     run("out=straight", "rounds=8")
     words = [sys.executable, str(KILLED), "a", "run", *QUICK, "rounds=8", "out=a"]
-    assert subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
+    )
     assert [path.name for path in available(Path("a/checkpoints"))] == ["round-000002"]
     run("out=a", "rounds=8", "resume=latest")
     assert bits("a") == bits("straight")
@@ -653,7 +773,11 @@ def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on(ray_session: None) -
     import ray
 
     on_ray = [word for word in QUICK if not word.startswith("runtime=")]
-    on_ray += ["runtime=cluster", f"runtime.address={ray.get_runtime_context().gcs_address}", "runtime.hosts=1"]
+    on_ray += [
+        "runtime=cluster",
+        f"runtime.address={ray.get_runtime_context().gcs_address}",
+        "runtime.hosts=1",
+    ]
     words = [sys.executable, "-m", "raysim", "run", *on_ray, "rounds=100000", "out=a"]
     told = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while told.poll() is None and not available(Path("a/checkpoints")):
@@ -662,7 +786,10 @@ def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on(ray_session: None) -
     told.terminate()  # as `ray job stop` does
     _, errors = told.communicate()
     assert told.returncode == 130
-    assert "out=a and resume=latest continues from the last checkpoint" in errors and "SIGTERM" not in errors
+    assert (
+        "out=a and resume=latest continues from the last checkpoint" in errors
+        and "SIGTERM" not in errors
+    )
 
 
 # --- help, version, completion, and words of other programs -------------------------------------------------------
@@ -707,7 +834,9 @@ def test_the_configuration_is_shown_and_runs_again(capsys: pytest.CaptureFixture
 
 
 def test_a_comment_that_zsh_passes_on_is_no_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(["run", "--show", "#", "what", "is it?"], capsys) == printed(["run", "--show"], capsys)
+    assert printed(["run", "--show", "#", "what", "is it?"], capsys) == printed(
+        ["run", "--show"], capsys
+    )
 
 
 @pytest.mark.parametrize(
@@ -739,7 +868,11 @@ def test_words_of_hydra_and_tune_are_answered_with_ours(
         ("method=fedpr", [], ["method=fedprox"]),
         ("method=fedbr+mi", [], ["method=fedbr+mixup"]),
         ("method=fedavg,fedpr", [], ["method=fedavg,fedprox"]),
-        ("method=feda", [], [f"method=fed{name}" for name in ("adagrad", "adam", "async", "avgm", "avg")]),
+        (
+            "method=feda",
+            [],
+            [f"method=fed{name}" for name in ("adagrad", "adam", "async", "avgm", "avg")],
+        ),
         ("local.l", [], ["local.lr=", "local.lr_decay="]),
         ("method.fedprox", ["method=fedprox"], ["method.fedprox.mu="]),
         ("method.fedprox", ["method=fedprx"], []),
@@ -762,12 +895,25 @@ def test_a_shell_is_told_how_to_complete(shell: str, capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "wanted"),
-    [("raysim stu", {"study "}), ("raysim run --sh", {"--show "}), ("raysim study method=fedavg,fedpro", None)],
+    [
+        ("raysim stu", {"study "}),
+        ("raysim run --sh", {"--show "}),
+        ("raysim study method=fedavg,fedpro", None),
+    ],
 )
 def test_a_shell_gets_its_completions(line: str, wanted: set[str] | None) -> None:
     code = "import sys; sys.argv[0] = 'raysim'; from raysim.cli import main; main()"
-    shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": "found", "COMP_LINE": line, "IFS": "\013"}
-    words = {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n=", "_ARGCOMPLETE_IFS": "\013"}
+    shell = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": "found",
+        "COMP_LINE": line,
+        "IFS": "\013",
+    }
+    words = {
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n=",
+        "_ARGCOMPLETE_IFS": "\013",
+    }
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **shell, **words}, check=True)
     assert {*Path("found").read_text().split("\013")} == (wanted or {"fedavg,fedprox "})
 
@@ -785,14 +931,20 @@ def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[s
     assert captured.err == "raysim: passed over, as no run has written there: runs/notes\n"
     assert "fedavg" in captured.out
     assert "is no folder of a run" in printed(["report", "runs/mlflow_artifacts"], capsys, status=2)
-    assert "nowhere is no folder" in printed(["report", "nowhere", "runs/mlflow.db"], capsys, status=2)
+    assert "nowhere is no folder" in printed(
+        ["report", "nowhere", "runs/mlflow.db"], capsys, status=2
+    )
     assert "nowhere is no folder" in printed(["report", "nowhere", "runs/a"], capsys, status=2)
     assert cli.call(["report", *everything, "nowhere"]) == 2
-    assert capsys.readouterr().err.count("raysim: ") == 1, "what is refused is said, and nothing besides"
+    assert capsys.readouterr().err.count("raysim: ") == 1, (
+        "what is refused is said, and nothing besides"
+    )
 
 
 @pytest.mark.parametrize("kind", ["runs", "trials"])
-def test_a_study_and_a_search_are_reported_by_their_folders(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_and_a_search_are_reported_by_their_folders(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed, name in enumerate(("one", "two")):
         run(f"out=many/{kind}/{name}", "rounds=2", f"seed={seed}")
     Path("many", kind, "begun").mkdir()
@@ -828,4 +980,7 @@ cli.main(["completion", "bash"])
 
 def test_an_interrupt_that_comes_where_nothing_can_be_raised_is_not_lost() -> None:
     ended = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (130, "raysim: stopped before the run began: nothing was written\n")
+    assert (ended.returncode, ended.stderr) == (
+        130,
+        "raysim: stopped before the run began: nothing was written\n",
+    )

@@ -27,10 +27,17 @@ from raysim.experiment.plugins import brought
 from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parent.parent
-WRITTEN = [path for path in ROOT.glob("docs/**/*.md") if "reference" not in path.parts]  # the others are made
-MARKDOWN = sorted([*ROOT.glob("*.md"), *WRITTEN, *ROOT.glob("jobs/*.md"), *ROOT.glob("conf/**/*.md")])
+WRITTEN = [
+    path for path in ROOT.glob("docs/**/*.md") if "reference" not in path.parts
+]  # the others are made
+MARKDOWN = sorted(
+    [*ROOT.glob("*.md"), *WRITTEN, *ROOT.glob("jobs/*.md"), *ROOT.glob("conf/**/*.md")]
+)
 YAML = sorted([*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("jobs/*.yaml")])
-SHELLS = {"bash": ["--norc", "--noprofile", "-s"], "zsh": ["-f", "-i", "-s"]}  # zsh as one types into it
+SHELLS = {
+    "bash": ["--norc", "--noprofile", "-s"],
+    "zsh": ["-f", "-i", "-s"],
+}  # zsh as one types into it
 NO_COMMAND = re.compile(r"\.\.\.|…|\b(NAME|TABLE|COMMAND|WORKLOAD)\b")  # a form, not a command
 # Stands for all commands of texts: raysim's words go to a file, of other commands what follows their raysim.
 LISTENING = """
@@ -45,7 +52,9 @@ pip() { :; }
 
 # --- finding them -------------------------------------------------------------------------------------------------
 def fences(path: Path) -> list[str]:
-    return re.findall(r"^```(?:bash|sh|shell|console|zsh)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```(?:bash|sh|shell|console|zsh)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 def lines(block: str) -> Iterator[str]:
@@ -60,20 +69,33 @@ def in_markdown(path: Path) -> Iterator[str]:
         yield from lines(block)
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     quoted = (" ".join(each.split()) for each in re.findall(r"`((?:uv run )?raysim [^`]+)`", prose))
-    yield from (f"raysim sweep {words}" for words in re.findall(r'raysim\.sweep\("([^"]+)"', path.read_text()))
-    yield from (each for each in quoted if re.search("raysim (-|[a-z]+ .)", each))  # `raysim sweep` is but its name
+    yield from (
+        f"raysim sweep {words}"
+        for words in re.findall(r'raysim\.sweep\("([^"]+)"', path.read_text())
+    )
+    yield from (
+        each for each in quoted if re.search("raysim (-|[a-z]+ .)", each)
+    )  # `raysim sweep` is but its name
 
 
 def in_comments(path: Path) -> Iterator[str]:
     comments = re.findall(r"#.*$", path.read_text(), re.MULTILINE)
-    yield from (found[1] for each in comments if (found := re.search(r"\b(raysim [a-z]+ [^`]*[^`.,;)])", each)))
+    yield from (
+        found[1]
+        for each in comments
+        if (found := re.search(r"\b(raysim [a-z]+ [^`]*[^`.,;)])", each))
+    )
     yield from re.findall(r"^\s+entrypoint: (.*)$", path.read_text(), re.MULTILINE)
 
 
 def in_help() -> Iterator[str]:
     for name, text in vars(cli).items():
         if name.isupper() and isinstance(text, str):
-            yield from (re.split(r" {2,}", line.strip())[0] for line in text.splitlines() if "raysim " in line[:9])
+            yield from (
+                re.split(r" {2,}", line.strip())[0]
+                for line in text.splitlines()
+                if "raysim " in line[:9]
+            )
 
 
 def found() -> dict[str, list[str]]:
@@ -81,7 +103,9 @@ def found() -> dict[str, list[str]]:
     places = {str(path.relative_to(ROOT)): [*in_markdown(path)] for path in MARKDOWN}
     places |= {str(path.relative_to(ROOT)): [*in_comments(path)] for path in YAML}
     places["help"] = [*in_help()]
-    return {place: [each for each in all_of_it if raysims(each)] for place, all_of_it in places.items()}
+    return {
+        place: [each for each in all_of_it if raysims(each)] for place, all_of_it in places.items()
+    }
 
 
 def raysims(command: str) -> bool:
@@ -126,7 +150,14 @@ def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
     typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)
     environment = {"OUT": str(out), "PATH": "/usr/bin:/bin", "HOME": str(folder), "TERM": "dumb"}
     program = [here(shell), *SHELLS[shell]]
-    subprocess.run(program, input=f"{LISTENING}{typed}\n", cwd=folder, env=environment, text=True, capture_output=True)
+    subprocess.run(
+        program,
+        input=f"{LISTENING}{typed}\n",
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
     words = [line.split("\0")[:-1] for line in out.read_text().splitlines()]
     assert len(words) == len(COMMANDS), "a command goes on after its line"
     return dict(zip(COMMANDS, words, strict=True))
@@ -144,11 +175,19 @@ def in_zsh(folder: Path) -> dict[str, list[str]]:
 
 def test_commands_are_found_where_they_stand() -> None:
     places = {*COMMANDS.values()}
-    assert {"README.md", "CONTRIBUTING.md", "jobs/README.md", "jobs/rayjob.yaml", "conf/sweep/default.yaml"} <= places
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "jobs/README.md",
+        "jobs/rayjob.yaml",
+        "conf/sweep/default.yaml",
+    } <= places
     assert len(COMMANDS) > 50
 
 
-def test_zsh_hands_on_the_same_words_as_bash(in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]) -> None:
+def test_zsh_hands_on_the_same_words_as_bash(
+    in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]
+) -> None:
     """But for a comment, which zsh takes for words where it is typed."""
     for command, words in in_zsh.items():
         assert without_comment(words) == in_bash[command], f"{COMMANDS[command]}: {command}"
@@ -177,7 +216,9 @@ def taken(words: list[str]) -> None:
         taken(given.words)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=[f"{place}: {text}"[:90] for text, place in COMMANDS.items()])
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=[f"{place}: {text}"[:90] for text, place in COMMANDS.items()]
+)
 def test_raysim_takes_the_words_of_a_command(
     command: str, in_bash: dict[str, list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,12 +271,21 @@ def test_nothing_installs_a_name_from_an_index() -> None:
     asking = re.compile(
         r"\b(?:install|add|uvx|--with)\s+(?:-[-\w]+\s+)*[\"']?raysim(?:-fl)?(?:\[[\w,]+\])?[\"']?(?=[\s,;:`)]|$)"
     )
-    texts = [*MARKDOWN, *YAML, *ROOT.glob("raysim/**/*.py"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("Dockerfile*")]
+    texts = [
+        *MARKDOWN,
+        *YAML,
+        *ROOT.glob("raysim/**/*.py"),
+        *ROOT.glob("notebooks/*.ipynb"),
+        *ROOT.glob("Dockerfile*"),
+    ]
     found = [(path.name, match[0]) for path in texts for match in asking.finditer(path.read_text())]
     assert found == []
     for wrong in ("pip install raysim", "pip install -U 'raysim[sweep]'", "uv add raysim-fl"):
         assert asking.search(wrong)
-    for right in ("pip install raysim_fl-0.1.0-py3-none-any.whl", "pip install git+https://HOST/raysim.git"):
+    for right in (
+        "pip install raysim_fl-0.1.0-py3-none-any.whl",
+        "pip install git+https://HOST/raysim.git",
+    ):
         assert not asking.search(right)
 
 
@@ -259,7 +309,9 @@ def test_quick_commands_end_well(tmp_path: Path) -> None:
     shell = [here("zsh"), "-f", "-c", f"{define}{REAL}"]
     done = subprocess.run(shell, cwd=tmp_path, text=True, capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "passed over" not in done.stderr, "what raysim itself keeps beside runs is nothing to be told of"
+    assert "passed over" not in done.stderr, (
+        "what raysim itself keeps beside runs is nothing to be told of"
+    )
     assert (tmp_path / "runs/mlflow_artifacts").is_dir()
     assert {each.name for each in (tmp_path / "studies/mine/runs").iterdir()} == {
         f"{method}_seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)

@@ -47,7 +47,10 @@ def lasso() -> type[Method]:
 
 def test_the_method_from_nothing_does_what_it_says() -> None:
     cls: Any = lasso()
-    size = {lam: abs(run(run_spec(cls(lam))).coordinator.server.vector.numpy()).sum() for lam in (0.0, 0.05)}
+    size = {
+        lam: abs(run(run_spec(cls(lam))).coordinator.server.vector.numpy()).sum()
+        for lam in (0.0, 0.05)
+    }
     assert run(run_spec(cls(0.0))).bits == run(run_spec()).bits
     assert size[0.05] < 0.8 * size[0.0]
     with pytest.raises(ValueError, match=r"method\.lasso\.lam"):

@@ -28,7 +28,17 @@ def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "read"), str(DOCS)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-d",
+        str(tmp_path / "read"),
+        str(DOCS),
+    ]
     built = subprocess.run([*command, str(tmp_path / "site")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     pages = {path.stem for path in (tmp_path / "site" / "reference" / "methods").glob("*.html")}
@@ -40,7 +50,9 @@ def test_a_methods_page_says_what_its_code_says(from_docs: Any) -> None:
     page = reference.method_page("scaffold")
     assert "Karimireddy et al., ICML 2020" in page
     assert "## Choices where the sources differ or are silent" in page
-    assert re.search(r"a client sends, besides its update \| [\d,]+ floats, 0\.99 of the vector", page)
+    assert re.search(
+        r"a client sends, besides its update \| [\d,]+ floats, 0\.99 of the vector", page
+    )
     assert "`scaffold.control`" in page
     page = reference.method_page("krum")
     assert "| `method.krum.byzantine` | `1` | an integer; at least 0 |" in page
@@ -70,8 +82,12 @@ def test_the_tables_of_many_nodes_are_those_of_the_arithmetic(from_docs: Any) ->
     assert many.filled(text) == text, "uv run python docs/many_nodes.py"
     assert all(table in text for table in many.tables().values())
     vector, small = 4e9, many.Cluster()
-    alone, combined = (sum(s.bytes for s in many.stages(small, 1e9, 5, way)) for way in (False, True))
-    assert (alone, combined) == ((7 + 224) * vector, (7 + 7) * vector), "256 arrays, 32 of them there already; or 7"
+    alone, combined = (
+        sum(s.bytes for s in many.stages(small, 1e9, 5, way)) for way in (False, True)
+    )
+    assert (alone, combined) == ((7 + 224) * vector, (7 + 7) * vector), (
+        "256 arrays, 32 of them there already; or 7"
+    )
 
 
 def test_the_pictures_of_asynchrony_are_drawn_from_the_planner_alone(from_docs: Any) -> None:
@@ -82,7 +98,9 @@ def test_the_pictures_of_asynchrony_are_drawn_from_the_planner_alone(from_docs: 
 
 
 def test_the_checks_that_the_guide_names_are_there_with_these_arguments() -> None:
-    table = re.findall(r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE
+    )
     assert len(table) > 5
     for name, arguments in table:
         given = [each.strip("= ") for each in arguments.split(",")]

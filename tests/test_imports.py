@@ -12,7 +12,10 @@ import grimp
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raysim"
-ON_RAY = [f"runtime/ray/{name}.py" for name in ("__init__", "actors", "cluster", "driver", "failures", "team")]
+ON_RAY = [
+    f"runtime/ray/{name}.py"
+    for name in ("__init__", "actors", "cluster", "driver", "failures", "team")
+]
 CORE = (
     "raysim",
     "raysim.simulation.coordinator",
@@ -27,7 +30,9 @@ CORE = (
 def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
     others = {"ray", "hydra", "omegaconf", "mlflow", "matplotlib"}
     program = f"import sys, {', '.join(CORE)}; print(*({others} & {{*sys.modules}}))"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout.strip() == ""
 
 
@@ -41,7 +46,11 @@ def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
 )
 def test_each_of_them_is_imported_in_its_place_alone(library: str, places: set[str]) -> None:
     pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)
-    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())}
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if pattern.search(path.read_text())
+    }
     assert found == places
 
 
@@ -61,7 +70,15 @@ def import_circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
 
 
 def test_import_circles_finds_direct_and_indirect_ones() -> None:
-    imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}, "g": set[str]()}
+    imports = {
+        "a": {"b"},
+        "b": {"c"},
+        "c": {"a", "d"},
+        "d": {"e"},
+        "e": {"d"},
+        "f": {"a"},
+        "g": set[str](),
+    }
     assert import_circles(imports) == [{"a", "b", "c"}, {"d", "e"}]
 
 

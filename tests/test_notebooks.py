@@ -32,5 +32,7 @@ def test_a_notebook_runs_shows_pictures_and_its_last_cell_is_true(path: Path, ke
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
     NotebookClient(notebook, km=kernel, timeout=None).execute()
     assert notebook.cells[-1].outputs[0]["data"]["text/plain"] == "True"
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    shown = [
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output
+    ]
     assert any(kind.startswith("image/") for output in shown for kind in output["data"])

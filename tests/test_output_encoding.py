@@ -14,7 +14,14 @@ from raysim import cli
 from raysim.primitives.output import HANDLER, ascii_equivalent, lossy_output
 from raysim.results.progress import Progress, waiting
 
-TINY = ["runtime=inprocess", "data=synthetic", "model=mlp", "rounds=2", "schedule.cohort=2", "partition.clients=3"]
+TINY = [
+    "runtime=inprocess",
+    "data=synthetic",
+    "model=mlp",
+    "rounds=2",
+    "schedule.cohort=2",
+    "partition.clients=3",
+]
 UNTRACKED = [*TINY, "tracking=none"]
 ENCODINGS = ("ascii", "cp932")
 RUN = Path("runs-of-all/first")
@@ -62,7 +69,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=" ".join,
 )
 def test_no_command_ends_at_a_character(
-    words: list[str], encoding: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: list[str],
+    encoding: str,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     streams = strict(encoding), strict(encoding)
@@ -77,7 +88,9 @@ def test_no_command_ends_at_a_character(
     assert all(stream.errors == "strict" for stream in streams), "as they were"
 
 
-def test_run_from_python_writes_to_its_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_from_python_writes_to_its_console(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stream = strict("ascii")
     raysim.run([*UNTRACKED, f"out={tmp_path / 'run'}"], console=Console(file=stream, width=200))
     text = written(stream)

@@ -32,7 +32,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel in a folder of its own, without what it depends on, which this process has."""
     target = tmp_path_factory.mktemp("installed")
-    command = ["uv", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    command = [
+        "uv",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return target
 
@@ -40,7 +49,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_wheel_has_the_package_and_its_configuration_alone(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(["git", "ls-files", "raysim", "conf"], cwd=ROOT, capture_output=True, text=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "raysim", "conf"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     if not tracked:
         pytest.skip("not a checkout")
     wanted = {f"raysim/{name}" if name.startswith("conf/") else name for name in tracked.split()}
@@ -53,13 +64,25 @@ def test_installed_wheel_finds_its_configuration(installed: Path, tmp_path: Path
     def raysim(*words: str) -> str:
         environment = os.environ | {"PYTHONPATH": str(installed)}
         command = [sys.executable, "-m", "raysim", *words]
-        return subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     assert "fedbr" in raysim("methods")
-    raysim("run", "data=synthetic", "model=mlp", "rounds=1", "runtime=inprocess", "tracking=none", "out=run")
+    raysim(
+        "run",
+        "data=synthetic",
+        "model=mlp",
+        "rounds=1",
+        "runtime=inprocess",
+        "tracking=none",
+        "out=run",
+    )
     found = "import raysim.experiment.compose as c; print(c.conf_folder())"
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    asked = subprocess.run([sys.executable, "-c", found], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", found], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert Path(asked.stdout.strip()) == installed / "raysim" / "conf"
     assert (tmp_path / "run" / "summary.json").is_file()
 
@@ -74,8 +97,14 @@ def test_changelog_and_citation_name_the_version_of_the_package() -> None:
 
 def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from=" not in line]
-    kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    copied = [
+        line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from=" not in line
+    ]
+    kept = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line[:1] == "!"
+    }
     sources = {name for names in copied for name in names}
     assert sources and sources <= kept
     assert all((ROOT / name).exists() for name in sources)

@@ -34,16 +34,24 @@ def imported_names(tree: ast.AST) -> dict[str, str]:
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and (module := imported_module(node.value)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and (
+            module := imported_module(node.value)
+        ):
             for target in targets(node):
                 names[dotted(target)] = module
-    return {name: origin for name, origin in names.items() if not origin.startswith(("raysim.", "__future__"))}
+    return {
+        name: origin
+        for name, origin in names.items()
+        if not origin.startswith(("raysim.", "__future__"))
+    }
 
 
 def imported_module(node: ast.AST | None) -> str:
     """Return the module that an expression such as `import_module("ray")` names, else ""."""
     for call in ast.walk(node) if node is not None else ():
-        is_import = isinstance(call, ast.Call) and dotted(call.func).endswith(("import_module", "__import__"))
+        is_import = isinstance(call, ast.Call) and dotted(call.func).endswith(
+            ("import_module", "__import__")
+        )
         if isinstance(call, ast.Call) and is_import and isinstance(call.args[0], ast.Constant):
             return str(call.args[0].value)
     return ""
@@ -95,7 +103,9 @@ def names_private_module(value: object) -> bool:
 
 def imports_ray(text: str) -> bool:
     """Whether a file imports Ray, at its head or in a function."""
-    return any(origin.partition(".")[0] == "ray" for origin in imported_names(ast.parse(text)).values())
+    return any(
+        origin.partition(".")[0] == "ray" for origin in imported_names(ast.parse(text)).values()
+    )
 
 
 def violations(text: str) -> Iterator[str]:
@@ -157,14 +167,20 @@ def test_own_names_are_not_found(text: str) -> None:
     assert not list(violations(text))
 
 
-@pytest.mark.parametrize("path", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")))
+@pytest.mark.parametrize(
+    "path", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+)
 def test_file_uses_public_names_only(path: str) -> None:
     assert not list(violations((PACKAGE / path).read_text()))
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if imports_ray(path.read_text())),
+    sorted(
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if imports_ray(path.read_text())
+    ),
 )
 def test_file_replaces_no_attribute_of_rays_objects(path: str) -> None:
     tree = ast.parse((PACKAGE / path).read_text())

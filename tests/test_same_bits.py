@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 from cluster import Hosts
-from tiny_runs import MLP, NORMED, NORMED_MLP, SEED, Ran, changed, coordinate, even, ran, run, run_spec, several, tiny
+from tiny_runs import (
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    SEED,
+    Ran,
+    changed,
+    coordinate,
+    even,
+    ran,
+    run,
+    run_spec,
+    several,
+    tiny,
+)
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.methods.fedbn import FedBN
@@ -55,7 +69,9 @@ def test_in_process_and_on_one_or_two_hosts_a_study_has_the_same_bits_and_histor
     assert here.history[-1]["failures"] == 0
 
 
-def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_sum_their_own_groups_and_the_bits_stay(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = {"data": even(), "model": NORMED, "local": LOCAL}
     here = run(run_spec(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
     runtime = hosts.runtime(run_spec(**asked), 2)
@@ -68,12 +84,16 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(hosts: Hosts, monkeypatch:
         return call(host, method, *args, returns=returns)
 
     monkeypatch.setattr(runtime, "call", watched)
-    there = ran(coordinate(run_spec(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3))
+    there = ran(
+        coordinate(run_spec(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3)
+    )
     assert summing == {(0, 3), (1, 3)}
     assert (there.bits, there.history) == (here.bits, here.history)
 
 
-@pytest.mark.parametrize(("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"])
+@pytest.mark.parametrize(
+    ("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"]
+)
 def test_lanes_have_the_same_bits_on_ray_and_resumed(
     methods: list[Any], graph: bool, hosts: Hosts, tmp_path: Path
 ) -> None:
@@ -81,14 +101,18 @@ def test_lanes_have_the_same_bits_on_ray_and_resumed(
         return run_spec(*methods, model=MLP, lanes=3, graph=graph)
 
     def on_ray(**how: Any) -> Ran:
-        return ran(coordinate(asked(), Synchronous(6), Ideal(), hosts.runtime(asked(), 2), rounds=4, **how))
+        return ran(
+            coordinate(asked(), Synchronous(6), Ideal(), hosts.runtime(asked(), 2), rounds=4, **how)
+        )
 
     here = run(asked(), Synchronous(6), Ideal(), rounds=4)
     there = on_ray(checkpoint_every=2, folder=str(tmp_path))
     assert (there.bits, there.history) == (here.bits, here.history)
     resumed = on_ray(resume=str(tmp_path / "checkpoints" / "round-000002"))
     assert (resumed.bits, resumed.history) == (here.bits, here.history)
-    assert here.bits != run(run_spec(*methods, model=MLP), Synchronous(6), Ideal(), rounds=4).bits, "a loop's"
+    assert (
+        here.bits != run(run_spec(*methods, model=MLP), Synchronous(6), Ideal(), rounds=4).bits
+    ), "a loop's"
 
 
 def _ranked(found: Ran) -> list[int]:
@@ -100,7 +124,10 @@ def _ranked(found: Ran) -> list[int]:
 def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
-    methods: list[Any] = [Scaffold(), FedBN()]  # a buffer, and two hosts: see tests of placement and of deaths
+    methods: list[Any] = [
+        Scaffold(),
+        FedBN(),
+    ]  # a buffer, and two hosts: see tests of placement and of deaths
     how = changed(study(methods), rounds=ROUNDS), SCHEDULES["rounds"], Lognormal()
     events = list(on_ray.run(*how, on_ray.Size(1, {"CPU": 0.5})))
     here = run(study(methods), SCHEDULES["rounds"], rounds=ROUNDS)
@@ -112,22 +139,33 @@ def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("size", [2, 5], ids=["clients sit out", "clients return before the buffer is full"])
+@pytest.mark.parametrize(
+    "size", [2, 5], ids=["clients sit out", "clients return before the buffer is full"]
+)
 @pytest.mark.parametrize("methods", [[], [Scaffold(), FedBN()]], ids=["stateless", "stateful"])
 def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of_them(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
-    schedule, asked = Buffered(concurrency=5, size=size), {"rounds": 8, "summation": 2, "evaluate": Evaluation(every=3)}
+    schedule, asked = (
+        Buffered(concurrency=5, size=size),
+        {"rounds": 8, "summation": 2, "evaluate": Evaluation(every=3)},
+    )
 
     def small() -> Any:
         return run_spec(*methods, model=NORMED_MLP)
 
     straight = run(small(), schedule, **asked)
     runtime = several(small(), count)
-    there = ran(coordinate(small(), schedule, runtime=runtime, **asked, checkpoint_every=5, folder=str(tmp_path)))
+    there = ran(
+        coordinate(
+            small(), schedule, runtime=runtime, **asked, checkpoint_every=5, folder=str(tmp_path)
+        )
+    )
     assert (there.bits, there.history) == (straight.bits, straight.history)
     saved = str(tmp_path / "checkpoints" / "round-000005")
-    resumed = ran(coordinate(small(), schedule, runtime=several(small(), 4 - count), **asked, resume=saved))
+    resumed = ran(
+        coordinate(small(), schedule, runtime=several(small(), 4 - count), **asked, resume=saved)
+    )
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
@@ -145,4 +183,7 @@ def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_ser
 def test_groups_summed_on_three_hosts_are_those_of_one() -> None:
     study = run_spec(data=even(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), summation=2)
-    assert ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), summation=2)).bits == alone.bits
+    assert (
+        ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), summation=2)).bits
+        == alone.bits
+    )

@@ -28,7 +28,9 @@ RULES = rules() if SCRIPT.is_file() else None
 
 def every_block() -> list[dict[str, Any]]:
     """Each with a function's name and its cases; none without the shared folder."""
-    return [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
+    return (
+        [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
+    )
 
 
 def functions_with_vectors() -> set[str]:
@@ -41,9 +43,15 @@ def functions_with_vectors() -> set[str]:
 def every_case() -> list[Any]:
     """One parameter a case."""
     if RULES is None:
-        return [pytest.param("", {}, marks=pytest.mark.skip("RAYSIM_SHARED does not name a folder with vectors"))]
+        return [
+            pytest.param(
+                "", {}, marks=pytest.mark.skip("RAYSIM_SHARED does not name a folder with vectors")
+            )
+        ]
     return [
-        pytest.param(block["function"], case, id=f"{block['function'].removeprefix('raysim.')}-{number}")
+        pytest.param(
+            block["function"], case, id=f"{block['function'].removeprefix('raysim.')}-{number}"
+        )
         for block in every_block()
         for number, case in enumerate(block["cases"])
     ]

@@ -97,7 +97,9 @@ class Blocks(ModelRecipe):
 
 
 # Where other processes find the modules of the tests, for PYTHONPATH.
-FOLDERS = os.pathsep.join(map(str, [Path(__file__).parent, *sorted(Path(__file__).parent.glob("[a-z]*/"))]))
+FOLDERS = os.pathsep.join(
+    map(str, [Path(__file__).parent, *sorted(Path(__file__).parent.glob("[a-z]*/"))])
+)
 NORMED = SmallCnn(norm="batch")
 BLOCKS = Blocks()
 
@@ -105,13 +107,18 @@ BLOCKS = Blocks()
 @functools.cache
 def even(clients: int = 6, samples: int = 150) -> FederatedData:
     """The same images on clients of equal sizes, which finish together where devices are equal."""
-    return federate(Synthetic(samples=samples, test_samples=20, classes=5), IID(clients=clients), SEED)
+    return federate(
+        Synthetic(samples=samples, test_samples=20, classes=5), IID(clients=clients), SEED
+    )
 
 
 def sized(counts: Sequence[int]) -> FederatedData:
     """Clients of given sizes, without test samples of their own: for tests that train nothing."""
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    train, test = CSR(np.zeros(offsets[-1], np.int64), offsets), CSR(np.empty(0, np.int64), np.zeros_like(offsets))
+    train, test = (
+        CSR(np.zeros(offsets[-1], np.int64), offsets),
+        CSR(np.empty(0, np.int64), np.zeros_like(offsets)),
+    )
     return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
@@ -132,7 +139,9 @@ def declared_for(
     task = task or run_spec().task
     all_declared = []
     for method in methods:
-        declared = Declared(method.name, hooks={h: getattr(method, h) for h in filled_hooks(method)})
+        declared = Declared(
+            method.name, hooks={h: getattr(method, h) for h in filled_hooks(method)}
+        )
         facts = Setup(
             method.name,
             task,
@@ -185,13 +194,23 @@ NOTHING = private({})
 
 
 def taking_part(
-    spec: RunSpec | None, samples: int, trained: float, earlier: int = 0, version: int = 0, accepted: int = 0
+    spec: RunSpec | None,
+    samples: int,
+    trained: float,
+    earlier: int = 0,
+    version: int = 0,
+    accepted: int = 0,
 ) -> Participation:
     """What a method's `cost` is asked of, in a run (None: in one whose facts do not matter)."""
     spec = spec or run_spec()
     declarations = declare_run(spec)
     filled = frozenset(hook for each in declarations.methods for hook in each.hooks)
-    facts = RunFacts(spec.task, declarations.layout, int(np.count_nonzero(spec.data.partition.train.counts)), filled)
+    facts = RunFacts(
+        spec.task,
+        declarations.layout,
+        int(np.count_nonzero(spec.data.partition.train.counts)),
+        filled,
+    )
     return Participation(version, samples, trained, earlier, accepted, facts)
 
 
@@ -215,7 +234,18 @@ class Silent(InProcess):
     def _update(self, job: Job) -> Update:
         samples = int(self.counts[job.client])
         delta, counters = np.zeros(self.shared, np.float32), np.empty(0, np.int64)
-        return Update(job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, counters, delta=delta)
+        return Update(
+            job.number,
+            job.client,
+            job.version,
+            samples,
+            samples,
+            1,
+            0.0,
+            0.0,
+            counters,
+            delta=delta,
+        )
 
 
 @dataclass(frozen=True)
@@ -236,7 +266,9 @@ class Ticking(Fixed):
         super().__init__(Speeds(everything, everything, everything), Fate())
         self._each = np.asarray(seconds)
 
-    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+    def trip(
+        self, client: int, participation: int, start: float, samples: float, down: int, up: int
+    ) -> Trip:
         return Trip(start + float(self._each[client]), True)
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
@@ -282,7 +314,11 @@ class Asking(Method):
 
 
 def silent(
-    counts: Sequence[int], schedule: Schedule, fleet: Fleet | None = None, seed: int = SEED, **settings: Any
+    counts: Sequence[int],
+    schedule: Schedule,
+    fleet: Fleet | None = None,
+    seed: int = SEED,
+    **settings: Any,
 ) -> tuple[Coordinator, Ledger, Silent]:
     """A coordinator whose clients learn nothing, and what it combined and dispatched."""
     ledger = Ledger()

@@ -16,10 +16,27 @@ X, Y = np.zeros((20, 4), np.float32), np.zeros(20, np.int64)
 def calls() -> None:
     """Names, values by their keys, objects, lists of rows."""
     raysim.run("method=fedprox", rounds=20, runtime="inprocess")
-    raysim.run(["method=fedprox"], schedule={"cohort": 5}, fleet={"sigma": 0.5}, partition={"clients": 3})
+    raysim.run(
+        ["method=fedprox"], schedule={"cohort": 5}, fleet={"sigma": 0.5}, partition={"clients": 3}
+    )
     raysim.run(methods=[FedProx(mu=0.1), "mixup"], data=((X, Y), (X, Y)), local={"lr": 0.05})
-    raysim.run(data=(X, Y), model=nn.Linear(4, 2), partition=[[0, 1], [2, 3]], schedule="buffered", fleet="lognormal")
-    raysim.run(partition={0: [0, 1], 1: [2, 3]}, schedule=Buffered(concurrency=4, size=2), fleet=Lognormal())
+    raysim.run(
+        data=(X, Y),
+        model=nn.Linear(4, 2),
+        partition=[[0, 1], [2, 3]],
+        schedule="buffered",
+        fleet="lognormal",
+    )
+    raysim.run(
+        partition={0: [0, 1], 1: [2, 3]},
+        schedule=Buffered(concurrency=4, size=2),
+        fleet=Lognormal(),
+    )
     result = raysim.run(loss="focal", on_round=print, quiet=True)
     result.model().eval()
-    print(result.history["accuracy"].max(), result.clients, result.client_model(0), result.predictions().classes)
+    print(
+        result.history["accuracy"].max(),
+        result.clients,
+        result.client_model(0),
+        result.predictions().classes,
+    )

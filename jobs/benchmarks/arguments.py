@@ -13,7 +13,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=description, formatter_class=style)
     made.add_argument("--blocks", type=int, default=7, help="measured blocks of each case (7)")
-    made.add_argument("--out", type=Path, default="bench.json", metavar="FILE", help="results (bench.json)")
+    made.add_argument(
+        "--out", type=Path, default="bench.json", metavar="FILE", help="results (bench.json)"
+    )
     return made
 
 

@@ -44,7 +44,11 @@ from raysim.training.run_spec import RunSettings, RunSpec
 
 GROUP, GROUPS = 2, 4  # updates to a sum, sums to a host
 FLOATS = (1_210, 1_000_000, 11_000_000)
-WAYS = {"sums": False, "sums of nodes": True, "updates": False}  # what comes back; whether nodes add up
+WAYS = {
+    "sums": False,
+    "sums of nodes": True,
+    "updates": False,
+}  # what comes back; whether nodes add up
 STAGES = ("dispatch", "wait", "add up", "step", "publish")
 _SKIP = 1  # rounds at the start that are not counted
 
@@ -68,7 +72,9 @@ class Options:
         for value in self.floats:
             at_least("--floats", value, 100)
         if self.address and self.nodes:
-            raise ValueError("--address joins a cluster and --nodes starts one: leave one of them out")
+            raise ValueError(
+                "--address joins a cluster and --nodes starts one: leave one of them out"
+            )
 
 
 class Singly(Method):
@@ -101,10 +107,17 @@ class Counted:
     """
 
     def __init__(self, inner: Any):
-        self._inner, self.hosts, self.nodes, self.combine_from = inner, inner.hosts, inner.nodes, inner.combine_from
+        self._inner, self.hosts, self.nodes, self.combine_from = (
+            inner,
+            inner.hosts,
+            inner.nodes,
+            inner.combine_from,
+        )
         self.at_once = inner.at_once
         self.counts: Counter[str] = Counter()
-        self._homes: dict[int, int] = {}  # by hash of a reference, which would keep its value: the node, if another one
+        self._homes: dict[
+            int, int
+        ] = {}  # by hash of a reference, which would keep its value: the node, if another one
 
     def put(self, value: object) -> Any:
         """See `Runtime`."""
@@ -195,7 +208,9 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     """Some rounds with these hosts."""
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
     counted, clock = Counted(runtime), Clock()
-    coordinator = Coordinator(replace(spec, settings=settings), Synchronous(cohort), Ideal(), counted)
+    coordinator = Coordinator(
+        replace(spec, settings=settings), Synchronous(cohort), Ideal(), counted
+    )
     clock.watch(coordinator, "_publish", "publish")
     clock.watch(coordinator.dispatcher, "submit", "dispatch")
     clock.watch(coordinator.dispatcher, "collect", "wait")
@@ -207,7 +222,10 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
             row = {stage: clock.seconds[stage] for stage in STAGES} | dict(counted.counts)
             marks.append({**row, "cpu": time.process_time(), "wall": time.perf_counter()})
     keys = (*STAGES, "calls", "arrays", "down", "up", "between", "cpu", "wall")
-    steps = [{key: after.get(key, 0) - before.get(key, 0) for key in keys} for before, after in pairwise(marks)]
+    steps = [
+        {key: after.get(key, 0) - before.get(key, 0) for key in keys}
+        for before, after in pairwise(marks)
+    ]
     middle = {key: statistics.median(step[key] for step in steps[_SKIP - 1 : -1]) for key in keys}
     numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up", "between")}
     stages = {stage: middle[stage] for stage in STAGES}
@@ -251,7 +269,9 @@ def joined(options: Options) -> Iterator[Size]:
 
     several = None
     if options.nodes:
-        several = cluster.nodes_here(options.nodes, -(-(options.hosts or 2 * options.nodes) // options.nodes))
+        several = cluster.nodes_here(
+            options.nodes, -(-(options.hosts or 2 * options.nodes) // options.nodes)
+        )
     asked = RayOptions(hosts=options.hosts, address=several.address if several else options.address)
     mine = cluster.connect(asked)
     try:
@@ -271,7 +291,10 @@ def bench(options: Options, out: Path, rounds: int, say: Callable[[str], None]) 
             found.append(cost)
             say(f"{cost.floats:,} floats, {cost.way}: {cost.wall * 1000:.1f} ms a round")
     say(table(found))
-    write_json({"options": asdict(options), "rounds": rounds, "results": [asdict(cost) for cost in found]}, out)
+    write_json(
+        {"options": asdict(options), "rounds": rounds, "results": [asdict(cost) for cost in found]},
+        out,
+    )
     return found
 
 
@@ -281,9 +304,22 @@ def table(found: Sequence[Cost]) -> str:
     for cost in found:
         counts = (f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}")
         megabytes = [f"{size / 1e6:.2f}" for size in (cost.down, cost.up, cost.between)]
-        times = [f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.stages.values(), cost.wall)]
+        times = [
+            f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.stages.values(), cost.wall)
+        ]
         rows.append((*counts, *megabytes, *times))
-    head = ("floats", "what comes", "calls", "arrays", "MB down", "up", "between", "CPU", *STAGES, "round")
+    head = (
+        "floats",
+        "what comes",
+        "calls",
+        "arrays",
+        "MB down",
+        "up",
+        "between",
+        "CPU",
+        *STAGES,
+        "round",
+    )
     place = f"{found[0].hosts} hosts on {found[0].nodes} node(s)"
     title = f"a round of {place}: counts, MB, and ms of the coordinator"
     return f"{title}\n{aligned(columns_of(head, rows), terminal_width())}"
@@ -295,14 +331,26 @@ def main() -> None:
     options.add_argument("--address", help="of a Ray cluster that runs; auto: on this machine")
     options.add_argument("--nodes", type=int, help="start this number of Ray nodes in this machine")
     options.add_argument("--hosts", type=int, help="hosts in all (as many as have a CPU)")
-    options.add_argument("--floats", type=int, nargs="+", default=FLOATS, metavar="N", help="parameters of the models")
+    options.add_argument(
+        "--floats",
+        type=int,
+        nargs="+",
+        default=FLOATS,
+        metavar="N",
+        help="parameters of the models",
+    )
     given = read(options)
     listen_on_loopback(RayOptions(address=given.address))  # before Ray is imported
 
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(scale)  # the nodes may have raysim alone
-    bench(Options(given.address, given.nodes, given.hosts, given.floats), given.out, given.blocks, print)
+    bench(
+        Options(given.address, given.nodes, given.hosts, given.floats),
+        given.out,
+        given.blocks,
+        print,
+    )
 
 
 if __name__ == "__main__":

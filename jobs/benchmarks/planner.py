@@ -31,7 +31,15 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Load, Planner
-from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+from raysim.simulation.schedule import (
+    Buffered,
+    Deadline,
+    Immediate,
+    Oversample,
+    Schedule,
+    Synchronous,
+    Tiered,
+)
 from raysim.simulation.trace import Trace
 from raysim.training.run_spec import RunSettings
 
@@ -53,7 +61,9 @@ FLEETS: dict[str, Fleet] = {
     "night": Lognormal(availability="diurnal", hours=0.5),  # half of the time nobody is there
     "scarce": Lognormal(availability="markov", on=600, off=6e6),  # a hundred of a million are there
 }
-TRACE = "trace"  # another one, of clients that are there four times in two days, for 4 s in the mean
+TRACE = (
+    "trace"  # another one, of clients that are there four times in two days, for 4 s in the mean
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,9 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
             for fleet, kind in fleets.items():
                 with multiprocessing.get_context("fork").Pool(1) as alone:
                     found.append(alone.apply(_rate, (name, fleet, kind, seconds)))
-                say(f"{name} over {fleet}: {found[-1].events:,.0f} events a second, {found[-1].memory / 1e6:,.0f} MB")
+                say(
+                    f"{name} over {fleet}: {found[-1].events:,.0f} events a second, {found[-1].memory / 1e6:,.0f} MB"
+                )
     return found
 
 
@@ -99,9 +111,20 @@ def _trace(file: Path) -> str:
     stops = np.append(starts[:, 1:], np.full((CLIENTS, 1), period), axis=1)
     ends = np.minimum(starts + 0.1 + generator.exponential(4.0, (CLIENTS, 4)), stops)
     firsts = pa.array(np.arange(CLIENTS + 1, dtype=np.int32) * 4)
-    rates = {key: generator.lognormal(mean, 1.0, CLIENTS) for key, mean in (("speed", 7), ("down", 15), ("up", 14))}
-    lists = {key: pa.ListArray.from_arrays(firsts, times.ravel()) for key, times in (("start", starts), ("end", ends))}
-    pq.write_table(pa.table({"client": np.arange(CLIENTS), **lists, "period": np.full(CLIENTS, period), **rates}), file)
+    rates = {
+        key: generator.lognormal(mean, 1.0, CLIENTS)
+        for key, mean in (("speed", 7), ("down", 15), ("up", 14))
+    }
+    lists = {
+        key: pa.ListArray.from_arrays(firsts, times.ravel())
+        for key, times in (("start", starts), ("end", ends))
+    }
+    pq.write_table(
+        pa.table(
+            {"client": np.arange(CLIENTS), **lists, "period": np.full(CLIENTS, period), **rates}
+        ),
+        file,
+    )
     return str(file)
 
 
@@ -119,7 +142,9 @@ def whole(rounds: int) -> tuple[float, float]:
     settings = RunSettings(rounds=rounds, evaluate=Evaluation(every=10**9))
     began = time.process_time()
     spec = spec_of(Case(CLIENTS // 2, 1), settings)
-    coordinator = Coordinator(spec, SCHEDULES["buffered"], FLEETS["drop-outs"], InProcess(Ready(spec)))
+    coordinator = Coordinator(
+        spec, SCHEDULES["buffered"], FLEETS["drop-outs"], InProcess(Ready(spec))
+    )
     marks = [time.process_time() for event in coordinator.run() if isinstance(event, Round)]
     return (len(marks) - 1) * SCHEDULES["buffered"].size / (marks[-1] - marks[0]), marks[0] - began
 
@@ -129,7 +154,9 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     found = rates(2.0, say)
     rows = []
     for name in SCHEDULES:
-        rows.append((name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name)))
+        rows.append(
+            (name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name))
+        )
     fleets = (*FLEETS, TRACE)
     most = [max(rate.memory for rate in found if rate.fleet == fleet) for fleet in fleets]
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
@@ -140,7 +167,11 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
         f"a whole run that trains nothing: {jobs:,.0f} jobs a second of CPU, {start:.1f} s to the first, at most "
         f"{peak_memory() / 1e9:.2f} GB"
     )
-    return {"planner": [asdict(rate) for rate in found], "jobs_per_second": jobs, "start_seconds": start}
+    return {
+        "planner": [asdict(rate) for rate in found],
+        "jobs_per_second": jobs,
+        "start_seconds": start,
+    }
 
 
 def main() -> None:

@@ -58,7 +58,10 @@ def principal_and_loop() -> tuple[float, float]:
     layout, generator = declarations.layout, stream(0, "bench")
     counters = np.empty(0, np.int64)
     deltas = [generator.random(layout.shared, np.float32) for _ in range(50)]
-    updates = [Update(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta) for i, delta in enumerate(deltas)]
+    updates = [
+        Update(i, i, 0, 100, 100, 1, 1.0, 0.0, counters, delta=delta)
+        for i, delta in enumerate(deltas)
+    ]
     tensors = [torch.from_numpy(delta) for delta in deltas]
     aggregation = Aggregation(updates, tensors, [100.0] * 50, [0] * 50, {})
     start = torch.zeros(layout.shared), torch.empty(0, dtype=torch.int64)

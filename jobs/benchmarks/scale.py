@@ -84,7 +84,11 @@ def cases() -> list[Case]:
     cohorts = {clients: summation(clients) for clients in (1_000, 10_000, 100_000)}
     cases = []
     for clients, group in cohorts.items():
-        cases += [Case(clients, group), Case(clients, group, fleet="lognormal"), Case(clients, group, LARGE)]
+        cases += [
+            Case(clients, group),
+            Case(clients, group, fleet="lognormal"),
+            Case(clients, group, LARGE),
+        ]
     cases += [Case(clients, DEFAULT, LARGE) for clients in (1_000, 10_000)]
     cases += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
     cases += [Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
@@ -112,7 +116,11 @@ class Ready(Combiner):
         return self.name
 
     def train(
-        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
+        self,
+        jobs: Sequence[Job],
+        groups: Sequence[tuple[int, ...]],
+        versions: int,
+        *published: Published,
     ) -> TrainingResult:
         """See `Host`."""
         summed = {number for group in groups for number in group}
@@ -121,7 +129,17 @@ class Ready(Combiner):
 
     def _update(self, job: Job, alone: bool) -> Update:
         samples = int(self._counts[job.client])
-        known = (job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0, np.empty(0, np.int64))
+        known = (
+            job.number,
+            job.client,
+            job.version,
+            samples,
+            samples,
+            1,
+            0.0,
+            0.0,
+            np.empty(0, np.int64),
+        )
         return Update(*known, delta=self._array() if alone else None)
 
     def _array(self) -> np.ndarray:
@@ -133,7 +151,11 @@ class Long(Ready):
     """The same; it says that every job has taken it a second, so that nobody waits for a second one to send both."""
 
     def train(
-        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], versions: int, *published: Published
+        self,
+        jobs: Sequence[Job],
+        groups: Sequence[tuple[int, ...]],
+        versions: int,
+        *published: Published,
     ) -> TrainingResult:
         """See `Host`."""
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
@@ -160,7 +182,9 @@ class Fleet:
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
         if isinstance(value := self._few.get(ref), TrainingResult):
-            alone = sum(isinstance(update, Update) and update.delta is not None for update in value.updates)
+            alone = sum(
+                isinstance(update, Update) and update.delta is not None for update in value.updates
+            )
             self.arrays += len(value.sums) + alone
         return value
 
@@ -170,7 +194,10 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
     """Twice as many clients as take part, of 5 to 15 samples that nobody reads."""
     few = federate(Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0)
     offsets = np.concatenate([[0], np.cumsum(5 + np.arange(2 * case.clients) * 7 % 11)])
-    train, test = CSR(np.zeros(offsets[-1], np.int64), offsets), CSR(np.empty(0, np.int64), np.zeros_like(offsets))
+    train, test = (
+        CSR(np.zeros(offsets[-1], np.int64), offsets),
+        CSR(np.empty(0, np.int64), np.zeros_like(offsets)),
+    )
     data = replace(few, partition=Partition(train, test), central=np.empty(0, np.int64))
     return RunSpec(Mlp(case.widths), (), data, settings)
 
@@ -192,16 +219,24 @@ def measure(case: Case, rounds: int) -> Cost:
         few = start_hosts(spec, 2, kind)
     times = Lognormal() if case.fleet == "lognormal" else Ideal()
     schedule = Immediate(case.clients) if case.alone else Synchronous(case.clients)
-    coordinator = Coordinator(spec, schedule, times, fleet := Fleet(few, 2 if case.alone else HOSTS))
+    coordinator = Coordinator(
+        spec, schedule, times, fleet := Fleet(few, 2 if case.alone else HOSTS)
+    )
     try:
-        marks = [(time.perf_counter(), time.process_time()) for event in coordinator.run() if isinstance(event, Round)]
+        marks = [
+            (time.perf_counter(), time.process_time())
+            for event in coordinator.run()
+            if isinstance(event, Round)
+        ]
     finally:
         if case.ray:
             few.stop()
     steps = np.diff(np.array(marks), axis=0)[:-1]
     middle = statistics.mean if case.alone else statistics.median
     seconds, cpu = (middle(column) for column in steps.T.tolist())
-    return Cost(case, coordinator.layout.shared, fleet.arrays // (rounds + 2), seconds, cpu, peak_memory())
+    return Cost(
+        case, coordinator.layout.shared, fleet.arrays // (rounds + 2), seconds, cpu, peak_memory()
+    )
 
 
 def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
@@ -227,12 +262,33 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
         case = cost.case
         place = "Ray" if case.ray else "here"
         seconds = (cost.seconds, cost.cpu, cost.cpu / case.jobs * 1e6, cost.memory / 1e9)
-        counts = (f"{case.clients:,}", f"{case.jobs:,}", place, case.fleet, f"{cost.floats:,}", f"{cost.arrays:,}")
+        counts = (
+            f"{case.clients:,}",
+            f"{case.jobs:,}",
+            place,
+            case.fleet,
+            f"{cost.floats:,}",
+            f"{cost.arrays:,}",
+        )
         rows.append((*counts, *(f"{number:.3g}" for number in seconds)))
-    head = ("clients", "in one", "hosts", "fleet", "floats", "arrays", "s", "CPU s", "us a job", "GB")
+    head = (
+        "clients",
+        "in one",
+        "hosts",
+        "fleet",
+        "floats",
+        "arrays",
+        "s",
+        "CPU s",
+        "us a job",
+        "GB",
+    )
     say(f"an aggregation of {HOSTS} hosts that cost nothing; medians of {rounds}")
     say(aligned(columns_of(head, rows), terminal_width()))
-    write_json({"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]}, out)
+    write_json(
+        {"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]},
+        out,
+    )
     return costs
 
 

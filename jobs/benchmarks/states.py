@@ -44,7 +44,11 @@ from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, State, bu
 
 COHORT, SAMPLES = 100, 60  # clients a round and samples a client, as in W2
 CLIENTS, TOUCHED = 10_000, (0, 10, 100, 1000)
-FEW, ROUNDS, SHARE = 1000, 40, 0.1  # the run beside which the same one keeps so much of its states in memory
+FEW, ROUNDS, SHARE = (
+    1000,
+    40,
+    0.1,
+)  # the run beside which the same one keeps so much of its states in memory
 BUDGET = 1.0  # GiB, of the run of very many clients
 
 
@@ -78,11 +82,14 @@ def workload(root: str | None, rounds: int) -> Written:
     """W1 in this process with a checkpoint after every round."""
     work = WORKLOADS["W1"]
     spec = spec_of_loop(work, source_of(work, root))
-    spec = replace(spec, settings=replace(spec.settings, rounds=rounds + 1, checkpoint=Checkpoint(1)))
+    spec = replace(
+        spec, settings=replace(spec.settings, rounds=rounds + 1, checkpoint=Checkpoint(1))
+    )
     with tempfile.TemporaryDirectory(dir=".") as folder:
         marks = list(_marked(inprocess.run(spec, Synchronous(work.cohort), Ideal(), folder)))
     saves = [
-        (after - before, cpu - cpu_before) for (_, before, cpu_before), (event, after, cpu) in _pairs(marks, Saved)
+        (after - before, cpu - cpu_before)
+        for (_, before, cpu_before), (event, after, cpu) in _pairs(marks, Saved)
     ]
     trained = [after - before for (_, before, _), (event, after, _) in _pairs(marks, Round)]
     seconds, cpu = (statistics.median(column) for column in zip(*saves, strict=True))
@@ -94,14 +101,18 @@ def _marked(events: Iterator[Event]) -> Iterator[tuple[Event, float, float]]:
         yield event, time.perf_counter(), time.process_time()
 
 
-def _pairs(marks: list[tuple[Event, float, float]], kind: type[Event]) -> list[tuple[tuple[Event, float, float], ...]]:
+def _pairs(
+    marks: list[tuple[Event, float, float]], kind: type[Event]
+) -> list[tuple[tuple[Event, float, float], ...]]:
     """Each event of a kind and the one before it."""
     return [(one, other) for one, other in itertools.pairwise(marks) if isinstance(other[0], kind)]
 
 
 def touched(clients: int, count: int, blocks: int) -> Written:
     """Checkpoints of a run in which every client has a state of W2's model, and so many took part since the last."""
-    state: Arrays = {"scaffold.control": np.ones(build_networks(many(FEW, 1, None))[1].shared, np.float32)}
+    state: Arrays = {
+        "scaffold.control": np.ones(build_networks(many(FEW, 1, None))[1].shared, np.float32)
+    }
     jobs = dict.fromkeys(range(clients), 0)
     states = ByClient(jobs, lambda client: state)
     rng, times = stream(0, "bench"), []
@@ -144,8 +155,14 @@ def _train(clients: int, rounds: int, budget: float | None) -> Trained:
     """In a process of its own, whose peak of memory is the run's."""
     spec = many(clients, rounds, budget)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run = Coordinator(spec, Synchronous(COHORT), Ideal(), inprocess.InProcess(Host(spec)), folder)
-        marks = list(itertools.islice((mark for mark in _marked(run.run()) if isinstance(mark[0], Round)), rounds))
+        run = Coordinator(
+            spec, Synchronous(COHORT), Ideal(), inprocess.InProcess(Host(spec)), folder
+        )
+        marks = list(
+            itertools.islice(
+                (mark for mark in _marked(run.run()) if isinstance(mark[0], Round)), rounds
+            )
+        )
         (_, begun, cpu_begun), (_, ended, cpu_ended) = marks[0], marks[-1]
         cost = (ended - begun) / (rounds - 1), (cpu_ended - cpu_begun) / (rounds - 1)
         seen, spilled = len(run.private.accepted_jobs), run.private.spilled_bytes
@@ -158,11 +175,15 @@ def train(clients: int, rounds: int, budget: float | None) -> Trained:
         return pool.apply(_train, (clients, rounds, budget))
 
 
-def bench(root: str | None, out: Path, blocks: int, clients: int, say: Callable[[str], None]) -> None:
+def bench(
+    root: str | None, out: Path, blocks: int, clients: int, say: Callable[[str], None]
+) -> None:
     """Measure all of it, say what was found, write `out`."""
     written = [workload(root, blocks)]
     every = 100 * written[0].seconds / (10 * (written[0].round_seconds or 1))
-    say(f"W1: a checkpoint takes {written[0].seconds:.3f} s (CPU {written[0].cpu:.3f}), every 10 rounds {every:.2f} %")
+    say(
+        f"W1: a checkpoint takes {written[0].seconds:.3f} s (CPU {written[0].cpu:.3f}), every 10 rounds {every:.2f} %"
+    )
     for count in (*TOUCHED, CLIENTS):
         written.append(touched(CLIENTS, count, blocks))
         say(
@@ -173,23 +194,35 @@ def bench(root: str | None, out: Path, blocks: int, clients: int, say: Callable[
     for _ in range(blocks):
         pairs.append([train(FEW, ROUNDS, budget) for budget in (None, SHARE * FEW * size / 2**30)])
         ratios = [within.cpu / free.cpu for free, within in pairs]
-        say(f"{FEW:,} clients, a tenth in memory: CPU {ratios[-1]:.2f} of the same run without a budget")
+        say(
+            f"{FEW:,} clients, a tenth in memory: CPU {ratios[-1]:.2f} of the same run without a budget"
+        )
     say(f"median {statistics.median(ratios):.2f}")
     runs = [run for pair in pairs for run in pair]
     if clients:
         runs.append(train(clients, clients // (COHORT // 2), BUDGET))
         say(f"{clients:,} clients within {BUDGET:g} GiB: {runs[-1]}")
     write_json(
-        {"blocks": blocks, "written": [asdict(each) for each in written], "runs": [asdict(r) for r in runs]}, out
+        {
+            "blocks": blocks,
+            "written": [asdict(each) for each in written],
+            "runs": [asdict(r) for r in runs],
+        },
+        out,
     )
 
 
 def main() -> None:
     """Run the benchmark with the options of the command line."""
     options = parser(__doc__)
-    options.add_argument("--data", metavar="DIR", help="the folder of FashionMNIST; downloaded if missing")
     options.add_argument(
-        "--clients", type=int, default=100_000, help="clients of the run beyond memory (100000; 0: none)"
+        "--data", metavar="DIR", help="the folder of FashionMNIST; downloaded if missing"
+    )
+    options.add_argument(
+        "--clients",
+        type=int,
+        default=100_000,
+        help="clients of the run beyond memory (100000; 0: none)",
     )
     given = read(options)
     bench(given.data, given.out, given.blocks, given.clients, print)

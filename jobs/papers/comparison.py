@@ -23,7 +23,9 @@ FREE = (
     *("data.root", "data.cache", "data.download"),
     *("evaluate.clients", "evaluate.probe", "evaluate.probe_rows", "evaluate.decompose"),
 )
-OPEN = (("weighting", "None"),)  # what a preset leaves to the methods, and a run's configuration says
+OPEN = (
+    ("weighting", "None"),
+)  # what a preset leaves to the methods, and a run's configuration says
 GROUPS = ("data", "partition", "model", "schedule", "fleet")
 FEDAVG_FINAL = "fedavg_final"  # a threshold that is no number: FedAvg's own last accuracy
 CHANGED = "*"  # behind a number of ours
@@ -94,7 +96,11 @@ class Entry:
 
     def beside(self) -> dict[str, list[float]]:
         """Return the other scores that are shown, by their titles, without the compared one."""
-        return {title: self.of(name) for title, name in self.score.beside.items() if name != self.score.column}
+        return {
+            title: self.of(name)
+            for title, name in self.score.beside.items()
+            if name != self.score.column
+        }
 
     def split(self, name: str) -> float | None:
         """Return the mean over the runs of a number of `raysim.data.heterogeneity`."""
@@ -112,7 +118,11 @@ class Entry:
         matches = [match for match in self.matches if match.setting == setting]
         variants = sorted({match.variant for match in matches})
         return [
-            replace(self, matches=[match for match in matches if match.variant == variant], variant=variant)
+            replace(
+                self,
+                matches=[match for match in matches if match.variant == variant],
+                variant=variant,
+            )
             for variant in variants
         ] or [replace(self, matches=[])]
 
@@ -153,17 +163,24 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequenc
         for setting in _settings(cells):
             if setting != chosen:
                 rows = [row for entry in cells for row in entry.at(setting) if row.values]
-                title = _difference_from_paper(rows, setting) or [f"{dataset}, at the paper's setting"]
+                title = _difference_from_paper(rows, setting) or [
+                    f"{dataset}, at the paper's setting"
+                ]
                 parts += [*title, *_section(rows, width)]
     parts += _paragraph("notes", _notes(table, entries, paper_runs))
-    parts += _paragraph(f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_kept_notes(entries)])
+    parts += _paragraph(
+        f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_kept_notes(entries)]
+    )
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
 
 
 def matched(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
     """Return the cells of a table with their runs, and what a reader must know of each run."""
     table, paper_runs = find(name), PAPER_RUNS[name.partition("/")[0]]
-    entries = [Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell)) for cell in table.cells]
+    entries = [
+        Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell))
+        for cell in table.cells
+    ]
     return entries, list(_match(paper_runs, name, entries, runs))
 
 
@@ -175,7 +192,9 @@ def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     """
 
     def rank(setting: str, cells: Sequence[Entry]) -> tuple[int, int, bool, int]:
-        at_setting = [[match for match in entry.matches if match.setting == setting] for entry in cells]
+        at_setting = [
+            [match for match in entry.matches if match.setting == setting] for entry in cells
+        ]
         of_user = sum(any(not match.is_kept for match in matches) for matches in at_setting)
         return of_user, sum(map(bool, at_setting)), setting == "", sum(map(len, at_setting))
 
@@ -183,7 +202,9 @@ def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     for dataset in dict.fromkeys(entry.cell.dataset for entry in entries):
         cells = [entry for entry in entries if entry.cell.dataset == dataset]
         settings = {match.setting for entry in cells for match in entry.matches if not match.data}
-        chosen[dataset] = max(sorted(settings), key=lambda setting: rank(setting, cells), default="")
+        chosen[dataset] = max(
+            sorted(settings), key=lambda setting: rank(setting, cells), default=""
+        )
     return chosen
 
 
@@ -204,15 +225,21 @@ def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
 def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> list[str]:
     theirs = [f"the paper's ± is over {table.deviation_of}"] if table.deviation_of else []
     ours = (
-        ["our ± is the standard deviation over runs, divisor n - 1"] if any(len(e.values) > 1 for e in entries) else []
+        ["our ± is the standard deviation over runs, divisor n - 1"]
+        if any(len(e.values) > 1 for e in entries)
+        else []
     )
     notes = [paper_runs.notes[table.name]] if table.name in paper_runs.notes else []
-    scored = [paper_runs.scored] if paper_runs.scored and any(entry.runs for entry in entries) else []
+    scored = (
+        [paper_runs.scored] if paper_runs.scored and any(entry.runs for entry in entries) else []
+    )
     return [*theirs, *ours, *table.notes, *notes, *scored]
 
 
 # --- which run belongs to which cell --------------------------------------------------------------------------------
-def _match(paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Sequence[Run]) -> Iterator[str]:
+def _match(
+    paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Sequence[Run]
+) -> Iterator[str]:
     """Put the runs into their entries; yields what a reader must know of each."""
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
@@ -244,8 +271,15 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
     """The keys by which the rows of a paper differ: there a run must have the row's value."""
-    commands = [paper_runs.command(table, cell) for table in tables(paper).values() for cell in table.cells]
-    return {key for command in commands for key in command.overrides if key.startswith(paper_runs.row_prefixes)}
+    commands = [
+        paper_runs.command(table, cell) for table in tables(paper).values() for cell in table.cells
+    ]
+    return {
+        key
+        for command in commands
+        for key in command.overrides
+        if key.startswith(paper_runs.row_prefixes)
+    }
 
 
 def _same_choices(run: Run, command: Command) -> bool:
@@ -265,7 +299,9 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
     return settings(config) | {group: choice(config, group) for group in GROUPS}
 
 
-def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]) -> dict[str, str]:
+def _different(
+    run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]
+) -> dict[str, str]:
     """Map each key in which a run differs from a command to a text that says how.
 
     A key that only one of them has follows from an option that is named already, but for keys by which rows differ: a
@@ -285,7 +321,9 @@ def _different(run: Run, preset: Mapping[str, str], command: Command, row_keys: 
 
 
 def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE) or key.endswith((".root", ".cache"))
+    return any(key == free or key.startswith(f"{free}.") for free in FREE) or key.endswith(
+        (".root", ".cache")
+    )
 
 
 def plainly(text: str) -> str:
@@ -304,7 +342,9 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Where a run stands and how it differs from the paper's setting."""
     if not labels:
-        what = f"experiment={choice(run.config, 'experiment')}, method {choice(run.config, 'method')}"
+        what = (
+            f"experiment={choice(run.config, 'experiment')}, method {choice(run.config, 'method')}"
+        )
         yield f"{run.folder} belongs to no row of this table (it has {what})"
     for different, rows in labels.items():
         state = [] if run.finished else ["it has not finished"]
@@ -318,7 +358,9 @@ def _missing(entries: Sequence[Entry]) -> list[str]:
     for entry in entries:
         if not entry.values:
             where = commands.setdefault(str(entry.command), [])
-            where += [] if (label := f"{entry.cell.label}, {entry.cell.dataset}") in where else [label]
+            where += (
+                [] if (label := f"{entry.cell.label}, {entry.cell.dataset}") in where else [label]
+            )
     labels = {command: " / ".join(where) for command, where in commands.items()}
     width = max(map(len, labels.values()), default=0)
     return [f"{label:<{width}}  {command}" for command, label in labels.items()]
@@ -343,7 +385,9 @@ def _ours(entry: Entry) -> str:
 def _difference(entry: Entry) -> str:
     if not entry.values or not entry.is_comparable:
         return NOTHING
-    return f"{statistics.fmean(entry.values) - float(entry.cell.mean):+.{_digits(entry.cell.mean)}f}"
+    return (
+        f"{statistics.fmean(entry.values) - float(entry.cell.mean):+.{_digits(entry.cell.mean)}f}"
+    )
 
 
 def _digits(number: Decimal) -> int:
@@ -362,7 +406,9 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     """0.8 of "0.80"; of a FedAvg threshold the last accuracy of our own FedAvg runs, None without any."""
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
-    of_fedavg = [other for other in entries if not other.cell.methods and other.place == entry.place]
+    of_fedavg = [
+        other for other in entries if not other.cell.methods and other.place == entry.place
+    ]
     runs = [run for other in of_fedavg for run in other.runs]
     last = [value for run in runs for value in known(column(run.rows, entry.score.column))[-1:]]
     return statistics.fmean(last) if last else None
@@ -374,7 +420,9 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
         return NOTHING
     rounds = [_round(run, entry.score.column, threshold) for run in entry.runs]
     reached = [number for number in rounds if number is not None]
-    return f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else NOTHING
+    return (
+        f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else NOTHING
+    )
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -385,7 +433,9 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield a table for each column of the paper, of the cells of one data set at one setting."""
     variants = sorted({entry.variant for entry in entries} - {""})
-    marks = {variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)}
+    marks = {
+        variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)
+    }
     for place in dict.fromkeys(entry.place for entry in entries):
         cells = [entry for entry in entries if entry.place == place]
         labels = [f"{entry.cell.label}{marks.get(entry.variant, '')}" for entry in cells]
@@ -418,7 +468,9 @@ def _more(cells: Sequence[Entry]) -> dict[str, list[str]]:
     """Return the other scores, and how unlike the clients were, by their titles."""
     more = {}
     for title in dict.fromkeys(title for entry in cells for title in entry.score.beside):
-        more[title] = [_mean(entry.beside().get(title, ()), _digits(entry.cell.mean)) for entry in cells]
+        more[title] = [
+            _mean(entry.beside().get(title, ()), _digits(entry.cell.mean)) for entry in cells
+        ]
     return more | {SPLIT: [_unlike(entry) for entry in cells]}
 
 

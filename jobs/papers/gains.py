@@ -45,11 +45,15 @@ class Setting:
 
     def seeds(self, own: Own) -> list[int]:
         """Those that a method and FedAvg have, the most uneven split first."""
-        return sorted(own.keys() & self.fedavg.keys(), key=lambda seed: (entropy(self.fedavg[seed]), seed))
+        return sorted(
+            own.keys() & self.fedavg.keys(), key=lambda seed: (entropy(self.fedavg[seed]), seed)
+        )
 
     def pairs(self, own: Own, score: Score) -> list[tuple[float, float]]:
         """Return FedAvg's score and the method's, in percent, for each of the seeds."""
-        return [(_value(self.fedavg[seed], score), _value(own[seed], score)) for seed in self.seeds(own)]
+        return [
+            (_value(self.fedavg[seed], score), _value(own[seed], score)) for seed in self.seeds(own)
+        ]
 
     def gain(self, own: Own, score: Score) -> Difference:
         """Return the gain of a method, in points."""
@@ -72,8 +76,13 @@ def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[Setting]:
 
 def _setting(words: str, by_method: Runs, paper: PaperRuns) -> Setting:
     fedavg = by_method.pop(FEDAVG, {})
-    enough = {name: len(own.keys() & fedavg.keys()) >= FEWEST for name, own in sorted(by_method.items())}
-    others, too_few = ({name: by_method[name] for name in enough if enough[name] is which} for which in (True, False))
+    enough = {
+        name: len(own.keys() & fedavg.keys()) >= FEWEST for name, own in sorted(by_method.items())
+    }
+    others, too_few = (
+        {name: by_method[name] for name in enough if enough[name] is which}
+        for which in (True, False)
+    )
     every = [run for own in (fedavg, *others.values()) for run in own.values()]
     scores = {
         title: score
@@ -101,28 +110,50 @@ def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
 def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
     """The terms of the loss decomposition that all who measured it have, of each method that shares enough seeds."""
     all_of_it = {FEDAVG: fedavg, **dict(sorted(by_method.items()))}
-    found = {method: {seed: run for seed, run in own.items() if _measured(run)} for method, own in all_of_it.items()}
+    found = {
+        method: {seed: run for seed, run in own.items() if _measured(run)}
+        for method, own in all_of_it.items()
+    }
     fedavg = found.pop(FEDAVG)
-    others = {method: own for method, own in found.items() if len(own.keys() & fedavg.keys()) >= FEWEST}
+    others = {
+        method: own for method, own in found.items() if len(own.keys() & fedavg.keys()) >= FEWEST
+    }
     every = [run for own in (fedavg, *others.values()) for run in own.values()]
-    names = [name for run in every[:1] for name in _measured(run) if all(name in _measured(other) for other in every)]
+    names = [
+        name
+        for run in every[:1]
+        for name in _measured(run)
+        if all(name in _measured(other) for other in every)
+    ]
     if not names:
         return
     yield (
         "Terms of the loss decomposition (nats), the mean of the last five that were measured: mean over the seeds, "
         "and in brackets what that is over FedAvg's, with its 95 % interval."
     )
-    rows = [(f"`{FEDAVG}`", f"{len(fedavg)}", *(f"{mean(_term(r, n) for r in fedavg.values()):.3f}" for n in names))]
+    rows = [
+        (
+            f"`{FEDAVG}`",
+            f"{len(fedavg)}",
+            *(f"{mean(_term(r, n) for r in fedavg.values()):.3f}" for n in names),
+        )
+    ]
     for method, own in others.items():
         seeds = sorted(own.keys() & fedavg.keys())
-        rows.append((f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names)))
-    yield markdown(("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows)
+        rows.append(
+            (f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names))
+        )
+    yield markdown(
+        ("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows
+    )
 
 
 def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
     after = [_term(own[seed], name) for seed in seeds]
     found = paired(after, [_term(fedavg[seed], name) for seed in seeds])
-    interval = f"; {found.note}" if found.low is None else f"; {found.low:+.3f} to {found.high:+.3f}"
+    interval = (
+        f"; {found.note}" if found.low is None else f"; {found.low:+.3f} to {found.high:+.3f}"
+    )
     return f"{mean(after):.3f} ({found.mean:+.3f}{interval})"
 
 
@@ -144,7 +175,9 @@ def _by_split(setting: Setting) -> Iterator[str]:
     columns, said = [], []
     for title, score in setting.scores.items():
         pairs = setting.pairs(own, score)
-        columns.append([f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs])
+        columns.append(
+            [f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs]
+        )
         if len(seeds) > FEWEST:
             from scipy.stats import spearmanr
 
@@ -155,7 +188,9 @@ def _by_split(setting: Setting) -> Iterator[str]:
         "method's):"
     )
     facts = [f"{seed}" for seed in seeds], [f"{each:.3f}" for each in entropies]
-    yield markdown(("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True)))
+    yield markdown(
+        ("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True))
+    )
     if said:
         yield f"Rank correlation (Spearman) of the gain with the label entropy, {len(seeds)} splits: {'; '.join(said)}."
 
@@ -164,7 +199,9 @@ def _gain(name: str, own: Own, setting: Setting) -> tuple[str, ...]:
     cells = []
     for score in setting.scores.values():
         found = setting.gain(own, score)
-        interval = f" ({found.note})" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
+        interval = (
+            f" ({found.note})" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
+        )
         cells.append(f"{found.mean:+.2f}{interval}")
     return f"`{name}`", f"{len(setting.seeds(own))}", *cells
 

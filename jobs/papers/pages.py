@@ -48,7 +48,9 @@ def page(paper: str, runs: Sequence[Run]) -> str:
         f"**How unlike clients are.** {'; '.join(f'{name}: {SCALES[name]}' for name in SPLIT)}; means over clients."
     ]
     if claims := known["claims"]:
-        parts.append("\n".join(["**What we could not see.**", "", *(f"- {text}" for text in claims)]))
+        parts.append(
+            "\n".join(["**What we could not see.**", "", *(f"- {text}" for text in claims)])
+        )
     if numbers(runs, PAPER_RUNS[paper]):
         parts.append(f"![{ABOUT}]({paper}.png)")
     parts += gains(runs, PAPER_RUNS[paper])
@@ -67,7 +69,11 @@ def _known(paper: str) -> Any:
 
 
 def _index() -> str:
-    lines = ["# Papers", "What the papers' tables say, what we found, and why the two differ.", MADE]
+    lines = [
+        "# Papers",
+        "What the papers' tables say, what we found, and why the two differ.",
+        MADE,
+    ]
     rows = []
     for paper in PAPERS:
         runs = kept(paper)
@@ -81,24 +87,33 @@ def _index() -> str:
     return "\n\n".join([*lines, table, "\n".join(toctree)]) + "\n"
 
 
-def _table(name: str, table: Table, runs: Sequence[Run], causes: Mapping[str, str]) -> Iterator[str]:
+def _table(
+    name: str, table: Table, runs: Sequence[Run], causes: Mapping[str, str]
+) -> Iterator[str]:
     short = name.rpartition("/")[2]
     entries, _ = matched(name, runs)
     yield f"## {short.replace('table', 'Table ')}: {table.caption}"
     yield f"The paper's number: {table.metric}."
-    said = [*table.notes, *(text for key, text in PAPER_RUNS[name.partition("/")[0]].notes.items() if key == name)]
+    said = [
+        *table.notes,
+        *(text for key, text in PAPER_RUNS[name.partition("/")[0]].notes.items() if key == name),
+    ]
     if said:
         yield "\n".join(f"- {text}" for text in said)
     settings = dict.fromkeys(match.setting for entry in entries for match in entry.matches)
     for setting in settings:
-        yield from _results(short, [part for entry in entries for part in entry.at(setting)], setting, causes)
+        yield from _results(
+            short, [part for entry in entries for part in entry.at(setting)], setting, causes
+        )
     if not settings:
         yield f"**Ours: {NOT_RUN}.**"
     yield _commands(entries)
 
 
 # --- one setting of ours --------------------------------------------------------------------------------------------
-def _results(short: str, entries: Sequence[Entry], setting: str, causes: Mapping[str, str]) -> Iterator[str]:
+def _results(
+    short: str, entries: Sequence[Entry], setting: str, causes: Mapping[str, str]
+) -> Iterator[str]:
     """Ours beside theirs, at one setting."""
     shown = [entry for entry in entries if entry.values]
     if not shown:
@@ -107,7 +122,9 @@ def _results(short: str, entries: Sequence[Entry], setting: str, causes: Mapping
     if setting:
         yield f"Otherwise than the paper: {setting}."
     yield _made_on([run for entry in shown for run in entry.runs])
-    titles = dict.fromkeys(title for entry in shown for title, values in entry.beside().items() if values)
+    titles = dict.fromkeys(
+        title for entry in shown for title, values in entry.beside().items() if values
+    )
     head = [
         "row",
         "data",
@@ -123,15 +140,23 @@ def _results(short: str, entries: Sequence[Entry], setting: str, causes: Mapping
     yield markdown(head, rows)
 
 
-def _row(short: str, entry: Entry, titles: Sequence[str], elsewhere: bool, causes: Mapping[str, str]) -> list[str]:
+def _row(
+    short: str, entry: Entry, titles: Sequence[str], elsewhere: bool, causes: Mapping[str, str]
+) -> list[str]:
     cell, values = entry.cell, entry.values
     mean = statistics.fmean(values)
     theirs = f"{cell.mean}" if cell.deviation is None else f"{cell.mean} ± {cell.deviation}"
     beside = entry.beside()
     others = [_shown(beside.get(title, ())) for title in titles]
-    split = [NOTHING if (number := entry.split(name)) is None else f"{number:.3f}" for name in SPLIT]
+    split = [
+        NOTHING if (number := entry.split(name)) is None else f"{number:.3f}" for name in SPLIT
+    ]
     label = f"{cell.label} ({entry.variant})" if entry.variant else cell.label
-    known = causes.get(f"{short}/{cell.label}") or causes.get(short) or ("scale" if elsewhere else NOT_KNOWN)
+    known = (
+        causes.get(f"{short}/{cell.label}")
+        or causes.get(short)
+        or ("scale" if elsewhere else NOT_KNOWN)
+    )
     difference = f"{mean - float(cell.mean):+.2f}" if entry.is_comparable else NOTHING
     return [
         label.replace("|", "\\|"),
@@ -166,7 +191,9 @@ def _machine(run: Run) -> str:
     facts = identity if isinstance(identity, Mapping) else {}
     libraries = facts.get("libraries")
     versions = (
-        ", ".join(f"{name} {version}" for name, version in libraries.items()) if isinstance(libraries, Mapping) else ""
+        ", ".join(f"{name} {version}" for name, version in libraries.items())
+        if isinstance(libraries, Mapping)
+        else ""
     )
     on = dict.fromkeys(str(each) for each in (run.summary.get("hardware"), facts.get("device")))
     return f"{', '.join(on)}, {facts.get('threads')} thread ({versions})"
@@ -185,7 +212,12 @@ def _commands(entries: Sequence[Entry]) -> str:
     for text, cells in made.items():
         lines.append(f"{'; '.join(cells)}\n\n    {text}\n")
     return "\n".join(
-        ["<details><summary>The paper's numbers, and a command for each</summary>", "", *lines, "</details>"]
+        [
+            "<details><summary>The paper's numbers, and a command for each</summary>",
+            "",
+            *lines,
+            "</details>",
+        ]
     )
 
 
@@ -201,8 +233,12 @@ def write(folder: Path) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Write the pages into the folder of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.papers.pages", description="Write the pages of the papers.")
-    parser.add_argument("folder", metavar="DIR", nargs="?", default="docs/papers", help="where (docs/papers)")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.papers.pages", description="Write the pages of the papers."
+    )
+    parser.add_argument(
+        "folder", metavar="DIR", nargs="?", default="docs/papers", help="where (docs/papers)"
+    )
     write(user_path(parser.parse_args(words).folder))
 
 

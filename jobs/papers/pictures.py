@@ -61,10 +61,16 @@ def _intervals(ax: Axes, setting: Setting, score: Score) -> None:
         assert found.mean is not None, "a setting has enough seeds"
         if found.low is not None and found.high is not None:
             sure = found.low > 0 or found.high < 0
-            ax.plot((found.low, found.high), (place, place), color=OUR if sure else NONE, linewidth=2.5)
+            ax.plot(
+                (found.low, found.high), (place, place), color=OUR if sure else NONE, linewidth=2.5
+            )
         ax.plot(found.mean, place, "o", color=OUR, markersize=5)
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.set(yticks=range(len(names)), yticklabels=[short(name) for name in names], ylim=(len(names) - 0.5, -0.5))
+    ax.set(
+        yticks=range(len(names)),
+        yticklabels=[short(name) for name in names],
+        ylim=(len(names) - 0.5, -0.5),
+    )
     ax.grid(True, axis="x")
 
 

@@ -41,8 +41,12 @@ class Score:
     column: str
     summary: Callable[[Sequence[Row], str], float | None]
     factor: float = 1.0
-    spread: Callable[[Sequence[Row], str], float | None] | None = None  # what a single run has after its ±
-    beside: Mapping[str, str] = field(default_factory=dict)  # other scores that are shown, by title: their columns
+    spread: Callable[[Sequence[Row], str], float | None] | None = (
+        None  # what a single run has after its ±
+    )
+    beside: Mapping[str, str] = field(
+        default_factory=dict
+    )  # other scores that are shown, by title: their columns
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,13 @@ class PaperRuns:
     score: Callable[[Table, Cell], Score]
     # Beginnings of keys: where the rows of a paper differ in such a key, a run must have the value of its row.
     row_prefixes: tuple[str, ...] = ("method.",)
-    notes: Mapping[str, str] = field(default_factory=dict)  # what must be known of our runs, by table
+    notes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what must be known of our runs, by table
     scored: str = ""  # which score of ours stands beside the paper's, and why
-    gains: Mapping[str, Score] = field(default_factory=dict)  # by title: the scores of gains over FedAvg
+    gains: Mapping[str, Score] = field(
+        default_factory=dict
+    )  # by title: the scores of gains over FedAvg
     gained: str = ""  # what these scores are, in words
 
 
@@ -100,15 +108,23 @@ PROBE = 10  # rounds between looks at local models, which the paper does not sta
 def fedbr_command(table: Table, cell: Cell) -> Command:
     """A row of FedBR's tables."""
     variant = dict(cell.variant)
-    if variant.pop("added", None):  # Component 1 with the min step of 2 is the whole without the max step
-        variant = {key: value for key, value in variant.items() if key != "components"} | {"removed": "max step"}
-    overrides = {key: value for name, said in variant.items() for key, value in FEDBR[name](said).items()}
+    if variant.pop(
+        "added", None
+    ):  # Component 1 with the min step of 2 is the whole without the max step
+        variant = {key: value for key, value in variant.items() if key != "components"} | {
+            "removed": "max step"
+        }
+    overrides = {
+        key: value for name, said in variant.items() for key, value in FEDBR[name](said).items()
+    }
     if "fedcm" in cell.methods and table.momentum.get(cell.dataset):
         overrides["local.momentum"] = 0  # FedCM is the momentum
     if "local" in cell.methods or table.name == "fedbr/table6":
         overrides["evaluate.probe"] = PROBE
     places = ("data.root=DIR",) if cell.dataset == "pacs" else ()
-    return Command(PRESETS.get(table.name, f"fedbr/{cell.dataset}"), cell.methods, overrides, places)
+    return Command(
+        PRESETS.get(table.name, f"fedbr/{cell.dataset}"), cell.methods, overrides, places
+    )
 
 
 FEDBR_SCORED = (
@@ -118,7 +134,11 @@ FEDBR_SCORED = (
     "that is the worst angle; on PACS, where the clients' tests are all there is, the worst client. Local mean "
     "and local worst are those of the first, scored by the same rule (mean of the five best rounds)."
 )
-FEDBR_BESIDE = {"local mean": "accuracy", "local worst": "accuracy_worst", "central": "accuracy_global"}
+FEDBR_BESIDE = {
+    "local mean": "accuracy",
+    "local worst": "accuracy_worst",
+    "central": "accuracy_global",
+}
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
@@ -131,7 +151,9 @@ def fedbr_score(table: Table, cell: Cell) -> Score:
         worst = "accuracy_worst" if cell.dataset == "pacs" else "accuracy_worst_domain"
         return Score(worst, best_five, 100, beside=FEDBR_BESIDE)
     local = "local" in cell.methods or cell.column == LOCAL_MODELS
-    return Score("local_accuracy" if local else "accuracy_global", best_five, 100, beside=FEDBR_BESIDE)
+    return Score(
+        "local_accuracy" if local else "accuracy_global", best_five, 100, beside=FEDBR_BESIDE
+    )
 
 
 # --- FedBSS ---------------------------------------------------------------------------------------------------------
@@ -198,7 +220,8 @@ FRAUG_NOTES = {
 def fraug_command(table: Table, cell: Cell) -> Command:
     """A row of FRAug's tables."""
     overrides: dict[str, object] = {
-        f"method.fraug.{key}": value for key, value in FRAUG_ROWS.get(cell.variant.get("row"), {}).items()
+        f"method.fraug.{key}": value
+        for key, value in FRAUG_ROWS.get(cell.variant.get("row"), {}).items()
     }
     if cell.variant.get("head_finetune"):
         overrides |= {
@@ -221,9 +244,16 @@ def fraug_score(table: Table, cell: Cell) -> Score:
     """See `FRAUG_SCORED`; models with a head of their own are scored once, in the end; pFedAvg's in the run's mode."""
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     if (letter := cell.column) in ("Avg", "avg"):
-        return Score(kind, last, 100, beside={"last round": "accuracy", "best validation": "accuracy_validation_best"})
+        return Score(
+            kind,
+            last,
+            100,
+            beside={"last round": "accuracy", "best validation": "accuracy_validation_best"},
+        )
     domain = FRAUG_DOMAINS[cell.dataset][letter]
-    return Score(f"{kind}.{domain}", last_of_domain, 100, beside={"last round": f"accuracy.{domain}"})
+    return Score(
+        f"{kind}.{domain}", last_of_domain, 100, beside={"last round": f"accuracy.{domain}"}
+    )
 
 
 def last(rows: Sequence[Row], name: str) -> float | None:
@@ -279,7 +309,9 @@ FEDLD_SCORED = "The last accuracy on the central test set."
 
 def fedld_score(table: Table, cell: Cell) -> Score:
     """Return the last accuracy on the central test set."""
-    return Score("accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100)
+    return Score(
+        "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100
+    )
 
 
 def last_central(rows: Sequence[Row], name: str) -> float | None:

@@ -25,16 +25,24 @@ from raysim.results.tables import terminal_width
 def main(words: Sequence[str] | None = None) -> None:
     """Print the tables of a paper, or one of them with results."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m jobs.papers.report", description=__doc__, formatter_class=style)
-    parser.add_argument("table", metavar="TABLE", help="a paper, or one of its tables: fedbr/table1")
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="folders of runs, studies and sweeps")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.papers.report", description=__doc__, formatter_class=style
+    )
+    parser.add_argument(
+        "table", metavar="TABLE", help="a paper, or one of its tables: fedbr/table1"
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="*", help="folders of runs, studies and sweeps"
+    )
     given = parser.parse_args(words)
 
     paper, _, table = given.table.partition("/")
     if table:
         print(compare(given.table, load_runs(given.runs, warn), terminal_width(), kept(paper)))
     elif given.runs:
-        raise Refused(f"{paper}: is no table that runs can stand in. Name one, such as {paper}/table1")
+        raise Refused(
+            f"{paper}: is no table that runs can stand in. Name one, such as {paper}/table1"
+        )
     else:
         print(listing(paper))
 

@@ -35,9 +35,26 @@ COLUMNS = (
     "host_seconds",
     "decomposition.",
 )  # and those that begin with the name of one of the run's methods
-FACTS = ("rounds", "wall_seconds", "model_sha256", "state_sha256", "identity", "split")  # of summary.json
+FACTS = (
+    "rounds",
+    "wall_seconds",
+    "model_sha256",
+    "state_sha256",
+    "identity",
+    "split",
+)  # of summary.json
 # Keys that say where a run lay and how it was carried out, not what it is.
-PLACES = ("out", "resume", "tracking", "runtime", "checkpoint", "thresholds", "device", "state", "faults")
+PLACES = (
+    "out",
+    "resume",
+    "tracking",
+    "runtime",
+    "checkpoint",
+    "thresholds",
+    "device",
+    "state",
+    "faults",
+)
 
 
 def kept(paper: str) -> list[Run]:
@@ -48,8 +65,15 @@ def kept(paper: str) -> list[Run]:
 def _read(path: Path) -> Run:
     content = from_json(path.read_text(encoding="utf-8"))
     history = content["history"]
-    rows = [dict(zip(history, values, strict=True)) for values in zip(*history.values(), strict=True)]
-    summary = {**summarise(rows), **content["facts"], "command": content["command"], "hardware": content["hardware"]}
+    rows = [
+        dict(zip(history, values, strict=True)) for values in zip(*history.values(), strict=True)
+    ]
+    summary = {
+        **summarise(rows),
+        **content["facts"],
+        "command": content["command"],
+        "hardware": content["hardware"],
+    }
     return Run(path.stem, content["config"], rows, summary, path)
 
 
@@ -58,7 +82,9 @@ def keep(folder: Path) -> Path:
     run = load_run(folder)
     experiment = choice(run.config, "experiment")
     if not run.finished or "/" not in experiment:
-        what = f"is one of experiment={experiment}, no paper's" if run.finished else "has not finished"
+        what = (
+            f"is one of experiment={experiment}, no paper's" if run.finished else "has not finished"
+        )
         raise Refused(f"{folder} {what}: name finished runs of papers' presets")
     identity = cast("Mapping[str, object]", run.summary.get("identity") or {})
     config = {key: value for key, value in run.config.items() if key not in PLACES} | {
@@ -95,7 +121,10 @@ def command(config: Mapping[str, object]) -> str:
     more = [
         f"{key}={shown(_value(config, key))}"
         for key, value in now.items()
-        if key in before and value != before[key] and key.partition(".")[0] not in PLACES and not _is_place(key)
+        if key in before
+        and value != before[key]
+        and key.partition(".")[0] not in PLACES
+        and not _is_place(key)
         if (key, before[key]) not in OPEN
     ]
     places = ["data.root=DIR"] if "data.root" in now else []
@@ -107,7 +136,11 @@ def _carried_out(config: Mapping[str, object]) -> list[str]:
     usual = {"lanes": 1, "graph": False, "precision": "float32"}
     runtime = config.get("runtime") or {}
     assert isinstance(runtime, Mapping)
-    words = [f"runtime.{key}={shown(runtime[key])}" for key, value in usual.items() if runtime.get(key, value) != value]
+    words = [
+        f"runtime.{key}={shown(runtime[key])}"
+        for key, value in usual.items()
+        if runtime.get(key, value) != value
+    ]
     return words if config.get("device", "cpu") == "cpu" else [f"device={config['device']}", *words]
 
 
@@ -117,7 +150,11 @@ def hardware(device: str = "cpu") -> str:
         return device
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    models = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.is_file()
+        else []
+    )
     name = models[0].partition(":")[2].strip() if models else name
     return f"{os.cpu_count()} cores of {name}"
 
@@ -155,8 +192,12 @@ def _value(config: Mapping[str, object], key: str) -> object:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Keep the runs of the command line and print their files."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.papers.results", description="Keep finished runs.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, studies and sweeps")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.papers.results", description="Keep finished runs."
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="folders of runs, studies and sweeps"
+    )
     for name in parser.parse_args(words).runs:
         for folder in runs_in(Path(name)):
             print(keep(folder))

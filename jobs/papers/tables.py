@@ -32,7 +32,8 @@ class Cell:
     def label(self) -> str:
         """The row's label; the parameters of a row that is printed without one."""
         said = {
-            key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in self.variant.items()
+            key: "+".join(map(str, value)) if isinstance(value, list) else value
+            for key, value in self.variant.items()
         }
         return self.printed or ", ".join(f"{key} {value}" for key, value in said.items())
 
@@ -55,9 +56,12 @@ def tables(paper: str) -> dict[str, Table]:
     """All tables of a paper by their names, such as "fedbr/table1". Raises Refused for an unknown paper."""
     if paper not in PAPERS:
         raise Refused(f"{paper}: this paper does not exist: {instead(paper, PAPERS)}")
-    content = json.loads((Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal)
+    content = json.loads(
+        (Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal
+    )
     return {
-        f"{paper}/{key}": _table(f"{paper}/{key}", content["paper"], node) for key, node in content["tables"].items()
+        f"{paper}/{key}": _table(f"{paper}/{key}", content["paper"], node)
+        for key, node in content["tables"].items()
     }
 
 
@@ -85,7 +89,9 @@ def _table(name: str, paper: str, node: Mapping[str, Any]) -> Table:
         caption=node["caption"],
         metric=node["metric"],
         deviation_of=node.get("deviation_of", ""),
-        momentum={key: float(value) for key, value in momentum.items()} if isinstance(momentum, dict) else {},
+        momentum={key: float(value) for key, value in momentum.items()}
+        if isinstance(momentum, dict)
+        else {},
         notes=tuple(node.get("notes", ())),
         cells=cells,
     )

@@ -65,7 +65,7 @@ def check_name(method: Method) -> None:
         return
     problem = "has no name" if name is None else f"has the name {name!r}, which is not a text"
     raise ValueError(
-        f"method {type(method).__name__} {problem}. Give its class one, as in name = \"mine\"."
+        f'method {type(method).__name__} {problem}. Give its class one, as in name = "mine".'
     )
 
 
@@ -199,9 +199,7 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 def check_together(methods: Sequence[Method], declared: Sequence[Declared]) -> None:
     """Raise ValueError for methods that declare what only one may, or exclude each other."""
     for what in ("stages", "select", "finetune", "scored"):
-        _check_alone(
-            what, [each.method for each in declared if getattr(each, what) is not None]
-        )
+        _check_alone(what, [each.method for each in declared if getattr(each, what) is not None])
     for hook in ("perturb", "combine"):
         _check_alone(hook, [each.method for each in declared if each.has_hook(hook)])
     for hook in ("loss", "step"):

@@ -50,7 +50,9 @@ class Trainer(Protocol):
     labels: Tensor  # of all rows of the data set
     tracking: Sequence[nn.Module]  # layers with running statistics
 
-    def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, rows: np.ndarray, generator: np.random.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
         ...
 
@@ -124,15 +126,21 @@ class Context:
     vector: Vector
     received: Tensor  # [layout.shared] the received vector, from which the update is measured
     base: Tensor  # [layout.shared] where training starts: the received vector, unless a method mixes it with others
-    download: Mapping[str, Tensor]  # what it received besides the vector, now or once, alone or with all others
+    download: Mapping[
+        str, Tensor
+    ]  # what it received besides the vector, now or once, alone or with all others
     state: dict[str, Tensor]  # private; replace entries, never change them in place
     upload: dict[str, Tensor] = field(default_factory=dict)
-    report: dict[str, float] = field(default_factory=dict)  # columns of the history, by "method.name"; does not travel
+    report: dict[str, float] = field(
+        default_factory=dict
+    )  # columns of the history, by "method.name"; does not travel
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     optimizers: Optimizers = field(default_factory=Optimizers)  # of this job
     step: int = 0
     stage: Stage = field(default_factory=Stage)
-    kept: dict[str, Tensor] = field(default_factory=dict)  # what hooks keep for the rest of the job, by full name
+    kept: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # what hooks keep for the rest of the job, by full name
     # What stays on the client, as training starts from it; for frozen networks.
     start: PrivateState[Tensor] = field(init=False, repr=False, compare=False)
     plan: Plan = field(init=False, repr=False, compare=False)  # known after `receive` and `select`
@@ -164,7 +172,9 @@ class Context:
         """This step's entry of what a method's `draws` returned."""
         return self.draws[name][self.step]
 
-    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+    def frozen(
+        self, name: str = "received", values: Tensor | None = None
+    ) -> Mapping[str, nn.Module]:
         """A second set of networks in eval mode, without gradients; loaded once per job and name.
 
         By default as received, with this client's own personal part; else with `values` [layout.total], e.g. a vector
@@ -235,8 +245,12 @@ class Outputs:
         if not more:
             return self.ctx.model.features(self.batch.inputs)
         parts = [self.batch.inputs, *more.values()]
-        own, *others = self.ctx.model.features(torch.cat(parts)).split([len(part) for part in parts])
-        self._kept |= {f"rows.{name}": features for name, features in zip(more, others, strict=True)}
+        own, *others = self.ctx.model.features(torch.cat(parts)).split(
+            [len(part) for part in parts]
+        )
+        self._kept |= {
+            f"rows.{name}": features for name, features in zip(more, others, strict=True)
+        }
         return cast(Tensor, own)
 
     def rows(self, name: str) -> Tensor:
@@ -256,13 +270,16 @@ class Outputs:
     @property
     def base_features(self) -> Tensor:
         """[B, F] of the received model, without gradient."""
-        return self.once("base_features", lambda: inferred(lambda: self._received.features(self.batch.inputs)))
+        return self.once(
+            "base_features", lambda: inferred(lambda: self._received.features(self.batch.inputs))
+        )
 
     @property
     def base_logits(self) -> Tensor:
         """[B, C] of the received model, without gradient."""
         return self.once(
-            "base_logits", lambda: inferred(lambda: self._outputs_of(self._received, lambda: self.base_features))
+            "base_logits",
+            lambda: inferred(lambda: self._outputs_of(self._received, lambda: self.base_features)),
         )
 
     @property

@@ -139,7 +139,13 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         in_range("evaluate.unseen", self.unseen, least=0, below=1)
-        for key, least in (("every", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0), ("decompose_rows", 1)):
+        for key, least in (
+            ("every", 1),
+            ("probe", 0),
+            ("probe_rows", 1),
+            ("decompose", 0),
+            ("decompose_rows", 1),
+        ):
             at_least(f"evaluate.{key}", getattr(self, key), least)
         if self.clients != "all":
             at_least("evaluate.clients", self.clients, 1)
@@ -201,4 +207,6 @@ class Local:
 
     def budget(self, samples: int) -> float:
         """Samples that a client with so many will train on, all passes counted."""
-        return samples * self.epochs if self.epochs else (self.steps or 0) * min(self.batch, samples)
+        return (
+            samples * self.epochs if self.epochs else (self.steps or 0) * min(self.batch, samples)
+        )

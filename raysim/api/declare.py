@@ -45,11 +45,7 @@ class Declarations:
 
     def filling(self, hook: str) -> list[tuple[Declared, Callable[..., Any]]]:
         """Return the hook of each method that fills it, in the order of the list."""
-        return [
-            (each, each.hooks[hook])
-            for each in self.methods
-            if each.has_hook(hook)
-        ]
+        return [(each, each.hooks[hook]) for each in self.methods if each.has_hook(hook)]
 
     def only(self, hook: str) -> tuple[Declared, Callable[..., Any]] | None:
         """Return the hook of the one method that fills it, if any."""
@@ -61,9 +57,7 @@ class Declarations:
 
     def one(self, fact: str) -> Declared | None:
         """Return the one method that declared a fact such as "stages", if any."""
-        return next(
-            (each for each in self.methods if getattr(each, fact) is not None), None
-        )
+        return next((each for each in self.methods if getattr(each, fact) is not None), None)
 
     @property
     def private_names(self) -> set[str]:
@@ -172,9 +166,7 @@ def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
         raise
 
 
-def _add_networks(
-    networks: dict[str, nn.Module], private: set[str], declared: Declared
-) -> None:
+def _add_networks(networks: dict[str, nn.Module], private: set[str], declared: Declared) -> None:
     for name, network in declared.networks.items():
         if name in networks:
             raise ValueError(
@@ -213,6 +205,3 @@ def _check_state_names(declarations: Declarations) -> None:
                     "Rename it."
                 )
             taken[name] = f"an entry of method '{declared.method}'"
-
-
-

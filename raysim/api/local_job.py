@@ -160,7 +160,9 @@ class LocalJob:
         """Return the network that this method declared under `name`."""
         return self.context.networks[f"{self.method}.{name}"]
 
-    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+    def frozen(
+        self, name: str = "received", values: Tensor | None = None
+    ) -> Mapping[str, nn.Module]:
         """Return a second set of networks in eval mode, without gradients.
 
         They hold the received model with the client's own private parameters, or `values`
@@ -254,5 +256,3 @@ class PersonalModel:
             self.trained,
             method,
         )
-
-

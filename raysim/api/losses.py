@@ -45,7 +45,9 @@ class Focal:
     gamma: float = 2.0
 
     def __post_init__(self) -> None:
-        at_least("loss.gamma", self.gamma, 1)  # below it the gradient has no bound where a label is sure
+        at_least(
+            "loss.gamma", self.gamma, 1
+        )  # below it the gradient has no bound where a label is sure
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """[B]."""
@@ -75,7 +77,9 @@ def tried(loss: RowLoss, kind: Kind, outputs: int) -> None:
         raise ValueError(
             f"loss={named(loss)} is for {meant}, and this data is for {kind}: choose another, or loss=usual"
         )
-    labels = torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
+    labels = (
+        torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
+    )
     try:
         made: object = loss(torch.zeros(2, outputs), labels)
     except Exception as error:  # of the user's own code

@@ -55,7 +55,11 @@ class Published:
     @property
     def nbytes(self) -> int:
         """What it takes in memory."""
-        return self.vector.nbytes + self.counters.nbytes + sum(array.nbytes for array in self.extras.values())
+        return (
+            self.vector.nbytes
+            + self.counters.nbytes
+            + sum(array.nbytes for array in self.extras.values())
+        )
 
 
 class Job(NamedTuple):
@@ -69,7 +73,9 @@ class Job(NamedTuple):
     client: int
     participation: int  # how often this client was dispatched before
     version: int  # the base version: aggregations made when it was dispatched
-    state: int = -1  # number of the job that left the client state it starts from; -1: the initial state
+    state: int = (
+        -1
+    )  # number of the job that left the client state it starts from; -1: the initial state
     weight: float = 1.0  # raw weight in a plain weighted sum
     probe: bool = False  # whether the trained model is probed before it is averaged
     extras: Mapping[str, np.ndarray] = {}  # what this client alone receives
@@ -134,9 +140,13 @@ class TrainingResult:
     updates: tuple[Update | Failure, ...]  # one per job, in order
     sums: GroupSums = field(default_factory=dict)
     host: str = ""
-    busy: float = 0.0  # seconds of work of this worker since its last answer; never decides anything
+    busy: float = (
+        0.0  # seconds of work of this worker since its last answer; never decides anything
+    )
     states: tuple[int, ...] = ()  # bytes of the client state that each job left
-    device: float | None = None  # share of the last moments in which the GPU was at work; None: unknown
+    device: float | None = (
+        None  # share of the last moments in which the GPU was at work; None: unknown
+    )
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,9 @@ class Task:
     rows: np.ndarray  # int64
     state: int = -1  # the job whose private state counts
     extras: Arrays = field(default_factory=dict)  # what this client alone would receive
-    personalised: bool = True  # whether methods make the model the client's own; else only its personal part does
+    personalised: bool = (
+        True  # whether methods make the model the client's own; else only its personal part does
+    )
     finetune: Finetune | None = None  # adapt the model to the client's training samples first
 
 

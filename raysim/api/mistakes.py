@@ -33,7 +33,7 @@ class Undeclared(HookMistake, KeyError):
         method, _, name = self.name.partition(".")
         return (
             f"job.state['{name}'] of method '{method}' is not declared. Declare it in the method's "
-            f"setup with run.client_state(\"{name}\", ...), or use job.scratch for what is needed "
+            f'setup with run.client_state("{name}", ...), or use job.scratch for what is needed '
             "in this job only."
         )
 
@@ -74,7 +74,9 @@ def scalar(value: Any, method: str, hook: str) -> Tensor:
 def vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
     """What a hook returned, if it is a vector of one of these sizes, by their names."""
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
-        names = {size: name for name, size in reversed([*sizes.items()])}  # without buffers the sizes are the same
+        names = {
+            size: name for name, size in reversed([*sizes.items()])
+        }  # without buffers the sizes are the same
         allowed = " or ".join(f"[{name}], here [{size}]" for size, name in sorted(names.items()))
         raise _wrong(value, method, hook, f"a tensor of shape {allowed}")
     return value
@@ -95,8 +97,13 @@ def _kind(value: Any) -> str:
 def check_report(report: Mapping[str, Any], where: str) -> None:
     """Refuse what is no number in a column of the history."""
     for name, value in report.items():
-        on_device = isinstance(value, Tensor) and value.numel() == 1  # wherever it is, it is a number
-        if not (isinstance(value, (int, float)) or on_device) and np.asarray(value).dtype.kind not in "biuf":
+        on_device = (
+            isinstance(value, Tensor) and value.numel() == 1
+        )  # wherever it is, it is a number
+        if (
+            not (isinstance(value, (int, float)) or on_device)
+            and np.asarray(value).dtype.kind not in "biuf"
+        ):
             method, _, column = name.partition(".")
             raise HookMistake(
                 f"{where}.report['{column}'] of method '{method}' is {_kind(value)}. Give a number, "
@@ -141,7 +148,7 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             if key.startswith(prefix) and name not in each.uploads:
                 raise HookMistake(
                     f"job.upload['{name}'] is not declared. Declare it in the method's setup: "
-                    f"run.upload(\"{name}\", floats)."
+                    f'run.upload("{name}", floats).'
                 )
         for name, floats in each.uploads.items():
             expected = number_of_floats(floats, declarations.layout)
@@ -154,7 +161,7 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             if tensor.numel() != expected:
                 raise HookMistake(
                     f"job.upload['{name}'] has {tensor.numel()} floats, and {expected} are "
-                    f"declared. Correct run.upload(\"{name}\", ...)."
+                    f'declared. Correct run.upload("{name}", ...).'
                 )
 
 
@@ -180,4 +187,6 @@ def traced(error: BaseException) -> str:
 
 
 def _own(told: traceback.TracebackException) -> traceback.StackSummary:
-    return traceback.StackSummary.from_list([line for line in told.stack if not line.filename.startswith(_OURS)])
+    return traceback.StackSummary.from_list(
+        [line for line in told.stack if not line.filename.startswith(_OURS)]
+    )

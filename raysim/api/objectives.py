@@ -53,13 +53,17 @@ class Objective:
             found = rows(outputs, labels)
             return found if found.ndim == 1 else found.flatten(1).mean(1)
 
-        return replace(self, loss=lambda outputs, labels: losses(outputs, labels).mean(), losses=losses)
+        return replace(
+            self, loss=lambda outputs, labels: losses(outputs, labels).mean(), losses=losses
+        )
 
     def metric(self, name: str | None, kind: Kind) -> Metric:
         """The metric of that name, or the usual one. Raises ValueError for another kind's."""
         names = [metric.name for metric in self.metrics]
         if name is not None and name not in names:
-            raise ValueError(f"evaluate.metric={name} does not score {kind}: use {' or '.join(names)}")
+            raise ValueError(
+                f"evaluate.metric={name} does not score {kind}: use {' or '.join(names)}"
+            )
         return self.metrics[0 if name is None else names.index(name)]
 
 
@@ -123,13 +127,17 @@ OBJECTIVES: Mapping[Kind, Objective] = {
     ),
     "multilabel": Objective(
         binary_cross_entropy_with_logits,
-        lambda outputs, labels: binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(1),
+        lambda outputs, labels: binary_cross_entropy_with_logits(
+            outputs, labels, reduction="none"
+        ).mean(1),
         (
             Metric("f1", is_there_and_predicted, macro_f1),
             Metric("f1_samples", f1_of_each),
             Metric("label_accuracy", share_right),
         ),
     ),
-    "regression": Objective(mse_loss, squared_error, (Metric("mae", absolute_error), Metric("mse", squared_error))),
+    "regression": Objective(
+        mse_loss, squared_error, (Metric("mae", absolute_error), Metric("mse", squared_error))
+    ),
 }
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

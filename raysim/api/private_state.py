@@ -41,16 +41,26 @@ StoredState: TypeAlias = PrivateState[np.ndarray]
 
 def size(state: PrivateState[Any]) -> int:
     """Bytes of all its arrays or tensors."""
-    return int(state.personal.nbytes + state.counters.nbytes + sum(array.nbytes for array in state.methods.values()))
+    return int(
+        state.personal.nbytes
+        + state.counters.nbytes
+        + sum(array.nbytes for array in state.methods.values())
+    )
 
 
 def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
     """Every tensor under its own name: "model.bn1.weight", "fedbss.losses". The personal ones are views."""
     floating, integer = layout.personal_entries
     personal = {e.name: _part(state.personal, e, layout.shared).reshape(e.shape) for e in floating}
-    personal |= {e.name: _part(state.counters, e, layout.shared_counters).reshape(e.shape) for e in integer}
-    if both := personal.keys() & state.methods.keys():  # what a method declares has been checked before the start
-        raise ValueError(f"a method keeps private state under the names of personal tensors: {sorted(both)}")
+    personal |= {
+        e.name: _part(state.counters, e, layout.shared_counters).reshape(e.shape) for e in integer
+    }
+    if (
+        both := personal.keys() & state.methods.keys()
+    ):  # what a method declares has been checked before the start
+        raise ValueError(
+            f"a method keeps private state under the names of personal tensors: {sorted(both)}"
+        )
     return personal | dict(state.methods)
 
 
@@ -66,7 +76,9 @@ def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     names = {entry.name for entry in (*floating, *integer)}
     if missing := sorted(names - arrays.keys()):
         reason = f"an earlier version of raysim than {__version__} wrote it, or another model"
-        raise ValueError(f"{missing[0]} is missing in a stored client state: {reason}. Start the run again")
+        raise ValueError(
+            f"{missing[0]} is missing in a stored client state: {reason}. Start the run again"
+        )
     return PrivateState(
         np.concatenate([np.empty(0, np.float32), *(arrays[e.name].ravel() for e in floating)]),
         np.concatenate([np.empty(0, np.int64), *(arrays[e.name].ravel() for e in integer)]),

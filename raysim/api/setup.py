@@ -115,8 +115,7 @@ class Declared:
     def client_states(self, samples: int) -> dict[str, Any]:
         """Return the initial state of a client with so many training samples, by full name."""
         return {
-            f"{self.method}.{name}": initial(samples)
-            for name, initial in self.client_state.items()
+            f"{self.method}.{name}": initial(samples) for name, initial in self.client_state.items()
         }
 
     def has_hook(self, hook: str) -> bool:
@@ -373,4 +372,3 @@ class Setup:
     def read_updates(self) -> None:
         """Make single updates and their moves available in `absorb`; sums on workers are off."""
         self.declared.reads_updates = True
-

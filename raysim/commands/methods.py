@@ -41,7 +41,9 @@ class Part:
         return {**named, "slots": self.slots, "parameters": self.parameters}
 
 
-def catalogue(words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()) -> list[Part]:
+def catalogue(
+    words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
+) -> list[Part]:
     """Every part of every method, FedAvg first, which has no class; or those that some words of `method=` bring.
 
     conf: folders of options of one's own. allow: the packages whose classes they may name. Raises Refused.
@@ -53,10 +55,14 @@ def catalogue(words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequen
     for option, nodes in options.items():
         for name, node in nodes.items():
             if name == option or name not in options:  # else it has an option of its own as well
-                parts[name] = _part(name, option, node, class_of(node, f"method.{name}", Method, allow))
+                parts[name] = _part(
+                    name, option, node, class_of(node, f"method.{name}", Method, allow)
+                )
     if not words:
         return list(parts.values())
-    brought = {name: [name] for name in parts} | {option: list(nodes) for option, nodes in options.items()}
+    brought = {name: [name] for name in parts} | {
+        option: list(nodes) for option, nodes in options.items()
+    }
     chosen = [each for word in words for each in word.split("+")]
     for each in chosen:
         if each not in brought:
@@ -66,11 +72,17 @@ def catalogue(words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequen
 
 def _part(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) -> Part:
     module = inspect.getmodule(cls)
-    ours = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == cls.__module__]
+    ours = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and each.__module__ == cls.__module__
+    ]
     alone = sum(issubclass(each, Method) for each in ours) == 1
     texts = inspect.getdoc(module) or "", inspect.cleandoc(cls.__doc__ or "")
     parameters = {key: value for key, value in node.items() if key != TARGET}
-    return Part(name, option, cls.paper, first_line(texts[0 if alone else 1]), texts, slots(cls), parameters)
+    return Part(
+        name, option, cls.paper, first_line(texts[0 if alone else 1]), texts, slots(cls), parameters
+    )
 
 
 def first_line(text: str) -> str:

@@ -44,10 +44,17 @@ def charts(place: str, port: int, browser: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
         signal.signal(number, signal.default_int_handler)
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", HOST]
-    quiet = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # jobs are for language models
+    quiet = {
+        **os.environ,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }  # jobs are for language models
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [*command, "--port", str(port), "--workers", "1"], env=quiet, stdout=log, stderr=log, start_new_session=True
+            [*command, "--port", str(port), "--workers", "1"],
+            env=quiet,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             _wait(server, port, log)
@@ -86,7 +93,9 @@ def _wait(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
         time.sleep(0.2)
     log.seek(0)
     said = log.read().decode(errors="replace").strip().splitlines()
-    raise Refused(f"MLflow's server did not start on --port {port}: {said[-1] if said else 'it said nothing'}")
+    raise Refused(
+        f"MLflow's server did not start on --port {port}: {said[-1] if said else 'it said nothing'}"
+    )
 
 
 def _open(address: str, browser: bool) -> None:

@@ -68,7 +68,9 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
         }
         found = [make for needed, make in kinds.items() if hasattr(part, needed)]
         if len(found) != 1:
-            raise TypeError(f"{part!r} is no part of a run: give a method, a model, data, a partition, a schedule, ...")
+            raise TypeError(
+                f"{part!r} is no part of a run: give a method, a model, data, a partition, a schedule, ..."
+            )
         yield from found[0](part, study)
 
 

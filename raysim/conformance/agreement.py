@@ -21,11 +21,16 @@ from raysim.training.lanes import NotInLanes
 from raysim.training.run_spec import RunSpec
 
 EXACT = 1e-8  # float64 from end to end: a rate that is a tensor is multiplied with another rounding
-COUNTS = ("conflicts", "projections")  # of inner products below zero, some of which are zero but for rounding
+COUNTS = (
+    "conflicts",
+    "projections",
+)  # of inner products below zero, some of which are zero but for rounding
 Make = Callable[[], RunSpec]  # the same run, with methods of its own each time
 
 
-def on_hosts(make: Make, schedule: Schedule, fleet: Fleet | None = None, runtime: Runtime | None = None) -> None:
+def on_hosts(
+    make: Make, schedule: Schedule, fleet: Fleet | None = None, runtime: Runtime | None = None
+) -> None:
     """The same bits and the same history on one host and on two in this process, or on those of another runtime."""
     here = run(make(), schedule, fleet)
     there = ran(coordinate(make(), schedule, fleet, runtime=runtime or several(make(), 2)))
@@ -38,7 +43,13 @@ def resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = run(make(), schedule, fleet, rounds=5, checkpoint_every=3, folder=folder)
         same(straight, saved, "without checkpoints and with them")
-        again = run(make(), schedule, fleet, rounds=5, resume=str(Path(folder, "checkpoints", "round-000003")))
+        again = run(
+            make(),
+            schedule,
+            fleet,
+            rounds=5,
+            resume=str(Path(folder, "checkpoints", "round-000003")),
+        )
         same(straight, again, "straight and resumed after round 3")
 
 
@@ -49,13 +60,17 @@ def recorded(make: Make, **settings: Any) -> None:
     is refused by name passes.
     """
     with contextlib.suppress(NotInLanes):
-        loop, other = (run(replace(make(), lanes=lanes, graph=lanes > 1), **settings) for lanes in (1, 3))
+        loop, other = (
+            run(replace(make(), lanes=lanes, graph=lanes > 1), **settings) for lanes in (1, 3)
+        )
         for ended in (loop, other):
             assert not ended.failures, ended.failures[0].error
         for one, two in ((loop.tensors, other.tensors), (loop.private, other.private)):
             assert one.keys() == two.keys(), "other tensors from recorded steps than in the loop"
             for name, values in one.items():
-                np.testing.assert_allclose(two[name], values, rtol=EXACT, atol=EXACT, err_msg=f"{name}, recorded")
+                np.testing.assert_allclose(
+                    two[name], values, rtol=EXACT, atol=EXACT, err_msg=f"{name}, recorded"
+                )
         for row, expected in zip(other.history, loop.history, strict=True):
             _near(row, expected)
 
@@ -66,7 +81,9 @@ def _near(row: Row, expected: Row) -> None:
     for key, value in expected.items():
         if key.split(".")[-1] not in COUNTS:
             one, other = (np.nan if number is None else number for number in (value, row[key]))
-            np.testing.assert_allclose(other, one, rtol=EXACT, atol=EXACT, err_msg=f"{key}, recorded")
+            np.testing.assert_allclose(
+                other, one, rtol=EXACT, atol=EXACT, err_msg=f"{key}, recorded"
+            )
 
 
 def same(one: Ran, other: Ran, ways: str) -> None:
@@ -76,7 +93,9 @@ def same(one: Ran, other: Ran, ways: str) -> None:
     assert one.bits[0] == other.bits[0], f"{ways}, the shared model ends at other bits"
     assert one.bits[1] == other.bits[1], f"{ways}, private or server states end at other bits"
     for row, expected in zip(other.history, one.history, strict=True):
-        changed = [key for key in {**row, **expected} if not _equal(row.get(key), expected.get(key))]
+        changed = [
+            key for key in {**row, **expected} if not _equal(row.get(key), expected.get(key))
+        ]
         assert not changed, f"{ways}, round {expected['round']} has another {changed[0]}"
 
 

@@ -47,21 +47,32 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
     yield "its hooks and what it keeps have names that fit", partial(fits, study.spec)
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
-        yield f"the same bits on one host and on two, {under}", partial(agreement.on_hosts, study.spec, schedule, fleet)
-        yield f"the same bits straight and resumed, {under}", partial(agreement.resumed, study.spec, schedule, fleet)
+        yield (
+            f"the same bits on one host and on two, {under}",
+            partial(agreement.on_hosts, study.spec, schedule, fleet),
+        )
+        yield (
+            f"the same bits straight and resumed, {under}",
+            partial(agreement.resumed, study.spec, schedule, fleet),
+        )
         yield (
             f"what travels is declared and is not what clients keep, {under}",
             partial(travels, study.spec, schedule, fleet),
         )
     exact = partial(study.spec, torch.float64)
-    yield "the same numbers from recorded steps, or a refusal", partial(agreement.recorded, exact, rounds=3)
+    yield (
+        "the same numbers from recorded steps, or a refusal",
+        partial(agreement.recorded, exact, rounds=3),
+    )
 
 
 def named(method: Method) -> None:
     """Its attributes are its arguments, and none has the name of a hook."""
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}
-    assert not taken, f"method {method.name!r} has an argument with the name of a hook: {sorted(taken)[0]}"
+    assert not taken, (
+        f"method {method.name!r} has an argument with the name of a hook: {sorted(taken)[0]}"
+    )
 
 
 def fits(make: Make) -> None:
@@ -84,7 +95,9 @@ class Seen:
     spy: Spy
     uploads: set[str]  # names of what is sent beside the update
     personal: set[str]  # names of the networks' tensors that stay
-    secrets: list[tuple[str, bytes]]  # what clients keep, with its name, and never send by its own name
+    secrets: list[
+        tuple[str, bytes]
+    ]  # what clients keep, with its name, and never send by its own name
 
 
 def travels(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
@@ -104,12 +117,25 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     layout = found.coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
     uploads = {name for update in spy.updates for name in update.extras}
-    kept = [(key, _bytes(value)) for state in spy.states for key, value in flat(state).items() if key not in uploads]
-    sent = {_bytes(array) for update in spy.updates for array in update.extras.values()}  # on purpose
-    moved = [_bytes(update.delta) for update in spy.updates if update.delta is not None]  # as every run sends
+    kept = [
+        (key, _bytes(value))
+        for state in spy.states
+        for key, value in flat(state).items()
+        if key not in uploads
+    ]
+    sent = {
+        _bytes(array) for update in spy.updates for array in update.extras.values()
+    }  # on purpose
+    moved = [
+        _bytes(update.delta) for update in spy.updates if update.delta is not None
+    ]  # as every run sends
     moved += [_bytes(total) for result in spy.trained for total in result.sums.values()]
     secrets = [(key, value) for key, value in kept if len(set(value)) > LEAST and value not in sent]
-    secrets = [(key, value) for key, value in secrets if not any(_is_most_of(value, update) for update in moved)]
+    secrets = [
+        (key, value)
+        for key, value in secrets
+        if not any(_is_most_of(value, update) for update in moved)
+    ]
     return Seen(found, spy, uploads, personal, secrets)
 
 
@@ -118,12 +144,20 @@ def _keeps(seen: Seen, names: set[str]) -> None:
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     for name in seen.uploads:
-        assert name.partition(".")[0] in names, f"the upload {name!r} must begin with its method's name and a dot"
+        assert name.partition(".")[0] in names, (
+            f"the upload {name!r} must begin with its method's name and a dot"
+        )
     for update in seen.spy.updates:
-        assert set(update.extras) == seen.uploads, "every update of a method carries the same uploads"
+        assert set(update.extras) == seen.uploads, (
+            "every update of a method carries the same uploads"
+        )
         assert update.delta is None or update.delta.shape == (layout.shared,)
         assert update.counters.shape == (layout.shared_counters,)
-    assert all(total.shape == (layout.shared,) for result in seen.spy.trained for total in result.sums.values())
+    assert all(
+        total.shape == (layout.shared,)
+        for result in seen.spy.trained
+        for total in result.sums.values()
+    )
     for trained in seen.spy.trained:
         message = pickle.dumps(trained)
         if key := next((key for key, secret in seen.secrets if secret in message), ""):
@@ -176,4 +210,6 @@ def _costs(seen: Seen, pooled: bool) -> None:
 
 def _told(what: str, number: int, declared: int, moved: int) -> None:
     who = f"job {number} {what}" if number >= 0 else f"all jobs together {what}"
-    assert declared == moved, f"{who} {moved} floats, and {declared} are declared: correct the method's `cost`"
+    assert declared == moved, (
+        f"{who} {moved} floats, and {declared} are declared: correct the method's `cost`"
+    )

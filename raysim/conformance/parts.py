@@ -34,8 +34,14 @@ def _runs(study: Study) -> Checks:
     """What a run must keep to with any part."""
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
-        yield f"the same bits on one host and on two, {under}", partial(agreement.on_hosts, study.spec, schedule, fleet)
-        yield f"the same bits straight and resumed, {under}", partial(agreement.resumed, study.spec, schedule, fleet)
+        yield (
+            f"the same bits on one host and on two, {under}",
+            partial(agreement.on_hosts, study.spec, schedule, fleet),
+        )
+        yield (
+            f"the same bits straight and resumed, {under}",
+            partial(agreement.resumed, study.spec, schedule, fleet),
+        )
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -46,7 +52,10 @@ def of_model(model: ModelRecipe, study: Study) -> Checks:
     yield "features and a head make the outputs", partial(_split, study)
     yield from _runs(study)
     exact = partial(study.spec, torch.float64)
-    yield "the same numbers from recorded steps, or a refusal", partial(agreement.recorded, exact, rounds=3)
+    yield (
+        "the same numbers from recorded steps, or a refusal",
+        partial(agreement.recorded, exact, rounds=3),
+    )
 
 
 def _network(study: Study, seed: int = SEED) -> nn.Module:
@@ -61,9 +70,15 @@ def _seeded(study: Study) -> None:
             torch.manual_seed(elsewhere)  # whoever draws from it is found
             values.append(_network(study, seed).state_dict())
     one, again, other = values
-    assert one.keys() == again.keys() == other.keys(), "the model has other parameters with another seed"
-    assert all(torch.equal(one[name], again[name]) for name in one), "one seed gives two networks, by torch's generator"
-    assert any(not torch.equal(one[name], other[name]) for name in one), "two seeds give the same network"
+    assert one.keys() == again.keys() == other.keys(), (
+        "the model has other parameters with another seed"
+    )
+    assert all(torch.equal(one[name], again[name]) for name in one), (
+        "one seed gives two networks, by torch's generator"
+    )
+    assert any(not torch.equal(one[name], other[name]) for name in one), (
+        "two seeds give the same network"
+    )
 
 
 def _split(study: Study) -> None:
@@ -71,7 +86,9 @@ def _split(study: Study) -> None:
     inputs = task.example(4)
     with torch.no_grad():
         logits = model(inputs)
-        assert logits.shape == (4, task.num_classes), f"outputs of shape {list(logits.shape)} must be [4, classes]"
+        assert logits.shape == (4, task.num_classes), (
+            f"outputs of shape {list(logits.shape)} must be [4, classes]"
+        )
         if not splits(model):
             return
         features = model.features(inputs)
@@ -97,25 +114,34 @@ def _read_twice(data: Source) -> None:
     other = data.read()
     for key, value in vars(one).items():
         if isinstance(value, np.ndarray):
-            assert np.array_equal(value, getattr(other, key)), f"{key} differ when the data are read again"
+            assert np.array_equal(value, getattr(other, key)), (
+                f"{key} differ when the data are read again"
+            )
 
 
 def _labelled(data: Source) -> None:
     found = data.build()
-    assert 0 < found.train_rows <= len(found), f"{found.train_rows} of {len(found)} rows are for training"
+    assert 0 < found.train_rows <= len(found), (
+        f"{found.train_rows} of {len(found)} rows are for training"
+    )
     for what, numbers, names in (
         ("label", found.labels, found.class_names),
         ("domain", found.domains, found.domain_names),
     ):
         if numbers.ndim == 1 and numbers.dtype.kind == "i":
-            assert numbers.min() >= 0 and numbers.max() < len(names), f"a {what} has no name: there are {len(names)}"
+            assert numbers.min() >= 0 and numbers.max() < len(names), (
+                f"a {what} has no name: there are {len(names)}"
+            )
 
 
 # --- partitions -------------------------------------------------------------------------------------------------------
 def of_partition(partition: Partitioner, study: Study) -> Checks:
     """A way to share samples out."""
     yield "a seed gives the same split", partial(_split_twice, partition, study)
-    yield "no sample belongs to two clients, or to training and test", partial(_disjoint, partition, study)
+    yield (
+        "no sample belongs to two clients, or to training and test",
+        partial(_disjoint, partition, study),
+    )
     yield from _runs(replace(study, partition=partition))
 
 
@@ -132,13 +158,17 @@ def _split_twice(partition: Partitioner, study: Study) -> None:
     other = _parts(partition, study)
     for name in ("train", "test"):
         left, right = getattr(one, name), getattr(other, name)
-        same = np.array_equal(left.indices, right.indices) and np.array_equal(left.offsets, right.offsets)
+        same = np.array_equal(left.indices, right.indices) and np.array_equal(
+            left.offsets, right.offsets
+        )
         assert same, f"one seed gives two splits of the {name} samples"
 
 
 def _disjoint(partition: Partitioner, study: Study) -> None:
     parts, rows = _parts(partition, study), study.data.build().train_rows
-    assert len(parts.train) == len(parts.test) > 0, "training and test rows must be of the same clients"
+    assert len(parts.train) == len(parts.test) > 0, (
+        "training and test rows must be of the same clients"
+    )
     for name, part in (("train", parts.train), ("test", parts.test)):
         _check_rows(part, name, rows)
     used = np.concatenate([parts.train.indices, parts.test.indices])
@@ -147,8 +177,12 @@ def _disjoint(partition: Partitioner, study: Study) -> None:
 
 
 def _check_rows(part: CSR, name: str, rows: int) -> None:
-    assert part.indices.dtype == part.offsets.dtype == np.int64, f"{name}: rows and offsets must be int64"
-    assert part.offsets[0] == 0 and part.offsets[-1] == len(part.indices), f"{name}: offsets must go from 0 to the end"
+    assert part.indices.dtype == part.offsets.dtype == np.int64, (
+        f"{name}: rows and offsets must be int64"
+    )
+    assert part.offsets[0] == 0 and part.offsets[-1] == len(part.indices), (
+        f"{name}: offsets must go from 0 to the end"
+    )
     assert (np.diff(part.offsets) >= 0).all(), f"{name}: offsets must not fall"
     inside = len(part.indices) == 0 or (part.indices.min() >= 0 and part.indices.max() < rows)
     assert inside, f"{name}: a row is not one of 0 to {rows - 1}"
@@ -165,12 +199,18 @@ def of_schedule(schedule: Schedule, study: Study) -> Checks:
 def _kept_to(schedule: Schedule, study: Study) -> None:
     before = copy.deepcopy(schedule)
     found = run(study.spec(), schedule, study.fleet, rounds=8)
-    assert vars(schedule) == vars(before), "the schedule has changed: what it decides must follow from what it sees"
+    assert vars(schedule) == vars(before), (
+        "the schedule has changed: what it decides must follow from what it sees"
+    )
     jobs = [job for job in (*found.jobs, *found.finished.jobs) if math.isfinite(job.finish)]
     most = max(sum(other.start <= job.start < other.finish for other in jobs) for job in jobs)
-    assert most <= schedule.concurrency, f"{most} jobs are under way at once, concurrency={schedule.concurrency}"
+    assert most <= schedule.concurrency, (
+        f"{most} jobs are under way at once, concurrency={schedule.concurrency}"
+    )
     if not schedule.stale:
-        assert not any(job.staleness for job in jobs), "a result is stale, and the schedule says that none ever is"
+        assert not any(job.staleness for job in jobs), (
+            "a result is stale, and the schedule says that none ever is"
+        )
     if (limit := schedule.max_staleness) is not None:
         worst = max(job.staleness for job in jobs)
         assert worst <= limit, f"a result has missed {worst} aggregations, max_staleness={limit}"
@@ -190,16 +230,25 @@ def _timed(fleet: Fleet, study: Study) -> None:
     one, other = (fleet.devices(SEED, clients, partial(sample_flops, spec)) for _ in range(2))
     for client in range(clients):
         trip = one.trip(client, 0, 5.0, 20.0, 1000, 1000)
-        assert trip == other.trip(client, 0, 5.0, 20.0, 1000, 1000), f"client {client} takes another time with one seed"
-        assert 5.0 <= trip.finish < math.inf, f"client {client} starts at 5 s and is back at {trip.finish} s"
+        assert trip == other.trip(client, 0, 5.0, 20.0, 1000, 1000), (
+            f"client {client} takes another time with one seed"
+        )
+        assert 5.0 <= trip.finish < math.inf, (
+            f"client {client} starts at 5 s and is back at {trip.finish} s"
+        )
     seconds = one.seconds(np.full(clients, 20.0), 1000, 1000)
-    assert seconds.shape == (clients,) and (seconds >= 0).all(), "seconds must be one number of at least 0 per client"
+    assert seconds.shape == (clients,) and (seconds >= 0).all(), (
+        "seconds must be one number of at least 0 per client"
+    )
 
 
 # --- observers --------------------------------------------------------------------------------------------------------
 def of_observer(observer: Observer, study: Study) -> Checks:
     """Something that follows a run."""
-    yield "it follows a run to its end, and changes nothing of it", partial(_followed, observer, study)
+    yield (
+        "it follows a run to its end, and changes nothing of it",
+        partial(_followed, observer, study),
+    )
 
 
 def _followed(observer: Observer, study: Study) -> None:
@@ -207,7 +256,12 @@ def _followed(observer: Observer, study: Study) -> None:
     alone = run(study.spec(), schedule, study.fleet)
     with tempfile.TemporaryDirectory() as folder:
         followed = CurrentRun(Path(folder), rounds=3, title="a run")
-        events = coordinate(study.spec(), schedule, study.fleet, folder=folder, checkpoint_every=2).run()
+        events = coordinate(
+            study.spec(), schedule, study.fleet, folder=folder, checkpoint_every=2
+        ).run()
         Follower(followed, events, [UserObserver(observer, type(observer).__name__)]).to_the_end()
-    assert followed.finished is not None and followed.finished.model_sha256 == alone.finished.model_sha256
+    assert (
+        followed.finished is not None
+        and followed.finished.model_sha256 == alone.finished.model_sha256
+    )
     assert [row["train_loss"] for row in followed.rows] == [row["train_loss"] for row in alone.rows]

@@ -39,7 +39,12 @@ class NormedMlp(ModelRecipe):
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         """See `ModelRecipe`."""
-        layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.BatchNorm1d(self.width), nn.ReLU()]
+        layers = [
+            nn.Flatten(),
+            nn.Linear(math.prod(input_shape), self.width),
+            nn.BatchNorm1d(self.width),
+            nn.ReLU(),
+        ]
         return nn.Sequential(*layers), self.width
 
 
@@ -139,13 +144,20 @@ class Ran:
     def tensors(self) -> dict[str, np.ndarray]:
         """The final shared tensors by name."""
         server = self.coordinator.server
-        return {k: v.numpy() for k, v in self.coordinator.initial.named(server.vector, server.counters).items()}
+        return {
+            k: v.numpy()
+            for k, v in self.coordinator.initial.named(server.vector, server.counters).items()
+        }
 
     @property
     def private(self) -> dict[str, np.ndarray]:
         """Every tensor of the clients' accepted private states: "client/name"."""
         states = self.coordinator.private.named()
-        return {f"{client}/{name}": array for client, state in states.items() for name, array in state.items()}
+        return {
+            f"{client}/{name}": array
+            for client, state in states.items()
+            for name, array in state.items()
+        }
 
     def state(self, client: int) -> StoredState:
         """A client's accepted private state."""
@@ -163,7 +175,9 @@ def coordinate(
 ) -> Coordinator:
     """A coordinator in this process, of a host in this process unless a runtime is given; settings: see `changed`."""
     spec = changed(spec, **settings)
-    return Coordinator(spec, schedule, fleet or Lognormal(), runtime or InProcess(Host(spec)), folder, resume)
+    return Coordinator(
+        spec, schedule, fleet or Lognormal(), runtime or InProcess(Host(spec)), folder, resume
+    )
 
 
 def ran(coordinator: Coordinator) -> Ran:
@@ -184,7 +198,9 @@ def ran(coordinator: Coordinator) -> Ran:
     return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, aggregations)
 
 
-def run(spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any) -> Ran:
+def run(
+    spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
+) -> Ran:
     """Run in this process; see `coordinate`."""
     return ran(coordinate(spec, schedule, fleet, **settings))
 
@@ -217,7 +233,12 @@ class Spy(InProcess):
     @property
     def updates(self) -> list[Update]:
         """All updates, in the order in which they were trained."""
-        return [update for result in self.trained for update in result.updates if isinstance(update, Update)]
+        return [
+            update
+            for result in self.trained
+            for update in result.updates
+            if isinstance(update, Update)
+        ]
 
 
 def several(spec: RunSpec, count: int) -> InProcess:
@@ -227,7 +248,9 @@ def several(spec: RunSpec, count: int) -> InProcess:
 
 def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
     """Whether two sets of named arrays have the same names and the same bits."""
-    return left.keys() == right.keys() and all(_bits(left[key]) == _bits(right[key]) for key in left)
+    return left.keys() == right.keys() and all(
+        _bits(left[key]) == _bits(right[key]) for key in left
+    )
 
 
 def _bits(array: np.ndarray) -> tuple[Any, ...]:

@@ -32,7 +32,9 @@ class Study:
     methods: tuple[Method, ...] = ()
     model: ModelRecipe = NORMED_MLP
     data: Source = field(default_factory=lambda: Synthetic(samples=150, test_samples=20, classes=5))
-    partition: Partitioner = field(default_factory=lambda: Dirichlet(clients=6, alpha=2.0, minimum=5))
+    partition: Partitioner = field(
+        default_factory=lambda: Dirichlet(clients=6, alpha=2.0, minimum=5)
+    )
     fleet: Fleet = field(default_factory=Lognormal)
     schedules: tuple[Schedule, ...] = (ROUNDS, BUFFER)
     local: Local = field(default_factory=lambda: Local(lr=0.05, momentum=0.9, batch=8, epochs=2))
@@ -45,7 +47,9 @@ class Study:
     def spec(self, dtype: torch.dtype = torch.float32) -> RunSpec:
         """Three rounds, with methods of their own."""
         methods = copy.deepcopy(self.methods)
-        return run_spec(*methods, model=self.model, local=self.local, data=self.federated, dtype=dtype)
+        return run_spec(
+            *methods, model=self.model, local=self.local, data=self.federated, dtype=dtype
+        )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:
         """Every schedule, on the fleet."""

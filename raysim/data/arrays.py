@@ -50,7 +50,9 @@ class Arrays(Source):
         labels = labels_of(given.labels, self.kind, None, "data")
         users = "" if given.users is None else "the third array"
         origin = Origin(
-            f"the first array ({given.inputs.dtype})", f"the second array ({type_name(given.labels)})", users
+            f"the first array ({given.inputs.dtype})",
+            f"the second array ({type_name(given.labels)})",
+            users,
         )
         return assembled(given.inputs, labels, given.users, given.test, None, origin)
 
@@ -66,10 +68,19 @@ def arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
     column, users [n] (integers or text), says whose sample each is, for `partition=natural`.
     """
     train, test = _halves(data)
-    parts = [_columns(part, name) for part, name in ((train, "train"), (test, "test")) if part is not None]
+    parts = [
+        _columns(part, name)
+        for part, name in ((train, "train"), (test, "test"))
+        if part is not None
+    ]
     if len({len(columns) for columns in parts}) > 1:
-        raise ValueError("data: users are given for training or for tests alone: give them for both.")
-    columns = [_joined(halves, what) for halves, what in zip(zip(*parts, strict=True), COLUMNS, strict=False)]
+        raise ValueError(
+            "data: users are given for training or for tests alone: give them for both."
+        )
+    columns = [
+        _joined(halves, what)
+        for halves, what in zip(zip(*parts, strict=True), COLUMNS, strict=False)
+    ]
     inputs, labels, *users = columns
     test = np.arange(len(labels)) >= len(parts[0][1])
     source = Arrays(digest=_digest(columns, int((~test).sum())), **(settings or {}))
@@ -91,7 +102,9 @@ def _halves(data: object) -> tuple[object, object]:
         halves = len(data) == 2 and isinstance(data[0], (tuple, Dataset))
         return (data[0], data[1]) if halves else (data, None)
     if isinstance(data, DataLoader):
-        raise ValueError("data=DataLoader is not understood: give the data set that it reads, loader.dataset.")
+        raise ValueError(
+            "data=DataLoader is not understood: give the data set that it reads, loader.dataset."
+        )
     many = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
     raise ValueError(
         f"data={type(data).__name__}{many} is not understood: give (inputs, labels) or (inputs, labels, users), a pair "
@@ -111,7 +124,8 @@ def _columns(part: object, name: str) -> tuple[np.ndarray, ...]:
         )
     is_frame = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
     inputs, labels, *users = (
-        plain_array(column, f"data: the {what} for {name}") for column, what in zip(part, COLUMNS, strict=False)
+        plain_array(column, f"data: the {what} for {name}")
+        for column, what in zip(part, COLUMNS, strict=False)
     )
     if not (inputs.size and labels.size):
         raise ValueError(
@@ -141,13 +155,19 @@ def _channels_first(inputs: np.ndarray) -> np.ndarray:
         return inputs
     if inputs.ndim == 3:
         return inputs[:, None]
-    return inputs.transpose(0, 3, 1, 2) if inputs.shape[1] not in (1, 3) and inputs.shape[3] in (1, 3) else inputs
+    return (
+        inputs.transpose(0, 3, 1, 2)
+        if inputs.shape[1] not in (1, 3) and inputs.shape[3] in (1, 3)
+        else inputs
+    )
 
 
 def _joined(columns: tuple[np.ndarray, ...], what: str) -> np.ndarray:
     if len({column.shape[1:] for column in columns}) > 1:
         shapes = " and ".join(str(column.shape[1:]) for column in columns)
-        raise ValueError(f"data: {what} for training and for tests have the shapes {shapes}: make them alike.")
+        raise ValueError(
+            f"data: {what} for training and for tests have the shapes {shapes}: make them alike."
+        )
     return np.concatenate(columns)
 
 

@@ -69,7 +69,9 @@ class Pipeline:
             images = saturated(contrasted(brightened(images, factors[0]), factors[1]), factors[2])
             images = hue_turned(images, turns)
         if "grey" in self.augment:
-            images = greyed(images, torch.from_numpy(rng.random(len(images)) < self.grey).to(images.device))
+            images = greyed(
+                images, torch.from_numpy(rng.random(len(images)) < self.grey).to(images.device)
+            )
         return images
 
     def _moved(self, images: Tensor, rng: np.random.Generator) -> Tensor:

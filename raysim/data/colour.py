@@ -19,7 +19,9 @@ def brightened(images: Tensor, factors: Tensor) -> Tensor:
 
 def contrasted(images: Tensor, factors: Tensor) -> Tensor:
     """Differences from the image's mean brightness times the factor."""
-    total = luma(images).sum(dim=(1, 2, 3), dtype=torch.int64)  # integers: the same sum in any order
+    total = luma(images).sum(
+        dim=(1, 2, 3), dtype=torch.int64
+    )  # integers: the same sum in any order
     mean = _each(total / (images.shape[2] * images.shape[3]))
     return _levels(mean + _each(factors) * (images - mean))
 

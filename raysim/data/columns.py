@@ -20,9 +20,21 @@ from raysim.primitives.kinds import Tokens
 from raysim.primitives.memory import must_fit
 
 BYTES = Tokens(257)  # of text in UTF-8: 0 is padding, byte b is b + 1
-LABEL_NAMES = ("label", "labels", "y", "target", "class")  # a column so called, in this order, holds the labels
+LABEL_NAMES = (
+    "label",
+    "labels",
+    "y",
+    "target",
+    "class",
+)  # a column so called, in this order, holds the labels
 USER_NAMES = ("user", "user_id", "users", "client", "client_id")
-INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")  # numbers of rows: no inputs unless named
+INDEX_NAMES = (
+    "",
+    "id",
+    "index",
+    "unnamed: 0",
+    "__index_level_0__",
+)  # numbers of rows: no inputs unless named
 
 
 # ---- which column is which -----------------------------------------------------------------------------------------
@@ -55,7 +67,10 @@ def label_column(names: Sequence[str], label: str | None, usual: str, place: str
 
 
 def find_inputs(
-    columns: list[str] | None, types: Mapping[str, pa.DataType], known: Collection[str | None], place: str
+    columns: list[str] | None,
+    types: Mapping[str, pa.DataType],
+    known: Collection[str | None],
+    place: str,
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and those that are left out.
 
@@ -68,7 +83,9 @@ def find_inputs(
     unused = [name for name in others if name.lower() in (*INDEX_NAMES, *USER_NAMES)]
     inputs = [name for name in others if name not in unused]
     if not inputs:
-        raise ValueError(f"{place} has no column for the input, it has {', '.join(types)}: set data.columns.")
+        raise ValueError(
+            f"{place} has no column for the input, it has {', '.join(types)}: set data.columns."
+        )
     numbers = [name for name in inputs if _is_number(_stored_type(types[name]))]
     if len(inputs) == 1 or len(numbers) == len(inputs):
         return inputs, unused
@@ -83,19 +100,30 @@ def find_inputs(
 
 
 def origin_of(
-    types: Mapping[str, pa.DataType], inputs: Sequence[str], label: str, user: str | None, unused: Sequence[str] = ()
+    types: Mapping[str, pa.DataType],
+    inputs: Sequence[str],
+    label: str,
+    user: str | None,
+    unused: Sequence[str] = (),
 ) -> Origin:
     """Return which columns became what, with their types, as the plan of a run says it."""
     shown = [f"{name} ({_stored_type(types[name])})" for name in inputs]
     if len(shown) > 4:
         shown = [*shown[:2], "...", shown[-1]]
         shown[0] = f"{len(inputs)} columns: {shown[0]}"
-    return Origin(", ".join(shown), f"{label} ({_stored_type(types[label])})", user or "", ", ".join(unused))
+    return Origin(
+        ", ".join(shown), f"{label} ({_stored_type(types[label])})", user or "", ", ".join(unused)
+    )
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
 def inputs_of(
-    table: pa.Table, columns: Sequence[str], length: int, padding: int, tokenizer: str | None, place: str
+    table: pa.Table,
+    columns: Sequence[str],
+    length: int,
+    padding: int,
+    tokenizer: str | None,
+    place: str,
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Return what the columns hold, a row for each sample, and what its tokens are.
 
@@ -112,24 +140,37 @@ def inputs_of(
     odd = next((name for name, values in plain.items() if not _is_number(values.type)), None)
     if odd is None:
         places = {name: f"{place}: the values of column {name}" for name in columns}
-        return np.stack([as_float32(plain[name].to_numpy(), places[name]) for name in columns], axis=1), None
+        return np.stack(
+            [as_float32(plain[name].to_numpy(), places[name]) for name in columns], axis=1
+        ), None
     if len(columns) > 1:
-        raise ValueError(f"{place}: column {odd} is no number, and only numbers can stand side by side: name it alone.")
+        raise ValueError(
+            f"{place}: column {odd} is no number, and only numbers can stand side by side: name it alone."
+        )
     column, kind = plain[odd].combine_chunks(), plain[odd].type
     if is_text(kind):
         return _text(column.to_pylist(), length, tokenizer)
     if not _is_list(kind):
-        raise ValueError(f"{place}: column {odd} holds {kind}: it must hold numbers, lists of numbers or text.")
+        raise ValueError(
+            f"{place}: column {odd} holds {kind}: it must hold numbers, lists of numbers or text."
+        )
     inner = _of_lists(kind)
     if column.flatten().null_count:
-        raise ValueError(f"{place}: column {odd} has lists with empty values: remove or fill these rows.")
+        raise ValueError(
+            f"{place}: column {odd} has lists with empty values: remove or fill these rows."
+        )
     if pa.types.is_integer(inner):
         highest = int(column.flatten().to_numpy(zero_copy_only=False).max(initial=0))
         # gru, the smallest network for tokens, learns 16 numbers for each
-        must_fit(f"{place}: column {odd} has the token {highest}, and the weights of so many", 64 * highest)
+        must_fit(
+            f"{place}: column {odd} has the token {highest}, and the weights of so many",
+            64 * highest,
+        )
         return padded(column.to_pylist(), length, padding)
     if not pa.types.is_floating(inner):
-        raise ValueError(f"{place}: column {odd} holds {kind}: its lists must be of integers (tokens) or of numbers.")
+        raise ValueError(
+            f"{place}: column {odd} holds {kind}: its lists must be of integers (tokens) or of numbers."
+        )
     vectors = of_one_length(column.to_pylist(), f"{place}: column {odd}")
     return as_float32(vectors, f"{place}: the values of column {odd}"), None
 
@@ -146,12 +187,16 @@ def padded(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tupl
 
 def _text(rows: Sequence[str], length: int, tokenizer: str | None) -> tuple[Ints, Tokens]:
     if tokenizer is None:
-        return padded([[byte + 1 for byte in row.encode()[:length]] for row in rows], length)[0], BYTES
+        return padded([[byte + 1 for byte in row.encode()[:length]] for row in rows], length)[
+            0
+        ], BYTES
     transformers = optional("transformers", f"data.tokenizer={tokenizer}")
     try:
         made = transformers.AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # the hub, its cache and a file can fail in many ways
-        raise ValueError(f"data.tokenizer={tokenizer} cannot be read ({error}): name a folder that has it.") from error
+        raise ValueError(
+            f"data.tokenizer={tokenizer} cannot be read ({error}): name a folder that has it."
+        ) from error
     padding = made.pad_token_id if made.pad_token_id is not None else len(made)
     rows_of_tokens = made(list(rows), truncation=True, max_length=length)["input_ids"]
     return padded(rows_of_tokens, length, padding)[0], Tokens(max(len(made), padding + 1), padding)
@@ -163,10 +208,14 @@ def column_of(table: pa.Table, name: str, place: str, key: str = "data.label_col
     column = _plain_column(table, name, key, place).combine_chunks()
     kind = column.type
     if column.null_count:
-        raise ValueError(f"{place}: column {name} has empty values{_first_empty(column)}: remove these rows.")
+        raise ValueError(
+            f"{place}: column {name} has empty values{_first_empty(column)}: remove these rows."
+        )
     values, inner = (column.flatten(), _of_lists(kind)) if _is_list(kind) else (column, kind)
     if not (_is_number(inner) or is_text(inner) or (inner != kind and pa.types.is_null(inner))):
-        raise ValueError(f"{place}: column {name} holds {kind}: it must hold numbers, text, or lists of them.")
+        raise ValueError(
+            f"{place}: column {name} holds {kind}: it must hold numbers, text, or lists of them."
+        )
     if values.null_count:
         raise ValueError(f"{place}: column {name} has lists with empty values: remove these rows.")
     if pa.types.is_uint64(inner):  # beside signed ones NumPy would make floats of them
@@ -181,13 +230,19 @@ def column_of(table: pa.Table, name: str, place: str, key: str = "data.label_col
     return column.to_pylist() if _is_list(kind) else values.to_numpy(zero_copy_only=False)
 
 
-def integers_or_text(table: pa.Table, name: str, place: str, key: str = "partition.column") -> NDArray[Any]:
+def integers_or_text(
+    table: pa.Table, name: str, place: str, key: str = "partition.column"
+) -> NDArray[Any]:
     """Return a column that names groups. Raise ValueError where it has empty values or is of another type."""
     column = _plain_column(table, name, key, place)
     if not (is_text(column.type) or pa.types.is_integer(column.type)):
-        raise ValueError(f"{place}: column {name} holds {column.type}: domains and users must be integers or text.")
+        raise ValueError(
+            f"{place}: column {name} holds {column.type}: domains and users must be integers or text."
+        )
     if column.null_count:
-        raise ValueError(f"{place}: column {name} has empty values{_first_empty(column)}: remove or fill these rows.")
+        raise ValueError(
+            f"{place}: column {name} has empty values{_first_empty(column)}: remove or fill these rows."
+        )
     values: NDArray[Any] = column.to_numpy()
     return values
 
@@ -229,13 +284,17 @@ def assembled(
         domains, domain_names = numbered_domains(users, ~test, ordered)
         domains = domains[order]
     origin = origin or Origin()
-    return Raw(inputs[order], values[order], train_rows, names, domains, domain_names, kind, tokens, origin)
+    return Raw(
+        inputs[order], values[order], train_rows, names, domains, domain_names, kind, tokens, origin
+    )
 
 
 def spread(labels: Labels, users: NDArray[Any] | None, fraction: float) -> NDArray[np.bool_]:
     """Which rows are for testing where the data do not say so: a share of each class of each user, evenly spread."""
     values, names, kind = labels
-    groups = values.astype(np.int64) if kind == "classification" else np.zeros(len(values), np.int64)
+    groups = (
+        values.astype(np.int64) if kind == "classification" else np.zeros(len(values), np.int64)
+    )
     if users is not None:
         groups = np.unique(users.astype(np.str_), return_inverse=True)[1] * len(names) + groups
     return spread_test(groups, fraction)
@@ -244,13 +303,19 @@ def spread(labels: Labels, users: NDArray[Any] | None, fraction: float) -> NDArr
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
     """Return a column in the plain type of its values. Raise ValueError where it is missing or cannot be read."""
     if name not in table.column_names:
-        raise ValueError(f"{place} has no column {name}, it has {', '.join(table.column_names)}: set {key}.")
+        raise ValueError(
+            f"{place} has no column {name}, it has {', '.join(table.column_names)}: set {key}."
+        )
     column = table[name]
     if isinstance(column.type, pa.BaseExtensionType):
-        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+        column = pa.chunked_array(
+            [chunk.storage for chunk in column.chunks], column.type.storage_type
+        )
     try:
         if pa.types.is_run_end_encoded(column.type):
-            column = pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type)
+            column = pa.chunked_array(
+                [pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type
+            )
         return column.cast(_stored_type(column.type))
     except (pa.ArrowException, NotImplementedError) as error:
         raise ValueError(
@@ -275,12 +340,16 @@ def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds text."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
 
 def _of_lists(kind: pa.DataType) -> pa.DataType:
@@ -288,4 +357,6 @@ def _of_lists(kind: pa.DataType) -> pa.DataType:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )

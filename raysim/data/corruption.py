@@ -43,7 +43,9 @@ class Rotation:
         ):
             one_of(f"data.rotation.{key}", getattr(self, key), allowed)
         finite = self.angles and all(math.isfinite(angle) for angle in self.angles)
-        require("data.rotation.angles", self.angles, finite, "a list of at least one angle in degrees")
+        require(
+            "data.rotation.angles", self.angles, finite, "a list of at least one angle in degrees"
+        )
         above("data.rotation.concentration", self.concentration, 0)
 
 
@@ -59,12 +61,18 @@ def symmetric_label_noise(
 
 def client_rotation_angles(*, num_clients: int, angles: ArrayLike) -> Floats:
     """Client k is turned by angle k mod A."""
-    return np.asarray(angles, dtype=np.float64)[client_turns(np.arange(num_clients), len(np.asarray(angles)))]
+    return np.asarray(angles, dtype=np.float64)[
+        client_turns(np.arange(num_clients), len(np.asarray(angles)))
+    ]
 
 
-def image_rotation_angles(*, probabilities: ArrayLike, uniforms: ArrayLike, angles: ArrayLike) -> Floats:
+def image_rotation_angles(
+    *, probabilities: ArrayLike, uniforms: ArrayLike, angles: ArrayLike
+) -> Floats:
     """One angle per image by inverse CDF; `probabilities` [A], or [n, A] with a row per image."""
-    return np.asarray(angles, dtype=np.float64)[image_turns(np.asarray(probabilities), np.asarray(uniforms))]
+    return np.asarray(angles, dtype=np.float64)[
+        image_turns(np.asarray(probabilities), np.asarray(uniforms))
+    ]
 
 
 def client_turns(clients: Ints, num_angles: int) -> Ints:
@@ -75,13 +83,18 @@ def client_turns(clients: Ints, num_angles: int) -> Ints:
 def image_turns(probabilities: Floats, uniforms: Floats) -> Ints:
     """Number of the first angle whose cumulative probability exceeds the uniform; never one of probability 0."""
     cumulative = np.cumsum(probabilities, axis=-1)
-    last = np.argmax(cumulative, axis=-1)  # the last positive one, for uniforms above a sum of 0.99...9
+    last = np.argmax(
+        cumulative, axis=-1
+    )  # the last positive one, for uniforms above a sum of 0.99...9
     turns: Ints = np.minimum((cumulative <= uniforms[:, None]).sum(axis=-1), last)
     return turns
 
 
 def rotate_images(
-    *, images: ArrayLike, angles: ArrayLike, interpolation: Literal["bilinear", "nearest"] = "bilinear"
+    *,
+    images: ArrayLike,
+    angles: ArrayLike,
+    interpolation: Literal["bilinear", "nearest"] = "bilinear",
 ) -> NDArray[np.generic]:
     """Turn each of images [n, c, h, w] by its angle in degrees; keeps the dtype, integers are rounded half up."""
     source, angles = np.asarray(images), np.asarray(angles, dtype=np.float64)
@@ -131,7 +144,9 @@ def _pixels(images: NDArray[Pixel], x: Ints, y: Ints) -> NDArray[Pixel]:
 
 def _nearest(images: NDArray[np.generic], angle: float) -> NDArray[np.generic]:
     x, y = _sources(images.shape[2], images.shape[3], angle)
-    return _pixels(images, np.floor(x + 0.5).astype(np.int64), np.floor(y + 0.5).astype(np.int64)).reshape(images.shape)
+    return _pixels(
+        images, np.floor(x + 0.5).astype(np.int64), np.floor(y + 0.5).astype(np.int64)
+    ).reshape(images.shape)
 
 
 def _bilinear(images: NDArray[np.generic], angle: float) -> NDArray[np.generic]:

@@ -30,8 +30,14 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     widths = np.rint(np.sqrt(target * aspect)).astype(np.int64)
     fits = (heights > 0) & (heights <= height) & (widths > 0) & (widths <= width)
     first = fits.argmax(axis=0)[None]
-    drawn = [np.take_along_axis(each, first, axis=0)[0] for each in (heights, widths, uniforms[2], uniforms[3])]
-    tops, lefts = np.floor(drawn[2] * (height - drawn[0] + 1)), np.floor(drawn[3] * (width - drawn[1] + 1))
+    drawn = [
+        np.take_along_axis(each, first, axis=0)[0]
+        for each in (heights, widths, uniforms[2], uniforms[3])
+    ]
+    tops, lefts = (
+        np.floor(drawn[2] * (height - drawn[0] + 1)),
+        np.floor(drawn[3] * (width - drawn[1] + 1)),
+    )
     boxes = np.stack([tops.astype(np.int64), lefts.astype(np.int64), drawn[0], drawn[1]])
     tall, wide = min(height, round(width / ASPECT[0])), min(width, round(height * ASPECT[1]))
     centre = np.array([(height - tall) // 2, (width - wide) // 2, tall, wide])

@@ -22,7 +22,9 @@ from raysim.primitives.kinds import Kind, Tokens
 
 Ints: TypeAlias = NDArray[np.int64]
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
-Labels: TypeAlias = Ints | NDArray[np.float32]  # classes [n]; labels that are there (0 or 1) or values [n, outputs]
+Labels: TypeAlias = (
+    Ints | NDArray[np.float32]
+)  # classes [n]; labels that are there (0 or 1) or values [n, outputs]
 
 FORMAT = 5  # raise it when the same settings give other bytes
 
@@ -50,7 +52,14 @@ class Dataset:
         self.path = Path(path)
         try:
             samples = _mapped(self.path)
-        except (OSError, pa.ArrowException, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            OSError,
+            pa.ArrowException,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
                 f"{path} is not a readable data set ({error}): delete it and it is built again."
             ) from error
@@ -88,13 +97,18 @@ def cache_folder(cache: str | None) -> Path:
     return user_path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim")
 
 
-def cached(cache: str | None, name: str, content: Mapping[str, object], make: Callable[[], Samples]) -> Dataset:
+def cached(
+    cache: str | None, name: str, content: Mapping[str, object], make: Callable[[], Samples]
+) -> Dataset:
     """The data set that `content` (JSON) determines: opened if it exists, else made and written.
 
     Processes that ask for the same one at the same time wait for the first; a file appears complete or not at all.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
-    path = cache_folder(cache) / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.arrow"
+    path = (
+        cache_folder(cache)
+        / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.arrow"
+    )
     if not path.exists():
         with alone(path.parent, "data.cache"):
             if not path.exists():
@@ -124,9 +138,16 @@ def _write(path: Path, samples: Samples) -> None:
         "train_rows": samples.train_rows,
         "columns": samples.columns,
     }
-    inputs, domains = np.ascontiguousarray(samples.inputs), np.ascontiguousarray(samples.domains, dtype=np.int64)
+    inputs, domains = (
+        np.ascontiguousarray(samples.inputs),
+        np.ascontiguousarray(samples.domains, dtype=np.int64),
+    )
     labels = np.ascontiguousarray(samples.labels, dtype=_label_type(samples.kind))
-    columns = [_rows(inputs), pa.array(labels) if labels.ndim == 1 else _rows(labels), pa.array(domains)]
+    columns = [
+        _rows(inputs),
+        pa.array(labels) if labels.ndim == 1 else _rows(labels),
+        pa.array(domains),
+    ]
     batch = pa.record_batch(columns, names=["input", "label", "domain"])
     text = json.dumps(header)
     metadata = {"raysim": text, "sha256": _checksum(text.encode(), inputs, labels, domains)}
@@ -142,7 +163,9 @@ def _rows(values: NDArray[Any]) -> pa.Array:
     """A column of one binary value per row."""
     width = values.itemsize * math.prod(values.shape[1:])
     flat = values.reshape(-1).view(np.uint8)
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(values), [None, pa.py_buffer(flat)])
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(width), len(values), [None, pa.py_buffer(flat)]
+    )
 
 
 def _values(column: pa.Array, kind: Any, shape: tuple[int, ...]) -> Any:
@@ -162,7 +185,11 @@ def _mapped(path: Path) -> Samples:
     inputs = _values(batch.column(0), np.dtype(header["dtype"]), (batch.num_rows, *header["shape"]))
     labels, domains = batch.column(1), batch.column(2).to_numpy()
     classes = kind == "classification"
-    labels = labels.to_numpy() if classes else _values(labels, _label_type(kind), (batch.num_rows, len(names)))
+    labels = (
+        labels.to_numpy()
+        if classes
+        else _values(labels, _label_type(kind), (batch.num_rows, len(names)))
+    )
     if not _verified(path):
         if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():
             raise ValueError("its checksum is another")

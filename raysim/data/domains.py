@@ -67,7 +67,9 @@ class Domains(Source):
         for number, (raw, places) in enumerate(zip(parts, rows, strict=True)):
             domains[places], labels[places] = number, raw.labels
         train_rows = sum(raw.train_rows for raw in parts)
-        return Raw(self._images(parts, rows), labels, train_rows, classes[0], domains, list(self.domains))
+        return Raw(
+            self._images(parts, rows), labels, train_rows, classes[0], domains, list(self.domains)
+        )
 
     def _part(self, name: str) -> Source:
         """The source of one domain."""
@@ -90,7 +92,9 @@ class Domains(Source):
         try:
             return part.files()
         except ValueError as error:
-            raise ValueError(f"{str(error).removesuffix('.')}, or leave {name} out of data.domains.") from error
+            raise ValueError(
+                f"{str(error).removesuffix('.')}, or leave {name} out of data.domains."
+            ) from error
 
     def _images(self, parts: list[Raw], rows: list[NDArray[np.int64]]) -> NDArray[np.uint8]:
         whole: NDArray[np.uint8] | None = None
@@ -113,7 +117,8 @@ def _rows(parts: list[Raw]) -> list[NDArray[np.int64]]:
     train = np.cumsum([0, *(raw.train_rows for raw in parts)])
     test = train[-1] + np.cumsum([0, *(len(raw.labels) - raw.train_rows for raw in parts)])
     return [
-        np.concatenate((np.arange(train[k], train[k + 1]), np.arange(test[k], test[k + 1]))) for k in range(len(parts))
+        np.concatenate((np.arange(train[k], train[k + 1]), np.arange(test[k], test[k + 1])))
+        for k in range(len(parts))
     ]
 
 

@@ -34,9 +34,16 @@ if TYPE_CHECKING:
 
 CHUNK = 8192  # images corrupted at once
 # Left out of titles.
-UNTOLD = frozenset(("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline))))
+UNTOLD = frozenset(
+    ("root", "cache", "download", "digest", *(entry.name for entry in fields(Pipeline)))
+)
 CHANNELS = (1, 3, 4)  # as many has an image
-BARS, LEGEND, COLUMNS, BINS = 50, 20, 1000, 30  # most clients as bars, classes in a legend, columns, bars of sizes
+BARS, LEGEND, COLUMNS, BINS = (
+    50,
+    20,
+    1000,
+    30,
+)  # most clients as bars, classes in a legend, columns, bars of sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +55,9 @@ class FederatedData:
     central: Ints  # rows of the central test set
     pipeline: Pipeline
     title: str  # data set and partitioner, for plots and summaries
-    users: pa.Array | None = None  # text, the name of each client's user; None where clients are no users
+    users: pa.Array | None = (
+        None  # text, the name of each client's user; None where clients are no users
+    )
 
     def open(self) -> Dataset:
         """The memory-mapped data set, opened once per process."""
@@ -56,7 +65,9 @@ class FederatedData:
 
     def user(self, client: int) -> str | None:
         """Return the name of a client's user, or None."""
-        is_pooled = len(self.partition.train) != len(self.partition.test)  # one client trains for all
+        is_pooled = len(self.partition.train) != len(
+            self.partition.test
+        )  # one client trains for all
         return None if self.users is None or is_pooled else str(self.users[client].as_py())
 
     def number(self, client: int) -> str:
@@ -85,14 +96,21 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
     """
     dataset = data.open()
     if dataset.kind == "classification":
-        absent = int(np.count_nonzero(np.bincount(dataset.labels, minlength=dataset.num_classes) == 0))
+        absent = int(
+            np.count_nonzero(np.bincount(dataset.labels, minlength=dataset.num_classes) == 0)
+        )
         if 2 * absent > dataset.num_classes:
             yield (
                 f"{absent} of {dataset.num_classes} classes have no sample, and each is an output of the model: number "
                 "the classes from 0 on, give text as labels, or set data.kind=regression where the labels are values"
             )
     shape = dataset.shape
-    if len(shape) == 3 and dataset.tokens is None and shape[2] in CHANNELS and shape[0] not in CHANNELS:
+    if (
+        len(shape) == 3
+        and dataset.tokens is None
+        and shape[2] in CHANNELS
+        and shape[0] not in CHANNELS
+    ):
         yield (
             f"inputs of shape {list(shape)} are read as {shape[0]} channels of {shape[1]} x {shape[2]}: where the "
             f"{shape[2]} are the channels, bring them to the front, as inputs.transpose(0, 3, 1, 2) of NumPy does"
@@ -127,7 +145,9 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
     partition, train = data.partition, data.partition.train
     able = np.flatnonzero(train.counts)
     count = round(share * len(able))
-    chosen = f"evaluate.unseen={share:g} selects {count} of {len(able)} clients with training samples"
+    chosen = (
+        f"evaluate.unseen={share:g} selects {count} of {len(able)} clients with training samples"
+    )
     if not count:
         raise ValueError(f"{chosen}. Increase it, or set evaluate.unseen=0.")
     if count == len(able):
@@ -145,7 +165,9 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
             "of unseen clients. Set evaluate.unseen=0, or choose another partition."
         )
     validation = None if partition.validation is None else _without(partition.validation, unseen)
-    parts = replace(partition, train=trained, validation=validation, unseen=unseen, with_unseen=train)
+    parts = replace(
+        partition, train=trained, validation=validation, unseen=unseen, with_unseen=train
+    )
     return replace(data, partition=parts)
 
 
@@ -174,7 +196,11 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     _check(source, clean)
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
         whole = clean.kind == "regression" and bool((np.mod(clean.labels, 1) == 0).all())
-        meant = "set data.kind=classification where these whole numbers are classes, or " if whole else ""
+        meant = (
+            "set data.kind=classification where these whole numbers are classes, or "
+            if whole
+            else ""
+        )
         raise ValueError(
             f"the partition {type(partitioner).__name__} shares out classes, and the data has none ({clean.kind}): "
             f"{meant}set partition=iid, quantity, domain, natural or listed."
@@ -182,7 +208,11 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     rows, (groups, names) = clean.train_rows, clean.groups()
     partition = partitioner.split(groups[:rows], clean.domains[:rows], len(names), seed)
     name_users = getattr(partitioner, "users", None)  # a partitioner need not extend ours
-    users = name_users(partition, clean.domains[:rows], clean.domain_names) if callable(name_users) else None
+    users = (
+        name_users(partition, clean.domains[:rows], clean.domain_names)
+        if callable(name_users)
+        else None
+    )
     dataset = _corrupted(source, clean, partition, seed)
     if getattr(partitioner, "test_fraction", 0.0) is None:
         partition = replace(partition, test=_central_tests(source, clean, partitioner))
@@ -269,7 +299,10 @@ def _corrupted(source: Source, clean: Dataset, partition: Partition, seed: int) 
         return clean
     content: dict[str, object] = {"clean": clean.path.name, "pool": source.pool}
     if source.label_noise or turned:
-        content |= {"noise": source.label_noise, "rotation": asdict(source.rotation) if turned else None}
+        content |= {
+            "noise": source.label_noise,
+            "rotation": asdict(source.rotation) if turned else None,
+        }
         content |= {"seed": seed, "partition": _digest(partition)}
     name = f"{type(source).__name__.lower()}-corrupted"
     return cached(source.cache, name, content, lambda: _corrupt(source, clean, partition, seed))
@@ -286,7 +319,10 @@ def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) ->
         angles = np.where(used, np.array(source.rotation.angles)[turns], 0.0)
         domains = clean.domains[rows]
         if len(names) == 1:
-            domains, names = np.maximum(turns, 0), [f"{angle:g} degrees" for angle in source.rotation.angles]
+            domains, names = (
+                np.maximum(turns, 0),
+                [f"{angle:g} degrees" for angle in source.rotation.angles],
+            )
     inputs = _drawn(source, clean.inputs, rows, angles) if clean.is_images else clean.inputs[rows]
     return Samples(
         inputs,
@@ -309,7 +345,11 @@ def _noisy(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
     hit = train.indices[leading(train, guarded_floor(train.counts * ratio), order)]
     labels = clean.labels.copy()
     labels[hit] = symmetric_label_noise(
-        labels=labels[hit], ratio=1.0, num_classes=clean.num_classes, order=np.arange(len(hit)), shifts=shifts[hit]
+        labels=labels[hit],
+        ratio=1.0,
+        num_classes=clean.num_classes,
+        order=np.arange(len(hit)),
+        shifts=shifts[hit],
     )
     return labels
 
@@ -333,17 +373,23 @@ def _turns(source: Source, clean: Dataset, partition: Partition, seed: int) -> t
         central = np.tile(central, angles)
     else:
         central_turns = np.arange(len(central)) % angles
-    return np.concatenate((np.arange(clean.train_rows), central)), np.concatenate((turns, central_turns))
+    return np.concatenate((np.arange(clean.train_rows), central)), np.concatenate(
+        (turns, central_turns)
+    )
 
 
 def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> NDArray[np.uint8]:
     """The images of `rows`, turned and then pooled."""
     _, channels, height, width = images.shape
-    drawn = np.empty((len(rows), channels, height // source.pool, width // source.pool), dtype=np.uint8)
+    drawn = np.empty(
+        (len(rows), channels, height // source.pool, width // source.pool), dtype=np.uint8
+    )
     for start in range(0, len(rows), CHUNK):
         part = slice(start, start + CHUNK)
         pixels = rotate_images(
-            images=images[rows[part]], angles=angles[part], interpolation=source.rotation.interpolation
+            images=images[rows[part]],
+            angles=angles[part],
+            interpolation=source.rotation.interpolation,
         ).astype(np.uint8, copy=False)
         drawn[part] = pool_images(pixels, source.pool) if source.pool > 1 else pixels
     return drawn
@@ -351,7 +397,9 @@ def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> 
 
 def _parts(partition: Partition) -> list[CSR]:
     """What clients hold and are scored on."""
-    return [each for each in (partition.held, partition.test, partition.validation) if each is not None]
+    return [
+        each for each in (partition.held, partition.test, partition.validation) if each is not None
+    ]
 
 
 def _digest(partition: Partition) -> str:
@@ -417,7 +465,12 @@ def draw_partition(data: FederatedData, path: str | Path) -> None:
     _draw_sizes(right, counts.sum(axis=1))
     if bars:
         columns = min(len(names), 10 if max(map(len, names)) < 10 else 7)
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=columns, frameon=False)
+        figure.legend(
+            *left.get_legend_handles_labels(),
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+        )
     figure.suptitle("\n".join(textwrap.wrap(data.title, 110)), fontsize=13)
     figure.savefig(path, dpi=130, format="png")
 
@@ -432,12 +485,20 @@ def _draw_bars(axes: Axes, counts: Ints, names: list[str]) -> None:
     for number, name in enumerate(names):
         before = shares[:, :number].sum(axis=1)
         axes.barh(
-            np.arange(len(counts)), shares[:, number], left=before, height=0.86, color=colours[number], label=name
+            np.arange(len(counts)),
+            shares[:, number],
+            left=before,
+            height=0.86,
+            color=colours[number],
+            label=name,
         )
     for client in np.flatnonzero(sizes == 0).tolist():
         axes.text(0.01, client, "no samples", va="center", color="0.4", fontsize=8)
     axes.set(
-        xlim=(0, 1), ylim=(len(counts) - 0.5, -0.5), ylabel="client", title="classes of each client's training samples"
+        xlim=(0, 1),
+        ylim=(len(counts) - 0.5, -0.5),
+        ylabel="client",
+        title="classes of each client's training samples",
     )
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.yaxis.set_major_locator(MaxNLocator(12, integer=True, steps=[1, 2, 5, 10]))
@@ -460,18 +521,26 @@ def _draw_heat_map(axes: Axes, counts: Ints, names: list[str]) -> None:
         extent=(0, len(shown), len(names), 0),
     )
     some = "" if len(shown) == len(counts) else f" ({len(shown)} of {len(counts)} clients)"
-    axes.set(xlabel="client", ylabel="class", title=f"share of each class in a client's training samples{some}")
+    axes.set(
+        xlabel="client",
+        ylabel="class",
+        title=f"share of each class in a client's training samples{some}",
+    )
     if len(names) <= 30:
         axes.set_yticks(np.arange(len(names)) + 0.5, names)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.xaxis.set_major_formatter(lambda place, _: str(shown[int(place)]) if 0 <= place < len(shown) else "")
+    axes.xaxis.set_major_formatter(
+        lambda place, _: str(shown[int(place)]) if 0 <= place < len(shown) else ""
+    )
     axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1), pad=0.02)
 
 
 def size_edges(sizes: Ints) -> list[float]:
     """Between the bars of a histogram of clients' sizes."""
     low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
-    width = (high - low) // BINS + 1  # whole numbers of samples, or bins would hold unequal counts of them
+    width = (
+        high - low
+    ) // BINS + 1  # whole numbers of samples, or bins would hold unequal counts of them
     edges = np.arange(low, high + width + 1, width) - 0.5
     if high == low:
         edges = low + np.arange(-4.5, 5) * max(1, low // 40)  # one bar in the middle
@@ -487,7 +556,11 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
     axes.hist(sizes, bins=size_edges(sizes), color="tab:blue", rwidth=0.92)
     if high > low:
         axes.axvline(float(np.median(sizes)), color="0.25", linestyle="--", linewidth=1.2)
-    axes.set(xlabel="training samples", ylabel="clients", title=title if high > low else f"every client has {high}")
+    axes.set(
+        xlabel="training samples",
+        ylabel="clients",
+        title=title if high > low else f"every client has {high}",
+    )
     axes.ticklabel_format(axis="x", useOffset=False)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -502,5 +575,7 @@ def _described(settings: Source | Partitioner) -> str:
         value = getattr(settings, entry.name)
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
         if value != default and entry.name not in UNTOLD:
-            told.append(f"{entry.name}={f'per {value.per}' if isinstance(value, Rotation) else value}")
+            told.append(
+                f"{entry.name}={f'per {value.per}' if isinstance(value, Rotation) else value}"
+            )
     return f"{type(settings).__name__}({', '.join(told)})" if told else type(settings).__name__

@@ -62,7 +62,11 @@ class HuggingFace(Source):
         if not self.root:
             return []
         folder = user_path(self.root)
-        return [path for path in sorted(folder.glob("**/*")) if path.is_file()] if folder.is_dir() else []
+        return (
+            [path for path in sorted(folder.glob("**/*")) if path.is_file()]
+            if folder.is_dir()
+            else []
+        )
 
     def by(self, column: str) -> HuggingFace:
         """See `Source`."""
@@ -75,7 +79,9 @@ class HuggingFace(Source):
         table, features = pa.concat_tables(tables), splits[0].features
         label = label_column(list(features), self.label, self.label_column, place)
         feature = features[label]
-        names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+        names = getattr(feature, "names", None) or getattr(
+            getattr(feature, "feature", None), "names", None
+        )
         labels = labels_of(column_of(table, label, place), self.kind, names, place)
         user: str | None = self.user or self.domain_column
         if user == "domain" and user not in features:
@@ -91,7 +97,9 @@ class HuggingFace(Source):
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
         columns, unused = find_inputs(self.columns or None, types, (label, user), place)
         if len(columns) == 1 and type(features.get(columns[0])).__name__ == "Image":
-            origin = Origin(f"{columns[0]} (image)", f"{label} ({types[label]})", user or "", ", ".join(unused))
+            origin = Origin(
+                f"{columns[0]} (image)", f"{label} ({types[label]})", user or "", ", ".join(unused)
+            )
             raw = assembled(np.arange(len(test)), labels, users, test, None, origin)
             order = np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)])
             return replace(raw, inputs=_pictures(table[columns[0]], order, place))
@@ -102,7 +110,9 @@ class HuggingFace(Source):
     def _splits(self) -> list[Any]:
         """The training split, and the test split if there is one."""
         if bool(self.root) == bool(self.name):
-            raise ValueError(f"data.root={self.root}, data.name={self.name}: give one, a folder or a name on the hub.")
+            raise ValueError(
+                f"data.root={self.root}, data.name={self.name}: give one, a folder or a name on the hub."
+            )
         datasets = optional("datasets", "data=huggingface")
         try:
             if self.root:
@@ -117,7 +127,9 @@ class HuggingFace(Source):
             ) from error
         splits = found if isinstance(found, dict) else {"train": found}
         if "train" not in splits:
-            raise ValueError(f"{self.root or self.name} has the splits {', '.join(splits)}, and none is called train.")
+            raise ValueError(
+                f"{self.root or self.name} has the splits {', '.join(splits)}, and none is called train."
+            )
         return [splits[name] for name in ("train", "test") if name in splits]
 
 

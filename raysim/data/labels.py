@@ -14,7 +14,9 @@ from raysim.data.values import refuse_nan, type_name
 from raysim.primitives.kinds import Kind
 from raysim.primitives.memory import must_fit
 
-Labels: TypeAlias = tuple[NDArray[Any], list[str], Kind]  # stored labels, names of the outputs, what is learnt
+Labels: TypeAlias = tuple[
+    NDArray[Any], list[str], Kind
+]  # stored labels, names of the outputs, what is learnt
 
 MOST_CLASSES_OF_FLOATS = 100  # more different whole floats are values
 EXACT_FLOATS = 2.0**53  # below it every whole number is a float64
@@ -52,7 +54,9 @@ def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: st
             "needs numbers: give numbers, or one class for each sample."
         )
     values = values[:, None] if values.ndim == 1 else values
-    usual = ["value"] if values.shape[1] == 1 else [str(number) for number in range(values.shape[1])]
+    usual = (
+        ["value"] if values.shape[1] == 1 else [str(number) for number in range(values.shape[1])]
+    )
     names = names if names and len(names) == values.shape[1] else usual
     return _rounded(values, kind, place), names, kind
 
@@ -95,7 +99,11 @@ def _are_whole(values: NDArray[Any]) -> bool:
 def _classes(values: Any, place: str) -> NDArray[Any]:
     """Return labels that are read as classes as integers or text."""
     if not isinstance(values, np.ndarray) or values.ndim > 1:
-        form = "lists of labels" if not isinstance(values, np.ndarray) else f"labels of shape {list(values.shape)}"
+        form = (
+            "lists of labels"
+            if not isinstance(values, np.ndarray)
+            else f"labels of shape {list(values.shape)}"
+        )
         raise ValueError(
             f"{place} has {form}, which are no classes: give one class for each sample, or set data.kind=multilabel or "
             "data.kind=regression."
@@ -117,7 +125,9 @@ def _rounded(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.array_equal(np.isfinite(values), np.isfinite(floats)):
         largest = float(np.abs(values[np.isfinite(values)]).max())
-        raise ValueError(f"{place} has the label {largest:g}, beyond what float32 holds: scale labels for {kind} down.")
+        raise ValueError(
+            f"{place} has the label {largest:g}, beyond what float32 holds: scale labels for {kind} down."
+        )
     return floats
 
 
@@ -134,7 +144,9 @@ def _indicators(
     values = np.array(flat, np.int64 if all(type(label) is int for label in flat) else object)
     numbers, names = numbered(values, names, place, len(sets))
     names = names or ["0"]
-    must_fit(f"{place}: {len(names)} labels of each of {len(sets)} images", 4 * len(names) * len(sets))
+    must_fit(
+        f"{place}: {len(names)} labels of each of {len(sets)} images", 4 * len(names) * len(sets)
+    )
     whole = np.zeros((len(sets), len(names)), np.float32)
     whole[np.repeat(np.arange(len(sets)), [len(row) for row in sets]), numbers] = 1
     return whole, names

@@ -31,9 +31,13 @@ class Listed(Partitioner):
         """Raises ValueError, in one sentence, for lists that are none, and rows that are not there or given twice."""
         found = self._content()
         given = user_path(str(self.file)).parent == cache_folder(None)  # from Python, by `listed`
-        return _checked(found, "partition" if given else f"partition.file={self.file}", len(draws.labels))
+        return _checked(
+            found, "partition" if given else f"partition.file={self.file}", len(draws.labels)
+        )
 
-    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str] | None:
+    def users(
+        self, partition: Partition, domains: Ints, domain_names: Sequence[str]
+    ) -> Sequence[str] | None:
         """Return the names that the file gives the lists; None where it gives none."""
         found = self._content()
         return list(found) if isinstance(found, dict) else None
@@ -44,11 +48,14 @@ class Listed(Partitioner):
         try:
             return from_json(regular(user_path(self.file)).read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}") from error
+            raise ValueError(
+                f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}"
+            ) from error
 
 
 def listed(
-    rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]], settings: Mapping[str, Any] | None = None
+    rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]],
+    settings: Mapping[str, Any] | None = None,
 ) -> Listed:
     """Return the partition of lists from Python, stored in the cache of this machine under their checksum.
 
@@ -80,17 +87,28 @@ def _checked(found: Any, place: str, total: int | None) -> CSR:
     if not isinstance(lists, (list, tuple)) or not lists:
         raise ValueError(f"{place} holds no list of clients: give {form}")
     names = list(found if isinstance(found, Mapping) else range(len(found)))
-    parts = [_numbers(each, f"{place}, client {name}", form) for name, each in zip(names, lists, strict=True)]
-    csr = CSR(np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts]))))
+    parts = [
+        _numbers(each, f"{place}, client {name}", form)
+        for name, each in zip(names, lists, strict=True)
+    ]
+    csr = CSR(
+        np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts])))
+    )
     order = np.argsort(csr.indices, kind="stable")
     twice = np.flatnonzero(np.diff(csr.indices[order]) == 0)
     if len(twice):
         row = csr.indices[order[twice[0]]]
         one, other = (names[owner] for owner in csr.owners[order[twice[0] : twice[0] + 2]])
-        raise ValueError(f"{place} gives row {row} to client {one} and to client {other}: give it to one")
+        raise ValueError(
+            f"{place} gives row {row} to client {one} and to client {other}: give it to one"
+        )
     wrong = np.flatnonzero((csr.indices < 0) | (csr.indices >= (total or np.inf)))
     if len(wrong):
-        rows = "rows are counted from 0" if total is None else f"the training data has the rows 0 to {total - 1}"
+        rows = (
+            "rows are counted from 0"
+            if total is None
+            else f"the training data has the rows 0 to {total - 1}"
+        )
         row, name = csr.indices[wrong[0]], names[csr.owners[wrong[0]]]
         raise ValueError(f"{place} gives row {row} to client {name}, and {rows}: leave it out")
     return csr

@@ -39,8 +39,12 @@ class Strips(Source):
         parts = [_split(folder, split, height) for split in ("train", "test")]
         shapes = [images.shape[1:] for images, _ in parts]
         if shapes[0] != shapes[1]:
-            raise ValueError(f"{folder} has images of the shape {shapes[0]} for training and {shapes[1]} for testing.")
-        labels, class_names = numbered(np.concatenate([labels for _, labels in parts]), names, str(folder))
+            raise ValueError(
+                f"{folder} has images of the shape {shapes[0]} for training and {shapes[1]} for testing."
+            )
+        labels, class_names = numbered(
+            np.concatenate([labels for _, labels in parts]), names, str(folder)
+        )
         images = np.concatenate([images for images, _ in parts])
         return Raw(images, labels, len(parts[0][1]), class_names, domain_names=[folder.name])
 
@@ -75,9 +79,18 @@ def _meta(path: Path) -> tuple[int | None, list[str] | None]:
         meta = from_json(path.read_bytes()) if there else {}
         height, names = meta.get("height"), meta.get("classes")
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no readable JSON mapping ({error}): fetch it again.") from error
-    require(f"{path}: height", height, height is None or (type(height) is int and height > 0), "a number of pixels")
-    require(f"{path}: classes", names, names is None or are_names(names), "a list of different texts")
+        raise ValueError(
+            f"{path} is no readable JSON mapping ({error}): fetch it again."
+        ) from error
+    require(
+        f"{path}: height",
+        height,
+        height is None or (type(height) is int and height > 0),
+        "a number of pixels",
+    )
+    require(
+        f"{path}: classes", names, names is None or are_names(names), "a list of different texts"
+    )
     return height, names
 
 
@@ -90,7 +103,9 @@ def _split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uin
     except Exception as error:  # a damaged header fails in many ways
         raise ValueError(f"{file} is no readable NumPy file ({error}): fetch it again.") from error
     if labels.dtype.kind not in "iuU":
-        raise ValueError(f"{file} has labels of type {labels.dtype}: they must be integers or text.")
+        raise ValueError(
+            f"{file} has labels of type {labels.dtype}: they must be integers or text."
+        )
     parts = [_cut(path, height) for path in strips]
     for path, part in zip(strips, parts, strict=True):
         if part.shape[1:] != parts[0].shape[1:]:
@@ -100,7 +115,9 @@ def _split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uin
             )
     images = np.concatenate(parts)
     if labels.shape != (len(images),):
-        raise ValueError(f"{file} has labels of the shape {labels.shape}, its strips hold {len(images)} images.")
+        raise ValueError(
+            f"{file} has labels of the shape {labels.shape}, its strips hold {len(images)} images."
+        )
     return images, labels
 
 

@@ -120,7 +120,12 @@ def class_proportions(*, client_distributions: ArrayLike) -> Floats:
 
 
 def dirichlet_client_split(
-    *, labels: ArrayLike, proportions: ArrayLike, turns: ArrayLike, uniforms: ArrayLike, order: ArrayLike
+    *,
+    labels: ArrayLike,
+    proportions: ArrayLike,
+    turns: ArrayLike,
+    uniforms: ArrayLike,
+    order: ArrayLike,
 ) -> Rows:
     """Clients take single samples in `turns` without replacement, each by its own class distribution [N, C]."""
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
@@ -130,7 +135,12 @@ def dirichlet_client_split(
 
 
 def shard_split(
-    *, labels: ArrayLike, num_clients: int, shards_per_client: int, order: ArrayLike, assignment: ArrayLike
+    *,
+    labels: ArrayLike,
+    num_clients: int,
+    shards_per_client: int,
+    order: ArrayLike,
+    assignment: ArrayLike,
 ) -> Rows:
     """Sort by label, cut into N * S even shards, give client k the shards `assignment[k*S:(k+1)*S]`, in that order."""
     ranked = _class_major(np.asarray(labels), np.asarray(order))
@@ -158,7 +168,9 @@ def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> Rows:
     return {"indices": indices, "offsets": np.concatenate(([0], np.cumsum(counts)))}
 
 
-def domain_split(*, domains: ArrayLike, num_domains: int, order: ArrayLike, clients_per_domain: int = 1) -> Rows:
+def domain_split(
+    *, domains: ArrayLike, num_domains: int, order: ArrayLike, clients_per_domain: int = 1
+) -> Rows:
     """Each domain, in `order`, cut evenly; client = domain * clients_per_domain + part."""
     domains = np.asarray(domains)
     sizes = np.bincount(domains, minlength=num_domains)
@@ -168,16 +180,24 @@ def domain_split(*, domains: ArrayLike, num_domains: int, order: ArrayLike, clie
 
 
 def domain_class_split(
-    *, domains: ArrayLike, labels: ArrayLike, num_domains: int, class_groups: Sequence[Sequence[int]]
+    *,
+    domains: ArrayLike,
+    labels: ArrayLike,
+    num_domains: int,
+    class_groups: Sequence[Sequence[int]],
 ) -> Rows:
     """A client per domain and group of classes: client = domain * groups + group; ids ascend, other classes unused."""
     domains, labels = np.asarray(domains), np.asarray(labels)
-    group_of = np.full(1 + max(int(labels.max(initial=0)), *(c for group in class_groups for c in group)), -1)
+    group_of = np.full(
+        1 + max(int(labels.max(initial=0)), *(c for group in class_groups for c in group)), -1
+    )
     for number, group in enumerate(class_groups):
         group_of[list(group)] = number
     groups = group_of[labels]
     used = np.flatnonzero(groups >= 0)
-    return _grouped(used, domains[used] * len(class_groups) + groups[used], num_domains * len(class_groups))
+    return _grouped(
+        used, domains[used] * len(class_groups) + groups[used], num_domains * len(class_groups)
+    )
 
 
 def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order: ArrayLike) -> Rows:
@@ -192,7 +212,10 @@ def leading(csr: CSR, counts: Ints, order: Ints) -> Ints:
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))
     places = np.lexsort((ranks[csr.indices], csr.owners))
-    return places[np.arange(len(places)) - np.repeat(csr.offsets[:-1], csr.counts) < np.repeat(counts, csr.counts)]
+    return places[
+        np.arange(len(places)) - np.repeat(csr.offsets[:-1], csr.counts)
+        < np.repeat(counts, csr.counts)
+    ]
 
 
 def held_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
@@ -206,7 +229,9 @@ def held_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
     use = np.zeros(len(csr.indices), dtype=np.int8)
     use[leading(csr, aside, order)] = 2
     use[leading(csr, tested, order)] = 1
-    parts = [CSR(**_grouped(csr.indices[use == k], csr.owners[use == k], len(csr))) for k in range(3)]
+    parts = [
+        CSR(**_grouped(csr.indices[use == k], csr.owners[use == k], len(csr))) for k in range(3)
+    ]
     return Partition(parts[0], parts[1], validation=parts[2] if validation else None)
 
 
@@ -345,7 +370,9 @@ class Partitioner:
         """
         raise NotImplementedError
 
-    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str] | None:
+    def users(
+        self, partition: Partition, domains: Ints, domain_names: Sequence[str]
+    ) -> Sequence[str] | None:
         """Return the user of each client of a partition that `split` made, or None where clients are no users.
 
         domains: of the training rows.
@@ -357,14 +384,23 @@ class Partitioner:
 
         Raises ValueError with the nearest setting that works where these rows cannot be split as asked.
         """
-        draws = Draws(labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order"))
+        draws = Draws(
+            labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order")
+        )
         order = stream(seed, "split").permutation(len(labels))
-        parts = held_out(self.assign(draws), self.test_fraction or 0.0, order, self.validation_fraction)
+        parts = held_out(
+            self.assign(draws), self.test_fraction or 0.0, order, self.validation_fraction
+        )
         if self.fraction == 1:
             return parts
         train = parts.train
         kept = CSR(
-            **subsample(indices=train.indices, offsets=train.offsets, fraction=self.fraction, order=draws.order())
+            **subsample(
+                indices=train.indices,
+                offsets=train.offsets,
+                fraction=self.fraction,
+                order=draws.order(),
+            )
         )
         left = ~np.isin(train.indices, kept.indices)
         spare = CSR(**_grouped(train.indices[left], train.owners[left], len(train)))
@@ -429,7 +465,9 @@ class Dirichlet(Partitioner):
         ]
         starts = np.concatenate(([0], np.cumsum([len(group.indices) for group in groups])))
         offsets = [group.offsets[1:] + start for group, start in zip(groups, starts, strict=False)]
-        return CSR(np.concatenate([group.indices for group in groups]), np.concatenate(([0], *offsets)))
+        return CSR(
+            np.concatenate([group.indices for group in groups]), np.concatenate(([0], *offsets))
+        )
 
     def _group(self, draws: Draws, ids: Ints, clients: int, minimum: int) -> CSR:
         labels = draws.labels[ids]
@@ -437,16 +475,25 @@ class Dirichlet(Partitioner):
 
         def draw() -> Floats:
             if self.per == "class":
-                return draws.proportions.dirichlet(np.full(clients, self.alpha), size=draws.num_classes)
-            wanted = draws.proportions.dirichlet(np.full(draws.num_classes, self.alpha), size=clients)
+                return draws.proportions.dirichlet(
+                    np.full(clients, self.alpha), size=draws.num_classes
+                )
+            wanted = draws.proportions.dirichlet(
+                np.full(draws.num_classes, self.alpha), size=clients
+            )
             return class_proportions(client_distributions=wanted)
 
         def sizes(proportions: Floats) -> Ints:
-            return sum(_class_counts(class_sizes, proportions, self.balance), np.zeros(clients, dtype=np.int64))
+            return sum(
+                _class_counts(class_sizes, proportions, self.balance),
+                np.zeros(clients, dtype=np.int64),
+            )
 
         shares = _redrawn(draw, sizes, minimum, self.alpha, self.clients)
         # `ids` are shuffled already, so their positions serve as the order
-        rows = dirichlet_label_split(labels=labels, proportions=shares, order=np.arange(len(ids)), balance=self.balance)
+        rows = dirichlet_label_split(
+            labels=labels, proportions=shares, order=np.arange(len(ids)), balance=self.balance
+        )
         return CSR(ids[rows["indices"]], rows["offsets"])
 
 
@@ -482,7 +529,9 @@ class DirichletClient(Partitioner):
         pools = np.bincount(draws.labels, minlength=draws.num_classes)
         if self.remaining:
             turns = np.repeat(np.arange(self.clients), size)
-            classes = np.concatenate([self._next_client(draws, pools, size) for _ in range(self.clients)])
+            classes = np.concatenate(
+                [self._next_client(draws, pools, size) for _ in range(self.clients)]
+            )
             return CSR(**_handed_out(draws.labels, turns, classes, draws.order(), self.clients))
         return CSR(
             **dirichlet_client_split(
@@ -503,7 +552,9 @@ class DirichletClient(Partitioner):
 
     def _next_client(self, draws: Draws, pools: Ints, size: int) -> Ints:
         row = self._distributions(draws, pools, 1)
-        return _taken_classes(row, np.zeros(size, dtype=np.int64), draws.proportions.random(size), pools)
+        return _taken_classes(
+            row, np.zeros(size, dtype=np.int64), draws.proportions.random(size), pools
+        )
 
     def _turns(self, generator: np.random.Generator, size: int) -> Ints:
         clients = np.arange(self.clients)
@@ -565,7 +616,9 @@ class Quantity(Partitioner):
         def draw() -> Floats:
             return draws.proportions.dirichlet(np.full(self.clients, self.alpha))
 
-        shares = _redrawn(draw, lambda shares: _cut(total, shares), self.minimum, self.alpha, self.clients)
+        shares = _redrawn(
+            draw, lambda shares: _cut(total, shares), self.minimum, self.alpha, self.clients
+        )
         return CSR(**quantity_split(order=draws.order(), proportions=shares))
 
 
@@ -642,7 +695,9 @@ class Natural(Partitioner):
         chosen = order[number[draws.domains[order]] >= 0]
         return CSR(**_grouped(chosen, number[draws.domains[chosen]], len(users)))
 
-    def users(self, partition: Partition, domains: Ints, domain_names: Sequence[str]) -> Sequence[str]:
+    def users(
+        self, partition: Partition, domains: Ints, domain_names: Sequence[str]
+    ) -> Sequence[str]:
         """Return the name of the domain that each client is."""
         numbers = np.zeros(len(partition), np.int64)
         for part in (partition.train, partition.test, partition.validation, partition.spare):
@@ -660,7 +715,12 @@ class DomainClass(Partitioner):
 
     def check(self) -> None:
         classes = [c for group in self.groups for c in group]
-        if not classes or not all(self.groups) or len(set(classes)) < len(classes) or min(classes) < 0:
+        if (
+            not classes
+            or not all(self.groups)
+            or len(set(classes)) < len(classes)
+            or min(classes) < 0
+        ):
             raise ValueError(
                 f"partition.groups={self.groups} must be lists of class numbers from 0, none empty and no class twice, "
                 "such as [[0,1,2,3],[4,5,6]]."
@@ -686,13 +746,20 @@ class DomainClass(Partitioner):
         """Samples of the client's domain and classes."""
         ids = np.flatnonzero(domains < num_domains)
         rows = domain_class_split(
-            domains=domains[ids], labels=labels[ids], num_domains=num_domains, class_groups=self.groups
+            domains=domains[ids],
+            labels=labels[ids],
+            num_domains=num_domains,
+            class_groups=self.groups,
         )
         return CSR(ids[rows["indices"]], rows["offsets"])
 
 
 def _redrawn(
-    draw: Callable[[], Floats], sizes: Callable[[Floats], Ints], minimum: int, alpha: float, clients: int
+    draw: Callable[[], Floats],
+    sizes: Callable[[Floats], Ints],
+    minimum: int,
+    alpha: float,
+    clients: int,
 ) -> Floats:
     """The first draw that gives every client `minimum` samples; only sizes are computed for the others."""
     best, attempts, shares = -1, 0, draw()

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.uint8]
-PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+PICTURES = frozenset(
+    (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,9 @@ class Picture:
                 raise OSError("it is empty")
             if isinstance(self.content, Path):
                 regular(self.content)
-            picture = Image.open(self.content if isinstance(self.content, Path) else io.BytesIO(self.content))
+            picture = Image.open(
+                self.content if isinstance(self.content, Path) else io.BytesIO(self.content)
+            )
             picture.load()
         except Exception as error:  # each of the formats has its own ways to fail
             reason = str(error).replace(f" {str(self.content)!r}", "")
@@ -51,7 +55,9 @@ class Picture:
         return picture
 
 
-def stacked(images: Pixels | Iterable[Picture], count: int, size: int | None, channels: Literal[1, 3] | None) -> Pixels:
+def stacked(
+    images: Pixels | Iterable[Picture], count: int, size: int | None, channels: Literal[1, 3] | None
+) -> Pixels:
     """All images as uint8 [count, c, h, w]; they must end with one shape, which `size` and `channels` can enforce."""
     if isinstance(images, np.ndarray):
         height, width = images.shape[2:]
@@ -103,7 +109,11 @@ def train_first(test: NDArray[np.bool_]) -> tuple[Ints, int]:
 
 def are_names(value: object) -> bool:
     """Whether a value that was read can be the names of classes."""
-    return isinstance(value, list) and all(isinstance(name, str) for name in value) and len({*value}) == len(value) > 0
+    return (
+        isinstance(value, list)
+        and all(isinstance(name, str) for name in value)
+        and len({*value}) == len(value) > 0
+    )
 
 
 def numbered(
@@ -124,7 +134,9 @@ def numbered(
         number = {name: index for index, name in enumerate(names)}
         return np.array([number[value] for value in values.tolist()], dtype=np.int64), names
     if values.dtype.kind not in "iu":
-        raise ValueError(f"{place} has labels of type {values.dtype}: they must be integers or text.")
+        raise ValueError(
+            f"{place} has labels of type {values.dtype}: they must be integers or text."
+        )
     if not len(values):
         return values.astype(np.int64), names or []
     lowest, highest = int(values.min()), int(values.max())
@@ -136,7 +148,9 @@ def numbered(
     classes = len(names) if names else highest + 1
     if lowest < 0 or highest >= classes:
         worst = lowest if lowest < 0 else highest
-        raise ValueError(f"{place} has the label {worst}, its classes are 0 to {classes - 1}: correct it.")
+        raise ValueError(
+            f"{place} has the label {worst}, its classes are 0 to {classes - 1}: correct it."
+        )
     return values.astype(np.int64), names or [str(label) for label in range(classes)]
 
 
@@ -144,4 +158,6 @@ def _as_pictures(images: Pixels) -> Iterator[Image]:
     from PIL import Image
 
     for pixels in images:
-        yield Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+        yield Image.fromarray(
+            pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))
+        )

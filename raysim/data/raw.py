@@ -79,7 +79,9 @@ class Source:
     pool: int = 1
     mean: list[float] | None = None
     std: list[float] | None = None
-    augment: list[Literal["crop", "flip", "rotate", "resized_crop", "jitter", "grey"]] = field(default_factory=list)
+    augment: list[Literal["crop", "flip", "rotate", "resized_crop", "jitter", "grey"]] = field(
+        default_factory=list
+    )
     crop_padding: int = 4
     rotate_degrees: float = 30.0
     crop_area: list[float] = field(default_factory=lambda: [0.7, 1.0])
@@ -107,12 +109,22 @@ class Source:
 
     def _check_augmentation(self) -> None:
         kinds = f"{', '.join(AUGMENTATIONS[:-1])} and {AUGMENTATIONS[-1]}"
-        require("data.augment", self.augment, set(self.augment) <= set(AUGMENTATIONS), f"a list of {kinds}, or []")
+        require(
+            "data.augment",
+            self.augment,
+            set(self.augment) <= set(AUGMENTATIONS),
+            f"a list of {kinds}, or []",
+        )
         at_least("data.crop_padding", self.crop_padding, 0)
         between("data.rotate_degrees", self.rotate_degrees, 0, 180)
         area = self.crop_area
         valid = len(area) == 2 and 0 < area[0] <= area[1] < math.inf
-        require("data.crop_area", area, valid, "[lowest, highest] share of the image, above 0 and in this order")
+        require(
+            "data.crop_area",
+            area,
+            valid,
+            "[lowest, highest] share of the image, above 0 and in this order",
+        )
         between("data.jitter", self.jitter, 0, 0.5)
         between("data.grey", self.grey, 0, 1)
 
@@ -157,7 +169,9 @@ class Source:
             for path in (*self.files(), *_code(type(self)))
         ]
         name = type(self).__name__.lower()
-        return cached(self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples)
+        return cached(
+            self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples
+        )
 
     def _samples(self) -> Samples:
         name = type(self).__name__
@@ -169,11 +183,16 @@ class Source:
             raise ValueError(f"data source {name} has no training samples: {do}.")
         domains = np.zeros(count, dtype=np.int64) if raw.domains is None else raw.domains
         names = raw.domain_names or [name.lower()]
-        if isinstance(raw.inputs, np.ndarray) and not (raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4):
+        if isinstance(raw.inputs, np.ndarray) and not (
+            raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4
+        ):
             inputs, tokens = accepted(raw.inputs, raw.tokens, name)
         else:
             if self.size is not None:
-                must_fit(f"{count} images of data.size={self.size}", count * (self.channels or 1) * self.size**2)
+                must_fit(
+                    f"{count} images of data.size={self.size}",
+                    count * (self.channels or 1) * self.size**2,
+                )
             inputs, tokens = stacked(raw.inputs, count, self.size, self.channels), None
         if len(inputs) != count:
             raise ValueError(
@@ -181,10 +200,22 @@ class Source:
             )
         labels = labelled(raw.labels, raw.kind, len(raw.class_names), name)
         columns = _described_columns(raw, inputs, tokens)
-        return Samples(inputs, labels, domains, raw.train_rows, raw.class_names, names, raw.kind, tokens, columns)
+        return Samples(
+            inputs,
+            labels,
+            domains,
+            raw.train_rows,
+            raw.class_names,
+            names,
+            raw.kind,
+            tokens,
+            columns,
+        )
 
 
-def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[Inputs, Tokens | None]:
+def accepted(
+    inputs: NDArray[Any], tokens: Tokens | None, place: str
+) -> tuple[Inputs, Tokens | None]:
     """Inputs in the type they are stored in: uint8 as it is, floats as float32, other integers as token numbers.
 
     Raises ValueError where that would change a value: for other types, nan, and numbers that are no tokens.
@@ -194,16 +225,27 @@ def accepted(inputs: NDArray[Any], tokens: Tokens | None, place: str) -> tuple[I
     if kind in "fb":
         return as_float32(inputs, f"data source {place}: the inputs"), None
     if kind not in "iu":
-        text = "; text is read from a file: data=csv, jsonl, parquet or huggingface" if kind in "SU" else ""
-        raise ValueError(f"data source {place} has inputs of type {inputs.dtype}: they must be numbers{text}.")
+        text = (
+            "; text is read from a file: data=csv, jsonl, parquet or huggingface"
+            if kind in "SU"
+            else ""
+        )
+        raise ValueError(
+            f"data source {place} has inputs of type {inputs.dtype}: they must be numbers{text}."
+        )
     if inputs.dtype == np.uint8 and tokens is None:
         return inputs, None
     lowest, highest = (int(inputs.min()), int(inputs.max())) if inputs.size else (0, 0)
     meaning = "(integers are token numbers; store measurements as floats)"
-    must_fit(f"data source {place} has the token {highest} {meaning}, and the weights of so many", 64 * highest)
+    must_fit(
+        f"data source {place} has the token {highest} {meaning}, and the weights of so many",
+        64 * highest,
+    )
     tokens = tokens or Tokens(highest + 1)
     if lowest < 0 or highest >= tokens.size:
-        wrong, allowed = (lowest, "0 or more") if lowest < 0 else (highest, f"0 to {tokens.size - 1}")
+        wrong, allowed = (
+            (lowest, "0 or more") if lowest < 0 else (highest, f"0 to {tokens.size - 1}")
+        )
         raise ValueError(
             f"data source {place} has the token {wrong}, its tokens are {allowed}: integers are token numbers, so "
             "store measurements as floats."
@@ -223,7 +265,9 @@ def _of_kind(raw: Raw, kind: Kind | None, place: str) -> Raw:
         except ValueError:
             numbers = np.array(raw.class_names)
         labels = numbers[labels]
-    values, names, kind = labels_of(labels, kind, names if kind != "classification" else None, place)
+    values, names, kind = labels_of(
+        labels, kind, names if kind != "classification" else None, place
+    )
     return replace(raw, labels=values, class_names=names, kind=kind)
 
 
@@ -232,9 +276,17 @@ def _described_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
     levels = "images" if inputs.ndim == 4 else "levels"
     form = "token numbers" if tokens else levels if inputs.dtype == np.uint8 else "numbers"
     outputs = len(raw.class_names)
-    meanings = {"classification": "class", "multilabel": "label, there or not", "regression": "value"}
+    meanings = {
+        "classification": "class",
+        "multilabel": "label, there or not",
+        "regression": "value",
+    }
     if outputs != 1:
-        meanings = {"classification": "classes", "multilabel": "labels, each there or not", "regression": "values"}
+        meanings = {
+            "classification": "classes",
+            "multilabel": "labels, each there or not",
+            "regression": "values",
+        }
     origin = raw.origin
     labels = f"{outputs} {meanings[raw.kind]} (data.kind={raw.kind})"
     parts = {
@@ -259,8 +311,13 @@ def labelled(labels: NDArray[Any], kind: Kind, outputs: int, place: str) -> Labe
     if not allowed:
         what, other = "finite", ""
         if kind == "multilabel":
-            what, other = "0 or 1, for not there or there", ", or set data.kind=regression if they are values"
-        raise ValueError(f"data source {place} has labels for {kind} that are not all {what}: correct them{other}.")
+            what, other = (
+                "0 or 1, for not there or there",
+                ", or set data.kind=regression if they are values",
+            )
+        raise ValueError(
+            f"data source {place} has labels for {kind} that are not all {what}: correct them{other}."
+        )
     return values
 
 
@@ -313,14 +370,25 @@ def _only(raw: Raw, classes: Sequence[str]) -> Raw:
             f"data.only={list(classes)} keeps some classes, and the data has none ({raw.kind}): leave it null."
         )
     if unknown := [name for name in classes if name not in raw.class_names]:
-        raise ValueError(f"data.only names {unknown[0]!r}: {instead(unknown[0], raw.class_names, 'the data has')}")
+        raise ValueError(
+            f"data.only names {unknown[0]!r}: {instead(unknown[0], raw.class_names, 'the data has')}"
+        )
     numbers = np.full(len(raw.class_names), -1)
     numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
     labels = numbers[raw.labels]
     rows = labels >= 0
-    inputs = raw.inputs[rows] if isinstance(raw.inputs, np.ndarray) else itertools.compress(raw.inputs, rows)
+    inputs = (
+        raw.inputs[rows]
+        if isinstance(raw.inputs, np.ndarray)
+        else itertools.compress(raw.inputs, rows)
+    )
     domains = None if raw.domains is None else raw.domains[rows]
     train_rows = int(np.count_nonzero(rows[: raw.train_rows]))
     return replace(
-        raw, inputs=inputs, labels=labels[rows], train_rows=train_rows, class_names=list(classes), domains=domains
+        raw,
+        inputs=inputs,
+        labels=labels[rows],
+        train_rows=train_rows,
+        class_names=list(classes),
+        domains=domains,
     )

@@ -56,7 +56,11 @@ __all__ = [
     "Usps",
 ]
 
-IDX = tuple(f"raw/{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+IDX = tuple(
+    f"raw/{split}-{kind}-ubyte"
+    for split in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
+)
 IDX_SETS = ("MNIST", "FashionMNIST")
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 TORCHVISION = {  # the files that torchvision's classes read, below their root
@@ -83,7 +87,9 @@ class Digits(Source):
         labels = digits.target.astype(np.int64)
         order, train_rows = train_first(spread_test(labels, 0.2))
         images = np.floor(digits.images * (255 / 16) + 0.5).astype(np.uint8)[:, None]
-        return Raw(images[order], labels[order], train_rows, [str(name) for name in digits.target_names])
+        return Raw(
+            images[order], labels[order], train_rows, [str(name) for name in digits.target_names]
+        )
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,14 @@ def _root(source: Downloadable) -> Path:
 def _complete(root: Path, kind: str) -> Path | None:
     """Root or the folder of the set's name in it, where that has all of torchvision's files."""
     folders = (root, named_folder(root, kind))
-    return next((each for each in folders if each and all((each / name).is_file() for name in TORCHVISION[kind])), None)
+    return next(
+        (
+            each
+            for each in folders
+            if each and all((each / name).is_file() for name in TORCHVISION[kind])
+        ),
+        None,
+    )
 
 
 def _stored(root: Path, kind: str) -> Stored | None:
@@ -224,7 +237,9 @@ def _download(folder: Path, kind: str, missing: str) -> None:
     try:
         for split in ("train", "test"):
             _opened(folder, kind, split, download=True)
-    except Exception as error:  # torchvision and the network fail in many ways; the user needs one sentence
+    except (
+        Exception
+    ) as error:  # torchvision and the network fail in many ways; the user needs one sentence
         raise ValueError(
             f"data.root={folder} holds no {kind} ({missing} is missing there) and its download failed "
             f"({_reason(error)}): name a folder that holds it in data.root."
@@ -244,25 +259,39 @@ def _torchvision(folder: Path, kind: str) -> Raw:
         raise ValueError(f"{place} cannot be read there ({error}): fetch it again.") from error
     for (images, labels, _), what in zip(parts, ("training", "testing"), strict=True):
         if len(images) != len(labels):
-            raise ValueError(f"{place} has {len(images)} images and {len(labels)} labels for {what}: fetch it again.")
+            raise ValueError(
+                f"{place} has {len(images)} images and {len(labels)} labels for {what}: fetch it again."
+            )
     first, second = (f"{images.shape[2]} x {images.shape[3]}" for images, *_ in parts)
     if first != second:
-        raise ValueError(f"{place} has images of {first} pixels for training and of {second} for testing.")
+        raise ValueError(
+            f"{place} has images of {first} pixels for training and of {second} for testing."
+        )
     labels, names = numbered(np.concatenate([labels for _, labels, _ in parts]), parts[0][2], place)
     return Raw(np.concatenate([images for images, *_ in parts]), labels, len(parts[0][1]), names)
 
 
 def _half(folder: Path, kind: str, split: str) -> tuple[NDArray[np.uint8], Ints, list[str]]:
     """Images [n, c, h, w], labels and class names (digits where torchvision has none) of one split."""
-    if kind in IDX_SETS:  # its class would rather read what an old version of itself pickled beside these files
+    if (
+        kind in IDX_SETS
+    ):  # its class would rather read what an old version of itself pickled beside these files
         from torchvision.datasets import mnist
 
-        files = [str(folder / name) for name in TORCHVISION[kind][0 if split == "train" else 2 :][:2]]
+        files = [
+            str(folder / name) for name in TORCHVISION[kind][0 if split == "train" else 2 :][:2]
+        ]
         pixels = mnist.read_image_file(files[0]).numpy()[:, None]
         return pixels, mnist.read_label_file(files[1]).numpy(), list(getattr(mnist, kind).classes)
     found = _opened(folder, kind, split, download=False)
     pixels = np.asarray(found.data)
-    pixels = pixels[:, None] if pixels.ndim == 3 else pixels if kind == "SVHN" else pixels.transpose(0, 3, 1, 2)
+    pixels = (
+        pixels[:, None]
+        if pixels.ndim == 3
+        else pixels
+        if kind == "SVHN"
+        else pixels.transpose(0, 3, 1, 2)
+    )
     labels = np.asarray(found.labels if kind == "SVHN" else found.targets, dtype=np.int64)
     return pixels, labels, list(getattr(found, "classes", "0123456789"))
 
@@ -295,8 +324,14 @@ class Synthetic(Source):
             at_least(f"data.{key}", getattr(self, key), 1)
         for key in ("test_samples", "noise", "shift", "seed"):
             at_least(f"data.{key}", getattr(self, key), 0)
-        images, patterns, size = self.samples + self.test_samples, self.classes + self.domains, math.prod(self.shape)
-        must_fit(f"data.samples={self.samples} and data.test_samples={self.test_samples}", images * 40)
+        images, patterns, size = (
+            self.samples + self.test_samples,
+            self.classes + self.domains,
+            math.prod(self.shape),
+        )
+        must_fit(
+            f"data.samples={self.samples} and data.test_samples={self.test_samples}", images * 40
+        )
         must_fit(f"data.classes={self.classes} and data.domains={self.domains}", patterns * 200)
         must_fit(f"{images} images of data.shape={self.shape}", (images + 4 * patterns) * size)
 
@@ -314,4 +349,6 @@ class Synthetic(Source):
             values = prototypes[labels[part]] + shifts[domains[part]] + noise
             images[part] = np.clip(128 + 32 * values, 0, 255).astype(np.uint8)
         names = [f"domain {number}" for number in range(self.domains)]
-        return Raw(images, labels, self.samples, [str(c) for c in range(self.classes)], domains, names)
+        return Raw(
+            images, labels, self.samples, [str(c) for c in range(self.classes)], domains, names
+        )

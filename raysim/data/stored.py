@@ -83,16 +83,26 @@ class Parquet(Source):
         """See `Source`."""
         for path in self.files():
             if column not in (names := _schema(path).names):
-                raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set partition.column.")
+                raise ValueError(
+                    f"{path} has no column {column}, it has {', '.join(names)}: set partition.column."
+                )
         return replace(self, user=column)
 
     def files(self) -> list[Path]:
-        return [path for folder in self._folders() for split in ("train", "test") for path in _parts(folder, split)]
+        return [
+            path
+            for folder in self._folders()
+            for split in ("train", "test")
+            for path in _parts(folder, split)
+        ]
 
     def read(self) -> Raw:
         folders = self._folders()
         tables = [
-            (split, folder, path) for split in ("train", "test") for folder in folders for path in _parts(folder, split)
+            (split, folder, path)
+            for split in ("train", "test")
+            for folder in folders
+            for path in _parts(folder, split)
         ]
         paths = [path for *_, path in tables]
         columns = self._find_columns(paths[0])
@@ -112,13 +122,19 @@ class Parquet(Source):
         origin = origin_of(types, columns.inputs, columns.label, user, columns.unused)
         if not columns.has_pictures:
             with _readable(paths[0]):
-                whole = pa.concat_tables([pq.read_table(path, columns=columns.inputs) for path in paths])
+                whole = pa.concat_tables(
+                    [pq.read_table(path, columns=columns.inputs) for path in paths]
+                )
             place = str(folders[0])
-            inputs, tokens = inputs_of(whole, columns.inputs, self.length, self.padding, self.tokenizer, place)
+            inputs, tokens = inputs_of(
+                whole, columns.inputs, self.length, self.padding, self.tokenizer, place
+            )
             return assembled(inputs, labels, domains, test, tokens, origin, ordered)
         raw = assembled(np.arange(len(test)), labels, domains, test, None, origin, ordered)
         masks = np.split(test, np.cumsum(sizes)[:-1])
-        pictures = itertools.chain(self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks))
+        pictures = itertools.chain(
+            self._chosen(paths, [~mask for mask in masks]), self._chosen(paths, masks)
+        )
         return replace(raw, inputs=pictures)
 
     def _find_columns(self, path: Path) -> ParquetColumns:
@@ -127,12 +143,18 @@ class Parquet(Source):
         names = list(types)
         label = label_column(names, self.label, self.label_column, str(path))
         user = self.user or self.domain_column
-        has_pictures = self.columns is None and (self.image_column in names or self.image_column != "image")
+        has_pictures = self.columns is None and (
+            self.image_column in names or self.image_column != "image"
+        )
         if has_pictures:
             return ParquetColumns([self.image_column], label, user, has_pictures, [])
         if self.columns is not None:
             return ParquetColumns(self.columns, label, user, has_pictures, [])
-        if pictures := [name for name, kind in types.items() if name not in (label, user) and _may_be_pictures(kind)]:
+        if pictures := [
+            name
+            for name, kind in types.items()
+            if name not in (label, user) and _may_be_pictures(kind)
+        ]:
             raise ValueError(
                 f"{path} has no column {self.image_column}, and column {pictures[0]} holds {types[pictures[0]]}: set "
                 f"data.image_column={pictures[0]} if these are pictures, or data.columns to the columns of the input."
@@ -149,7 +171,9 @@ class Parquet(Source):
         for path in paths:
             with _readable(path):
                 tables.append(pq.read_table(path, columns=[label]))
-        parts = [column_of(table, label, str(path)) for table, path in zip(tables, paths, strict=True)]
+        parts = [
+            column_of(table, label, str(path)) for table, path in zip(tables, paths, strict=True)
+        ]
         return labels_of(_joined(paths, parts, label), self.kind, _class_names(paths, label), place)
 
     def _folders(self) -> list[Path]:
@@ -200,14 +224,21 @@ class Parquet(Source):
     def _domains(self, path: Path, columns: ParquetColumns, folder: str) -> NDArray[Any]:
         """Return the domain of each row, an integer or text. Raise ValueError where a column is missing."""
         names = _schema(path).names
-        needed = [(column, "image_column" if columns.has_pictures else "columns") for column in columns.inputs]
+        needed = [
+            (column, "image_column" if columns.has_pictures else "columns")
+            for column in columns.inputs
+        ]
         needed.append((columns.label, "label" if self.label else "label_column"))
         needed += [(self.user, "user")] if self.user else []
         for column, key in needed:
             if column not in names:
-                raise ValueError(f"{path} has no column {column}, it has {', '.join(names)}: set data.{key}.")
+                raise ValueError(
+                    f"{path} has no column {column}, it has {', '.join(names)}: set data.{key}."
+                )
         with _readable(path):
-            table = pq.read_table(path, columns=[n for n in names if n in (columns.label, columns.user)])
+            table = pq.read_table(
+                path, columns=[n for n in names if n in (columns.label, columns.user)]
+            )
         if empty := next((name for name in table.column_names if table[name].null_count), None):
             raise ValueError(f"{path}: column {empty} has empty values: remove or fill these rows.")
         if columns.user not in names:
@@ -222,7 +253,11 @@ class Parquet(Source):
 
     def _pictures(self, path: Path) -> Iterator[Picture]:
         kind = _schema(path).field(self.image_column).type
-        inner = kind.field("bytes").type if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
+        inner = (
+            kind.field("bytes").type
+            if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+            else kind
+        )
         if not (pa.types.is_binary(inner) or pa.types.is_large_binary(inner)):
             raise ValueError(
                 f"{path}: column {self.image_column} holds {kind}: it must hold the bytes of picture files, alone or "
@@ -237,7 +272,10 @@ class Parquet(Source):
             if batch is None:
                 return
             for value in batch.column(0).to_pylist():
-                yield Picture(f"{path}, row {next(rows)}", value["bytes"] if isinstance(value, dict) else value)
+                yield Picture(
+                    f"{path}, row {next(rows)}",
+                    value["bytes"] if isinstance(value, dict) else value,
+                )
 
 
 @dataclass(frozen=True)
@@ -256,7 +294,9 @@ class ImageFolder(Source):
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
 
     def files(self) -> list[Path]:
-        return if_there(self._root() / "split.csv") + [self._root() / path for path, *_ in self._rows()]
+        return if_there(self._root() / "split.csv") + [
+            self._root() / path for path, *_ in self._rows()
+        ]
 
     def read(self) -> Raw:
         rows = self._rows()
@@ -277,7 +317,9 @@ class ImageFolder(Source):
     def _root(self) -> Path:
         root = user_path(self.root or "")
         if not self.root or not root.is_dir():
-            raise ValueError(f"data.root={self.root} is no folder: name one with a subfolder of pictures per class.")
+            raise ValueError(
+                f"data.root={self.root} is no folder: name one with a subfolder of pictures per class."
+            )
         return root
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
@@ -318,7 +360,9 @@ class Stored(Source):
             root = user_path(self.root or "")
             if not self.name or not root.is_dir() or named_folder(root, self.name):
                 raise
-            raise ValueError(f"data.root={root} has no folder {self.name} and is none itself: {error}") from error
+            raise ValueError(
+                f"data.root={root} has no folder {self.name} and is none itself: {error}"
+            ) from error
 
     def read(self) -> Raw:
         return self.form().read()
@@ -370,17 +414,23 @@ def _listed(path: Path) -> list[tuple[str, str, str, str]]:
                 raise ValueError(f"it lacks the column {sorted(missing)[0]}")
             found = [[row[column] for column in columns] for row in reader]
     except (OSError, ValueError, csv.Error) as error:
-        raise ValueError(f"{path} is no table of path, domain, class and split ({error}): correct it.") from error
+        raise ValueError(
+            f"{path} is no table of path, domain, class and split ({error}): correct it."
+        ) from error
     rows = []
     for number, values in enumerate(found, 2):
         if any(value is None or "\0" in value for value in values):
-            raise ValueError(f"{path}, line {number} has no path, domain, class and split: correct it.")
+            raise ValueError(
+                f"{path}, line {number} has no path, domain, class and split: correct it."
+            )
         rows.append((values[0], values[1], values[2], values[3]))
     for name, _, _, split in rows:
         if split not in ("train", "test"):
             raise ValueError(f"{path}: split={split} of {name} must be train or test.")
         if not (path.parent / name).is_file():
-            raise ValueError(f"{path} names {name}, which is not there: remove the row or restore the file.")
+            raise ValueError(
+                f"{path} names {name}, which is not there: remove the row or restore the file."
+            )
     return rows
 
 
@@ -404,10 +454,14 @@ def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
             continue
         regular(path)
         if len(parts) not in (2, 3):
-            raise ValueError(f"{path} lies too deep: pictures belong into class/ or domain/class/ below {root}.")
+            raise ValueError(
+                f"{path} lies too deep: pictures belong into class/ or domain/class/ below {root}."
+            )
         rows.append(("/".join(parts), parts[0] if len(parts) == 3 else only_domain, parts[-2]))
     if len({row[0].count("/") for row in rows}) > 1:
-        raise ValueError(f"data.root={root} mixes class/ and domain/class/: use one of them for all pictures.")
+        raise ValueError(
+            f"data.root={root} mixes class/ and domain/class/: use one of them for all pictures."
+        )
     return rows
 
 
@@ -421,7 +475,9 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} is no readable Parquet file ({error}): fetch it again.") from error
+        raise ValueError(
+            f"{path} is no readable Parquet file ({error}): fetch it again."
+        ) from error
 
 
 def _schema(path: Path) -> pa.Schema:
@@ -430,7 +486,9 @@ def _schema(path: Path) -> pa.Schema:
 
 
 def _may_be_pictures(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind))
+    return bool(
+        pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind)
+    )
 
 
 def _types(path: Path) -> dict[str, pa.DataType]:
@@ -458,7 +516,9 @@ def _same_kind(paths: list[Path], name: str, learnt: Kind | None) -> None:
 def _joined(paths: list[Path], parts: list[Any], name: str) -> Any:
     """The labels of all files in the form of the first one's: numbers or texts, sets, or rows of 0 and 1."""
     if isinstance(parts[0], list):
-        return [row for part in parts for row in (part if isinstance(part, list) else part.tolist())]
+        return [
+            row for part in parts for row in (part if isinstance(part, list) else part.tolist())
+        ]
     if parts[0].ndim == 1:
         return np.concatenate(parts)
     width = parts[0].shape[1]
@@ -476,7 +536,9 @@ def _class_names(paths: list[Path], label_column: str) -> list[str] | None:
     for path in paths:
         names = _named(path, label_column)
         if names and earlier and names != earlier:
-            raise ValueError(f"{path} names the classes {', '.join(names)}, the files before it {', '.join(earlier)}.")
+            raise ValueError(
+                f"{path} names the classes {', '.join(names)}, the files before it {', '.join(earlier)}."
+            )
         earlier = earlier or names
     return earlier
 
@@ -486,8 +548,17 @@ def _named(path: Path, label_column: str) -> list[str] | None:
     metadata = _schema(path).metadata or {}
     try:
         names = from_json(metadata.get(b"class_names", b"null"))
-        features = from_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        features = (
+            from_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        )
         names = names if names is not None else features.get(label_column, {}).get("names")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: its class names ({error}) must be a list of different texts in JSON.") from error
-    return require(f"{path}: its class names", names, names is None or are_names(names), "a list of different texts")
+        raise ValueError(
+            f"{path}: its class names ({error}) must be a list of different texts in JSON."
+        ) from error
+    return require(
+        f"{path}: its class names",
+        names,
+        names is None or are_names(names),
+        "a list of different texts",
+    )

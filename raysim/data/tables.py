@@ -66,7 +66,9 @@ class Table(Source):
         if self.root and root.is_file():
             return [root]
         train, test = (
-            [path for ending in self.endings for path in if_there(root / f"{split}{ending}")] if self.root else []
+            [path for ending in self.endings for path in if_there(root / f"{split}{ending}")]
+            if self.root
+            else []
             for split in ("train", "test")
         )
         if len(train) != 1 or len(test) > 1:
@@ -90,7 +92,9 @@ class Table(Source):
         try:
             table = pa.concat_tables(tables, promote_options="permissive")
         except pa.ArrowException as error:
-            raise ValueError(f"{paths[-1]} does not fit {place} ({first_line(error)}): use the same types.") from error
+            raise ValueError(
+                f"{paths[-1]} does not fit {place} ({first_line(error)}): use the same types."
+            ) from error
         names = table.column_names
         types = dict(zip(names, table.schema.types, strict=True))
         label = self.label or find_label(names, place)
@@ -102,14 +106,18 @@ class Table(Source):
             test = spread(labels, users, self.test_fraction)
         columns, unused = find_inputs(self.columns, types, (label, user), place)
         inputs, tokens = inputs_of(table, columns, self.length, self.padding, self.tokenizer, place)
-        return assembled(inputs, labels, users, test, tokens, origin_of(types, columns, label, user, unused))
+        return assembled(
+            inputs, labels, users, test, tokens, origin_of(types, columns, label, user, unused)
+        )
 
     def _read_file(self, path: Path) -> pa.Table:
         """Return a file's rows. Raise ValueError where it is empty, or names a column twice."""
         try:
             table = self.parse(regular(path))
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read ({first_line(error).rstrip('.')}): correct the file.") from error
+            raise ValueError(
+                f"{path} cannot be read ({first_line(error).rstrip('.')}): correct the file."
+            ) from error
         names = table.column_names
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"{path} has two columns called {twice!r}: rename one.")
@@ -145,7 +153,9 @@ class Csv(Table):
             pyarrow.csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False),
         )
         header = table.column_names[0]
-        if table.num_columns == 1 and (other := next((mark for mark in ";\t|," if mark in header), None)):
+        if table.num_columns == 1 and (
+            other := next((mark for mark in ";\t|," if mark in header), None)
+        ):
             raise ValueError(
                 f"{path} has one column, {header!r}: set data.delimiter={other!r} if that separates the columns."
             )

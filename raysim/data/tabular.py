@@ -42,7 +42,9 @@ class Tabular(Source):
         table = getattr(datasets, f"load_{self.name}")()
         values = self.name == "diabetes"
         names = ["progression"] if values else [str(name) for name in table.target_names]
-        labels = labels_of(table.target, "regression" if values else "classification", names, self.name)
+        labels = labels_of(
+            table.target, "regression" if values else "classification", names, self.name
+        )
         test = spread(labels, None, self.test_fraction)
         target = _standard(labels[0], ~test) if values else labels[0]
         return assembled(_standard(table.data, ~test), (target, *labels[1:]), None, test, None)
@@ -51,7 +53,9 @@ class Tabular(Source):
 def _standard(values: NDArray[Any], train: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Columns with mean 0 and deviation 1 over the training rows; constant ones become 0."""
     mean, deviation = values[train].mean(axis=0), values[train].std(axis=0)
-    standard: NDArray[np.float32] = ((values - mean) / np.where(deviation > 0, deviation, 1.0)).astype(np.float32)
+    standard: NDArray[np.float32] = (
+        (values - mean) / np.where(deviation > 0, deviation, 1.0)
+    ).astype(np.float32)
     return standard
 
 
@@ -74,7 +78,11 @@ class NumPy(Source):
     def files(self) -> list[Path]:
         root = user_path(self.root or "")
         if not self.root or not (root / "train.npz").is_file():
-            hint = "; data=npz reads one file for each client" if self.root and _numbered(root / "train") else ""
+            hint = (
+                "; data=npz reads one file for each client"
+                if self.root and _numbered(root / "train")
+                else ""
+            )
             raise ValueError(
                 f"data.root={self.root} holds no train.npz: name a folder that has it, with x and y in it{hint}."
             )
@@ -109,7 +117,11 @@ class Npz(Source):
         root = user_path(self.root or "")
         train = _numbered(root / "train") if self.root else []
         if not train:
-            hint = "; data=numpy reads train.npz" if self.root and (root / "train.npz").is_file() else ""
+            hint = (
+                "; data=numpy reads train.npz"
+                if self.root and (root / "train.npz").is_file()
+                else ""
+            )
             raise ValueError(
                 f"data.root={self.root} holds no train/0.npz, train/1.npz, ...: name the folder with train and test, "
                 f"which have a file for each client{hint}."
@@ -122,7 +134,9 @@ class Npz(Source):
         parts = [_arrays(path) for path in paths]
         names = [f"{path.parent.name}/{path.name}" for path in paths]
         stems = [path.stem for path in paths]
-        are_numbers = all(stem.isascii() and stem.isdecimal() and str(int(stem)) == stem for stem in stems)
+        are_numbers = all(
+            stem.isascii() and stem.isdecimal() and str(int(stem)) == stem for stem in stems
+        )
         for part, stem in zip(parts, stems, strict=True):
             part["user"] = np.full(len(part["y"]), int(stem) if are_numbers else stem)
         filled = [number for number, part in enumerate(parts) if len(part["y"])]
@@ -130,14 +144,20 @@ class Npz(Source):
             raise ValueError(f"data.root={self.root} holds no samples in any file: put some there.")
         parts, names = [parts[number] for number in filled], [names[number] for number in filled]
         whole = _concatenated(parts, names, place)
-        test = np.repeat([name.startswith("test/") for name in names], [len(part["y"]) for part in parts])
-        return _assembled(whole, test if test.any() else None, self.test_fraction, self.kind, self.padding, place)
+        test = np.repeat(
+            [name.startswith("test/") for name in names], [len(part["y"]) for part in parts]
+        )
+        return _assembled(
+            whole, test if test.any() else None, self.test_fraction, self.kind, self.padding, place
+        )
 
 
 def _numbered(folder: Path) -> list[Path]:
     """Return the archives in a folder: by their number, then by name."""
     paths = folder.glob("*.npz") if folder.is_dir() else []
-    return sorted(map(regular, paths), key=lambda path: (not path.stem.isdecimal(), len(path.stem), path.stem))
+    return sorted(
+        map(regular, paths), key=lambda path: (not path.stem.isdecimal(), len(path.stem), path.stem)
+    )
 
 
 def _assembled(
@@ -155,18 +175,24 @@ def _assembled(
     tokens = None
     if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
         tokens = Tokens(max(int(inputs.max()), padding) + 1, padding)
-    origin = Origin(f"x ({inputs.dtype})", f"y ({type_name(whole['y'])})", "" if users is None else "user")
+    origin = Origin(
+        f"x ({inputs.dtype})", f"y ({type_name(whole['y'])})", "" if users is None else "user"
+    )
     return assembled(inputs, labels, users, test, tokens, origin)
 
 
-def _concatenated(parts: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], place: str) -> dict[str, Any]:
+def _concatenated(
+    parts: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], place: str
+) -> dict[str, Any]:
     """Return the arrays of all archives as one. Raise ValueError where types, shapes or keys differ."""
     whole: dict[str, NDArray[Any]] = {}
     first = names[0]
     for key in parts[0]:
         for part, name in zip(parts, names, strict=True):
             if key not in part:
-                raise ValueError(f"{place}: {first} has {key}, and {name} has none: write it to both.")
+                raise ValueError(
+                    f"{place}: {first} has {key}, and {name} has none: write it to both."
+                )
             types = parts[0][key].dtype, part[key].dtype
             if _meaning(key, types[0]) != _meaning(key, types[1]):
                 raise ValueError(
@@ -208,9 +234,15 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
         )
     for key in ("x", "y"):
         if key not in arrays:
-            raise ValueError(f"{path} has no array {key}: write it with numpy.savez(path, x=inputs, y=labels).")
-    arrays = {key: plain_array(array, f"{path}: the values of {key}") for key, array in arrays.items()}
+            raise ValueError(
+                f"{path} has no array {key}: write it with numpy.savez(path, x=inputs, y=labels)."
+            )
+    arrays = {
+        key: plain_array(array, f"{path}: the values of {key}") for key, array in arrays.items()
+    }
     if len({len(array) for array in arrays.values()}) > 1:
         sizes = ", ".join(f"{key} {len(array)}" for key, array in arrays.items())
-        raise ValueError(f"{path} has arrays of different lengths ({sizes}): they need a row per sample.")
+        raise ValueError(
+            f"{path} has arrays of different lengths ({sizes}): they need a row per sample."
+        )
     return arrays

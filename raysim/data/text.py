@@ -49,7 +49,10 @@ class Leaf(Source):
 
     def files(self) -> list[Path]:
         root = user_path(self.root or "")
-        parts = [sorted((root / split).glob("*.json")) if self.root else [] for split in ("train", "test")]
+        parts = [
+            sorted((root / split).glob("*.json")) if self.root else []
+            for split in ("train", "test")
+        ]
         if not parts[0]:
             raise ValueError(
                 f"data.root={self.root} holds no train/*.json: name the folder in which LEAF's preprocess.sh left "
@@ -58,13 +61,19 @@ class Leaf(Source):
         return [path for part in parts for path in part]
 
     def read(self) -> Raw:
-        entries = [(path, user, data) for path in self.files() for user, data in sorted(_users(path).items())]
+        entries = [
+            (path, user, data)
+            for path in self.files()
+            for user, data in sorted(_users(path).items())
+        ]
         sizes = [len(data["y"]) for *_, data in entries]
         users = np.repeat([user for _, user, _ in entries], sizes)
         test = np.repeat([path.parent.name == "test" for path, *_ in entries], sizes)
         inputs = [x for *_, data in entries for x in data["x"]]
         place = str(user_path(self.root or ""))
-        answers = plain_array([y for *_, data in entries for y in data["y"]], f"{place}: the labels y")
+        answers = plain_array(
+            [y for *_, data in entries for y in data["y"]], f"{place}: the labels y"
+        )
         if self.field is not None:
             inputs = _pick_field(inputs, self.field, place)
         if inputs and all(isinstance(x, str) for x in inputs):
@@ -72,7 +81,12 @@ class Leaf(Source):
         return self._read_numbers(inputs, answers, users, test, place)
 
     def _read_text(
-        self, texts: list[str], answers: NDArray[Any], users: NDArray[Any], test: NDArray[np.bool_], place: str
+        self,
+        texts: list[str],
+        answers: NDArray[Any],
+        users: NDArray[Any],
+        test: NDArray[np.bool_],
+        place: str,
     ) -> Raw:
         are_files = all(PurePath(text).suffix.lower() in PICTURES for text in texts)
         if self.images is None and are_files:
@@ -80,7 +94,11 @@ class Leaf(Source):
                 f"{place}: the inputs x are names of picture files such as {texts[0]!r}: set data.images to the folder "
                 "that holds them, and data.size to bring them to one size."
             )
-        letters = answers.dtype.kind == "U" and answers.ndim == 1 and all(len(answer) == 1 for answer in answers)
+        letters = (
+            answers.dtype.kind == "U"
+            and answers.ndim == 1
+            and all(len(answer) == 1 for answer in answers)
+        )
         names = list(LETTERS) if letters and not are_files else None
         labels = labels_of(answers, self.kind, names, place)
         origin = Origin("x (text)", f"y ({type_name(answers)})", "users")
@@ -88,23 +106,43 @@ class Leaf(Source):
             folder = user_path(self.images)
             paths = [folder / text for text in texts]
             if missing := next((path for path in paths if not path.is_file()), None):
-                raise ValueError(f"data.images={self.images} holds no {missing.name}: name the folder that has it.")
-            raw = assembled(np.arange(len(texts)), labels, users, test, None, origin._replace(inputs="x (files)"))
+                raise ValueError(
+                    f"data.images={self.images} holds no {missing.name}: name the folder that has it."
+                )
+            raw = assembled(
+                np.arange(len(texts)),
+                labels,
+                users,
+                test,
+                None,
+                origin._replace(inputs="x (files)"),
+            )
             order, _ = train_first(test)
-            return replace(raw, inputs=(Picture(str(paths[row]), paths[row]) for row in order.tolist()))
+            return replace(
+                raw, inputs=(Picture(str(paths[row]), paths[row]) for row in order.tolist())
+            )
         tokens = [[LETTER.get(letter, OTHER) for letter in text[-self.length :]] for text in texts]
         rows, _ = padded(tokens, self.length)
         return assembled(rows, labels, users, test, Tokens(OTHER + 1), origin)
 
     def _read_numbers(
-        self, inputs: list[Any], answers: NDArray[Any], users: NDArray[Any], test: NDArray[np.bool_], place: str
+        self,
+        inputs: list[Any],
+        answers: NDArray[Any],
+        users: NDArray[Any],
+        test: NDArray[np.bool_],
+        place: str,
     ) -> Raw:
         if self.images is not None:
-            raise ValueError(f"data.images={self.images}: the inputs x are no names of picture files: leave it null.")
+            raise ValueError(
+                f"data.images={self.images}: the inputs x are no names of picture files: leave it null."
+            )
         _refuse_fields(inputs, place)
         values = plain_array(inputs, f"{place}: the inputs x")
         if values.dtype.kind not in "biuf":
-            raise ValueError(f"{place}: the inputs x are {values.dtype}: they must be text or lists of numbers.")
+            raise ValueError(
+                f"{place}: the inputs x are {values.dtype}: they must be text or lists of numbers."
+            )
         try:
             values = values.reshape(len(inputs), *(self.shape or [-1]))
         except ValueError as error:
@@ -123,7 +161,9 @@ def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
     for x in inputs:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
             form = f"a list of {len(x)} fields" if isinstance(x, list) else f"a {type(x).__name__}"
-            raise ValueError(f"data.field={field}: an input x of {place} is {form} without a text there: set another.")
+            raise ValueError(
+                f"data.field={field}: an input x of {place} is {form} without a text there: set another."
+            )
     return [x[field] for x in inputs]
 
 
@@ -189,9 +229,12 @@ class Markov(Source):
         between("data.skew", self.skew, 0, 1)
         one_of("data.label", self.label, ("next", "chain"))
         tokens = self.users * (self.samples + self.test_samples) * (self.length + 1)
-        must_fit(f"data.users={self.users} with sequences of data.length={self.length}", 16 * tokens)
         must_fit(
-            f"data.users={self.users} with data.vocabulary={self.vocabulary}", 16 * self.users * self.vocabulary**2
+            f"data.users={self.users} with sequences of data.length={self.length}", 16 * tokens
+        )
+        must_fit(
+            f"data.users={self.users} with data.vocabulary={self.vocabulary}",
+            16 * self.users * self.vocabulary**2,
         )
 
     def read(self) -> Raw:
@@ -201,12 +244,19 @@ class Markov(Source):
         following, chain = self._chains(rng, users)
         sequences = _drawn(following, chain, self.length + 1, rng)
         lengths = rng.integers(self.shortest, self.length + 1, len(users))
-        inputs = np.where(np.arange(self.length) < lengths[:, None], sequences[:, : self.length] + 1, 0)
+        inputs = np.where(
+            np.arange(self.length) < lengths[:, None], sequences[:, : self.length] + 1, 0
+        )
         answers = sequences[np.arange(len(users)), lengths] if self.label == "next" else chain
-        names = [str(number) for number in range(self.vocabulary if self.label == "next" else self.chains)]
+        names = [
+            str(number)
+            for number in range(self.vocabulary if self.label == "next" else self.chains)
+        ]
         width = len(str(self.users - 1))
         owners = np.array([f"user {user:0{width}d}" for user in users])
-        return assembled(inputs, (answers, names, "classification"), owners, test, Tokens(self.vocabulary + 1))
+        return assembled(
+            inputs, (answers, names, "classification"), owners, test, Tokens(self.vocabulary + 1)
+        )
 
     def _chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
         """Chances of the next token, [chains, V, V], and which chain makes each sequence."""
@@ -219,7 +269,9 @@ class Markov(Source):
             common = chains(1)
             return (1 - self.skew) * common + self.skew * chains(self.users), users
         favourite = rng.random(len(users)) < self.skew
-        return chains(self.chains), np.where(favourite, users % self.chains, rng.integers(self.chains, size=len(users)))
+        return chains(self.chains), np.where(
+            favourite, users % self.chains, rng.integers(self.chains, size=len(users))
+        )
 
 
 def _drawn(following: Floats, chain: Ints, length: int, rng: np.random.Generator) -> Ints:

@@ -13,7 +13,11 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
-NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)  # of PyTorch's types of floats, those that NumPy has
+NUMPY_FLOATS = (
+    torch.float16,
+    torch.float32,
+    torch.float64,
+)  # of PyTorch's types of floats, those that NumPy has
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -77,7 +81,11 @@ def _refuse_missing(missing: NDArray[np.bool_], what: str) -> None:
 # ---- PyTorch -------------------------------------------------------------------------------------------------------
 def _read_tensor(tensor: torch.Tensor, what: str) -> NDArray[Any]:
     if tensor.is_meta or tensor.is_nested:
-        form = "on the device meta, which holds no values" if tensor.is_meta else "nested, of rows of unequal shapes"
+        form = (
+            "on the device meta, which holds no values"
+            if tensor.is_meta
+            else "nested, of rows of unequal shapes"
+        )
         raise ValueError(f"{what} are a tensor {form}: give one of values, all rows of one shape.")
     try:
         tensor = tensor.detach().cpu()
@@ -86,14 +94,21 @@ def _read_tensor(tensor: torch.Tensor, what: str) -> NDArray[Any]:
             tensor = tensor.float()
         values: NDArray[Any] = tensor.resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{what} are a tensor of {tensor.dtype}, which NumPy has not: convert it.") from error
+        raise ValueError(
+            f"{what} are a tensor of {tensor.dtype}, which NumPy has not: convert it."
+        ) from error
     return values
 
 
 # ---- pandas --------------------------------------------------------------------------------------------------------
 def _read_frame(frame: pd.DataFrame, what: str) -> NDArray[Any]:
-    columns = [_read_series(frame.iloc[:, number], f"{what}, column {name}") for number, name in enumerate(frame)]
-    odd = [name for name, values in zip(frame, columns, strict=True) if values.dtype.kind not in "biuf"]
+    columns = [
+        _read_series(frame.iloc[:, number], f"{what}, column {name}")
+        for number, name in enumerate(frame)
+    ]
+    odd = [
+        name for name, values in zip(frame, columns, strict=True) if values.dtype.kind not in "biuf"
+    ]
     if odd and len(columns) > 1:
         raise ValueError(
             f"{what}: column {odd[0]} holds no numbers, and only numbers can stand side by side: leave it out, or "
@@ -125,13 +140,17 @@ def _read_list(rows: Sequence[Any], what: str) -> NDArray[Any]:
         if values.dtype.kind in "USO":  # NumPy writes numbers, None and nan next to text as text
             values = np.array(rows, dtype=object)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{what} are not all of one shape: fill short ones up, or cut long ones.") from error
+        raise ValueError(
+            f"{what} are not all of one shape: fill short ones up, or cut long ones."
+        ) from error
     return _read_array(values, what)
 
 
 def _read_array(values: NDArray[Any], what: str) -> NDArray[Any]:
     if not values.ndim:
-        raise ValueError(f"{what} are one {type(values.item()).__name__}: give an array with a row for each sample.")
+        raise ValueError(
+            f"{what} are one {type(values.item()).__name__}: give an array with a row for each sample."
+        )
     if values.dtype.kind == "S":
         return _decode(values.ravel().tolist(), what).reshape(values.shape)
     if values.dtype.kind not in "OT":
@@ -140,10 +159,18 @@ def _read_array(values: NDArray[Any], what: str) -> NDArray[Any]:
     missing = np.array([_is_missing(item) for item in items], np.bool_)
     if missing.any():
         _refuse_missing(missing.reshape(values.shape), what)
-    if values.ndim == 1 and items and all(isinstance(item, (list, tuple, np.ndarray, torch.Tensor)) for item in items):
+    if (
+        values.ndim == 1
+        and items
+        and all(isinstance(item, (list, tuple, np.ndarray, torch.Tensor)) for item in items)
+    ):
         if len({np.shape(item) for item in items}) > 1:
-            raise ValueError(f"{what} are not all of one shape: fill short ones up, or cut long ones.")
-        return _read_list([item if isinstance(item, torch.Tensor) else np.asarray(item) for item in items], what)
+            raise ValueError(
+                f"{what} are not all of one shape: fill short ones up, or cut long ones."
+            )
+        return _read_list(
+            [item if isinstance(item, torch.Tensor) else np.asarray(item) for item in items], what
+        )
     return _read_items(items, what).reshape(values.shape)
 
 
@@ -159,12 +186,16 @@ def _read_items(items: list[Any], what: str) -> NDArray[Any]:
             try:
                 return np.array([dtype(item) for item in items], dtype)
             except OverflowError as error:
-                raise ValueError(f"{what} have an integer of more than 64 bits: give floats.") from error
+                raise ValueError(
+                    f"{what} have an integer of more than 64 bits: give floats."
+                ) from error
     if all(isinstance(item, bytes) for item in items):
         return _decode(items, what)
     names = sorted({type(item).__name__ for item in items})
     if len(names) > 1:
-        raise ValueError(f"{what} mix values of the types {', '.join(names)}: convert them to one, numbers or text.")
+        raise ValueError(
+            f"{what} mix values of the types {', '.join(names)}: convert them to one, numbers or text."
+        )
     raise ValueError(f"{what} are values of type {names[0]}: convert them to numbers or text.")
 
 
@@ -172,8 +203,15 @@ def _decode(items: list[bytes], what: str) -> NDArray[Any]:
     try:
         return np.array([item.decode() for item in items], np.str_)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what} are bytes that are no text in UTF-8 ({error}): decode them first.") from error
+        raise ValueError(
+            f"{what} are bytes that are no text in UTF-8 ({error}): decode them first."
+        ) from error
 
 
 def _is_missing(item: Any) -> bool:
-    return item is None or item is pd.NA or item is pd.NaT or (isinstance(item, (float, np.floating)) and item != item)
+    return (
+        item is None
+        or item is pd.NA
+        or item is pd.NaT
+        or (isinstance(item, (float, np.floating)) and item != item)
+    )

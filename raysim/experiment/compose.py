@@ -39,8 +39,22 @@ _COMPOSING = threading.Lock()  # Hydra has one state for a process
 NAMED_FREELY = ("runtime.resources",)  # keys below which any name may be given
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = {"method": "fedavg"}  # what a list without any is called
-COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")  # groups without which nothing runs
-PARTS_FROM_PYTHON = ("schedule", "fleet", "data", "partition", "model")  # groups of which a run may store an object
+COMPLETE = (
+    "method",
+    "schedule",
+    "fleet",
+    "data",
+    "partition",
+    "model",
+    "runtime",
+)  # groups without which nothing runs
+PARTS_FROM_PYTHON = (
+    "schedule",
+    "fleet",
+    "data",
+    "partition",
+    "model",
+)  # groups of which a run may store an object
 SWEEP = "sweep"  # the group that no run has
 SET = "_set_"  # in `choices`: the keys and groups that the user set; no file holds it
 # Setting one empties the other, unless it is set too. A checksum belongs to the file that is named with it.
@@ -65,7 +79,9 @@ class Groups:
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
-    common: Mapping[str, Path] = field(compare=False)  # what several options have in common, by group/_name
+    common: Mapping[str, Path] = field(
+        compare=False
+    )  # what several options have in common, by group/_name
     state: tuple[tuple[str, int, int], ...]
 
 
@@ -76,19 +92,25 @@ def groups(folders: Sequence[Path] = ()) -> Groups:
     state = []
     for root in (roots := _roots(folders)):
         if not root.is_dir():
-            raise Refused(f"the configuration folder {root} does not exist: name one that does, or leave it out")
+            raise Refused(
+                f"the configuration folder {root} does not exist: name one that does, or leave it out"
+            )
         paths = sorted(_files(root))
         state += [_as_it_is(path) for path in (root / "config.yaml", *paths)]
         for path in paths:
             group, *rest = path.relative_to(root).with_suffix("").parts
             if group in NONE and path.stem == NONE[group]:
-                raise Refused(f"{path}: {group}={NONE[group]} means that there is none: give the file another name")
+                raise Refused(
+                    f"{path}: {group}={NONE[group]} means that there is none: give the file another name"
+                )
             if path.name.startswith("_"):
                 common["/".join([group, *rest])] = path
                 continue
             options, name = files.setdefault(group, {}), "/".join(rest)
             if name in options and root not in (*folders, roots[0]):
-                raise Refused(f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in")
+                raise Refused(
+                    f"{path} has the name of {options[name]}: rename it, or uninstall the package it is in"
+                )
             options[name] = path
     return Groups(files, common, tuple(state))
 
@@ -130,7 +152,9 @@ def compose(
     whatever does not exist.
     """
     roots = config_folders(folders)
-    config, values, named, before = _drafted(overrides, groups(roots), roots, _stored(stored), settings or {})
+    config, values, named, before = _drafted(
+        overrides, groups(roots), roots, _stored(stored), settings or {}
+    )
     if before:
         config = _onto(before, config, named)
     _remember_set(config, named)
@@ -159,14 +183,18 @@ def _drafted(
     given = _flat(settings or {})
     given = {SHORT.get(key, key): value for key, value in given.items()}
     texts = {override.key: override.text for override in parsed}
-    for key, text in (texts | {key: f"{key}={shown(value)}" for key, value in given.items()}).items():
+    for key, text in (
+        texts | {key: f"{key}={shown(value)}" for key, value in given.items()}
+    ).items():
         if key.partition(".")[0] == SWEEP:
             raise Refused(f"'{text}' is for searches: write raysim sweep {text}")
     chosen = {each.key: _options(each, known) for each in parsed if each.key in known.files}
     values = {each.key: (each.value, each.text) for each in parsed if each.key not in known.files}
     for key, value in given.items():
         if key in chosen or key in values:
-            raise Refused(f"{key} is given twice, in a word and as {key}={shown(value)}: keep one of them")
+            raise Refused(
+                f"{key} is given twice, in a word and as {key}={shown(value)}: keep one of them"
+            )
         if key in known.files:
             chosen[key] = _names(key, value, known)
         else:
@@ -174,10 +202,16 @@ def _drafted(
     plain_values = {key: value for key, (value, _) in values.items()}
     if stored is None and "experiment" not in chosen:
         stored = _continued(plain_values)
-    options = tuple((group, tuple(names)) for group, names in (_chosen_before(stored, known) | chosen).items())
+    options = tuple(
+        (group, tuple(names)) for group, names in (_chosen_before(stored, known) | chosen).items()
+    )
     config = copy.deepcopy(_composed(options, known, tuple(roots)))
     for group in PARTS_FROM_PYTHON:  # what is no option was an object
-        if stored is not None and group not in chosen and stored["choices"].get(group) not in known.files[group]:
+        if (
+            stored is not None
+            and group not in chosen
+            and stored["choices"].get(group) not in known.files[group]
+        ):
             config[group], config.choices[group] = stored.get(group), stored["choices"].get(group)
     for key, (value, text) in values.items():
         _check_key(config, key, known)
@@ -218,12 +252,18 @@ def _place_of(key: str, places: Iterable[str]) -> str | None:
     return next((place for place in places if f"{key}.".startswith(f"{place}.")), None)
 
 
-def _set_aside(aside: dict[str, dict[str, tuple[Any, str]]], place: str, key: str, value: Any, text: str) -> None:
+def _set_aside(
+    aside: dict[str, dict[str, tuple[Any, str]]], place: str, key: str, value: Any, text: str
+) -> None:
     inner = key.removeprefix(place).removeprefix(".")
     if not inner:
-        raise Refused(f"{key}: '{text}' has no effect next to an object from Python. Keep one of them")
+        raise Refused(
+            f"{key}: '{text}' has no effect next to an object from Python. Keep one of them"
+        )
     if inner in aside[place]:
-        raise Refused(f"{key}: is given twice, as '{aside[place][inner][1]}' and as '{text}'. Keep one of them")
+        raise Refused(
+            f"{key}: is given twice, as '{aside[place][inner][1]}' and as '{text}'. Keep one of them"
+        )
     aside[place][inner] = value, text
 
 
@@ -261,7 +301,9 @@ def _resolved(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     except OmegaConfBaseException as error:
         named = next((f"{key}={value}" for key, value in values.items() if "${" in str(value)), "")
         named = named or "a ${...} in the configuration"
-        raise Refused(f"{named} refers to something that does not exist: write the value itself") from error
+        raise Refused(
+            f"{named} refers to something that does not exist: write the value itself"
+        ) from error
     return config
 
 
@@ -270,7 +312,9 @@ def _stored(path: str | Path | None) -> Node | None:
     if path is None:
         return None
     if not user_path(path).is_file():
-        raise Refused(f"{path} is no file: name the config.yaml of a run, or the best.yaml of a search")
+        raise Refused(
+            f"{path} is no file: name the config.yaml of a run, or the best.yaml of a search"
+        )
     node = load_yaml(user_path(path))
     if not _is_complete(node):
         raise Refused(
@@ -282,13 +326,17 @@ def _stored(path: str | Path | None) -> Node | None:
 def _is_complete(node: Node) -> bool:
     """Whether it has what every run has: groups, and the names of their options."""
     choices = node.get("choices")
-    if not isinstance(choices, dict) or not all(isinstance(node.get(group), dict) for group in COMPLETE):
+    if not isinstance(choices, dict) or not all(
+        isinstance(node.get(group), dict) for group in COMPLETE
+    ):
         return False
     lists = [choices.get(group, []) for group in LISTS]  # older runs had no observers in theirs
     if not choices.keys() >= {*COMPLETE} or not all(isinstance(each, list) for each in lists):
         return False
     options = {group: each for group, each in choices.items() if group != SET}
-    names = (name for group, each in options.items() for name in (each if group in LISTS else [each]))
+    names = (
+        name for group, each in options.items() for name in (each if group in LISTS else [each])
+    )
     return all(isinstance(name, str) for name in names)
 
 
@@ -297,13 +345,19 @@ def _chosen_before(stored: Node | None, known: Groups) -> dict[str, list[str]]:
     chosen = {}
     for group, choice in (stored or {}).get("choices", {}).items():
         names = choice if isinstance(choice, list) else [choice]
-        if group in known.files and group != "experiment" and all(name in known.files[group] for name in names):
+        if (
+            group in known.files
+            and group != "experiment"
+            and all(name in known.files[group] for name in names)
+        ):
             chosen[group] = names
     return chosen
 
 
 # --- searches -------------------------------------------------------------------------------------------------------
-def draft(overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]) -> tuple[Node, dict[str, str]]:
+def draft(
+    overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
+) -> tuple[Node, dict[str, str]]:
     """A configuration as plain data in which the values of some keys are still to be set.
 
     Also a sentence for each of the keys that it does not have. Raises Refused.
@@ -346,7 +400,9 @@ def _continued(values: Mapping[str, Any]) -> Node | None:
             with there.local("config.yaml") as path:
                 node = load_yaml(path)
             if not _is_complete(node):
-                raise Refused(f"{there}/config.yaml is no complete configuration: restore it, or start in a new folder")
+                raise Refused(
+                    f"{there}/config.yaml is no complete configuration: restore it, or start in a new folder"
+                )
             return node
     return None
 
@@ -358,9 +414,13 @@ def _onto(stored: Node, config: DictConfig, named: Sequence[str]) -> DictConfig:
         pairs = next((pair for pair in ALTERNATIVES if key in pair), (key,))
         for each in pairs:
             try:
-                OmegaConf.update(result, each, OmegaConf.select(config, each), merge=False, force_add=True)
+                OmegaConf.update(
+                    result, each, OmegaConf.select(config, each), merge=False, force_add=True
+                )
             except (OmegaConfBaseException, ValueError, TypeError) as error:
-                raise Refused(f"the stored configuration has no place for {each}: restore its file") from error
+                raise Refused(
+                    f"the stored configuration has no place for {each}: restore its file"
+                ) from error
         if key in config.choices:
             OmegaConf.update(result, f"choices.{key}", config.choices[key])
     return result
@@ -378,7 +438,9 @@ def spread(text: str) -> tuple[str, list[str]]:
     if not override.is_sweep:
         return single_override(text).key, [text]
     if override.choices is None or override.package is not None:
-        raise Refused(f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=0..4")
+        raise Refused(
+            f"'{text}' does not list the values of {key}: write {key}=VALUE,VALUE or {key}=0..4"
+        )
     return key, [f"{key}={each}" for each in override.choice_texts]
 
 
@@ -389,8 +451,14 @@ def read_setting(text: str) -> SettingOverride:
 
 def _with_key(word: str) -> str:
     """What to write for a word without a key: "fedprox" is an option of method."""
-    found = [f"{group}={word}" for group, options in groups().files.items() if group != SWEEP and word in options]
-    return f"write {' or '.join(found)}" if found else "write the name of a setting, '=' and its value"
+    found = [
+        f"{group}={word}"
+        for group, options in groups().files.items()
+        if group != SWEEP and word in options
+    ]
+    return (
+        f"write {' or '.join(found)}" if found else "write the name of a setting, '=' and its value"
+    )
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
@@ -411,7 +479,9 @@ def single_override(text: str) -> SettingOverride:
     override = read_setting(text)
     key = override.key
     if override.is_delete:
-        raise Refused(f"'{text}' would remove a setting, but every setting stays: give it another value instead")
+        raise Refused(
+            f"'{text}' would remove a setting, but every setting stays: give it another value instead"
+        )
     if override.is_sweep:
         is_path = "/" in text
         do = f"raysim study {text} makes a run of each"
@@ -421,7 +491,9 @@ def single_override(text: str) -> SettingOverride:
             do += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
         raise Refused(f"'{text}' gives several values, but a run takes one: {do}")
     if override.package is not None:
-        raise Refused(f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE")
+        raise Refused(
+            f"'{text}' moves a group with '@', but groups keep their names: write {key}=VALUE"
+        )
     return override
 
 
@@ -465,15 +537,25 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
     names = [name for name in found if isinstance(name, str)]
     for name in found:
         if group in NONE and name == NONE[group]:
-            raise Refused(f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out")
+            raise Refused(
+                f"{group}={joined(found)}: {name} means that there is no other {group}, leave it out"
+            )
         if not isinstance(name, str) or name not in options:
             said = "null" if name is None else str(name)
             if (there := unallowed(group, said))[0]:
-                raise Refused(f"{group}={said} does not exist, but {there[1]} is here: add --allow {there[0]}")
-            meant = f"did you mean model=torchvision model.name={said}?" if _is_foreign(group, said, valid) else ""
+                raise Refused(
+                    f"{group}={said} does not exist, but {there[1]} is here: add --allow {there[0]}"
+                )
+            meant = (
+                f"did you mean model=torchvision model.name={said}?"
+                if _is_foreign(group, said, valid)
+                else ""
+            )
             raise Refused(f"{group}={said} does not exist: {meant or instead(str(name), valid)}")
         if names.count(name) > 1:
-            raise Refused(f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them")
+            raise Refused(
+                f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them"
+            )
     return names
 
 
@@ -487,7 +569,9 @@ def _is_foreign(group: str, name: str, ours: Sequence[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, roots: tuple[Path, ...]) -> DictConfig:
+def _composed(
+    options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, roots: tuple[Path, ...]
+) -> DictConfig:
     """The files put together, with these options of these groups: kept, since a study composes the same many times.
 
     What a preset says about options that were not chosen is dropped. So a preset may hold a paper's values for all
@@ -501,7 +585,9 @@ def _composed(options: tuple[tuple[str, tuple[str, ...]], ...], known: Groups, r
     except Refused:
         raise
     except Exception as error:
-        if len(_roots(roots)) == 1 and not isinstance(error, (HydraException, OmegaConfBaseException)):
+        if len(_roots(roots)) == 1 and not isinstance(
+            error, (HydraException, OmegaConfBaseException)
+        ):
             raise
         raise Refused(
             f"the configuration files do not fit together ({first_line(error).rstrip('.:')}): check your own files"
@@ -532,10 +618,16 @@ def _composed_by_hydra(
     own: Node = {}
     with _hydra_in(_roots(roots)):
         config = hydra.compose("config", overrides=_words(chosen), return_hydra_config=True)
-        choices = {group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group}
+        choices = {
+            group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group
+        }
         choices |= {group: listed.get(group, []) for group in LISTS}
         if changed:
-            names = {group: name if group in LISTS else [name] for group, name in choices.items() if name is not None}
+            names = {
+                group: name if group in LISTS else [name]
+                for group, name in choices.items()
+                if name is not None
+            }
             names.pop("experiment")
             without = _values(hydra.compose("config", overrides=[*_words(names), "~experiment"]))
             own = {group: without[group] for group in changed if group in without}
@@ -593,10 +685,14 @@ def _groups_of_preset(preset: str, known: Groups) -> tuple[dict[str, list[str]],
     """Return the options that a preset chooses of the groups `LISTS`, and all groups that it says something about."""
     listed: dict[str, list[str]] = {}
     mentioned: set[str] = set()
-    for _, node in reversed(list(_files_of(known, "experiment", preset))):  # a preset goes before what it is made of
+    for _, node in reversed(
+        list(_files_of(known, "experiment", preset))
+    ):  # a preset goes before what it is made of
         entries = _entries(node)
         mentioned |= {*node, *entries}
-        listed |= {group: option_names(names, group) for group, names in entries.items() if group in LISTS}
+        listed |= {
+            group: option_names(names, group) for group, names in entries.items() if group in LISTS
+        }
     return listed, mentioned
 
 
@@ -606,7 +702,9 @@ def _check_files(chosen: Mapping[str, Sequence[str]], known: Groups, roots: Sequ
         return
     main = _roots(roots)[0]
     defaults = {
-        group: [name] for group, name in _entries(load_yaml(main / "config.yaml")).items() if group not in LISTS
+        group: [name]
+        for group, name in _entries(load_yaml(main / "config.yaml")).items()
+        if group not in LISTS
     }
     left = [(group, str(name)) for group, names in {**defaults, **chosen}.items() for name in names]
     seen: set[tuple[str, str]] = set()
@@ -619,7 +717,9 @@ def _check_files(chosen: Mapping[str, Sequence[str]], known: Groups, roots: Sequ
             if not path.is_relative_to(main):
                 load_option(path, group)
             for other, names in _entries(node).items():
-                left += [(other, str(each)) for each in (names if isinstance(names, list) else [names])]
+                left += [
+                    (other, str(each)) for each in (names if isinstance(names, list) else [names])
+                ]
 
 
 def _files_of(known: Groups, group: str, name: str) -> Iterator[tuple[Path, Node]]:
@@ -647,7 +747,10 @@ def _entries(node: Node) -> Node:
     chosen: Node = {}
     for entry in node.get("defaults") or ():
         if isinstance(entry, dict):
-            chosen |= {str(key).removeprefix("override ").strip("/ "): value for key, value in entry.items()}
+            chosen |= {
+                str(key).removeprefix("override ").strip("/ "): value
+                for key, value in entry.items()
+            }
     return {group: value for group, value in chosen.items() if value is not None}
 
 
@@ -668,7 +771,9 @@ def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) 
     """A preset may speak of options that are not chosen, but not of ones that do not exist."""
     files = known.files[group]
     for name in config[group]:
-        if name not in files and not any(name in load_option(path, group) for path in files.values()):
+        if name not in files and not any(
+            name in load_option(path, group) for path in files.values()
+        ):
             raise Refused(
                 f"experiment={preset} gives values to {group}.{name}, which does not exist: {instead(name, files)}"
             )
@@ -687,7 +792,9 @@ def _check_key(config: DictConfig, key: str, known: Groups) -> None:
         raise Refused(_unknown(config, node, path, part, key, known))
 
 
-def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str, known: Groups) -> str:
+def _unknown(
+    config: DictConfig, node: Any, path: list[str], part: str, key: str, known: Groups
+) -> str:
     where = ".".join(path)
     if not isinstance(node, DictConfig):
         return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
@@ -699,48 +806,80 @@ def _unknown(config: DictConfig, node: Any, path: list[str], part: str, key: str
             return f"{key} does not exist: {part} has no values of its own, it is what remains without any {path[0]}"
         if part in known.files[path[0]]:
             now, both = joined(option, path[0]), joined([*option, part])
-            return f"{key} has no effect because {part} is not in {where}={now}: write {where}={both}"
+            return (
+                f"{key} has no effect because {part} is not in {where}={now}: write {where}={both}"
+            )
         if near := _inner(config, part):
             return f"{key} does not exist: did you mean {' or '.join(near)}?"
         return f"{key} does not exist: {instead(part, known.files[path[0]])}"
-    has = f"{path[0]}={option} has" if len(path) == 1 and option not in (None, "default") else f"{where} has"
+    has = (
+        f"{path[0]}={option} has"
+        if len(path) == 1 and option not in (None, "default")
+        else f"{where} has"
+    )
     names = [str(name) for name in node if not str(name).startswith("_")]
     sentence = f"{where}.{part} does not exist: {instead(part, names, has)}"
     others = _options_with(part, path[0], known) if len(path) == 1 else []
-    return f"{sentence}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else sentence
+    return (
+        f"{sentence}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+        if others
+        else sentence
+    )
 
 
 def _options_with(key: str, group: str, known: Groups) -> list[str]:
     """Return the options of a group whose files name a key."""
-    return [f"{group}={name}" for name, path in known.files.get(group, {}).items() if key in load_option(path, group)]
+    return [
+        f"{group}={name}"
+        for name, path in known.files.get(group, {}).items()
+        if key in load_option(path, group)
+    ]
 
 
 def _anywhere(config: DictConfig, key: str, known: Groups) -> str:
     """What an unknown first part may have meant: a group, a key at the top, or the last part of a longer key."""
-    if ours := next((ours for word, ours in HYDRAS.items() if f"{key}.".startswith((f"{word}.", f"{word}/"))), None):
+    if ours := next(
+        (ours for word, ours in HYDRAS.items() if f"{key}.".startswith((f"{word}.", f"{word}/"))),
+        None,
+    ):
         return ours
     head, _, rest = key.partition(".")
     top = [str(name) for name in config if name != "choices"] + ["experiment"]
     if near := nearest(head, top):
         return f"did you mean {near}{'.' + rest if rest else ''}?"
     matches = _inner(config, key)
-    return f"did you mean {' or '.join(matches)}?" if matches else f"the valid ones are {', '.join(top)}"
+    return (
+        f"did you mean {' or '.join(matches)}?"
+        if matches
+        else f"the valid ones are {', '.join(top)}"
+    )
 
 
 def _inner(config: DictConfig, key: str) -> list[str]:
     """Longer keys that end in this one."""
     nodes = {str(name): config[name] for name in config}
     nodes |= {f"{group}.{part!s}": node for group in LISTS for part, node in config[group].items()}
-    inner = [f"{name}.{leaf!s}" for name, node in nodes.items() if isinstance(node, DictConfig) for leaf in node]
+    inner = [
+        f"{name}.{leaf!s}"
+        for name, node in nodes.items()
+        if isinstance(node, DictConfig)
+        for leaf in node
+    ]
     return [name for name in inner if name.endswith(f".{key}")]
 
 
 def _assign(config: DictConfig, key: str, value: Any, text: str) -> None:
     try:
-        listed = isinstance(value, str) and "/" not in value and OmegaConf.is_list(OmegaConf.select(config, key))
+        listed = (
+            isinstance(value, str)
+            and "/" not in value
+            and OmegaConf.is_list(OmegaConf.select(config, key))
+        )
         if listed:  # as a list of options; paths stay whole
             value = [read_setting(f"{key}={each}").value for each in value.split("+")]
-        OmegaConf.update(config, key, value, merge=True, force_add=key.rpartition(".")[0] in NAMED_FREELY)
+        OmegaConf.update(
+            config, key, value, merge=True, force_add=key.rpartition(".")[0] in NAMED_FREELY
+        )
     except OmegaConfBaseException as error:
         raise Refused(f"'{text}' does not fit there: {key} takes a single value") from error
 
@@ -768,7 +907,9 @@ def load_yaml(path: Path, mend: str = "restore it, or start in a new folder") ->
         if not isinstance(node, dict) or not _has_text_keys(node):
             raise ValueError("it holds no names with values")
         if "${oc.env" in str(node).replace(" ", ""):
-            raise ValueError("it reads the environment, which would be stored with the results; write the value itself")
+            raise ValueError(
+                "it reads the environment, which would be stored with the results; write the value itself"
+            )
     except Exception as error:  # a damaged file fails in the YAML reader in many ways
         raise Refused(f"{path} cannot be read ({_reason(error)}): {mend}") from error
     return cast(Node, node)

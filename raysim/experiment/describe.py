@@ -35,7 +35,11 @@ def overview(experiment: Experiment, folder: Path) -> str:
 
     Raises ValueError where the fleet lets no run begin.
     """
-    spec, settings, choices = experiment.spec, experiment.spec.settings, experiment.config["choices"]
+    spec, settings, choices = (
+        experiment.spec,
+        experiment.spec.settings,
+        experiment.config["choices"],
+    )
     declarations = declare_run(spec)
     networks, layout = declarations.networks, declarations.layout
     numbers: Any = statistics(spec.data)
@@ -50,14 +54,17 @@ def overview(experiment: Experiment, folder: Path) -> str:
     stays = f", {layout.personal:,} of them personal" if layout.personal else ""
     tokens = "" if spec.task.tokens is None else ", token numbers"
     lines = {
-        "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods) or "fedavg",
+        "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods)
+        or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
         "columns": spec.data.open().columns,
         "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
-        "split": described(numbers["heterogeneity"]) if numbers["counts"].shape[1] > 1 else "",  # only classes differ
+        "split": described(numbers["heterogeneity"])
+        if numbers["counts"].shape[1] > 1
+        else "",  # only classes differ
         "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
         "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
@@ -66,12 +73,22 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "schedule": _schedule(experiment, declarations),
         "init": _init(experiment, networks, layout),
         "best": _best(experiment),
-        "BatchNorm": _batchnorm(networks, {entry.name for entry in layout.entries if entry.personal}),
+        "BatchNorm": _batchnorm(
+            networks, {entry.name for entry in layout.entries if entry.personal}
+        ),
         "extra": "; ".join(_extra(experiment, declarations)),
         "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
-        + ("one client at a time" if spec.lanes == 1 else f"{spec.lanes} clients at once (runtime.lanes)")
+        + (
+            "one client at a time"
+            if spec.lanes == 1
+            else f"{spec.lanes} clients at once (runtime.lanes)"
+        )
         + (", steps recorded and replayed (runtime.graph)" if spec.graph else "")
-        + (f", products in {spec.precision} (runtime.precision)" if spec.precision != "float32" else ""),
+        + (
+            f", products in {spec.precision} (runtime.precision)"
+            if spec.precision != "float32"
+            else ""
+        ),
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
@@ -80,7 +97,10 @@ def overview(experiment: Experiment, folder: Path) -> str:
 def split(data: FederatedData) -> dict[str, object]:
     """What summary.json says of the split."""
     numbers: Any = statistics(data)
-    sizes = {key: numbers[key] for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")}
+    sizes = {
+        key: numbers[key]
+        for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")
+    }
     users = {}
     if data.users is not None and len(data.users) <= LISTED_USERS:
         users = {"users": data.users.to_pylist()}  # by the number of the client
@@ -95,7 +115,9 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     if most < 2:
         return ""
     hosts = runtime.hosts or 1
-    seen = forecast(make_planner(spec, declarations, schedule, experiment.fleet), spec.settings.rounds, hosts)
+    seen = forecast(
+        make_planner(spec, declarations, schedule, experiment.fleet), spec.settings.rounds, hosts
+    )
     texts = [
         f"about {seen.at_work:.1f} of {most} clients at work, an aggregation every {seen.seconds:.3g} s of virtual time"
     ]
@@ -108,7 +130,11 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     ]
     if runtime.name != "inprocess":
         expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
-        texts.append(expected if runtime.hosts else f"enough for {_several(max(1, most // BUSY), 'busy host')}")
+        texts.append(
+            expected
+            if runtime.hosts
+            else f"enough for {_several(max(1, most // BUSY), 'busy host')}"
+        )
     return "; ".join(texts)
 
 
@@ -128,28 +154,44 @@ def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Lay
 def _best(experiment: Experiment) -> str:
     """What the model of the best round is chosen by."""
     column = best_by(experiment.spec).column
-    why = ", as the split has no validation samples (partition.validation_fraction)" if column == "train_loss" else ""
+    why = (
+        ", as the split has no validation samples (partition.validation_fraction)"
+        if column == "train_loss"
+        else ""
+    )
     return f"best.safetensors keeps the model of the round with the best {column}{why}"
 
 
 def _unseen(numbers: Mapping[str, Any]) -> str:
     """How many clients are never trained; "" where all may be."""
     count = numbers["unseen_clients"]
-    return f"{count} of {numbers['clients']} clients are never trained, and scored (evaluate.unseen)" if count else ""
+    return (
+        f"{count} of {numbers['clients']} clients are never trained, and scored (evaluate.unseen)"
+        if count
+        else ""
+    )
 
 
 def _attackers(experiment: Experiment) -> str:
     """How many clients attack, and how; "" where none does."""
     attackers, counts = experiment.spec.attackers, experiment.spec.data.partition.train.counts
     how = attackers.attack.kind
-    return "" if how == "none" else f"{len(attackers.clients)} of {_several(len(counts), 'client')}: {how}"
+    return (
+        ""
+        if how == "none"
+        else f"{len(attackers.clients)} of {_several(len(counts), 'client')}: {how}"
+    )
 
 
 def _extra(experiment: Experiment, declarations: Declarations) -> list[str]:
     """Evaluation that costs more than scoring, and how much."""
     evaluation, texts = evaluation_of(experiment.spec, declarations), []
     if epochs := evaluation.finetune.epochs:
-        when = "after the last round" if evaluation.finetune.last else f"every {evaluation.every} rounds"
+        when = (
+            "after the last round"
+            if evaluation.finetune.last
+            else f"every {evaluation.every} rounds"
+        )
         texts.append(f"fine-tuning of {evaluation.clients} clients for {epochs} epochs {when}")
     if evaluation.decompose:
         m, counts = experiment.schedule.concurrency, experiment.spec.data.partition.train.counts
@@ -163,11 +205,17 @@ def _extra(experiment: Experiment, declarations: Declarations) -> list[str]:
 
 def slots(cls: type[Method]) -> list[str]:
     """The slots that a method fills; its checks of the settings are none."""
-    return [hook for hook in HOOKS if hook != "settings" and getattr(cls, hook) is not getattr(Method, hook)]
+    return [
+        hook
+        for hook in HOOKS
+        if hook != "settings" and getattr(cls, hook) is not getattr(Method, hook)
+    ]
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> str:
-    counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
+    counts = {
+        name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()
+    }
     more = "".join(f", {count:,} in {name}" for name, count in counts.items() if name != "model")
     return f"{counts['model']:,} parameters{more}"
 
@@ -193,12 +241,18 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
         kinds: dict[str, list[str]] = {"parameters": [], "statistics": []}
         for path, layer in module.named_modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                kinds["parameters"] += [f"{network}.{path}.{name}" for name, _ in layer.named_parameters()]
+                kinds["parameters"] += [
+                    f"{network}.{path}.{name}" for name, _ in layer.named_parameters()
+                ]
                 kinds["statistics"] += [
-                    f"{network}.{path}.{name}" for name, b in layer.named_buffers() if b.is_floating_point()
+                    f"{network}.{path}.{name}"
+                    for name, b in layer.named_buffers()
+                    if b.is_floating_point()
                 ]
         text = ", ".join(
-            f"{kind} {'personal' if set(names) <= personal else 'shared'}" for kind, names in kinds.items() if names
+            f"{kind} {'personal' if set(names) <= personal else 'shared'}"
+            for kind, names in kinds.items()
+            if names
         )
         if text:
             networks_by_text.setdefault(text, []).append(network)
@@ -226,7 +280,8 @@ def identity(experiment: Experiment) -> dict[str, object]:
         **({"init_sha256": spec.settings.init.sha256} if spec.settings.init.file else {}),
         "python": platform.python_version(),
         # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
-        "libraries": {"raysim": __version__} | {name: found for name in LIBRARIES if (found := _version(name))},
+        "libraries": {"raysim": __version__}
+        | {name: found for name in LIBRARIES if (found := _version(name))},
     }
 
 

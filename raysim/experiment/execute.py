@@ -49,7 +49,14 @@ from raysim.experiment.compose import (
     without_set,
 )
 from raysim.experiment.describe import overview
-from raysim.experiment.instantiate import TARGET, arguments, build as build_object, imported, resolve, shown
+from raysim.experiment.instantiate import (
+    TARGET,
+    arguments,
+    build as build_object,
+    imported,
+    resolve,
+    shown,
+)
 from raysim.experiment.many_runs import new_folder
 from raysim.experiment.objects import PARTS, Given, described, given, refuse_missing
 from raysim.experiment.plugins import allowed, used_packages
@@ -110,7 +117,9 @@ def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, 
         return parts[group]
     node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
-        raise Refused(f"{group}={shown(node)} names no class: choose an option of the group {group}")
+        raise Refused(
+            f"{group}={shown(node)} names no class: choose an option of the group {group}"
+        )
     refuse_missing(node, group)
     if group == "model" and (recipe := _own_model(node, allow)) is not None:
         return recipe
@@ -118,7 +127,9 @@ def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, 
         return function
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
-        raise Refused(f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'")
+        raise Refused(
+            f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'"
+        )
     return build_object(cls, node, group)
 
 
@@ -130,7 +141,9 @@ def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> Own | None:
     made = imported(node[TARGET], "model", allow)
     if not (inspect.isfunction(made) or (isinstance(made, type) and issubclass(made, nn.Module))):
         return None
-    ours = build_object(Foreign, {key: node[key] for key in ("head", "lora") if key in node}, "model")
+    ours = build_object(
+        Foreign, {key: node[key] for key in ("head", "lora") if key in node}, "model"
+    )
     given = {key: value for key, value in node.items() if key not in ("head", "lora")}
     options = arguments(made, given, "model", later=FILLED_IN)
     return Own(made, options, head=ours.head, lora=ours.lora)
@@ -169,12 +182,16 @@ def _listed(
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
     """What a node of a method or an observer names."""
     if not isinstance(node, Mapping) or TARGET not in node:
-        raise Refused(f"{path}={shown(node)} names no class: give a value to one of its keys instead")
+        raise Refused(
+            f"{path}={shown(node)} names no class: give a value to one of its keys instead"
+        )
     refuse_missing(node, path)
     cls = resolve(node[TARGET], path, allow)
     if not issubclass(cls, kind):
         group = path.partition(".")[0]
-        raise Refused(f"{path}.{TARGET}={node[TARGET]} is no {group}: name a subclass of raysim.{kind.__name__}")
+        raise Refused(
+            f"{path}.{TARGET}={node[TARGET]} is no {group}: name a subclass of raysim.{kind.__name__}"
+        )
     return cls
 
 
@@ -184,7 +201,9 @@ def _device(asked: str, elsewhere: bool) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = asked.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not (index.isdecimal() and len(index) < 4)):
-        raise Refused(f"device={asked} does not exist: {instead(asked, ('auto', 'cpu', 'cuda', 'mps'))}")
+        raise Refused(
+            f"device={asked} does not exist: {instead(asked, ('auto', 'cpu', 'cuda', 'mps'))}"
+        )
     if kind == "cuda" and not elsewhere and int(index or 0) >= torch.cuda.device_count():
         raise Refused(
             f"device={asked} needs a GPU that torch does not see (it sees {torch.cuda.device_count()}): set device=cpu"
@@ -196,7 +215,9 @@ def _device(asked: str, elsewhere: bool) -> str:
     return asked
 
 
-def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None) -> Node:
+def _plain(
+    config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
+) -> Node:
     """The configuration that words or values say, or that one with these values."""
     folders = allowed(allow)
     if isinstance(config, (DictConfig, Mapping)):
@@ -204,7 +225,9 @@ def _plain(config: Config, allow: Sequence[str], settings: Mapping[str, object] 
         if settings.get("method") == []:  # objects take the place of its methods
             node |= {"method": {}, "choices": node["choices"] | {"method": settings.pop("method")}}
         if settings:
-            raise Refused(f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one")
+            raise Refused(
+                f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one"
+            )
         return node
     return plain(compose(_words(config), folders, settings=settings))
 
@@ -228,9 +251,13 @@ def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     ours, others = ({f.name for f in fields(cls)} for cls in (RunSettings, ExecutionOptions))
     for key in rest:
         if key not in ours | others:
-            raise Refused(f"{key} does not exist: {instead(key, sorted(ours | others), 'a run has')}")
+            raise Refused(
+                f"{key} does not exist: {instead(key, sorted(ours | others), 'a run has')}"
+            )
     run = build_object(RunSettings, {key: value for key, value in rest.items() if key in ours}, "")
-    return run, build_object(ExecutionOptions, {key: value for key, value in rest.items() if key in others}, "")
+    return run, build_object(
+        ExecutionOptions, {key: value for key, value in rest.items() if key in others}, ""
+    )
 
 
 def check_values(node: Node) -> None:
@@ -266,7 +293,13 @@ def build(
     See `run` for the arguments. Raises Refused with one sentence.
     """
     with refusing():
-        parts = {"model": model, "data": data, "partition": partition, "schedule": schedule, "fleet": fleet}
+        parts = {
+            "model": model,
+            "data": data,
+            "partition": partition,
+            "schedule": schedule,
+            "fleet": fleet,
+        }
         parts["loss"] = loss
         found, chosen = given(parts, methods)
         if both := next(iter(chosen.keys() & settings.keys()), None):
@@ -289,21 +322,27 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     model: ModelRecipe = _object(node, "model", allow, objects.parts)
     device = _device(execution.device, execution.runtime.name == "cluster")
     settings = replace(
-        settings, weighting=settings.weighting or asked_weighting(methods), checkpoint=_absolute(settings.checkpoint)
+        settings,
+        weighting=settings.weighting or asked_weighting(methods),
+        checkpoint=_absolute(settings.checkpoint),
     )
     init, weights = read_initial_weights(settings.init)
     settings = replace(settings, init=init)
     node = {**node, "device": device, "weighting": settings.weighting}
     if weights is not None:
         node["init"] = asdict(init)
-    source, partitioner = (_object(node, group, allow, objects.parts) for group in ("data", "partition"))
+    source, partitioner = (
+        _object(node, group, allow, objects.parts) for group in ("data", "partition")
+    )
     data = federate(source, partitioner, settings.seed)
     data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
     if any(method.pools for method in methods):
         data, schedule, local = _pooled(data, schedule, settings.local)
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
-    loss = _object(node, "loss", allow, objects.parts) if node.get("loss") else None  # older runs have no such group
+    loss = (
+        _object(node, "loss", allow, objects.parts) if node.get("loss") else None
+    )  # older runs have no such group
     threads, timed = execution.runtime.threads, execution.profile
     packages = used_packages(node, allow)
     spec = RunSpec(
@@ -322,7 +361,9 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     )
     spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
-    fleet.devices(settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec))
+    fleet.devices(
+        settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec)
+    )
     declarations = declare_run(spec)
     networks = declarations.networks
     spec, left_out = _without_batches_of_one(spec, declarations, partitioner)
@@ -335,8 +376,12 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
             f"runtime.precision=tf32 is what GPUs of NVIDIA compute in, and device={device}: set "
             "runtime.precision=float32, or device=cuda"
         )
-    spec = replace(spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision)
-    spec = replace(spec, lanes=runtime.lanes or usual_lanes(spec, declarations, schedule.concurrency))
+    spec = replace(
+        spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision
+    )
+    spec = replace(
+        spec, lanes=runtime.lanes or usual_lanes(spec, declarations, schedule.concurrency)
+    )
     check_step_mode(spec, declarations)
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
     warnings = [*declarations.warnings]
@@ -348,7 +393,9 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         *objects.warnings(),
     ]
     watches = tuple(watch for each in declarations.methods for watch in each.round_warnings)
-    return Experiment(node, spec, schedule, fleet, execution, tuple(warnings), observers, changes, watches)
+    return Experiment(
+        node, spec, schedule, fleet, execution, tuple(warnings), observers, changes, watches
+    )
 
 
 def _meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
@@ -391,13 +438,21 @@ def _without_batches_of_one(
     layer = layer_that_needs_two_rows(declarations)
     if not layer:
         return spec, ()
-    other = "choose model.norm=group" if hasattr(spec.model, "norm") else "choose a model without such a layer"
+    other = (
+        "choose model.norm=group"
+        if hasattr(spec.model, "norm")
+        else "choose a model without such a layer"
+    )
     if batch == 1:
         raise ValueError(
             f"local.batch: batches of 1 row cannot train the model, because of its {layer}. "
             f"Set local.batch=2 or more, or {other}."
         )
-    more = "raise partition.minimum" if hasattr(partitioner, "minimum") else "give each client two samples or more"
+    more = (
+        "raise partition.minimum"
+        if hasattr(partitioner, "minimum")
+        else "give each client two samples or more"
+    )
     if single == np.count_nonzero(counts):
         raise ValueError(
             f"partition: no client has two training samples, and one cannot train the model, because of its {layer}. "
@@ -416,17 +471,23 @@ def _absolute(kept: Checkpoint) -> Checkpoint:
     return replace(kept, folder=str(user_path(kept.folder).absolute()))
 
 
-def _pooled(data: FederatedData, schedule: Schedule, local: Local) -> tuple[FederatedData, Schedule, Local]:
+def _pooled(
+    data: FederatedData, schedule: Schedule, local: Local
+) -> tuple[FederatedData, Schedule, Local]:
     """One model on all clients' samples: each round processes as many as the cohort of a federated run on average."""
     if not isinstance(schedule, Synchronous):
-        raise Refused("method 'centralized' trains one model, of which nothing can be late: set schedule=synchronous")
+        raise Refused(
+            "method 'centralized' trains one model, of which nothing can be late: set schedule=synchronous"
+        )
     check_concurrency(schedule, data.partition.train.counts)
     share = schedule.cohort / np.count_nonzero(data.partition.train.counts)
     if local.steps is not None:
         local = replace(local, steps=local.steps * schedule.cohort)
     elif local.epochs is not None and not float(local.epochs * share).is_integer():
         samples = len(data.partition.train.indices)
-        local = replace(local, epochs=None, steps=max(1, round(local.epochs * share * samples / local.batch)))
+        local = replace(
+            local, epochs=None, steps=max(1, round(local.epochs * share * samples / local.batch))
+        )
     elif local.epochs is not None:
         local = replace(local, epochs=int(local.epochs * share))
     return pooled(data), Synchronous(1), local
@@ -477,16 +538,26 @@ def run(
     from rich.console import Console
 
     console = console or Console(quiet=quiet)
-    parts = {"methods": methods, "model": model, "data": data, "partition": partition, "schedule": schedule}
+    parts = {
+        "methods": methods,
+        "model": model,
+        "data": data,
+        "partition": partition,
+        "schedule": schedule,
+    }
     parts |= {"fleet": fleet, "loss": loss}
-    experiment = _made(config, {key: part for key, part in parts.items() if part is not None} | settings, allow)
+    experiment = _made(
+        config, {key: part for key, part in parts.items() if part is not None} | settings, allow
+    )
     users = users_observers(on_round, [*experiment.observers, *observers])
     with ExitStack() as stack:
         stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
         with refusing():
             where = place(experiment)
             if not where.exists:
-                folder = stack.enter_context(new_folder(where.folder, dated=not experiment.execution.out))
+                folder = stack.enter_context(
+                    new_folder(where.folder, dated=not experiment.execution.out)
+                )
                 where = replace(where, folder=folder)
             elif not where.finished:
                 stack.enter_context(held(where.folder))
@@ -517,7 +588,9 @@ def _run_to_end(
             where = replace(place(experiment), again=True)
 
 
-def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]) -> Result:
+def _tried(
+    experiment: Experiment, where: Place, console: Console, quiet: bool, users: Sequence[Observer]
+) -> Result:
     """Run to the end, or to the loss of a process."""
     if where.finished:
         say(console, where.note)
@@ -540,11 +613,15 @@ def _tried(experiment: Experiment, where: Place, console: Console, quiet: bool, 
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 
-def _made(config: Config | Experiment, parts: Mapping[str, Any], allow: Sequence[str]) -> Experiment:
+def _made(
+    config: Config | Experiment, parts: Mapping[str, Any], allow: Sequence[str]
+) -> Experiment:
     if not isinstance(config, Experiment):
         return build(config, allow, **parts)
     if parts:
-        raise Refused(f"{next(iter(parts))}=... has no effect on what build returned: give it to build")
+        raise Refused(
+            f"{next(iter(parts))}=... has no effect on what build returned: give it to build"
+        )
     return config
 
 
@@ -555,8 +632,17 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     """
     with refusing():
         found = load_run(user_path(folder))
-        config = load_yaml(found.folder / "config.yaml") | {"device": "cpu", "out": str(folder), "resume": None}
-        return Result(found.folder, found.summary, found.rows, functools.partial(build, config, allow, **parts))
+        config = load_yaml(found.folder / "config.yaml") | {
+            "device": "cpu",
+            "out": str(folder),
+            "resume": None,
+        }
+        return Result(
+            found.folder,
+            found.summary,
+            found.rows,
+            functools.partial(build, config, allow, **parts),
+        )
 
 
 @contextmanager
@@ -585,10 +671,14 @@ def _unwritable(folder: Path) -> Iterator[None]:
         begun = (folder / CONFIG).is_file()
         again = f"out={folder} and resume=latest" if begun else "the same command"
         mend = "make room" if is_full(error) else "mend that"
-        raise RunStopped(f"{what}; {mend}, then {again} goes on from the last checkpoint") from error
+        raise RunStopped(
+            f"{what}; {mend}, then {again} goes on from the last checkpoint"
+        ) from error
 
 
-def _events(experiment: Experiment, where: Place, console: Console, waits_for: Note) -> Generator[Event, None, None]:
+def _events(
+    experiment: Experiment, where: Place, console: Console, waits_for: Note
+) -> Generator[Event, None, None]:
     """The chosen runtime's stream of events. waits_for: is told what has to start before the first of them."""
     if experiment.execution.runtime.name == "inprocess":
         from raysim.runtime import inprocess
@@ -599,7 +689,9 @@ def _events(experiment: Experiment, where: Place, console: Console, waits_for: N
     yield from _on_ray(experiment, where, console, waits_for)
 
 
-def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: Note) -> Iterator[Event]:
+def _on_ray(
+    experiment: Experiment, where: Place, console: Console, waits_for: Note
+) -> Iterator[Event]:
     waits_for("waiting for Ray")
     listen_on_loopback(experiment.execution.runtime)
     from raysim.runtime import ray
@@ -615,9 +707,13 @@ def _on_ray(experiment: Experiment, where: Place, console: Console, waits_for: N
         if options.hosts is None:
             tell(f"{size} fit")
         if experiment.execution.device == "auto" and spec.device == "cpu" and ray.has_gpus():
-            tell("device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda")
+            tell(
+                "device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda"
+            )
         waits_for("waiting for the hosts")
-        yield from ray.run(spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume)
+        yield from ray.run(
+            spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume
+        )
 
     with ray.connected(options):
         try:
@@ -635,7 +731,9 @@ def _begin_folder(experiment: Experiment, where: Place) -> None:
         draft.unlink()
     config = to_yaml(experiment.config).encode()
     replace_file(where.folder / CONFIG, config)
-    if apart := experiment.spec.settings.checkpoint.folder:  # so that they can be continued without the run's folder
+    if (
+        apart := experiment.spec.settings.checkpoint.folder
+    ):  # so that they can be continued without the run's folder
         with store(apart).new(CONFIG) as draft:
             draft.write_bytes(config)
     (where.folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that is continued

@@ -22,14 +22,22 @@ T = TypeVar("T")
 
 TARGET = "_target_"
 MISSING = "???"  # how a file says that a value must be given
-_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
+_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
 
 
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     """The class that a `_target_` names. Raises Refused as `imported` does, and where it is no class."""
     found = imported(target, path, allow)
     if not isinstance(found, type):
-        raise Refused(f"{path}.{TARGET}={shown(target)} is no class: name one, such as raysim.methods.fedprox.FedProx")
+        raise Refused(
+            f"{path}.{TARGET}={shown(target)} is no class: name one, such as raysim.methods.fedprox.FedProx"
+        )
     return found
 
 
@@ -46,14 +54,20 @@ def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
             raise Refused(
                 f"{place} lies outside raysim, in Python itself: name a class of raysim, or of a package of your own"
             )
-        raise Refused(f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it")
+        raise Refused(
+            f"{place} lies outside raysim: allow its code to run with --allow {package}, if you trust it"
+        )
     module, _, name = target.rpartition(".")
     try:
         found: object = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         if module.startswith("raysim."):
-            raise Refused(f"{place}: raysim {__version__} has no such class. Correct the name") from error
-        raise Refused(f"{place} cannot be imported ({error}): correct the name, or install what is missing") from error
+            raise Refused(
+                f"{place}: raysim {__version__} has no such class. Correct the name"
+            ) from error
+        raise Refused(
+            f"{place} cannot be imported ({error}): correct the name, or install what is missing"
+        ) from error
     return found
 
 
@@ -73,16 +87,28 @@ def arguments(
     hints = _hints(cls)
     named = inspect.signature(cls).parameters
     any_key = any(each.kind is each.VAR_KEYWORD for each in named.values())
-    parameters = {k: each for k, each in named.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    parameters = {
+        k: each
+        for k, each in named.items()
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
     given = {key: value for key, value in node.items() if key != TARGET}
     for key in given:
         if key not in parameters and not any_key:
             has = instead(str(key), parameters, f"{path or 'a run'} has")
             raise Refused(f"{_join(path, key)} does not exist: {has}")
     for key, parameter in parameters.items():
-        if key not in later and given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING:
-            raise Refused(f"{_join(path, key)} has no default: set it to {described(hints.get(key, object))}")
-    return {key: checked(value, hints.get(key, object), _join(path, key)) for key, value in given.items()}
+        if (
+            key not in later
+            and given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING
+        ):
+            raise Refused(
+                f"{_join(path, key)} has no default: set it to {described(hints.get(key, object))}"
+            )
+    return {
+        key: checked(value, hints.get(key, object), _join(path, key))
+        for key, value in given.items()
+    }
 
 
 def checked(value: Any, kind: Any, path: str) -> Any:
@@ -90,7 +116,9 @@ def checked(value: Any, kind: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
         cls = resolve(value[TARGET], path) if TARGET in value else kind
         if not issubclass(cls, kind):
-            raise Refused(f"{path}.{TARGET}={shown(value[TARGET])} does not fit there: name a {kind.__name__}")
+            raise Refused(
+                f"{path}.{TARGET}={shown(value[TARGET])} does not fit there: name a {kind.__name__}"
+            )
         return build(cls, value, path)
     if get_origin(kind) in (list, tuple) and isinstance(value, str):
         value = _spelt(value, get_args(kind)[0])
@@ -121,12 +149,20 @@ def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:
             return checked(value, kind, path)
         except Refused:
             continue
-    containers = [kind for kind in kinds if get_origin(kind) in (list, tuple) and isinstance(value, (list, tuple))]
-    containers += [kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)]
+    containers = [
+        kind
+        for kind in kinds
+        if get_origin(kind) in (list, tuple) and isinstance(value, (list, tuple))
+    ]
+    containers += [
+        kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)
+    ]
     if containers:
         return checked(value, containers[0], path)  # its own sentence says which item is wrong
     near = next((near for kind in kinds if (near := _near(value, kind))), "")
-    raise Refused(f"{path}={shown(value)} must be {_allowed(union, value)}{f'; did you mean {near}?' if near else ''}")
+    raise Refused(
+        f"{path}={shown(value)} must be {_allowed(union, value)}{f'; did you mean {near}?' if near else ''}"
+    )
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -148,7 +184,11 @@ def _is_integer(value: Any) -> bool:
 
 def _near(value: Any, kind: Any) -> str:
     """The nearest choice to a misspelt one."""
-    choices = [choice for choice in get_args(kind) if isinstance(choice, str)] if get_origin(kind) is Literal else []
+    choices = (
+        [choice for choice in get_args(kind) if isinstance(choice, str)]
+        if get_origin(kind) is Literal
+        else []
+    )
     return nearest(value, choices) if isinstance(value, str) else ""
 
 
@@ -171,7 +211,9 @@ def described(kind: Any) -> str:
     if origin is dict:
         return f"a mapping ({described(inner[1])} each)"
     if dataclasses.is_dataclass(kind):
-        return f"a mapping with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
+        return (
+            f"a mapping with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
+        )
     return _NAMES.get(kind, "a value")
 
 
@@ -199,13 +241,18 @@ def _join(path: str, key: str) -> str:
 def _placed(message: str, path: str) -> str:
     """A constructor's message with the place in the configuration, unless it names it already."""
     return (
-        message if not path or path in message or message.startswith(path.rpartition(".")[2]) else f"{path}: {message}"
+        message
+        if not path or path in message or message.startswith(path.rpartition(".")[2])
+        else f"{path}: {message}"
     )
 
 
 def defaults(cls: Callable[..., object]) -> dict[str, Any]:
     """A constructor's arguments with their defaults; nested dataclasses as mappings, "???" where there is none."""
-    return {key: _default(parameter, cls) for key, parameter in inspect.signature(cls).parameters.items()}
+    return {
+        key: _default(parameter, cls)
+        for key, parameter in inspect.signature(cls).parameters.items()
+    }
 
 
 def _default(parameter: inspect.Parameter, cls: Callable[..., object]) -> Any:

@@ -23,7 +23,10 @@ from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
 
-FINAL = ("", "_global")  # what "final" means: the first of these columns of the metric that a run has
+FINAL = (
+    "",
+    "_global",
+)  # what "final" means: the first of these columns of the metric that a run has
 TRIES = 5  # to create a folder whose parents come and go
 DEVIATION = "_std"  # the end of a column's name that holds the deviation over seeds
 
@@ -38,7 +41,10 @@ def short_names(keys: Sequence[str]) -> list[str]:
     names = []
     for key in keys:
         count = 1
-        while tail(key, count) != key and sum(tail(other, count) == tail(key, count) for other in keys) > 1:
+        while (
+            tail(key, count) != key
+            and sum(tail(other, count) == tail(key, count) for other in keys) > 1
+        ):
             count += 1
         names.append(tail(key, count))
     return names
@@ -70,7 +76,7 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """Create a folder for this process alone, and lock it; remove it in the end if nothing was written into it.
 
     dated: whether `dated_folder` chose the name. Of several processes that chose the same name in the same second, the
-    first one gets it, and each of the others gets the name with a number. Raises Refused if the folder exists.
+    first one gets it, and each of the others gets the name with a number more. Raises Refused if the folder exists.
     """
     with ExitStack() as made:
         path = _create_folder(folder, dated, made)
@@ -119,9 +125,13 @@ def check_free(folder: Path) -> None:
         with held(folder):
             pass
     if (folder / "study.yaml").is_file():
-        raise Refused(f"out={folder} holds a study: choose another folder; {how_to_go_on('study', folder)}")
+        raise Refused(
+            f"out={folder} holds a study: choose another folder; {how_to_go_on('study', folder)}"
+        )
     if folder.exists() or folder.is_symlink():
-        raise Refused(f"out={folder} exists already: choose another folder, or continue it with resume=latest")
+        raise Refused(
+            f"out={folder} exists already: choose another folder, or continue it with resume=latest"
+        )
 
 
 def to_continue(out: str | None) -> str:
@@ -134,14 +144,18 @@ def to_continue(out: str | None) -> str:
 def asked_to_continue(words: Sequence[str], what: str) -> bool:
     """Whether the words of a command ask to go on with what a folder holds; refuses anything but out=DIR and latest."""
     resume = [word for word in words if word.partition("=")[0] == "resume"]
-    if resume and (resume != ["resume=latest"] or not any(word.startswith("out=") for word in words)):
+    if resume and (
+        resume != ["resume=latest"] or not any(word.startswith("out=") for word in words)
+    ):
         raise Refused(f"{' and '.join(resume)}: a {what} is continued with out=DIR resume=latest")
     return bool(resume)
 
 
 def not_a_folder_of(what: str, folder: Path, file: str) -> Refused:
     """For a folder that lacks the file which says what was asked for."""
-    return Refused(f"out={folder} is not the folder of a {what}, it has no {file}: name another, or leave resume out")
+    return Refused(
+        f"out={folder} is not the folder of a {what}, it has no {file}: name another, or leave resume out"
+    )
 
 
 def how_to_go_on(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
@@ -186,8 +200,13 @@ def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     """One row for the runs of all seeds: the mean of each column, and the metric's deviation (divisor n - 1)."""
     if len(rows) == 1:
         return dict(rows[0])
-    columns = {name: known([row.get(name) for row in rows]) for name in dict.fromkeys(n for row in rows for n in row)}
-    row: dict[str, int | float | None] = {name: mean_deviation(values)[0] for name, values in columns.items()}
+    columns = {
+        name: known([row.get(name) for row in rows])
+        for name in dict.fromkeys(n for row in rows for n in row)
+    }
+    row: dict[str, int | float | None] = {
+        name: mean_deviation(values)[0] for name, values in columns.items()
+    }
     row["round"] = rows[0]["round"]
     if len(columns.get(metric, ())) == len(rows):
         row[metric + DEVIATION] = mean_deviation(columns[metric])[1]

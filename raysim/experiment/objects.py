@@ -29,7 +29,9 @@ from raysim.experiment.instantiate import TARGET, arguments, build
 from raysim.models.split import Foreign, Own
 from raysim.primitives.errors import Refused, instead
 
-Overrides: TypeAlias = Mapping[str, tuple[Any, str]]  # values and what the user wrote, by keys below a place
+Overrides: TypeAlias = Mapping[
+    str, tuple[Any, str]
+]  # values and what the user wrote, by keys below a place
 
 OBJECT = "_object_"  # in place of the arguments that no file can hold
 RECIPE = ("head", "lora")  # settings of every network of the user's own
@@ -58,7 +60,9 @@ class Given:
             if not name:
                 config[group], config["choices"][group] = node, _title(self.parts[place])
             elif name in config[group]:
-                raise Refused(f"methods holds {name} twice, by its name and as an object: keep one of them")
+                raise Refused(
+                    f"methods holds {name} twice, by its name and as an object: keep one of them"
+                )
             else:
                 config[group][name] = node
                 config["choices"][group] = [*config["choices"][group], name]
@@ -67,7 +71,10 @@ class Given:
     def warnings(self) -> list[str]:
         """A sentence for each part that the run cannot be continued without."""
         kept = [place for place, node in self.nodes.items() if OBJECT in node]
-        return [f"{_argument(place)}: config.yaml cannot hold this object; {_again(place)}" for place in kept]
+        return [
+            f"{_argument(place)}: config.yaml cannot hold this object; {_again(place)}"
+            for place in kept
+        ]
 
 
 def given(
@@ -100,7 +107,9 @@ def given(
     return found, chosen
 
 
-def described(found: Mapping[str, object], settings: Mapping[str, Overrides], config: Node) -> Given:
+def described(
+    found: Mapping[str, object], settings: Mapping[str, Overrides], config: Node
+) -> Given:
     """Return the objects as parts of a run, with the settings that stand next to them. Raise `Refused`.
 
     settings: for each place, the overrides of its keys. config: the configuration without the objects; what it stores
@@ -140,13 +149,17 @@ def _wrapped(place: str, part: Any, overrides: Overrides, stored: object) -> obj
     return listed(part, _settings_of(Listed, place, overrides, stored, "file"))
 
 
-def _settings_of(cls: type, place: str, overrides: Overrides, stored: object, identity: str) -> dict[str, Any]:
+def _settings_of(
+    cls: type, place: str, overrides: Overrides, stored: object, identity: str
+) -> dict[str, Any]:
     """Return the checked arguments that overrides and a stored node give to a class; `identity` is no setting."""
     names = [name for name in _arguments(cls) if name != identity]
     for key in overrides:
         if (name := key.split(".")[0]) not in names:
             what = f"{place} from Python has"
-            raise Refused(f"{place}.{key}: does not exist for an object from Python. {instead(name, names, what)}")
+            raise Refused(
+                f"{place}.{key}: does not exist for an object from Python. {instead(name, names, what)}"
+            )
     before = _stored_values(stored, f"{cls.__module__}.{cls.__qualname__}", identity)
     return arguments(cls, _merged(before, overrides), place, later=[identity])
 
@@ -183,7 +196,9 @@ def _refuse_setting(place: str, part: object, key: str, override: tuple[object, 
         do = f"Set it in the object, {name}({argument}=...)"
         if inspect.isfunction(part):
             do = f"Set it in the object, functools.partial({name}, {argument}=...)"
-    raise Refused(f"{place}.{key}: '{text}' has no effect next to {_argument(place)}={name} from Python. {do}")
+    raise Refused(
+        f"{place}.{key}: '{text}' has no effect next to {_argument(place)}={name} from Python. {do}"
+    )
 
 
 def _makes_module(part: object) -> bool:
@@ -217,7 +232,9 @@ def _network(part: Any, overrides: Overrides, stored: object) -> Own:
     before = _stored_values(stored, _written_network(Own(source))[TARGET], *fixed)
     values = _merged(before, overrides)
     recipe = build(Foreign, {key: values.pop(key) for key in RECIPE if key in values}, "model")
-    options = arguments(source, values, "model", later=parameters) if values and not is_module else {}
+    options = (
+        arguments(source, values, "model", later=parameters) if values and not is_module else {}
+    )
     return Own(source, {**options, **fixed}, head=recipe.head, lora=recipe.lora)
 
 
@@ -229,7 +246,9 @@ def _title(part: object) -> str:
 
 def _check(argument: str, part: object, fits: bool, why: str) -> None:
     if isinstance(part, type):
-        raise Refused(f"{argument}={part.__name__} is a class: give an object of it, {part.__name__}(...)")
+        raise Refused(
+            f"{argument}={part.__name__} is a class: give an object of it, {part.__name__}(...)"
+        )
     if not fits:
         raise Refused(f"{argument}={part!r} does not fit there: {why}")
 
@@ -270,10 +289,18 @@ def written(part: object) -> Node:
 
 def _written_network(part: Own) -> Node:
     """The node of a network of the user's own, by the function or class that makes it."""
-    made = part.source if inspect.isfunction(part.source) or isinstance(part.source, type) else type(part.source)
+    made = (
+        part.source
+        if inspect.isfunction(part.source) or isinstance(part.source, type)
+        else type(part.source)
+    )
     node: Node = {TARGET: f"{made.__module__}.{made.__qualname__}"}
     usual = Foreign()
-    ours = {key: _plain(getattr(part, key)) for key in RECIPE if getattr(part, key) != getattr(usual, key)}
+    ours = {
+        key: _plain(getattr(part, key))
+        for key in RECIPE
+        if getattr(part, key) != getattr(usual, key)
+    }
     try:
         if made is part.source and _importable(made):
             return {**node, **_plain(dict(part.options)), **ours}
@@ -284,7 +311,10 @@ def _written_network(part: Own) -> Node:
 
 def _arguments(cls: type) -> list[str]:
     parameters = inspect.signature(cls).parameters.values()
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY) for each in parameters):
+    if any(
+        each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
+        for each in parameters
+    ):
         raise TypeError("its arguments have no names")
     return [each.name for each in parameters]
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep, Transformer
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    IntervalSweep,
+    Override,
+    QuotedString,
+    RangeSweep,
+    Transformer,
+)
 from hydra.errors import HydraException
 
 from raysim.primitives.errors import Refused
@@ -63,15 +70,21 @@ class SettingOverride:
     package: str | None = None
 
 
-def read_override(text: str, hint: Callable[[str], str] = lambda text: "write key=value") -> SettingOverride:
+def read_override(
+    text: str, hint: Callable[[str], str] = lambda text: "write key=value"
+) -> SettingOverride:
     """Read one override, in which "0..4" is 0,1,2,3,4. Raise `Refused` for what is none.
 
     hint: what to write in place of a text without "=".
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise Refused(f"{text!r} is no text in UTF-8: rename the file, or set the shell's encoding (LANG)")
+        raise Refused(
+            f"{text!r} is no text in UTF-8: rename the file, or set the shell's encoding (LANG)"
+        )
     if (call := _TUNE_CALL.match(text)) and call[2] in TUNES:
-        raise Refused(f"'{text}' is written as in Ray Tune: write {call[1]}={TUNES[call[2]]} for raysim sweep")
+        raise Refused(
+            f"'{text}' is written as in Ray Tune: write {call[1]}={TUNES[call[2]]} for raysim sweep"
+        )
     words = text.split()
     if len(words) > 1 and all(map(_SETTING.match, words)):
         raise Refused(
@@ -99,7 +112,9 @@ def _read(override: Override, text: str, letters: _Letters) -> SettingOverride:
     texts: tuple[str, ...] = ()
     interval = None
     if isinstance(value, (ChoiceSweep, RangeSweep)) and not value.shuffle:
-        choices = tuple(letters.restore(each) for each in override.sweep_iterator(Transformer.identity))
+        choices = tuple(
+            letters.restore(each) for each in override.sweep_iterator(Transformer.identity)
+        )
         texts = tuple(letters.restore(each) for each in override.sweep_string_iterator())
     if isinstance(value, IntervalSweep):
         assert value.start is not None and value.end is not None, "the parser asks for both"

@@ -33,7 +33,9 @@ def allowed(packages: Sequence[str]) -> list[Path]:
     Raises Refused for one that is nowhere, and for text, which is a sequence of letters.
     """
     if isinstance(packages, str):
-        raise Refused(f"allow={packages!r} is one text where a list of packages belongs: write allow=[{packages!r}]")
+        raise Refused(
+            f"allow={packages!r} is one text where a list of packages belongs: write allow=[{packages!r}]"
+        )
     if packages and not {"", here := os.getcwd()} & {*sys.path}:
         sys.path.append(here)  # behind the folder of the user's own script
     for package in packages:
@@ -81,7 +83,9 @@ def brought(packages: Sequence[str]) -> list[Path]:
     for package in dict.fromkeys(name.partition(".")[0] for name in packages):
         for place in map(Path, _places(package)):
             if not (place / "__init__.py").exists() and (place / package / "__init__.py").is_file():
-                raise Refused(f"the package {package} is one folder further in, {place / package}: go to {place} first")
+                raise Refused(
+                    f"the package {package} is one folder further in, {place / package}: go to {place} first"
+                )
             found.append(place / "conf")
     return [path for path in found if path.is_dir()]
 

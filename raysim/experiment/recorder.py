@@ -66,7 +66,9 @@ class Follower:
     Whatever ends the run early is told to those observers that had started and had not finished.
     """
 
-    def __init__(self, run: CurrentRun, events: Iterator[Event], observers: Sequence[Observer] = ()):
+    def __init__(
+        self, run: CurrentRun, events: Iterator[Event], observers: Sequence[Observer] = ()
+    ):
         self.run, self.events = run, events
         self._waiting = list(observers)  # for the start
         self._observers: list[Observer] = []  # those that follow the run now
@@ -86,7 +88,9 @@ class Follower:
     def to_the_end(self) -> None:
         """Follow the run to its end."""
         with self._stopping():
-            for event in self.events:  # to exhaustion: the runtime lets its hosts go before results are drawn and sent
+            for event in (
+                self.events
+            ):  # to exhaustion: the runtime lets its hosts go before results are drawn and sent
                 self._take(event)
             assert self.run.finished is not None, "a run ends with Finished"
             while self._observers:
@@ -162,7 +166,9 @@ def record(
             if last_checkpoint(folder, experiment.spec.settings.checkpoint)
             else "round 0, for want of a checkpoint"
         )
-        raise Interrupted(f"stopped after round {len(run.rows)}: {again} continues from {at}") from None
+        raise Interrupted(
+            f"stopped after round {len(run.rows)}: {again} continues from {at}"
+        ) from None
     return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows, experiment)
 
 
@@ -180,7 +186,9 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
     return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
 
 
-def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bool) -> list[Observer]:
+def _observers(
+    experiment: Experiment, folder: Path, console: Console, quiet: bool
+) -> list[Observer]:
     """Everything that follows a run, in the order in which it is told."""
 
     def note(text: str) -> None:
@@ -210,7 +218,9 @@ def _observers(experiment: Experiment, folder: Path, console: Console, quiet: bo
     ]
 
 
-def _tracking(experiment: Experiment, folder: Path, console: Console, says: Doing) -> list[Observer]:
+def _tracking(
+    experiment: Experiment, folder: Path, console: Console, says: Doing
+) -> list[Observer]:
     options = experiment.execution.tracking
     if options.name == "none":
         return []
@@ -243,12 +253,16 @@ def users_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> 
     wrapped: list[Observer] = []
     if on_round is not None:
         if not callable(on_round):
-            raise Refused(f"on_round={on_round!r} cannot be called: give a function that takes the row of a round")
+            raise Refused(
+                f"on_round={on_round!r} cannot be called: give a function that takes the row of a round"
+            )
         name = getattr(on_round, "__qualname__", type(on_round).__qualname__)
         wrapped.append(UserObserver(RoundCallback(on_round), f"on_round={name}"))
     for observer in observers:
         if not isinstance(observer, Observer):
-            raise Refused(f"observers={observer!r} is no observer: give an object of a subclass of raysim.Observer")
+            raise Refused(
+                f"observers={observer!r} is no observer: give an object of a subclass of raysim.Observer"
+            )
         wrapped.append(UserObserver(observer, type(observer).__qualname__))
     return wrapped
 

@@ -41,7 +41,9 @@ class Predictions(NamedTuple):
 
     def __repr__(self) -> str:
         right = ""
-        if len(self.labels) and self.labels.ndim == 1 and self.labels.dtype.kind in "iu":  # labels are classes
+        if (
+            len(self.labels) and self.labels.ndim == 1 and self.labels.dtype.kind in "iu"
+        ):  # labels are classes
             right = f", {float((self.classes == self.labels).mean()):.4f} of them right"
         return f"Predictions({len(self.labels)} rows, scores {list(self.scores.shape)}{right})"
 
@@ -88,7 +90,9 @@ class Result:
         import pandas as pd
 
         if not (path := self.folder / "clients.parquet").is_file():
-            raise Refused(f"{self.folder} has no clients.parquet: an earlier version wrote it, or it has no round yet")
+            raise Refused(
+                f"{self.folder} has no clients.parquet: an earlier version wrote it, or it has no round yet"
+            )
         return pd.read_parquet(path).set_index("client")
 
     # --- models ------------------------------------------------------------------------------------------------------
@@ -130,7 +134,9 @@ class Result:
         if client is None:
             self._refuse_personal()
         elif best:
-            raise Refused("best=True: the clients' own models of the best round are not kept. Leave out client or best")
+            raise Refused(
+                "best=True: the clients' own models of the best round are not kept. Leave out client or best"
+            )
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
@@ -155,16 +161,25 @@ class Result:
 
     def _refuse_personal(self) -> None:
         _, layout = build_networks(self.experiment.spec)
-        if any(entry.personal and entry.network == "model" for entry in (*layout.entries, *layout.counters)):
-            raise Refused("every client of this run has a model of its own: ask for one, client_model(client)")
+        if any(
+            entry.personal and entry.network == "model"
+            for entry in (*layout.entries, *layout.counters)
+        ):
+            raise Refused(
+                "every client of this run has a model of its own: ask for one, client_model(client)"
+            )
 
     def _shared(self, name: str = MODEL) -> Mapping[str, Tensor]:
         path = self.folder / name
         if path.is_file():
             return load_file(path)
         if name == BEST and (self.folder / MODEL).is_file():
-            raise Refused(f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again")
-        raise Refused(f"{self.folder} has no {name}: the run has not finished; out={self.folder} resume=latest")
+            raise Refused(
+                f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again"
+            )
+        raise Refused(
+            f"{self.folder} has no {name}: the run has not finished; out={self.folder} resume=latest"
+        )
 
     @contextmanager
     def _at_the_end(self) -> Iterator[_End]:
@@ -185,13 +200,17 @@ class _End:
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
         spec = replace(experiment.spec, device="cpu", lanes=1, graph=False)
         self.host, self.path = Host(spec), path
-        self.coordinator = Coordinator(spec, experiment.schedule, experiment.fleet, InProcess(self.host), resume=path)
+        self.coordinator = Coordinator(
+            spec, experiment.schedule, experiment.fleet, InProcess(self.host), resume=path
+        )
         server = self.coordinator.server
         if path:
             self.coordinator.saver.restore()
             self.published = replace(server.published(), vector=server.scored().numpy())
         else:
-            for name, view in self.coordinator.initial.named(server.vector, server.counters).items():
+            for name, view in self.coordinator.initial.named(
+                server.vector, server.counters
+            ).items():
                 view.copy_(shared[name])
             self.published = Published(0, server.vector.numpy(), server.counters.numpy())
 
@@ -209,7 +228,9 @@ class _End:
         if client is None:
             return self.host, Task(-1, none), self.published, None
         if not self.path and (private.stateful or self.host.personalises):
-            raise Refused("no checkpoint of the last round holds what clients keep: set checkpoint.every above 0")
+            raise Refused(
+                "no checkpoint of the last round holds what clients keep: set checkpoint.every above 0"
+            )
         extras = self.coordinator.server.sent_to(client)
         task = Task(client, none, private.accepted_job(client), extras)
         return self.host, task, self.published, private.state(client)

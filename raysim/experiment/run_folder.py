@@ -39,7 +39,12 @@ FREE = (
     "init.file",  # its checksum counts: init.sha256
 )
 
-BITS_OF_RUNTIME = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")  # of runtime, no other key
+BITS_OF_RUNTIME = (
+    "runtime.threads",
+    "runtime.lanes",
+    "runtime.graph",
+    "runtime.precision",
+)  # of runtime, no other key
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,15 @@ class Place:
 
 def place(experiment: Experiment) -> Place:
     """Decide on folder and checkpoint; refuses a folder that is taken or holds another run. Writes nothing."""
-    options, rounds, kept = experiment.execution, experiment.spec.settings.rounds, experiment.spec.settings.checkpoint
+    options, rounds, kept = (
+        experiment.execution,
+        experiment.spec.settings.rounds,
+        experiment.spec.settings.checkpoint,
+    )
     if options.resume is None:
-        folder = user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
+        folder = (
+            user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
+        )
         check_free(folder)
         check_writable(folder, kept)
         if kept.folder and {*store(kept.folder).names()} - {HELD}:
@@ -71,12 +82,19 @@ def place(experiment: Experiment) -> Place:
         return _continued(experiment, options.resume)
     folder = user_path(to_continue(options.out))
     if folder.exists() and not (folder / CONFIG).is_file() and not _just_begun(folder):
-        raise Refused(f"out={folder} is not the folder of a run: choose another one, or leave resume out")
+        raise Refused(
+            f"out={folder} is not the folder of a run: choose another one, or leave resume out"
+        )
     check_writable(folder, kept)
     for where in (str(folder), kept.folder):
         _check_run_in(where, experiment.config)
     if (done := _rounds_done(folder)) >= rounds:
-        return Place(folder, True, finished=True, note=f"{folder} has finished its {done} rounds: nothing to do")
+        return Place(
+            folder,
+            True,
+            finished=True,
+            note=f"{folder} has finished its {done} rounds: nothing to do",
+        )
     if not (last := last_checkpoint(folder, kept)):
         what = (
             f"{folder} has no checkpoint yet"
@@ -89,7 +107,9 @@ def place(experiment: Experiment) -> Place:
 
 def _just_begun(folder: Path) -> bool:
     """Whether a folder is empty but for what a run leaves that is killed before its configuration has its name."""
-    return folder.is_dir() and all(each.name == HELD or each in config_drafts(folder) for each in folder.iterdir())
+    return folder.is_dir() and all(
+        each.name == HELD or each in config_drafts(folder) for each in folder.iterdir()
+    )
 
 
 def config_drafts(folder: Path) -> list[Path]:
@@ -117,7 +137,9 @@ def _continued(experiment: Experiment, address: str) -> Place:
     origin = Path(where).resolve().parent if inside else None
     folder = user_path(out) if out else origin
     if folder is None:
-        raise Refused(f"resume={without_password(address)} is not in the folder of its run: name that one with out=DIR")
+        raise Refused(
+            f"resume={without_password(address)} is not in the folder of its run: name that one with out=DIR"
+        )
     for each in (where, str(origin or folder)):
         _check_run_in(each, experiment.config)
     same = folder.resolve() == origin or (origin is None and (folder / CONFIG).is_file())
@@ -133,25 +155,36 @@ def _from(address: str, where: Place, rounds: int) -> Place:
     checkpoint.read(address)  # a damaged one is refused before anything starts
     shown = without_password(address)
     if (version := checkpoint.version_of(address)) > rounds:
-        raise Refused(f"rounds={rounds} is below round {version} of {shown}: set rounds={version} or more")
+        raise Refused(
+            f"rounds={rounds} is below round {version} of {shown}: set rounds={version} or more"
+        )
     return replace(where, resume=address, note=f"continuing from {shown}")
 
 
 def check_writable(folder: Path, kept: Checkpoint) -> None:
     """Refuse a folder, or one for checkpoints apart from it, that nobody can make or write."""
-    for name, place in [("out", folder), *(("checkpoint.folder", path) for path in apart(kept, folder))]:
+    for name, place in [
+        ("out", folder),
+        *(("checkpoint.folder", path) for path in apart(kept, folder)),
+    ]:
         parent = place.absolute()
         while not parent.exists():
             parent = parent.parent
         if not parent.is_dir():
-            raise Refused(f"{name}={place} cannot be made because {parent} is a file: choose another folder")
+            raise Refused(
+                f"{name}={place} cannot be made because {parent} is a file: choose another folder"
+            )
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise Refused(f"{name}={place} cannot be written because {parent} is read-only: choose another folder")
+            raise Refused(
+                f"{name}={place} cannot be written because {parent} is read-only: choose another folder"
+            )
 
 
 def apart(kept: Checkpoint, folder: Path) -> list[Path]:
     """Where on this machine's disks a run's checkpoints are kept, if that is neither in its folder nor behind a URL."""
-    found = [there.path] if kept.folder and isinstance(there := store(kept.folder), LocalStore) else []
+    found = (
+        [there.path] if kept.folder and isinstance(there := store(kept.folder), LocalStore) else []
+    )
     return [path for path in found if path.resolve() != folder.resolve()]
 
 
@@ -170,8 +203,12 @@ def _check_same(stored: Node, config: Node, folder: Store) -> None:
         head = key.partition(".")[0]
         free = head in FREE or key in FREE or (head == "runtime" and key not in BITS_OF_RUNTIME)
         if not free and key not in before:
-            reason = f"it is another run, or an earlier version of raysim than {__version__} wrote it"
-            raise Refused(f"{key}={shown(now[key])} is no key of the run in {folder}: {reason}. Choose another out")
+            reason = (
+                f"it is another run, or an earlier version of raysim than {__version__} wrote it"
+            )
+            raise Refused(
+                f"{key}={shown(now[key])} is no key of the run in {folder}: {reason}. Choose another out"
+            )
         if not free and before.get(key) != now.get(key):
             old, new = shown(before[key]), shown(now[key]) if key in now else "absent"
             raise Refused(

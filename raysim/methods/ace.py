@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.methods.client_rows import PLACES, declare_rows, most_rows, padded, refuse_sample_weights, rows_of
+from raysim.methods.client_rows import (
+    PLACES,
+    declare_rows,
+    most_rows,
+    padded,
+    refuse_sample_weights,
+    rows_of,
+)
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget
@@ -39,10 +46,14 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def active_clients(*, dispatch_versions: Tensor, version: int, max_staleness: int | None = None) -> Tensor:
+def active_clients(
+    *, dispatch_versions: Tensor, version: int, max_staleness: int | None = None
+) -> Tensor:
     """A, bool [N]: whose ``dispatch_versions`` int64 [N] is one (not -1) and, unless None, not too old."""
     known = dispatch_versions >= 0
-    return known if max_staleness is None else known & (version - dispatch_versions <= max_staleness)
+    return (
+        known if max_staleness is None else known & (version - dispatch_versions <= max_staleness)
+    )
 
 
 def all_client_step(
@@ -60,13 +71,21 @@ def all_client_step(
     """An arrival: ``params`` [D], ``cache`` [N, D] -> {"params", "cache", "dispatch_versions"}, new ones."""
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
-    active = active_clients(dispatch_versions=versions, version=version, max_staleness=max_staleness)
+    active = active_clients(
+        dispatch_versions=versions, version=version, max_staleness=max_staleness
+    )
     total = torch.zeros(len(params), dtype=torch.float64)
     _refresh({client: delta}, cache, total, torch.zeros_like(active), active)
-    return {"params": params + _direction(total, active, server_lr), "cache": cache, "dispatch_versions": versions}
+    return {
+        "params": params + _direction(total, active, server_lr),
+        "cache": cache,
+        "dispatch_versions": versions,
+    }
 
 
-def _refresh(fresh: Mapping[int, Tensor], cache: Tensor, total: Tensor, counted: Tensor, active: Tensor) -> None:
+def _refresh(
+    fresh: Mapping[int, Tensor], cache: Tensor, total: Tensor, counted: Tensor, active: Tensor
+) -> None:
     """Put ``fresh`` [D] by row into ``cache`` [R, D]; ``total``, the sum of rows ``counted``, is that of ``active``."""
     changes = torch.zeros_like(active)
     changes[list(fresh)] = True
@@ -98,6 +117,7 @@ class ACE(Method):
     name = "ace"
     paper = "Chang et al. 2025"
     weighting = "uniform"
+
     def __init__(
         self,
         server_lr: float = 0.1,
@@ -118,7 +138,9 @@ class ACE(Method):
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):
-            run.excludes(other, "its weights have no part in ACE's mean, in which clients are equal")
+            run.excludes(
+                other, "its weights have no part in ACE's mean, in which clients are equal"
+            )
         run.excludes(
             "fedexp",
             "it compares the mean update with those that arrive, and ACE's mean is one of cached "

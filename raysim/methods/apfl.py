@@ -49,7 +49,10 @@ PERSONAL, SHARED = "apfl.model", "model"
 def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[str, Tensor]:
     """Return alpha v + (1 - alpha) w by path; gradients reach v alone."""
     received = dict(shared.named_parameters())
-    return {path: alpha * own + (1.0 - alpha) * received[path].detach() for path, own in personal.named_parameters()}
+    return {
+        path: alpha * own + (1.0 - alpha) * received[path].detach()
+        for path, own in personal.named_parameters()
+    }
 
 
 class APFL(Method):
@@ -83,7 +86,8 @@ class APFL(Method):
 
     def _adapted(self, job: LocalJob) -> float:
         """Return alpha after its step on the job's first batch."""
-        personal, alpha = job.network("model"), job.state["alpha"]
+        personal = job.network("model")
+        alpha: float = job.state["alpha"]
         own, shared = dict(personal.named_parameters()), dict(job.model.named_parameters())
         mixture = mix(personal, job.model, alpha)
         params = {path: value.detach().requires_grad_() for path, value in mixture.items()}
@@ -91,7 +95,9 @@ class APFL(Method):
         with job.statistics_kept():
             outputs = functional_call(personal, params, (inputs,))
         loss = job.task.objective.loss(outputs, labels)
-        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            loss, list(params.values()), allow_unused=True, materialize_grads=True
+        )
         slope = 0.0
         for path, grad in zip(params, grads, strict=True):
             slope += float(((own[path] - shared[path]).detach() * grad).sum(dtype=torch.float64))

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.methods.client_rows import PLACES, declare_rows, most_rows, refuse_sample_weights, rows_of
+from raysim.methods.client_rows import (
+    PLACES,
+    declare_rows,
+    most_rows,
+    refuse_sample_weights,
+    rows_of,
+)
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
 from raysim.vectors.row_store import Place, check_budget
@@ -49,7 +55,12 @@ def calibrated_step(
 
 
 def _calibrate(
-    deltas: Sequence[Tensor], rows: Sequence[int], cache: Tensor, total: Tensor, clients: int, scale: float = 1.0
+    deltas: Sequence[Tensor],
+    rows: Sequence[int],
+    cache: Tensor,
+    total: Tensor,
+    clients: int,
+    scale: float = 1.0,
 ) -> Tensor:
     """``scale`` v, in the kind of ``deltas``; ``cache`` [R, D] and the sum of its rows, ``total`` float64, change."""
     into = torch.empty_like(deltas[0])
@@ -76,6 +87,7 @@ class CA2FL(Method):
     name = "ca2fl"
     paper = "Wang et al., ICLR 2024"
     weighting = "uniform"
+
     def __init__(
         self,
         server_lr: float = 1.0,

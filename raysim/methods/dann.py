@@ -102,7 +102,9 @@ class Dann(Method):
     ):
         self.lam = at_least("method.dann.lam", lam, 0.0)
         self.width = int(at_least("method.dann.width", width, 1))
-        self.discriminator_steps = int(at_least("method.dann.discriminator_steps", discriminator_steps, 1))
+        self.discriminator_steps = int(
+            at_least("method.dann.discriminator_steps", discriminator_steps, 1)
+        )
         above("method.dann.rate", rate, 0.0)
         if mode == "grl" and (rate != 1 or discriminator_steps != 1):
             raise ValueError(

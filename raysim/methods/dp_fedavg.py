@@ -81,7 +81,9 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
     return found
 
 
-def epsilon(noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False) -> float:
+def epsilon(
+    noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False
+) -> float:
     """Of so many rounds of ``cohort`` out of ``clients``, drawn as a set, or by a coin of each client's own."""
     spent = rounds * _divergences(noise, clients, cohort, poisson)
     rdp = optional("dp_accounting.rdp", "method=dp_fedavg")
@@ -109,15 +111,24 @@ class DPFedAvg(Method):
     ):
         self.noise = at_least("method.dp_fedavg.noise", noise, 0.0)
         self.clip = above("method.dp_fedavg.clip", clip, 0.0)
-        self.quantile = None if quantile is None else between("method.dp_fedavg.quantile", quantile, 0.0, 1.0)
+        self.quantile = (
+            None if quantile is None else between("method.dp_fedavg.quantile", quantile, 0.0, 1.0)
+        )
         self.rate = at_least("method.dp_fedavg.rate", rate, 0.0)
         least = noise / 2
         self.bit_noise = (
             None
             if bit_noise is None
-            else above("method.dp_fedavg.bit_noise", bit_noise, least, "half of the noise is the least that hides it")
+            else above(
+                "method.dp_fedavg.bit_noise",
+                bit_noise,
+                least,
+                "half of the noise is the least that hides it",
+            )
         )
-        self.delta = None if delta is None else in_range("method.dp_fedavg.delta", delta, above=0, below=1)
+        self.delta = (
+            None if delta is None else in_range("method.dp_fedavg.delta", delta, above=0, below=1)
+        )
 
     def setup(self, run: Setup) -> None:
         """Keep C and the number of releases; refuse whatever would not be private."""
@@ -167,11 +178,17 @@ class DPFedAvg(Method):
         bit_noise = max(server.size / 20, self.noise) if self.bit_noise is None else self.bit_noise
         own = noise_of_sum(self.noise, bit_noise) if self.quantile is not None else self.noise
         if self.noise:
-            total += torch.from_numpy(own * bound * random.standard_normal(len(total))).to(total.dtype)
-            within += bit_noise * float(random.standard_normal()) if self.quantile is not None else 0.0
+            total += torch.from_numpy(own * bound * random.standard_normal(len(total))).to(
+                total.dtype
+            )
+            within += (
+                bit_noise * float(random.standard_normal()) if self.quantile is not None else 0.0
+            )
         self._record(server, bound, within / server.size)
         if self.quantile is not None:
-            server.state["bound"].fill_(adapted_bound(bound, within / server.size, self.quantile, self.rate))
+            server.state["bound"].fill_(
+                adapted_bound(bound, within / server.size, self.quantile, self.rate)
+            )
         return total.div_(server.size)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:

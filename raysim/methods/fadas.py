@@ -40,7 +40,9 @@ RULES = ("scale", "cap")
 MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 
 
-def delay_adaptive_lr(*, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale") -> float:
+def delay_adaptive_lr(
+    *, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale"
+) -> float:
     """eta_t of a buffer whose stalest update has ``max_staleness``."""
     one_of("method.fadas.rule", rule, RULES)
     if max_staleness <= threshold:
@@ -68,9 +70,18 @@ def amsgrad_step(
     return {"params": params + into} | dict(zip(MOMENTS, moments, strict=True))
 
 
-def _step(arrays: Sequence[Tensor], server_lr: float, beta1: float, beta2: float, eps: float, step: int | None) -> None:
+def _step(
+    arrays: Sequence[Tensor],
+    server_lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | None,
+) -> None:
     """Write the step into ``arrays[0]``; the rest: the update, and the moments, which change in place."""
-    growth, growth2 = (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
+    growth, growth2 = (
+        (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
+    )
     settings = (server_lr * growth, beta1, 1.0 - beta1, beta2, 1.0 - beta2, growth2, eps)
     run_compiled(_amsgrad, arrays, settings)
 

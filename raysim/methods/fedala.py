@@ -47,7 +47,9 @@ def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
     return old + (new - old) * weights
 
 
-def updated_weights(weights: Tensor, gradient: Tensor, old: Tensor, new: Tensor, rate: float) -> Tensor:
+def updated_weights(
+    weights: Tensor, gradient: Tensor, old: Tensor, new: Tensor, rate: float
+) -> Tensor:
     """Return W after one step, in [0, 1]; gradient: of the loss by the mixed parameters."""
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 
@@ -130,7 +132,9 @@ class FedALA(Method):
         new = parts_of(vector.data, entries)
         write_parts(vector.data, entries, mixed(client.state["trained"], new, weights))
 
-    def _learn_weights(self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor) -> Tensor:
+    def _learn_weights(
+        self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor
+    ) -> Tensor:
         """Return W after this job's passes."""
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
@@ -152,10 +156,14 @@ class FedALA(Method):
         return weights
 
     @staticmethod
-    def _loss(job: LocalJob, entries: Sequence[Entry], top: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _loss(
+        job: LocalJob, entries: Sequence[Entry], top: Tensor, inputs: Tensor, labels: Tensor
+    ) -> Tensor:
         """Return the loss of the received model with other top layers."""
         parts = top.split([entry.stop - entry.start for entry in entries])
-        tensors = {entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)}
+        tensors = {
+            entry.path: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)
+        }
         outputs = functional_call(job.model, tensors, (inputs,))
         loss: Tensor = job.task.objective.loss(outputs, labels)
         return loss

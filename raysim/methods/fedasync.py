@@ -40,10 +40,14 @@ if TYPE_CHECKING:
 KINDS = ("polynomial", "hinge", "constant")
 
 
-def staleness_weight(*, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0) -> float:
+def staleness_weight(
+    *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
+) -> float:
     """sigma(s): 1 at 0, never growing. Raises ValueError below 0."""
     if staleness < 0:
-        raise ValueError(f"a staleness of {staleness} is that of a model from the future: it must be at least 0")
+        raise ValueError(
+            f"a staleness of {staleness} is that of a model from the future: it must be at least 0"
+        )
     one_of("method.fedasync.kind", kind, KINDS)
     if kind == "polynomial":
         return float((staleness + 1.0) ** -a)
@@ -77,7 +81,9 @@ def arrival_rates(
     return rates
 
 
-def apply_arrivals(*, params: Tensor, client_params: Tensor, version: int, **arrivals: Any) -> dict[str, Any]:
+def apply_arrivals(
+    *, params: Tensor, client_params: Tensor, version: int, **arrivals: Any
+) -> dict[str, Any]:
     """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}.
 
     ``arrivals``: what else `arrival_rates` takes.
@@ -88,7 +94,9 @@ def apply_arrivals(*, params: Tensor, client_params: Tensor, version: int, **arr
     return {"params": params, "version": version + len(rates)}
 
 
-_SETS = "it changes the step along a mean update, and FedAsync mixes single models one after the other"
+_SETS = (
+    "it changes the step along a mean update, and FedAsync mixes single models one after the other"
+)
 _WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one after the other"
 
 
@@ -142,19 +150,31 @@ class FedAsync(Method):
             "max_staleness": self.max_staleness,
         }
         if server.weighting == "samples":
-            how["factors"] = torch.tensor(aggregation.weights, dtype=torch.float64) / (server.samples / server.able)
-        rates, bases = arrival_rates(**how), [aggregation.base(update) for update in aggregation.updates]
+            how["factors"] = torch.tensor(aggregation.weights, dtype=torch.float64) / (
+                server.samples / server.able
+            )
+        rates, bases = (
+            arrival_rates(**how),
+            [aggregation.base(update) for update in aggregation.updates],
+        )
         server.report["rate"] = sum(rates) / len(rates)
         if self.max_staleness is not None:
-            late = [server.version + number - update.version for number, update in enumerate(aggregation.updates)]
-            server.report["discarded"] = float(sum(staleness > self.max_staleness for staleness in late))
+            late = [
+                server.version + number - update.version
+                for number, update in enumerate(aggregation.updates)
+            ]
+            server.report["discarded"] = float(
+                sum(staleness > self.max_staleness for staleness in late)
+            )
         direction = torch.empty_like(server.vector)
 
         def mix(part: slice) -> None:
             x = server.vector[part]
             arrivals = zip(bases, aggregation.deltas, strict=True)
             moved = torch.stack([delta[part] + (base[part] - x) for base, delta in arrivals])
-            direction[part] = apply_arrivals(params=torch.zeros_like(x), client_params=moved, **how)["params"]
+            direction[part] = apply_arrivals(
+                params=torch.zeros_like(x), client_params=moved, **how
+            )["params"]
 
         in_blocks(len(direction), mix)
         return direction

@@ -67,7 +67,9 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
     "cosine" (6), "linear" e/E, "filter" 0, "all" 1. Raises ValueError for another kind or an epoch outside 1..E.
     """
     if not 1 <= epoch <= total_epochs:
-        raise ValueError(f"fedbss has no epoch {epoch} of {total_epochs}: epochs count from 1 to local.epochs.")
+        raise ValueError(
+            f"fedbss has no epoch {epoch} of {total_epochs}: epochs count from 1 to local.epochs."
+        )
     if kind == "cosine":
         return (1.0 - math.cos(math.pi * epoch / total_epochs)) / 2.0
     if kind == "linear":
@@ -88,7 +90,9 @@ def selected_indices(
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
     num_biased = len(losses) - split["num_unbiased"]
-    return split["order"][: split["num_unbiased"] + included_count(num_biased=num_biased, fraction=fraction)]
+    return split["order"][
+        : split["num_unbiased"] + included_count(num_biased=num_biased, fraction=fraction)
+    ]
 
 
 class FedBSS(Method):

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 NORMALIZATIONS = ("count", "weights", "none")
 
 
-def arrival_weights(*, staleness: Tensor, exponent: float = 0.5, sample_weights: Tensor | None = None) -> Tensor:
+def arrival_weights(
+    *, staleness: Tensor, exponent: float = 0.5, sample_weights: Tensor | None = None
+) -> Tensor:
     """(1 + s_i)^-a of ``staleness`` int64 [K], times ``sample_weights`` [K] if given: float64 [K]."""
     weights = (1.0 + staleness.double()).pow(-exponent)
     return weights if sample_weights is None else weights * sample_weights.double()
@@ -62,7 +64,9 @@ def buffered_aggregate(
 ) -> Tensor:
     """The direction of a full buffer: ``deltas`` [K, D] in order of arrival, ``staleness`` int64 [K] -> [D]."""
     weights = arrival_weights(staleness=staleness, exponent=exponent, sample_weights=sample_weights)
-    return weighted_sum(deltas, weights) / buffer_divisor(weights=weights, normalization=normalization)
+    return weighted_sum(deltas, weights) / buffer_divisor(
+        weights=weights, normalization=normalization
+    )
 
 
 def buffered_step(
@@ -93,7 +97,9 @@ class FedBuff(Method):
     paper = "Nguyen et al., AISTATS 2022"
     weighting = "uniform"
 
-    def __init__(self, exponent: float = 0.5, normalization: Literal["count", "weights", "none"] = "count"):
+    def __init__(
+        self, exponent: float = 0.5, normalization: Literal["count", "weights", "none"] = "count"
+    ):
         self.exponent = at_least("method.fedbuff.exponent", exponent, 0.0)
         buffer_divisor(weights=torch.ones(1), normalization=normalization)
         self.normalization = normalization

@@ -31,7 +31,13 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.methods.client_rows import declare_rows, most_rows, padded, refuse_sample_weights, rows_of
+from raysim.methods.client_rows import (
+    declare_rows,
+    most_rows,
+    padded,
+    refuse_sample_weights,
+    rows_of,
+)
 from raysim.primitives.checks import at_least, between
 from raysim.primitives.errors import Refused
 from raysim.vectors.blocks import parts
@@ -151,18 +157,27 @@ class _Chosen:
                 continue
             part = slice(int(batch[0]), int(batch[-1]) + 1)
             choice = self._search(models[part], losses[part], smoothness)
-            for candidates, candidate_losses, index in zip(models[part], losses[part], choice, strict=True):
+            for candidates, candidate_losses, index in zip(
+                models[part], losses[part], choice, strict=True
+            ):
                 self.add(candidates[index], candidate_losses[index])
             choices += choice
         return choices
 
     def _search(
-        self, models: Sequence[Sequence[Tensor]], losses: Sequence[Sequence[float]], smoothness: float
+        self,
+        models: Sequence[Sequence[Tensor]],
+        losses: Sequence[Sequence[float]],
+        smoothness: float,
     ) -> list[int]:
         """The best of all combinations; they grow client by client, the first client's choice being the slowest."""
         gram, products = self._gram([model for candidates in models for model in candidates])
-        loss, square = (torch.tensor([value], dtype=torch.float64) for value in (self.loss, self.square))
-        norm = self.total[: self.trained].square().sum()[None]  # |sum of S|^2 of each combination so far
+        loss, square = (
+            torch.tensor([value], dtype=torch.float64) for value in (self.loss, self.square)
+        )
+        norm = (
+            self.total[: self.trained].square().sum()[None]
+        )  # |sum of S|^2 of each combination so far
         cross = products[None]  # its products with the candidates of the clients to come
         for client_losses in losses:
             many, norms = len(client_losses), gram.diagonal()[: len(client_losses)]
@@ -175,11 +190,17 @@ class _Chosen:
         objective = loss / count + smoothness / 2 * (square / count - norm / count**2)
         best = objective.min()
         first = int((objective <= best + _TIE * best.abs()).nonzero()[0])
-        return [int(index) for index in np.unravel_index(first, [len(client_losses) for client_losses in losses])]
+        return [
+            int(index)
+            for index in np.unravel_index(first, [len(client_losses) for client_losses in losses])
+        ]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Inner products of the models [T, T], and with the sum of the set [T]."""
-        gram, products = torch.zeros(len(rows), len(rows), dtype=torch.float64), torch.zeros(len(rows)).double()
+        gram, products = (
+            torch.zeros(len(rows), len(rows), dtype=torch.float64),
+            torch.zeros(len(rows)).double(),
+        )
         for part in parts(0, self.trained, _PART):
             block = torch.stack([row[part] for row in rows]).double() - self.centre[part]
             gram.addmm_(block, block.T)
@@ -211,6 +232,7 @@ class FedCDA(Method):
     name = "fedcda"
     paper = "Wang et al., ICLR 2024"
     weighting = "uniform"
+
     def __init__(
         self,
         memory: int = 3,
@@ -309,8 +331,14 @@ class FedCDA(Method):
                 chosen.add(models[row, place], float(losses[row, place]))
         places = [_newest_first(int(state["pushes"][row]), self.memory) for row in rows]
         choices = chosen.extend(
-            [[models[row, place] for place in newest] for row, newest in zip(rows, places, strict=True)],
-            [[float(losses[row, place]) for place in newest] for row, newest in zip(rows, places, strict=True)],
+            [
+                [models[row, place] for place in newest]
+                for row, newest in zip(rows, places, strict=True)
+            ],
+            [
+                [float(losses[row, place]) for place in newest]
+                for row, newest in zip(rows, places, strict=True)
+            ],
             self.smoothness,
             self.batches,
         )
@@ -330,7 +358,9 @@ def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
     for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
         stale = update.version != server.version
         movements.append(delta + (aggregation.base(update) - server.vector) if stale else delta)
-    groups = [movements[start : start + server.group] for start in range(0, len(movements), server.group)]
+    groups = [
+        movements[start : start + server.group] for start in range(0, len(movements), server.group)
+    ]
     return _sum([_sum(group) for group in groups]).div_(float(len(movements)))
 
 

@@ -36,7 +36,9 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     centred = features - features.mean(dim=0)
     variance = centred.square().sum(dim=0) / (rows - 1 if variant != "paper" else rows)
     # The square root of 0 has no gradient, hence a small number inside it; "fedbr" has it outside, and is clamped.
-    scale = variance.clamp_min(1e-16).sqrt() + 1e-4 if variant == "fedbr" else (variance + 1e-8).sqrt()
+    scale = (
+        variance.clamp_min(1e-16).sqrt() + 1e-4 if variant == "fedbr" else (variance + 1e-8).sqrt()
+    )
     normal = centred / scale
     gram = normal.T @ normal
     if variant == "authors":

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 _OTHERS = "FedDyn's server needs the plain mean of this round's updates, and it takes another step"
 
 
-def regularised_gradient(grad: Tensor, params: Tensor, received: Tensor, correction: Tensor, alpha: float) -> Tensor:
+def regularised_gradient(
+    grad: Tensor, params: Tensor, received: Tensor, correction: Tensor, alpha: float
+) -> Tensor:
     """grad - g_k + alpha (params - received), all [d]."""
     return grad - correction + alpha * (params - received)
 
@@ -46,7 +48,9 @@ def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alph
     return correction - alpha * (trained - received)
 
 
-def updated_drift(drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float) -> Tensor:
+def updated_drift(
+    drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float
+) -> Tensor:
     """h after a round whose participants moved by ``mean_change`` [d] on average; ``clients`` counts all of the run."""
     return drift - alpha * participants / clients * mean_change
 

@@ -75,7 +75,11 @@ def server_step(
 ) -> Tensor:
     """``params`` [D] plus eta times the mean update; see ``server_step_size``."""
     eta = server_step_size(
-        deltas=deltas, epsilon=epsilon, weights=weights, epsilon_scale=epsilon_scale, minimum=minimum
+        deltas=deltas,
+        epsilon=epsilon,
+        weights=weights,
+        epsilon_scale=epsilon_scale,
+        minimum=minimum,
     )
     return params + eta * weighted_sum(deltas, _shares(deltas, weights))
 

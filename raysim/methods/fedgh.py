@@ -60,7 +60,9 @@ class _Tally:
     projections: int = 0
 
 
-def _harmonized(products: np.ndarray, order: Pairs | None, conflict_test: str, tally: _Tally) -> np.ndarray:
+def _harmonized(
+    products: np.ndarray, order: Pairs | None, conflict_test: str, tally: _Tally
+) -> np.ndarray:
     """Coefficients float64 [m, m] of the harmonised updates (rows) in the original ones, of their Gram matrix."""
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     mixture = np.eye(len(products))
@@ -80,7 +82,9 @@ def _harmonized(products: np.ndarray, order: Pairs | None, conflict_test: str, t
     return mixture
 
 
-def harmonized_gradients(*, gradients: Tensor, order: Pairs | None = None, conflict_test: str = "original") -> Tensor:
+def harmonized_gradients(
+    *, gradients: Tensor, order: Pairs | None = None, conflict_test: str = "original"
+) -> Tensor:
     """The harmonised rows of ``gradients`` [m, d] -> [m, d]; rows without a conflict keep their bits.
 
     ``order``: pairs [i, j], by default (0, 1), (0, 2), ..., (1, 2), ...; ``conflict_test``: "original" or "current".
@@ -90,14 +94,20 @@ def harmonized_gradients(*, gradients: Tensor, order: Pairs | None = None, confl
 
 
 def harmonized_aggregate(
-    *, gradients: Tensor, weights: Tensor, order: Pairs | None = None, conflict_test: str = "original"
+    *,
+    gradients: Tensor,
+    weights: Tensor,
+    order: Pairs | None = None,
+    conflict_test: str = "original",
 ) -> Tensor:
     """The weighted mean of ``harmonized_gradients`` without forming them: ``gradients`` [m, d], ``weights`` [m] -> [d].
 
     ValueError for weights without a mean.
     """
     mixture = _harmonized(gram(gradients.unbind()).numpy(), order, conflict_test, _Tally())
-    return weighted_sum(gradients, weights.double() @ torch.from_numpy(mixture)) / weight_total(weights)
+    return weighted_sum(gradients, weights.double() @ torch.from_numpy(mixture)) / weight_total(
+        weights
+    )
 
 
 class FedGH(Method):
@@ -124,7 +134,9 @@ class FedGH(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The weighted mean of the harmonised updates; without a conflict FedAvg's, bit for bit."""
         updates = aggregation.updates
-        places = sorted(range(len(updates)), key=lambda index: (updates[index].client, updates[index].job))
+        places = sorted(
+            range(len(updates)), key=lambda index: (updates[index].client, updates[index].job)
+        )
         pairs = list(combinations(places, 2))
         if self.order == "random":
             pairs = [pairs[index] for index in server.stream("order").permutation(len(pairs))]
@@ -185,7 +197,9 @@ def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) 
     return root
 
 
-def hierarchical_harmonized_gradient(*, gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
+def hierarchical_harmonized_gradient(
+    *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
+) -> Tensor:
     """FedLD's FedGH of one tensor: ``gradients`` [m, d], r ``reference`` [d], ``eps`` added to divisors -> [d]."""
     products = gram([*gradients.unbind(), reference]).numpy()
     coefficients = _tree(products, np.ones(len(gradients)), eps, _Tally())
@@ -204,7 +218,9 @@ class HierarchicalFedGH(Method):
     weighting = "uniform"
 
     def __init__(self, eps: float = 1e-7):
-        self.eps = above("method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0")
+        self.eps = above(
+            "method.fedgh_hierarchical.eps", eps, 0.0, "it keeps the divisors away from 0"
+        )
 
     def setup(self, run: Setup) -> None:
         """Warn of aggregations of one update: a conflict takes two."""
@@ -222,10 +238,14 @@ class HierarchicalFedGH(Method):
             direction = torch.empty_like(reference)
             for part in stretches(server.layout, "tensor"):
                 blocks = [row[part] for row in rows]
-                coefficients = _tree(gram([*blocks, reference[part]]).numpy(), factors, self.eps, tally)
+                coefficients = _tree(
+                    gram([*blocks, reference[part]]).numpy(), factors, self.eps, tally
+                )
                 direction[part] = combination(blocks, (coefficients * mean).tolist(), server.group)
         direction.div_(aggregation.divisor)
-        new = direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
+        new = (
+            direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
+        )
         server.state[REFERENCE] = new
         _report(server, tally)
         return direction

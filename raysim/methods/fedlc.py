@@ -54,7 +54,9 @@ def others_loss(calibrated: Tensor, labels: Tensor, several: Tensor) -> Tensor:
     ``calibrated``: logits (B, C) less their shifts. ``several``: whether two margins are finite, else it is 0.
     """
     true = labels.unsqueeze(1)
-    losses = calibrated.scatter(1, true, -torch.inf).logsumexp(dim=1) - calibrated.gather(1, true).squeeze(1)
+    losses = calibrated.scatter(1, true, -torch.inf).logsumexp(dim=1) - calibrated.gather(
+        1, true
+    ).squeeze(1)
     return (losses * several).mean()  # not after the mean: a sum of shifts is infinite
 
 
@@ -84,7 +86,12 @@ class FedLC(Method):
     name = "fedlc"
     paper = "Zhang et al., ICML 2022"
 
-    def __init__(self, tau: float = 1.0, denominator: Literal["all", "others"] = "all", count_floor: float = 0.0):
+    def __init__(
+        self,
+        tau: float = 1.0,
+        denominator: Literal["all", "others"] = "all",
+        count_floor: float = 0.0,
+    ):
         self.tau = at_least("method.fedlc.tau", tau, 0.0)
         one_of("method.fedlc.denominator", denominator, DENOMINATORS)
         self.denominator = denominator

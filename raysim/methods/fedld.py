@@ -56,7 +56,9 @@ Normalization: TypeAlias = Literal["l2", "sum", "none"]
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """rho_b = f_b[y_b] - max_c!=y_b f_b[c] of ``logits`` (B, C), C >= 2, and ``labels`` int64 (B,): (B,)."""
     classes = torch.arange(logits.shape[1], device=logits.device)
-    is_label = labels.unsqueeze(1) == classes  # F.one_hot would ask the device for the largest label
+    is_label = (
+        labels.unsqueeze(1) == classes
+    )  # F.one_hot would ask the device for the largest label
     others = logits.masked_fill(is_label, -torch.inf).amax(dim=1)
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - others
 
@@ -73,7 +75,9 @@ def margin_control_penalty(
         return lam * logits.softmax(dim=1).square().sum().log1p()
     if kind == "threshold":
         if labels is None:
-            raise ValueError("kind=threshold needs labels: margins are those of the labelled classes")
+            raise ValueError(
+                "kind=threshold needs labels: margins are those of the labelled classes"
+            )
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)
     return lam * (squares.log1p() if kind == "marg_log" else squares).mean()
@@ -161,21 +165,31 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
     principal = (values > tol * values[-1]) & (torch.arange(len(values), 0, -1) <= components)
     eigenvalues, directions = values[principal], vectors[:, principal]
     lengths, norms = eigenvalues.sqrt(), products.diagonal().sqrt()
-    shares = eigenvalues / {"l2": eigenvalues.norm(), "sum": values.sum(), "none": eigenvalues}[normalization]
+    shares = (
+        eigenvalues
+        / {"l2": eigenvalues.norm(), "sum": values.sum(), "none": eigenvalues}[normalization]
+    )
     projections = directions * lengths
     signs = torch.where(projections.abs() > tol * norms[:, None], projections.sign(), 0.0)
     coefficients: Tensor = (norms[:, None] * signs * shares / lengths) @ directions.T
     return coefficients
 
 
-def revise_gradients(*, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8) -> Tensor:
+def revise_gradients(
+    *, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
+) -> Tensor:
     """g_i' of every row of ``gradients`` [m, d] -> [m, d]; ``normalization`` "l2", "sum" or "none"."""
     coefficients = _coefficients(gram(gradients.unbind()), num_components, normalization, tol)
     return coefficients.to(gradients.dtype) @ gradients
 
 
 def principal_gradient_aggregate(
-    *, gradients: Tensor, weights: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
+    *,
+    gradients: Tensor,
+    weights: Tensor,
+    num_components: int,
+    normalization: str = "l2",
+    tol: float = 1e-8,
 ) -> Tensor:
     """The weighted mean of ``revise_gradients`` without forming them: ``gradients`` [m, d], ``weights`` [m] -> [d].
 
@@ -210,7 +224,9 @@ class PrincipalGradient(Method):
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The weighted mean of the revised updates."""
-        components = num_principal_components(num_clients=len(aggregation.updates), fraction=self.fraction)
+        components = num_principal_components(
+            num_clients=len(aggregation.updates), fraction=self.fraction
+        )
 
         def change(products: Tensor) -> Tensor:
             return _coefficients(products, components, self.normalization, self.tol)

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def effective_steps(steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False) -> float:
+def effective_steps(
+    steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False
+) -> float:
     """Return a_i: how far some SGD steps move under a constant gradient of 1, at the rate 1.
 
     pull: eta mu of a proximal term.
@@ -57,7 +59,9 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
     total = sum(weights)
     factors = []
     for own_steps in steps:
-        ratios = [weight * (other / own_steps) for weight, other in zip(weights, steps, strict=True)]
+        ratios = [
+            weight * (other / own_steps) for weight, other in zip(weights, steps, strict=True)
+        ]
         factors.append(sum(ratios) / total)
     return factors
 
@@ -78,7 +82,9 @@ class FedNova(Method):
             f"local.optimizer={run.local.optimizer}: method 'fednova' counts steps of SGD. Set local.optimizer=sgd.",
         )
         if self.mu == 0 and "fedprox" in run.methods:
-            run.warn("method.fednova.mu=0 ignores the proximal term of method 'fedprox'. Set it to method.fedprox.mu.")
+            run.warn(
+                "method.fednova.mu=0 ignores the proximal term of method 'fedprox'. Set it to method.fedprox.mu."
+            )
         run.warn_of_second_correction("scaffold")
         run.warn_if_single("it does what FedAvg does")
         run.upload("steps", 1)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def not_true_distillation_loss(logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def not_true_distillation_loss(
+    logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float
+) -> Tensor:
     """tau^2 KL(teacher || student) without the true class, the mean over the batch.
 
     ``logits`` and ``global_logits`` (B, C), the latter without gradient; ``labels`` int64 (B,). C = 2 gives 0.

@@ -96,7 +96,9 @@ def fedyogi_step(
     step: int | None = None,
 ) -> dict[str, Tensor]:
     """One FedYogi step, as ``fedadam_step``; v moves by at most (1 - beta2) delta^2."""
-    return _adapted(params, delta, first_moment, second_moment, server_lr, beta1, tau, beta2, step, yogi=True)
+    return _adapted(
+        params, delta, first_moment, second_moment, server_lr, beta1, tau, beta2, step, yogi=True
+    )
 
 
 def _adapted(

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 NEVER = -1e30
 
 
-def class_means(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> tuple[Tensor, Tensor]:
+def class_means(
+    batches: Iterable[tuple[Tensor, Tensor]], num_classes: int
+) -> tuple[Tensor, Tensor]:
     """Return the mean features [C, d] of each class and its samples [C], both float64.
 
     batches: features [B, d] and labels int64 [B]. A class without samples has zeros.
@@ -69,7 +71,9 @@ def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present
     return distance.square().mean()
 
 
-def nearest_prototype_head(prototypes: Mapping[int, Tensor], num_classes: int) -> tuple[Tensor, Tensor]:
+def nearest_prototype_head(
+    prototypes: Mapping[int, Tensor], num_classes: int
+) -> tuple[Tensor, Tensor]:
     """Return the weight [C, d] and bias [C] of a linear head whose largest logit is the nearest C_j.
 
     |h - C_j|^2 = |h|^2 - (2 h.C_j - |C_j|^2), and the first term is the same for all classes.
@@ -143,7 +147,8 @@ class FedProto(Method):
         if self.predict == "prototype":
             usable = job.received["present"] & (counts > 0)
             job.state["prototypes"] = {
-                label: job.received["prototypes"][label].clone() for label in usable.nonzero().flatten().tolist()
+                label: job.received["prototypes"][label].clone()
+                for label in usable.nonzero().flatten().tolist()
             }
 
     def personalise(self, client: PersonalModel) -> None:
@@ -153,7 +158,9 @@ class FedProto(Method):
             return
         tensors = client.vector.named(client.vector.data, client.vector.counters)
         head = tensors["model.head.weight"], tensors["model.head.bias"]
-        for tensor, value in zip(head, nearest_prototype_head(prototypes, len(head[1])), strict=True):
+        for tensor, value in zip(
+            head, nearest_prototype_head(prototypes, len(head[1])), strict=True
+        ):
             tensor.copy_(value)
 
     # --- an aggregation -----------------------------------------------------------------------

@@ -45,7 +45,9 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 
 def _raise(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
     """log q after one round but for a common factor, in place: so who takes no part costs nothing."""
-    return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))  # a client may be there twice
+    return log_weights.index_add_(
+        0, indices, step_size * losses.to(log_weights.dtype)
+    )  # a client may be there twice
 
 
 class GroupDRO(Method):

@@ -71,7 +71,9 @@ def mean_loss(model: nn.Module, task: Task, batches: Iterable[tuple[Tensor, Tens
     return float(torch.cat(losses).double().mean())
 
 
-def copy_network(values: Tensor, entries: Sequence[Entry], source: str, target: str, origin: Tensor) -> None:
+def copy_network(
+    values: Tensor, entries: Sequence[Entry], source: str, target: str, origin: Tensor
+) -> None:
     """Write the values that `origin` has of one network into another network's place."""
     places = {entry.path: entry for entry in entries if entry.network == target}
     for entry in entries:
@@ -98,7 +100,9 @@ class IFCA(Method):
     def setup(self, run: Setup) -> None:
         """Add k - 1 models; with one, the run is FedAvg."""
         for other in PER_PARAMETER:
-            run.excludes(other, "it keeps values for one model, and clients train one of several models")
+            run.excludes(
+                other, "it keeps values for one model, and clients train one of several models"
+            )
         for other in KEEP_PARTS:
             run.excludes(other, "it keeps a part of one model, and clients train one of several")
         if self.clusters == 1:
@@ -144,7 +148,9 @@ class IFCA(Method):
     def personalise(self, client: PersonalModel) -> None:
         """Load the model with the least loss on the client's training samples."""
         vector = client.vector
-        losses = [mean_loss(vector.networks[name], self._task, client.data()) for name in self._names]
+        losses = [
+            mean_loss(vector.networks[name], self._task, client.data()) for name in self._names
+        ]
         name = self._names[losses.index(min(losses))]
         copy_network(vector.data, vector.layout.entries, name, "model", vector.data)
         copy_network(vector.counters, vector.layout.counters, name, "model", vector.counters)
@@ -164,7 +170,9 @@ class IFCA(Method):
         return direction
 
 
-def _mean_change(entry: Entry, aggregation: Aggregation, server: ServerView, chosen: Sequence[bool]) -> Tensor:
+def _mean_change(
+    entry: Entry, aggregation: Aggregation, server: ServerView, chosen: Sequence[bool]
+) -> Tensor:
     """Return the weighted mean of the chosen updates' changes of one tensor; 0 without any."""
     at = slice(entry.start, entry.stop)
     total, divisor = torch.zeros_like(server.vector[at]), 0.0

@@ -69,16 +69,24 @@ def _rows(values: Tensor, granularity: str) -> np.ndarray:
     return values.detach().contiguous().view(-1, size if size > 1 else values.numel()).numpy()
 
 
-def _settings(values: Tensor, clamp_max: float, value_clip: float | None, eps: float) -> tuple[float, ...]:
+def _settings(
+    values: Tensor, clamp_max: float, value_clip: float | None, eps: float
+) -> tuple[float, ...]:
     """The bounds as numbers of the vector's kind."""
     kind = values.numpy().dtype.type
     return kind(clamp_max), kind(math.inf if value_clip is None else value_clip), kind(eps)
 
 
-def _mix(rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool) -> None:
+def _mix(
+    rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
+) -> None:
     """Compiled. Every one of ``rows`` [n, k] becomes its g', with its source; sums in float64."""
     chunk = 64  # rows whose sums are known before their factors are computed, all at once
-    square, square0, product = np.empty(chunk, rows.dtype), np.empty(chunk, rows.dtype), np.empty(chunk, rows.dtype)
+    square, square0, product = (
+        np.empty(chunk, rows.dtype),
+        np.empty(chunk, rows.dtype),
+        np.empty(chunk, rows.dtype),
+    )
     factor, factor0 = np.empty(chunk, rows.dtype), np.empty(chunk, rows.dtype)
     half = rows.dtype.type(0.5)  # 2 would be a double
     for start in range(0, len(rows), chunk):
@@ -164,7 +172,9 @@ class InCo(Method):
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """`cross_layer_gradient` of every shared parameter of the model that has a shared source; no source has one."""
         shared = {e.path: e for e in server.layout.within(["model"]) if not e.personal}
-        pairs = source_parameters(names=list(shared), shapes=[list(e.shape) for e in shared.values()])
+        pairs = source_parameters(
+            names=list(shared), shapes=[list(e.shape) for e in shared.values()]
+        )
         updates = {path: direction[e.start : e.stop].view(e.shape) for path, e in shared.items()}
         settings = _settings(direction, self.clamp_max, self.value_clip, self.eps)
         work: list[tuple[np.ndarray, np.ndarray]] = []

@@ -61,7 +61,9 @@ class Krum(Method):
 
     def __init__(self, byzantine: int = 1, selected: int | None = 1):
         self.byzantine = at_least("method.krum.byzantine", byzantine, 0)
-        self.selected = selected if selected is None else at_least("method.krum.selected", selected, 1)
+        self.selected = (
+            selected if selected is None else at_least("method.krum.selected", selected, 1)
+        )
 
     def setup(self, run: Setup) -> None:
         """Warn of aggregations with fewer updates than the paper's guarantee needs."""

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def loss_decomposition(*, loss_matrix: ArrayLike, global_losses: ArrayLike, weights: ArrayLike) -> dict[str, float]:
+def loss_decomposition(
+    *, loss_matrix: ArrayLike, global_losses: ArrayLike, weights: ArrayLike
+) -> dict[str, float]:
     """Of local models' losses [m, m] (row: model, column: whose data) and the shared model's [m].
 
     weights [m] need not sum to 1. local_loss + distribution_shift + aggregation = global_loss, but for rounding.

@@ -34,13 +34,17 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def model_contrastive_loss(z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
+def model_contrastive_loss(
+    z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float
+) -> Tensor:
     """l_con, the mean over the batch: z_local and z_global (B, D), z_previous (P, B, D), P >= 0; 0 without one."""
     if not len(z_previous):
         return z_local.new_zeros(())
     others = torch.cat([z_global.unsqueeze(0), z_previous])
     logits = F.cosine_similarity(z_local.unsqueeze(0), others, dim=-1).T / temperature
-    return F.cross_entropy(logits, torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device))
+    return F.cross_entropy(
+        logits, torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device)
+    )
 
 
 class Moon(Method):

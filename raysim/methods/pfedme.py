@@ -56,7 +56,9 @@ class PFedMe(Method):
     paper = "Dinh et al., NeurIPS 2020"
     weighting = "uniform"
 
-    def __init__(self, steps: int = 5, lam: float = 15.0, personal_lr: float = 0.01, beta: float = 1.0):
+    def __init__(
+        self, steps: int = 5, lam: float = 15.0, personal_lr: float = 0.01, beta: float = 1.0
+    ):
         self.steps = at_least("method.pfedme.steps", steps, 1)
         self.lam = above("method.pfedme.lam", lam, 0.0)
         self.personal_lr = above("method.pfedme.personal_lr", personal_lr, 0.0)

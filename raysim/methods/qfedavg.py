@@ -47,7 +47,9 @@ def loss_before_training(job: LocalJob) -> Tensor:
     return total / job.samples
 
 
-def divisor(weights: Sequence[float], losses: Sequence[float], curvatures: Sequence[float], q: float) -> float:
+def divisor(
+    weights: Sequence[float], losses: Sequence[float], curvatures: Sequence[float], q: float
+) -> float:
     """Return sum_i w_i (1 + q c_i / F_i): with w_i = F_i^q and c_i = L |D_i|^2, sum_i h_i / L."""
     total = 0.0
     for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):
@@ -89,4 +91,6 @@ class QFedAvg(Method):
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]
         pairs = zip(aggregation.weights, losses, strict=True)
         weights = [weight * loss**self.q for weight, loss in pairs]
-        return aggregation.reweighted(weights, lambda final: divisor(final, losses, curvatures, self.q))
+        return aggregation.reweighted(
+            weights, lambda final: divisor(final, losses, curvatures, self.q)
+        )

@@ -61,14 +61,21 @@ def updated_control_variate(
     the client.
     """
     if lr <= 0.0:
-        raise ValueError(f"scaffold divides by the local rate, which is {lr}: set local.lr (and its schedule) above 0.")
+        raise ValueError(
+            f"scaffold divides by the local rate, which is {lr}: set local.lr (and its schedule) above 0."
+        )
     scale = 1.0 / (effective_steps(num_steps, momentum) * lr)
     return client_control - server_control + scale * (global_params - local_params)
 
 
-def server_control_variate(server_control: Tensor, control_deltas: Tensor, num_clients: int) -> Tensor:
+def server_control_variate(
+    server_control: Tensor, control_deltas: Tensor, num_clients: int
+) -> Tensor:
     """c + (1/N) sum of ``control_deltas`` [m, d] (a row a participant); ``num_clients`` is N, idle clients included."""
-    return server_control + weighted_sum(control_deltas, control_deltas.new_ones(len(control_deltas))) / num_clients
+    return (
+        server_control
+        + weighted_sum(control_deltas, control_deltas.new_ones(len(control_deltas))) / num_clients
+    )
 
 
 class Scaffold(Method):

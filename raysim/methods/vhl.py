@@ -192,9 +192,7 @@ class Vhl(Method):
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
         """Note whether another method changes inputs, so that virtual images pass on their own."""
         others = [each for each in run.methods if each.method != self.name]
-        self._apart = any(
-            each.has_hook("batch") and not each.adds_rows for each in others
-        )
+        self._apart = any(each.has_hook("batch") and not each.adds_rows for each in others)
         return ()
 
     def cost(self, job: Participation) -> float:

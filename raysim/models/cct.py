@@ -45,7 +45,10 @@ class Cct7(ModelRecipe):
             nn.MaxPool2d(3, 2, 1),
             Tokens(),
             Position(tokens),
-            *(Block(self.attention_dropout, self.drop_path * i / (BLOCKS - 1)) for i in range(BLOCKS)),
+            *(
+                Block(self.attention_dropout, self.drop_path * i / (BLOCKS - 1))
+                for i in range(BLOCKS)
+            ),
             nn.LayerNorm(WIDTH),
             SequencePool(),
         )
@@ -108,7 +111,9 @@ class Block(nn.Module):
         self.before = nn.LayerNorm(WIDTH)
         self.attention = Attention(attention_dropout)
         self.between = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.path = DropPath(drop_path)
 
     def forward(self, u: Tensor) -> Tensor:

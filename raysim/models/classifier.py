@@ -44,13 +44,17 @@ class ModelRecipe:
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         """A fresh feature extractor for such inputs and its F; ValueError when the inputs do not fit."""
-        raise NotImplementedError(f"{type(self).__name__} makes no extractor: give it `extractor` or `network`")
+        raise NotImplementedError(
+            f"{type(self).__name__} makes no extractor: give it `extractor` or `network`"
+        )
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """A fresh network. torch's generator is seeded for it."""
         return Classifier(*self.extractor(input_shape), num_classes)
 
-    def build(self, input_shape: Shape, num_classes: int, seed: int, tokens: Tokens | None = None) -> Classifier:
+    def build(
+        self, input_shape: Shape, num_classes: int, seed: int, tokens: Tokens | None = None
+    ) -> Classifier:
         """The same seed gives the same parameters; the global generators stay as they were."""
         self._check(input_shape, tokens)
         with torch.random.fork_rng(devices=[]):
@@ -67,9 +71,15 @@ class ModelRecipe:
                 if tokens is not None
                 else "mlp, or cnn for images"
             )
-            raise ValueError(f"the model {name} reads {reads}, and the data has {has}: set model={better}")
+            raise ValueError(
+                f"the model {name} reads {reads}, and the data has {has}: set model={better}"
+            )
         if reads == "images" and len(input_shape) != 3:
-            grey = "; or give grey images one channel, inputs[:, None]" if len(input_shape) == 2 else ""
+            grey = (
+                "; or give grey images one channel, inputs[:, None]"
+                if len(input_shape) == 2
+                else ""
+            )
             raise ValueError(
                 f"the model {name} reads images [channels, height, width], and the data has inputs of shape "
                 f"{list(input_shape)}: set model=mlp, which takes any shape{grey}"
@@ -87,6 +97,11 @@ def is_stochastic(*networks: nn.Module) -> bool:
     Looks for a positive rate in any submodule, `p` or a name with "drop" in it. A false alarm costs a seed, a miss the
     repeatability.
     """
-    names = ((m, name) for network in networks for m in network.modules() for name in ("p", "dropout", *vars(m)))
+    names = (
+        (m, name)
+        for network in networks
+        for m in network.modules()
+        for name in ("p", "dropout", *vars(m))
+    )
     rates = (getattr(m, name, 0.0) for m, name in names if name == "p" or "drop" in name)
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

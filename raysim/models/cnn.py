@@ -22,7 +22,9 @@ class Mlp(ModelRecipe):
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"model.widths={list(self.widths)} needs at least one width, each 1 or more, such as [64]")
+            raise ValueError(
+                f"model.widths={list(self.widths)} needs at least one width, each 1 or more, such as [64]"
+            )
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         layers: list[nn.Module] = [nn.Flatten()]
@@ -54,7 +56,9 @@ class Cnn(ModelRecipe):
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         margin = int((self.pool, self.padding, self.stride) == (3, 2, 2))
-        size = flat_size("cnn", input_shape, 64, 2 * [(5, 1, self.padding), (self.pool, self.stride, margin)])
+        size = flat_size(
+            "cnn", input_shape, 64, 2 * [(5, 1, self.padding), (self.pool, self.stride, margin)]
+        )
         layers = [
             *(nn.Conv2d(input_shape[0], 32, 5, padding=self.padding), nn.ReLU()),
             nn.MaxPool2d(self.pool, self.stride, margin),
@@ -75,7 +79,11 @@ class MnistCnn(ModelRecipe):
         layers: list[nn.Module] = []
         channels = input_shape[0]
         for width, stride in ((64, 1), (128, 2), (128, 1), (128, 1)):
-            layers += [nn.Conv2d(channels, width, 3, stride, padding=1), nn.ReLU(), nn.GroupNorm(8, width)]
+            layers += [
+                nn.Conv2d(channels, width, 3, stride, padding=1),
+                nn.ReLU(),
+                nn.GroupNorm(8, width),
+            ]
             channels = width
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), channels
 
@@ -93,9 +101,16 @@ class DigitsCnn(ModelRecipe):
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         pool = (3, 2, 1) if self.variant == "fraug" else (2, 2, 0)
-        size = flat_size("digits_cnn", input_shape, 128, [(5, 1, 2), pool, (5, 1, 2), pool, (5, 1, 2)])
+        size = flat_size(
+            "digits_cnn", input_shape, 128, [(5, 1, 2), pool, (5, 1, 2), pool, (5, 1, 2)]
+        )
         layers = [
-            *(nn.Conv2d(input_shape[0], 64, 5, padding=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(*pool)),
+            *(
+                nn.Conv2d(input_shape[0], 64, 5, padding=2),
+                nn.BatchNorm2d(64),
+                nn.ReLU(),
+                nn.MaxPool2d(*pool),
+            ),
             *(nn.Conv2d(64, 64, 5, padding=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(*pool)),
             *(nn.Conv2d(64, 128, 5, padding=2), nn.BatchNorm2d(128), nn.ReLU(), nn.Flatten()),
             *(nn.Linear(size, 2048), nn.BatchNorm1d(2048), nn.ReLU()),
@@ -118,7 +133,12 @@ class SmallCnn(ModelRecipe):
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         size = flat_size("small_cnn", input_shape, 32, 2 * [(3, 1, 1), (2, 2, 0)])
         layers = [
-            *(nn.Conv2d(input_shape[0], 16, 3, padding=1), *self._norm(16), nn.ReLU(), nn.MaxPool2d(2)),
+            *(
+                nn.Conv2d(input_shape[0], 16, 3, padding=1),
+                *self._norm(16),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ),
             *(nn.Conv2d(16, 32, 3, padding=1), *self._norm(32), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(size, 64), nn.ReLU()),
         ]
@@ -130,7 +150,9 @@ class SmallCnn(ModelRecipe):
         return [nn.BatchNorm2d(channels) if self.norm == "batch" else nn.GroupNorm(8, channels)]
 
 
-def flat_size(name: str, input_shape: Shape, channels: int, windows: list[tuple[int, int, int]]) -> int:
+def flat_size(
+    name: str, input_shape: Shape, channels: int, windows: list[tuple[int, int, int]]
+) -> int:
     """Values per image after windows of (size, stride, padding), ending in `channels` maps."""
     height, width = input_shape[1:]
     for window, stride, padding in windows:

@@ -39,10 +39,16 @@ def with_adapters(model: Classifier, lora: Lora) -> Classifier:
         return model
     peft = optional("peft", f"model.lora.rank={lora.rank}")
     inner = model.get_submodule("extractor" if model.splits else "net")
-    layers = lora.layers or [name for name, each in inner.named_modules() if isinstance(each, nn.Linear) and name]
+    layers = lora.layers or [
+        name for name, each in inner.named_modules() if isinstance(each, nn.Linear) and name
+    ]
     if not layers:
-        raise ValueError(f"model.lora.rank={lora.rank} finds no linear layer in front of the head: set it to 0")
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers)
+        raise ValueError(
+            f"model.lora.rank={lora.rank} finds no linear layer in front of the head: set it to 0"
+        )
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers
+    )
     try:
         peft.inject_adapter_in_model(config, inner)
     except ValueError as error:

@@ -34,7 +34,9 @@ class ResNet(ModelRecipe):
     def __post_init__(self) -> None:
         one_of("model.depth", self.depth, (18, 50))
         one_of("model.norm", self.norm, ("batch", "group"))
-        one_of("model.groups", self.groups, (1, 2, 4, 8, 16, 32, 64))  # they have to divide the first 64 channels
+        one_of(
+            "model.groups", self.groups, (1, 2, 4, 8, 16, 32, 64)
+        )  # they have to divide the first 64 channels
         one_of("model.stem", self.stem, ("small", "imagenet"))
         if self.pretrained and (self.norm, self.stem) != ("batch", "imagenet"):
             raise ValueError(
@@ -47,7 +49,9 @@ class ResNet(ModelRecipe):
 
         channels = input_shape[0]
         if self.pretrained and channels != 3:
-            raise ValueError(f"model.pretrained=true needs 3 channels, the data has {channels}: set it to false")
+            raise ValueError(
+                f"model.pretrained=true needs 3 channels, the data has {channels}: set it to false"
+            )
         norm = nn.BatchNorm2d if self.norm == "batch" else partial(nn.GroupNorm, self.groups)
         net: Network = (resnet18 if self.depth == 18 else resnet50)(norm_layer=norm)
         feature_dim: int = net.fc.in_features
@@ -75,7 +79,9 @@ def _load_imagenet(net: Network, depth: int) -> None:
     weights = ResNet18_Weights.IMAGENET1K_V1 if depth == 18 else ResNet50_Weights.IMAGENET1K_V1
     try:
         values = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-        net.load_state_dict({name: value for name, value in values.items() if not name.startswith("fc.")})
+        net.load_state_dict(
+            {name: value for name, value in values.items() if not name.startswith("fc.")}
+        )
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"model.pretrained=true cannot load {weights.url} ({type(error).__name__}): put that file into the folder "

@@ -41,7 +41,9 @@ class Gru(ModelRecipe):
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """See `ModelRecipe`."""
         assert tokens is not None, "checked: it reads tokens"
-        return Classifier(_Recurrent(tokens, self.embedding, self.width, self.layers), self.width, num_classes)
+        return Classifier(
+            _Recurrent(tokens, self.embedding, self.width, self.layers), self.width, num_classes
+        )
 
 
 class _Recurrent(nn.Module):
@@ -72,7 +74,12 @@ class Transformer(ModelRecipe):
     def __post_init__(self) -> None:
         for key in ("width", "heads", "blocks"):
             at_least(f"model.{key}", getattr(self, key), 1)
-        require("model.heads", self.heads, self.width % self.heads == 0, f"a divisor of model.width={self.width}")
+        require(
+            "model.heads",
+            self.heads,
+            self.width % self.heads == 0,
+            f"a divisor of model.width={self.width}",
+        )
         in_range("model.dropout", self.dropout, least=0, below=1)
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
@@ -110,7 +117,9 @@ class _Block(nn.Module):
         self.heads = heads
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:

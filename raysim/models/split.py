@@ -95,14 +95,22 @@ def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = N
     if outputs.shape != (len(inputs), num_classes):
         flat = num_classes == 1 and outputs.shape == (len(inputs),)
         given = f"functools.partial(f, num_classes={num_classes}) does for a function f"
-        do = "leave out what squeezes them" if flat else f"set its number of outputs to {num_classes}, as {given}"
+        do = (
+            "leave out what squeezes them"
+            if flat
+            else f"set its number of outputs to {num_classes}, as {given}"
+        )
         raise ValueError(
             f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of {len(inputs)} inputs; "
             f"they must be [{len(inputs)}, {num_classes}]: {do}"
         )
-    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name]
+    linear = [
+        name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name
+    ]
     if head is not None and head not in linear:
-        raise ValueError(f"model.head={head} is no linear layer of {type(net).__name__}; it has {_last(linear)}")
+        raise ValueError(
+            f"model.head={head} is no linear layer of {type(net).__name__}; it has {_last(linear)}"
+        )
     name = head or next(reversed(linear), None)
     ends = name is not None and _ends_with(net, name, inputs)
     model: Classifier | None = Split(net, name) if name is not None and ends else None
@@ -123,7 +131,9 @@ def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
     except Exception as error:  # whatever a foreign network makes of inputs that it cannot take
         double = any(parameter.dtype == torch.float64 for parameter in net.parameters())
         do = (
-            "give it in float32, by model.float()" if double else "choose another model, or bring the data to its shape"
+            "give it in float32, by model.float()"
+            if double
+            else "choose another model, or bring the data to its shape"
         )
         raise ValueError(
             f"the model {type(net).__name__} cannot take inputs of shape {list(inputs.shape[1:])} and type "
@@ -196,12 +206,18 @@ class Foreign(ModelRecipe):
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         """See `ModelRecipe`."""
         net = self.make(input_shape, num_classes, tokens)
-        with torch.random.fork_rng(devices=[]):  # trying it out must not change what adapters start from
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # trying it out must not change what adapters start from
             model = split(net, num_classes, example(input_shape, tokens), self.head)
         return with_adapters(model, self.lora)
 
 
-FILLED_IN = ("input_shape", "num_classes", "tokens")  # arguments that a network of the user's own may have
+FILLED_IN = (
+    "input_shape",
+    "num_classes",
+    "tokens",
+)  # arguments that a network of the user's own may have
 
 
 @dataclass(frozen=True)
@@ -220,7 +236,10 @@ class Own(Foreign):
             return copy.deepcopy(self.source)
         known = dict(zip(FILLED_IN, (input_shape, num_classes, tokens), strict=True))
         signature = inspect.signature(self.source)
-        given = {**{key: value for key, value in known.items() if key in signature.parameters}, **self.options}
+        given = {
+            **{key: value for key, value in known.items() if key in signature.parameters},
+            **self.options,
+        }
         try:
             signature.bind(**given)
         except TypeError as error:
@@ -230,5 +249,7 @@ class Own(Foreign):
             ) from error
         net = self.source(**given)
         if not isinstance(net, nn.Module):
-            raise ValueError(f"the model {self.source.__name__} makes a {type(net).__name__}, and no torch.nn.Module")
+            raise ValueError(
+                f"the model {self.source.__name__} makes a {type(net).__name__}, and no torch.nn.Module"
+            )
         return net

@@ -22,10 +22,14 @@ class Vgg11(ModelRecipe):
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         channels, height, width = input_shape
         if min(height, width) < 32:
-            raise ValueError(f"model=vgg11 needs images of at least 32x32 pixels, not {height}x{width}: use model=cnn")
+            raise ValueError(
+                f"model=vgg11 needs images of at least 32x32 pixels, not {height}x{width}: use model=cnn"
+            )
         layers: list[nn.Module] = []
         for out in PLAN:
-            layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU()] if out else [nn.MaxPool2d(2)]
+            layers += (
+                [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU()] if out else [nn.MaxPool2d(2)]
+            )
             channels = out or channels
         net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         for layer in net:

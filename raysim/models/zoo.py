@@ -39,9 +39,13 @@ class Torchvision(Foreign):
         from torchvision import models
 
         if self.name not in (names := models.list_models(models)):
-            raise ValueError(f"model.name={self.name} is no classifier of torchvision: {_near(self.name, names)}")
+            raise ValueError(
+                f"model.name={self.name} is no classifier of torchvision: {_near(self.name, names)}"
+            )
         try:
-            net: nn.Module = models.get_model(self.name, weights=None, num_classes=num_classes, **self.options)
+            net: nn.Module = models.get_model(
+                self.name, weights=None, num_classes=num_classes, **self.options
+            )
         except TypeError as error:
             raise _unloaded(self.name, error) from error
         if self.pretrained:
@@ -66,7 +70,9 @@ class Timm(Foreign):
         """See `Foreign`."""
         timm = optional("timm", f"model.name={self.name}")
         if not timm.is_model(self.name):
-            raise ValueError(f"model.name={self.name} is no model of timm: {_near(self.name, timm.list_models())}")
+            raise ValueError(
+                f"model.name={self.name} is no model of timm: {_near(self.name, timm.list_models())}"
+            )
         options: dict[str, Any] = {"in_chans": input_shape[0], **self.options}
         try:
             net: nn.Module = timm.create_model(
@@ -92,7 +98,11 @@ class HuggingFace(Foreign):
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         """See `Foreign`."""
         transformers = optional("transformers", f"model.name={self.name}")
-        kind = "AutoModelForImageClassification" if tokens is None else "AutoModelForSequenceClassification"
+        kind = (
+            "AutoModelForImageClassification"
+            if tokens is None
+            else "AutoModelForSequenceClassification"
+        )
         classes = getattr(transformers, kind)
         options = {**self.options, "num_labels": num_classes}
         if tokens is not None:
@@ -103,8 +113,12 @@ class HuggingFace(Foreign):
                     self.name, attn_implementation="eager", ignore_mismatched_sizes=True, **options
                 )
             else:
-                net = classes.from_config(self._config(transformers, options, tokens), attn_implementation="eager")
-        except Exception as error:  # the hub, its cache, a file, or options that the model does not have
+                net = classes.from_config(
+                    self._config(transformers, options, tokens), attn_implementation="eager"
+                )
+        except (
+            Exception
+        ) as error:  # the hub, its cache, a file, or options that the model does not have
             raise _unloaded(self.name, error) from error
         size = getattr(net.config, "vocab_size", None)
         if tokens is not None and size is not None and size < tokens.size:
@@ -148,14 +162,18 @@ class _ForImages(nn.Module):
 def _load_fitting(net: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Put in all values that have a place of their shape."""
     own = net.state_dict()
-    fitting = {key: value for key, value in values.items() if key in own and own[key].shape == value.shape}
+    fitting = {
+        key: value for key, value in values.items() if key in own and own[key].shape == value.shape
+    }
     net.load_state_dict(fitting, strict=False)
 
 
 def _near(name: str, names: list[str]) -> str:
     """Of very many names the nearest one."""
     near = nearest(name, names)
-    return f"did you mean {near}?" if near else f"it has {len(names)}, such as {', '.join(names[:5])}"
+    return (
+        f"did you mean {near}?" if near else f"it has {len(names)}, such as {', '.join(names[:5])}"
+    )
 
 
 def _unloaded(name: str, error: BaseException) -> ValueError:

@@ -37,7 +37,13 @@ def in_range(
     words = " and ".join(allowed)
     if not is_number(value):
         return require(name, value, False, f"a number, {words}", why)
-    return require(name, value, is_finite(value) and least <= value <= most and above < value < below, words, why)
+    return require(
+        name,
+        value,
+        is_finite(value) and least <= value <= most and above < value < below,
+        words,
+        why,
+    )
 
 
 def is_number(value: object) -> bool:
@@ -69,9 +75,15 @@ def one_of(name: str, value: V, allowed: Collection[object]) -> V:
     """One of the allowed values; the sentence names all of them, and the nearest one to a misspelt name."""
     if value in list(allowed):  # a mapping or a set would want to hash it
         return value
-    near = nearest(value, [each for each in allowed if isinstance(each, str)]) if isinstance(value, str) else ""
+    near = (
+        nearest(value, [each for each in allowed if isinstance(each, str)])
+        if isinstance(value, str)
+        else ""
+    )
     meant = f"; did you mean {near!r}?" if near else ""
-    raise ValueError(f"{name}={value!r} does not exist: use one of {', '.join(map(repr, allowed))}{meant}")
+    raise ValueError(
+        f"{name}={value!r} does not exist: use one of {', '.join(map(repr, allowed))}{meant}"
+    )
 
 
 def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> V:

@@ -17,10 +17,14 @@ def source() -> dict[str, str]:
         return dict(json.loads(given))
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         found = {"commit": git("rev-parse", "HEAD")}
-        return found | {"dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower()}
+        return found | {
+            "dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower()
+        }
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -6,7 +6,10 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")  # what torch calls a RuntimeError
+_TOO_LARGE = (
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+)  # what torch calls a RuntimeError
 
 
 class Refused(ValueError):
@@ -25,7 +28,9 @@ def refusing() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _TOO_LARGE):
             raise
-        raise Refused(f"this takes more memory than there is ({first_line(error)}): ask for less") from error
+        raise Refused(
+            f"this takes more memory than there is ({first_line(error)}): ask for less"
+        ) from error
 
 
 def on_one_line(error: BaseException) -> str:

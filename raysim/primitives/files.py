@@ -20,7 +20,11 @@ from raysim.primitives.errors import Refused
 
 _SOON = 3.0  # seconds of a wait that nobody need be told of
 HELD = ".held"  # the file that the process of a run locks
-_FULL = ("No space left on device", "Disk quota exceeded", "File too large")  # in errors of libraries' own kinds
+_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+)  # in errors of libraries' own kinds
 
 
 @contextlib.contextmanager
@@ -96,7 +100,9 @@ def user_path(text: str | Path) -> Path:
     try:
         str(text).encode()
     except UnicodeEncodeError:
-        raise Refused(f"{str(text)!r} is no text in UTF-8, as files that name it have to be: rename it") from None
+        raise Refused(
+            f"{str(text)!r} is no text in UTF-8, as files that name it have to be: rename it"
+        ) from None
     try:
         path = Path(text).expanduser()
         path.is_dir()
@@ -104,7 +110,9 @@ def user_path(text: str | Path) -> Path:
     except OSError as error:  # a name that is too long
         raise Refused(f"{str(text)[:60]}... is no path: {error.strerror}") from None
     except RuntimeError:
-        raise Refused(f"{text} names a user whose home folder is not known: write the path in full") from None
+        raise Refused(
+            f"{text} names a user whose home folder is not known: write the path in full"
+        ) from None
 
 
 def folder_at(path: Path) -> Path:
@@ -117,7 +125,10 @@ def folder_at(path: Path) -> Path:
 
 # A slash may stand in a password, though it should not; host:5000/a@b has a port and no password.
 _USER = re.compile(r"://(?:[^/@\s\"]*:(?!\d+/)[^\s\"]*@|[^/\s\"]*@)")
-_SECRET = re.compile(r"([?&;][\w-]*(?:user|passw|pwd|token|secret|key|sig|credential)[\w-]*=)[^&;\s\"]*", re.IGNORECASE)
+_SECRET = re.compile(
+    r"([?&;][\w-]*(?:user|passw|pwd|token|secret|key|sig|credential)[\w-]*=)[^&;\s\"]*",
+    re.IGNORECASE,
+)
 
 
 def without_password(text: str) -> str:
@@ -159,10 +170,16 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / ".lock").open("a+")
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written ({error}): name another folder in {setting}") from error
+        raise ValueError(
+            f"{folder} cannot be written ({error}): name another folder in {setting}"
+        ) from error
     with handle:
         if not _locked_soon(handle):
-            print(f"raysim: waiting for {_owner(handle)}, which writes {folder}", file=sys.stderr, flush=True)
+            print(
+                f"raysim: waiting for {_owner(handle)}, which writes {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
             _locked(handle, wait=True)
         _sign(handle)
         yield
@@ -176,7 +193,9 @@ def held(folder: Path) -> Iterator[None]:
         raise Refused(f"{path} is no file that can be locked: remove it")
     with path.open("a+") as handle:
         if not _locked(handle):
-            raise Refused(f"{folder} is in use by {_owner(handle)}: wait for its end, or choose another folder")
+            raise Refused(
+                f"{folder} is in use by {_owner(handle)}: wait for its end, or choose another folder"
+            )
         _sign(handle)
         yield
 

@@ -48,6 +48,8 @@ def digest(function: Callable[..., Any], options: object) -> str:
     """What the machine code of a function depends on beside its bytecode; equal in all processes."""
     code: Any = function.__code__
     known = getattr(function, "__globals__", {})
-    names = [(name, value) for name in code.co_names if isinstance(value := known.get(name), _PLAIN)]
+    names = [
+        (name, value) for name in code.co_names if isinstance(value := known.get(name), _PLAIN)
+    ]
     read = (code.co_code, code.co_consts, code.co_names, code.co_varnames, names, options)
     return hashlib.sha256(repr(read).encode()).hexdigest()

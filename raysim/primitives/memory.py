@@ -13,7 +13,9 @@ def peak_memory() -> int:
     try:
         # Unlike getrusage, this one starts anew when a process is spawned by a larger one.
         status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+        return next(
+            int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")
+        )
     except (OSError, StopIteration):
         pass
     try:

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # In the order in which tables and pictures have them.
-KINDS = ("steps", "gathering", "copies", "sums", "evaluation", "saving", "other", "messages", "waiting")
+KINDS = (
+    "steps",
+    "gathering",
+    "copies",
+    "sums",
+    "evaluation",
+    "saving",
+    "other",
+    "messages",
+    "waiting",
+)
 KEPT = 100_000  # spans that a track remembers one by one; all of them count
 
 
@@ -46,7 +56,9 @@ class Spans:
     spans: list[Span] = field(default_factory=list)
     calls: list[Span] = field(default_factory=list)  # spans that lie in no other
     count: int = 0
-    _open: list[tuple[str, list[float]]] = field(default_factory=list)  # kinds, and seconds of spans inside
+    _open: list[tuple[str, list[float]]] = field(
+        default_factory=list
+    )  # kinds, and seconds of spans inside
     # Clocks of processes differ in where they start, and the one that is adjusted may jump.
     _epoch: float = field(default_factory=lambda: time.time() - time.perf_counter())
 

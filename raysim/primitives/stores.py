@@ -127,7 +127,9 @@ class RemoteStore:
         except Exception as error:
             if is_full(error):
                 raise
-            raise OSError(f"{self}: {type(error).__name__}: {without_password(str(error))}") from error
+            raise OSError(
+                f"{self}: {type(error).__name__}: {without_password(str(error))}"
+            ) from error
 
 
 Store: TypeAlias = LocalStore | RemoteStore
@@ -143,7 +145,9 @@ def store(where: str | Path) -> Store:
     text = str(where)
     if is_remote(text):
         return RemoteStore(text)
-    return LocalStore(Path(next((text.removeprefix(each) for each in _LOCAL if text.startswith(each)), text)))
+    return LocalStore(
+        Path(next((text.removeprefix(each) for each in _LOCAL if text.startswith(each)), text))
+    )
 
 
 def parted(address: str | Path) -> tuple[str, str]:

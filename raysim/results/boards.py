@@ -28,10 +28,16 @@ class TensorBoard(Observer):
 
     def on_start(self, run: CurrentRun) -> None:
         """Open the file of events."""
-        folder = user_path(self._folder) / run.folder.name if self._folder else run.folder / "tensorboard"
+        folder = (
+            user_path(self._folder) / run.folder.name
+            if self._folder
+            else run.folder / "tensorboard"
+        )
         done = len(run.rows)
         purge = done + 1 if done else None
-        self._writer: Any = self._package.SummaryWriter(str(folder), purge_step=purge, filename_suffix=f".{done}")
+        self._writer: Any = self._package.SummaryWriter(
+            str(folder), purge_step=purge, filename_suffix=f".{done}"
+        )
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Write the row; "method.name" stands below "method"."""
@@ -61,7 +67,11 @@ class WeightsAndBiases(Observer):
 
     def __init__(self, project: str = "raysim", entity: str | None = None, mode: str | None = None):
         self._mode = mode if mode is None else one_of("observer.wandb.mode", mode, MODES)
-        self._package, self._project, self._entity = optional("wandb", "observer=wandb"), project, entity
+        self._package, self._project, self._entity = (
+            optional("wandb", "observer=wandb"),
+            project,
+            entity,
+        )
 
     def on_start(self, run: CurrentRun) -> None:
         """Begin the run, or continue the one that the folder names."""
@@ -87,7 +97,10 @@ class WeightsAndBiases(Observer):
         """Send what the run sums up to, and the pictures."""
         self._run.summary.update({f"summary/{name}": value for name, value in _scores(run).items()})
         if run.pictures:
-            self._run.log({path.stem: self._package.Image(str(path)) for path in run.pictures}, step=len(run.rows))
+            self._run.log(
+                {path.stem: self._package.Image(str(path)) for path in run.pictures},
+                step=len(run.rows),
+            )
         self._run.finish()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
@@ -114,4 +127,8 @@ def _scores(run: CurrentRun) -> dict[str, float]:
 
 def _plain(value: object) -> object:
     """What a board can show: numbers as they are, all else as text without passwords."""
-    return value if value is None or isinstance(value, (bool, int, float)) else without_password(str(value))
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, float))
+        else without_password(str(value))
+    )

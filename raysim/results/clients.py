@@ -45,7 +45,9 @@ class Split:
 def split_of(data: FederatedData) -> Split:
     """Who has how much of what; its memory grows with the samples, not with clients x classes."""
     (groups, names), train = data.open().groups(), data.partition.held
-    cells, samples = np.unique(train.owners * len(names) + groups[train.indices], return_counts=True)
+    cells, samples = np.unique(
+        train.owners * len(names) + groups[train.indices], return_counts=True
+    )
     client, label = np.divmod(cells, len(names))
     return Split(client, label, samples.astype(np.int64), len(train), list(names))
 
@@ -66,8 +68,15 @@ def read_split(folder: Path) -> Split | None:
         clients, classes = int(content["clients"]), [str(name) for name in content["classes"]]
         client, label, samples = (_whole(table, name) for name in ("client", "label", "samples"))
         split = Split(client, label, samples, clients, classes)
-        ends = [(split.client, clients), (split.label, len(classes)), (split.samples, np.iinfo(np.int64).max)]
-        if any(len(v) and not (v.min() >= 0 and v.max() < end) for v, end in ends) or not split.samples.all():
+        ends = [
+            (split.client, clients),
+            (split.label, len(classes)),
+            (split.samples, np.iinfo(np.int64).max),
+        ]
+        if (
+            any(len(v) and not (v.min() >= 0 and v.max() < end) for v, end in ends)
+            or not split.samples.all()
+        ):
             raise ValueError("it names clients or classes that it does not have")
     except (KeyError, TypeError, ValueError) as problem:
         raise _broken(folder / SPLIT) from problem
@@ -148,4 +157,6 @@ def _whole(table: pa.Table, name: str) -> Ints:
 
 
 def _broken(path: Path) -> ValueError:
-    return ValueError(f"{path} cannot be read; restore the file, or delete it and the report goes without it.")
+    return ValueError(
+        f"{path} cannot be read; restore the file, or delete it and the report goes without it."
+    )

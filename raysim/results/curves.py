@@ -43,7 +43,9 @@ class Curve:
 
 def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
     """A column of one history; index: the place of the curve among all, which gives its colour and its dashes."""
-    points = [(row, float(y)) for row, y in zip(rows, column(rows, key), strict=True) if y is not None]
+    points = [
+        (row, float(y)) for row, y in zip(rows, column(rows, key), strict=True) if y is not None
+    ]
     finite = [(row, y) for row, y in points if math.isfinite(y)]
     return Curve(label, finite, index % len(LIGHT), index // len(LIGHT) % len(DASHES))
 
@@ -53,10 +55,17 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
 
     Also its sample deviation where there are seeds enough to say something; bytes and times are means, too.
     """
-    each = [{row["round"]: (row, y) for row, y in curve(label, rows, key, index).points} for rows in histories]
-    common = sorted(number for number in each[0] if number is not None and all(number in one for one in each))
+    each = [
+        {row["round"]: (row, y) for row, y in curve(label, rows, key, index).points}
+        for rows in histories
+    ]
+    common = sorted(
+        number for number in each[0] if number is not None and all(number in one for one in each)
+    )
     if len(common) > POINTS:
-        common = [common[place] for place in np.linspace(0, len(common) - 1, POINTS).astype(int).tolist()]
+        common = [
+            common[place] for place in np.linspace(0, len(common) - 1, POINTS).astype(int).tolist()
+        ]
     points: list[tuple[Row, float]] = []
     deviations: list[float] = []
     for number in common:
@@ -66,7 +75,13 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
         points.append((row, mean if mean is not None else math.nan))
         deviations.append(deviation or 0.0)
     enough = len(histories) >= FEWEST
-    return Curve(label, points, index % len(LIGHT), index // len(LIGHT) % len(DASHES), deviations if enough else [])
+    return Curve(
+        label,
+        points,
+        index % len(LIGHT),
+        index // len(LIGHT) % len(DASHES),
+        deviations if enough else [],
+    )
 
 
 def _bytes(row: Row) -> float:
@@ -77,12 +92,23 @@ def _value(key: str) -> Callable[[Row], float]:
     return lambda row: next(iter(known([row.get(key)])), 0.0)
 
 
-COLUMNS = ("round", "floats_down", "floats_up", "virtual_seconds", "wall_seconds")  # that the axes are made of
+COLUMNS = (
+    "round",
+    "floats_down",
+    "floats_up",
+    "virtual_seconds",
+    "wall_seconds",
+)  # that the axes are made of
 # Name of the axis, what of a row it shows, its unit, and what is said where nothing of it was used.
 AXES: tuple[Axis, ...] = (
     ("round", _value("round"), "", "no round was made"),
     ("sent, both ways", _bytes, "bytes", "nothing was sent"),
-    ("virtual time", _value("virtual_seconds"), "seconds", "no virtual time passed on these devices"),
+    (
+        "virtual time",
+        _value("virtual_seconds"),
+        "seconds",
+        "no virtual time passed on these devices",
+    ),
     ("wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
 )
 
@@ -90,7 +116,10 @@ AXES: tuple[Axis, ...] = (
 def _bounds(ylabel: str) -> tuple[float, float]:
     """What a metric cannot be below or above, as far as is known."""
     metric = ylabel.partition(" ")[0]
-    return 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf, 1.0 if metric in SHARES else math.inf
+    return (
+        0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf,
+        1.0 if metric in SHARES else math.inf,
+    )
 
 
 def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
@@ -104,7 +133,14 @@ def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
     ax.set_xlabel(title)
     if not xs:
         measured = any(curve.points for curve in curves)
-        ax.text(0.5, 0.5, excuse if measured else "not measured", transform=ax.transAxes, ha="center", alpha=0.7)
+        ax.text(
+            0.5,
+            0.5,
+            excuse if measured else "not measured",
+            transform=ax.transAxes,
+            ha="center",
+            alpha=0.7,
+        )
         ax.tick_params(labelbottom=False, bottom=False)
         ax.grid(False)
         return
@@ -124,7 +160,16 @@ def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
         drawn.append(points)
         style = (0.0, (6 / above, 6.0)) if above else DASHES[curve.dash]
         # Not clipped: a line at the end of an axis is as thick as others.
-        ax.plot(x, y, color=colour, linestyle=style, marker=marker, markersize=4, label=curve.label, clip_on=False)
+        ax.plot(
+            x,
+            y,
+            color=colour,
+            linestyle=style,
+            marker=marker,
+            markersize=4,
+            label=curve.label,
+            clip_on=False,
+        )
         if curve.deviations:
             low, high = np.array(y) - curve.deviations, np.array(y) + curve.deviations
             low, high = low.clip(*bounds), high.clip(*bounds)
@@ -194,7 +239,11 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
     names = [textwrap.shorten(curve.label, 100, placeholder=" …") for curve in curves]
     across = max(1, min(len(curves), 110 // (max(map(len, names), default=0) + 8)))
     with matplotlib.rc_context(page_theme(False) | {"axes.grid": True}):
-        figure = Figure(figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)), dpi=130, layout="constrained")
+        figure = Figure(
+            figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)),
+            dpi=130,
+            layout="constrained",
+        )
         axes = list(figure.subplots(2, 2, sharey=True).flat)
         for ax, axis in zip(axes, AXES, strict=True):
             _panel(ax, curves, axis, ylabel)

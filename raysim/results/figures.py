@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 _INK, _SOFT = "#22262a", "#9aa1a7"
 _CLASS_COLOURS = (*LIGHT, "#a9b800", _INK)
 _MARKERS = ("o", "^", "s", "D", "v")  # the received model first
-_MODELS, _ROWS, _PANELS = 4, 150, 6  # clients and rows of a t-SNE (a few seconds), clients of a figure of outputs
+_MODELS, _ROWS, _PANELS = (
+    4,
+    150,
+    6,
+)  # clients and rows of a t-SNE (a few seconds), clients of a figure of outputs
 
 
 @contextmanager
@@ -64,7 +68,15 @@ def figure_file(
 def _say(ax: Axes, sentence: str) -> None:
     """A sentence where there is nothing to draw."""
     ax.set_axis_off()
-    ax.text(0.5, 0.5, textwrap.fill(sentence, 30), transform=ax.transAxes, ha="center", va="center", alpha=0.8)
+    ax.text(
+        0.5,
+        0.5,
+        textwrap.fill(sentence, 30),
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        alpha=0.8,
+    )
 
 
 def _comparable(probes: Sequence[Probe]) -> list[Probe]:
@@ -79,7 +91,9 @@ def _comparable(probes: Sequence[Probe]) -> list[Probe]:
 def _shown_rows(labels: Ints) -> Ints:
     """About `_ROWS` positions, balanced, of as many classes as there are colours: the first ones of each."""
     classes = np.unique(labels)[: len(_CLASS_COLOURS)]
-    return np.concatenate([np.flatnonzero(labels == c)[: max(1, _ROWS // len(classes))] for c in classes])
+    return np.concatenate(
+        [np.flatnonzero(labels == c)[: max(1, _ROWS // len(classes))] for c in classes]
+    )
 
 
 def _embed(features: Floats) -> Floats:
@@ -87,11 +101,15 @@ def _embed(features: Floats) -> Floats:
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
-    features = features / (np.abs(features).max() or 1.0)  # t-SNE knows no scale, but squares what it is given
+    features = features / (
+        np.abs(features).max() or 1.0
+    )  # t-SNE knows no scale, but squares what it is given
     perplexity = min(30.0, (len(features) - 1) / 3)
     start = "pca" if features.shape[1] > 1 and np.ptp(features, axis=0).any() else "random"
     tsne = TSNE(perplexity=perplexity, init=start, random_state=0)
-    with threadpool_limits(1, "openmp"):  # its threads wait for each other, ten times as long where a core is busy
+    with threadpool_limits(
+        1, "openmp"
+    ):  # its threads wait for each other, ten times as long where a core is busy
         embedded: Floats = tsne.fit_transform(features)
     return embedded
 
@@ -106,9 +124,16 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
         if not chosen:
             return _say(figure.subplots(), "No probed model has finite features on these rows.")
         rows = _shown_rows(chosen[0].labels)
-        features = np.stack([chosen[0].received[rows], *(probe.features[rows] for probe in chosen)]).astype(np.float64)
-        points = _embed(features.reshape(-1, features.shape[-1])).reshape(len(features), len(rows), 2)
-        names = [f"received model (version {chosen[0].version})", *(f"client {probe.client}" for probe in chosen)]
+        features = np.stack(
+            [chosen[0].received[rows], *(probe.features[rows] for probe in chosen)]
+        ).astype(np.float64)
+        points = _embed(features.reshape(-1, features.shape[-1])).reshape(
+            len(features), len(rows), 2
+        )
+        names = [
+            f"received model (version {chosen[0].version})",
+            *(f"client {probe.client}" for probe in chosen),
+        ]
         left, right = figure.subplots(1, 2, sharex=True, sharey=True)
         _by_class(left, points, chosen[0].labels[rows])
         _by_model(right, points, names)
@@ -124,8 +149,12 @@ def _by_class(ax: Axes, points_MBD: Floats, labels: Ints) -> None:
     classes = np.unique(labels)
     colours = np.array(_CLASS_COLOURS)[np.searchsorted(classes, labels)]
     for points, marker in zip(points_MBD, _MARKERS, strict=False):
-        ax.scatter(points[:, 0], points[:, 1], c=colours, marker=marker, s=24, alpha=0.75, linewidths=0)
-    handles = [Line2D([], [], color=c, marker="o", linestyle="") for c in _CLASS_COLOURS[: len(classes)]]
+        ax.scatter(
+            points[:, 0], points[:, 1], c=colours, marker=marker, s=24, alpha=0.75, linewidths=0
+        )
+    handles = [
+        Line2D([], [], color=c, marker="o", linestyle="") for c in _CLASS_COLOURS[: len(classes)]
+    ]
     ax.set_title("coloured by class, markers as on the right")
     ax.legend(
         handles, [str(c) for c in classes], title="class", loc="upper center", bbox_to_anchor=(0.5, -0.01),
@@ -134,23 +163,44 @@ def _by_class(ax: Axes, points_MBD: Floats, labels: Ints) -> None:
 
 
 def _by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
-    for points, marker, name, colour in zip(points_MBD, _MARKERS, names, (_SOFT, *LIGHT), strict=False):
+    for points, marker, name, colour in zip(
+        points_MBD, _MARKERS, names, (_SOFT, *LIGHT), strict=False
+    ):
         # What the others are to be compared with lies below them, and shows around them.
         size, alpha = (70, 0.55) if colour == _SOFT else (24, 0.85)
-        ax.scatter(points[:, 0], points[:, 1], c=colour, marker=marker, s=size, alpha=alpha, linewidths=0, label=name)
+        ax.scatter(
+            points[:, 0],
+            points[:, 1],
+            c=colour,
+            marker=marker,
+            s=size,
+            alpha=alpha,
+            linewidths=0,
+            label=name,
+        )
     ax.set_title("coloured by model")
     ax.legend(
-        title="model", loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=3, handletextpad=0.1, columnspacing=1.4
+        title="model",
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.01),
+        ncols=3,
+        handletextpad=0.1,
+        columnspacing=1.4,
     )
 
 
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write the mean output over samples of unseen classes, for up to 6 clients which have such classes (Figure 3)."""
-    outputs = [(probe, output_distribution(probe.probabilities, probe.labels, probe.seen)) for probe in probes]
+    outputs = [
+        (probe, output_distribution(probe.probabilities, probe.labels, probe.seen))
+        for probe in probes
+    ]
     biased = [(probe, output) for probe, output in outputs if output is not None][:_PANELS]
     across = min(3, max(1, len(biased)))
     down = math.ceil(len(biased) / across)
-    with figure_file(path, title, (max(7.0, 4.2 * across), 1.2 + 2.9 * down) if biased else (7.0, 3.0)) as figure:
+    with figure_file(
+        path, title, (max(7.0, 4.2 * across), 1.2 + 2.9 * down) if biased else (7.0, 3.0)
+    ) as figure:
         if not biased:
             return _say(figure.subplots(), "Every probed client has seen every class.")
         panels = figure.subplots(down, across, sharey=True, squeeze=False)
@@ -170,7 +220,10 @@ def _bars(ax: Axes, probe: Probe, output: Floats) -> None:
 
     classes, rows = np.arange(len(output)), ~probe.seen[probe.labels]
     truth = np.bincount(probe.labels[rows], minlength=len(output)) / rows.sum()
-    for chosen, colour, label in ((probe.seen, LIGHT[0], "seen class"), (~probe.seen, LIGHT[1], "unseen class")):
+    for chosen, colour, label in (
+        (probe.seen, LIGHT[0], "seen class"),
+        (~probe.seen, LIGHT[1], "unseen class"),
+    ):
         ax.bar(classes[chosen], output[chosen], 0.8, color=colour, label=label)
     ax.hlines(
         truth[~probe.seen], classes[~probe.seen] - 0.4, classes[~probe.seen] + 0.4, color=_INK, linewidth=1.4,
@@ -199,10 +252,26 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
             _over_rounds(accuracy, rows, "accuracy_global", "global model", LIGHT[7]),
             _over_rounds(accuracy, rows, "local_accuracy", "local models, mean", LIGHT[0]),
             _over_rounds(accuracy, rows, "local_accuracy_worst", "local models, worst", LIGHT[1]),
-            _over_rounds(features, rows, "feature_distance", "distance / length of received features", LIGHT[0]),
-            _over_rounds(similarity, rows, "feature_similarity", "cosine, local and received (right axis)", LIGHT[1]),
             _over_rounds(
-                similarity, rows, "feature_likeness", "cosine, seen and unseen classes (right axis)", LIGHT[2]
+                features,
+                rows,
+                "feature_distance",
+                "distance / length of received features",
+                LIGHT[0],
+            ),
+            _over_rounds(
+                similarity,
+                rows,
+                "feature_similarity",
+                "cosine, local and received (right axis)",
+                LIGHT[1],
+            ),
+            _over_rounds(
+                similarity,
+                rows,
+                "feature_likeness",
+                "cosine, seen and unseen classes (right axis)",
+                LIGHT[2],
             ),
             _over_rounds(classifier, rows, "unseen_probability", "of the true class", LIGHT[0]),
             _over_rounds(classifier, rows, "seen_share", "of all seen classes together", LIGHT[1]),
@@ -210,8 +279,14 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
         accuracy.set(title="Accuracy on the central test set", ylabel="accuracy")
         features.set(title="Features of local models", ylabel="relative distance")
         similarity.set(ylabel="cosine similarity")
-        classifier.set(title="Output on classes never seen", ylabel="mean probability", ylim=(-0.02, 1.02))
-        for ax, lines in ((accuracy, curves[:3]), (features, curves[3:6]), (classifier, curves[6:])):
+        classifier.set(
+            title="Output on classes never seen", ylabel="mean probability", ylim=(-0.02, 1.02)
+        )
+        for ax, lines in (
+            (accuracy, curves[:3]),
+            (features, curves[3:6]),
+            (classifier, curves[6:]),
+        ):
             ax.grid(True)
             handles = [line for found in lines for line in found]
             ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16))
@@ -280,7 +355,9 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
     with figure_file(path, title, (5.6 * len(kinds), 4.8)) as figure:
         panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False).flat
         for ax, (kind, domains) in zip(panels, kinds.items(), strict=True):
-            for domain, colour in zip(domains, itertools.cycle((*LIGHT, "#a9b800", _INK)), strict=False):
+            for domain, colour in zip(
+                domains, itertools.cycle((*LIGHT, "#a9b800", _INK)), strict=False
+            ):
                 _over_rounds(ax, rows, f"{kind}.{domain}", domain, colour)
             ax.set(title=f"{names.get(kind, kind)}, by domain", ylabel=metric)
             ax.grid(True)
@@ -290,7 +367,9 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 def _dotted(rows: Sequence[Row]) -> list[str]:
     """Columns "kind.name" that hold a number, in the order of their first."""
-    return list(dict.fromkeys(key for row in rows for key in row if "." in key and known([row[key]])))
+    return list(
+        dict.fromkeys(key for row in rows for key in row if "." in key and known([row[key]]))
+    )
 
 
 def _over_rounds(ax: Axes, rows: Sequence[Row], key: str, label: str, colour: str) -> list[Line2D]:
@@ -299,8 +378,12 @@ def _over_rounds(ax: Axes, rows: Sequence[Row], key: str, label: str, colour: st
 
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    points = [(float(row.get("round") or 0), value) for row in rows for value in known([row.get(key)])]
+    points = [
+        (float(row.get("round") or 0), value) for row in rows for value in known([row.get(key)])
+    ]
     if not points:
         return []
-    marker = "o" if len(points) <= 12 else None  # few points are seen as points, as in a run's other plots
+    marker = (
+        "o" if len(points) <= 12 else None
+    )  # few points are seen as points, as in a run's other plots
     return ax.plot(*np.array(points).T, color=colour, marker=marker, markersize=4, label=label)

@@ -75,12 +75,21 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
     try:
         table = pq.read_table(pa.BufferReader(regular(Path(path)).read_bytes()))
     except (pa.ArrowException, OSError) as problem:
-        raise ValueError(f"{path} is no readable history; restore the file or run the study again.") from problem
+        raise ValueError(
+            f"{path} is no readable history; restore the file or run the study again."
+        ) from problem
     if "round" not in table.column_names:
-        raise ValueError(f"{path} has no column 'round', so it is no history; name the folder of a raysim run.")
+        raise ValueError(
+            f"{path} has no column 'round', so it is no history; name the folder of a raysim run."
+        )
     for column in table.schema:
-        if not any(check(column.type) for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)):
-            raise ValueError(f"{path} has {column.type} in the column {column.name!r}, so it is no history.")
+        if not any(
+            check(column.type)
+            for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+        ):
+            raise ValueError(
+                f"{path} has {column.type} in the column {column.name!r}, so it is no history."
+            )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
         raise ValueError(f"{path} has rows without a round, so it is no history; restore the file.")
     rows: list[dict[str, int | float | None]] = table.to_pylist()
@@ -110,7 +119,9 @@ def threshold_name(threshold: float) -> str:
     return f"{threshold:.2f}" if round(threshold, 2) == threshold else f"{threshold:g}"
 
 
-def rounds_to(values: Values, thresholds: Sequence[float], higher: bool = True) -> dict[str, int | None]:
+def rounds_to(
+    values: Values, thresholds: Sequence[float], higher: bool = True
+) -> dict[str, int | None]:
     """First round (1-based) whose value is as good as each threshold, by `threshold_name`; None where none is."""
 
     def reached(value: float | None, threshold: float) -> bool:
@@ -124,7 +135,9 @@ def rounds_to(values: Values, thresholds: Sequence[float], higher: bool = True) 
     }
 
 
-def _scores(values: Values, thresholds: Sequence[float], higher: bool, suffix: str = "") -> dict[str, object]:
+def _scores(
+    values: Values, thresholds: Sequence[float], higher: bool, suffix: str = ""
+) -> dict[str, object]:
     mean, deviation = last_mean_std(values)
     return {
         f"best5_mean{suffix}": best_mean(values, higher=higher),
@@ -134,7 +147,9 @@ def _scores(values: Values, thresholds: Sequence[float], higher: bool, suffix: s
     }
 
 
-def summarise(rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **more: object) -> dict[str, object]:
+def summarise(
+    rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **more: object
+) -> dict[str, object]:
     """What `summary.json` holds: last known value of every column, scores of the metric, and `more` as it is.
 
     Scores are those of `accuracy`, or of `accuracy_global` where no client has a test of its own; where both exist
@@ -146,7 +161,11 @@ def summarise(rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **m
     names = dict.fromkeys([*usual, *(key for row in rows for key in row)])
     columns = {name: column(rows, name) for name in names}
     final = {name: (last_measured(rows, name) or {}).get(name) for name in names}
-    local, central, higher = columns[metric], columns[f"{metric}_global"], metric not in LOWER_IS_BETTER
+    local, central, higher = (
+        columns[metric],
+        columns[f"{metric}_global"],
+        metric not in LOWER_IS_BETTER,
+    )
     summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
     for name in ("failures", "host_deaths"):
         if name in columns:
@@ -167,10 +186,16 @@ def _plain(value: object) -> object:
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if value is None or isinstance(value, (bool, int, float)) else without_password(str(value))
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, float))
+        else without_password(str(value))
+    )
 
 
-_FLAT = re.compile(r"\[\n *([^][{}]*?)\n *\]")  # a list of numbers or words; in a string a newline has two characters
+_FLAT = re.compile(
+    r"\[\n *([^][{}]*?)\n *\]"
+)  # a list of numbers or words; in a string a newline has two characters
 
 
 def write_json(obj: object, path: Path) -> None:

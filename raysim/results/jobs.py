@@ -56,7 +56,9 @@ def read_jobs(folder: Path) -> Jobs | None:
         return None
     ends = np.cumsum([0, *(_rows(path) for path in paths)])
     names = Jobs.__dataclass_fields__
-    found = {name: np.empty(ends[-1], _KINDS[name]) for name in names}  # one file at a time, for there may be many
+    found = {
+        name: np.empty(ends[-1], _KINDS[name]) for name in names
+    }  # one file at a time, for there may be many
     for path, begin, end in zip(paths, ends[:-1], ends[1:], strict=True):
         table = _read(path)
         for name in names:
@@ -76,7 +78,9 @@ def _rows(path: Path) -> int:
 
 
 def _unreadable(path: Path) -> ValueError:
-    return ValueError(f"{path} is no readable table of jobs; restore the file or delete {path.parent}.")
+    return ValueError(
+        f"{path} is no readable table of jobs; restore the file or delete {path.parent}."
+    )
 
 
 def _read(path: Path) -> pa.Table:
@@ -130,7 +134,9 @@ class JobWriter:
 
     def write(self) -> None:
         """Write the last file; a full one is never touched again."""
-        arrays = {name: pa.array(np.array(own, own.typecode)) for name, own in self._columns.items()}
+        arrays = {
+            name: pa.array(np.array(own, own.typecode)) for name, own in self._columns.items()
+        }
         arrays["fate"] = pa.DictionaryArray.from_arrays(arrays["fate"], pa.array(FATES))
         with whole(self.folder / f"part-{self._number:06d}.parquet") as file:
             pq.write_table(pa.table(arrays), file)

@@ -33,7 +33,16 @@ from raysim.results.progress import Progress
 from raysim.results.served import served
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
-from raysim.simulation.events import ClientScores, Finished, Profiled, Round, Row, RunStopped, Saved, Waiting
+from raysim.simulation.events import (
+    ClientScores,
+    Finished,
+    Profiled,
+    Round,
+    Row,
+    RunStopped,
+    Saved,
+    Waiting,
+)
 from raysim.training.identity import are_equal, describe_processes
 
 if TYPE_CHECKING:
@@ -43,7 +52,12 @@ if TYPE_CHECKING:
 
 HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
 PROBES = "probes"  # folder of what was seen of the local models
-_ENDING = ("model_sha256", "state_sha256", "peak_memory_bytes", "best_model")  # what the summary says of the end
+_ENDING = (
+    "model_sha256",
+    "state_sha256",
+    "peak_memory_bytes",
+    "best_model",
+)  # what the summary says of the end
 Note: TypeAlias = Callable[[str], None]  # prints one line
 Doing: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
 
@@ -74,7 +88,10 @@ class CurrentRun:
         if self.finished is not None:
             ending = {key: getattr(self.finished, key) for key in _ENDING}
             if processes := self.finished.processes:
-                ending |= {"processes": describe_processes(processes), "same_bits_promised": are_equal(processes)}
+                ending |= {
+                    "processes": describe_processes(processes),
+                    "same_bits_promised": are_equal(processes),
+                }
         return summarise(self.rows, self.thresholds, **self.facts, **ending)
 
 
@@ -113,7 +130,9 @@ class ProgressLine(Observer):
 
     def on_start(self, run: CurrentRun) -> None:
         """Show the bar."""
-        progress = Progress(run.rounds, done=len(run.rows), quiet=self._quiet, console=self._console)
+        progress = Progress(
+            run.rounds, done=len(run.rows), quiet=self._quiet, console=self._console
+        )
         self._progress = self._shown.enter_context(progress)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -143,7 +162,11 @@ class HostDeaths(Observer):
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Say what happened, and why it does no harm."""
         if count := int(event.row.get("host_deaths") or 0):
-            died = "1 host process died and was" if count == 1 else f"{count} host processes died and were"
+            died = (
+                "1 host process died and was"
+                if count == 1
+                else f"{count} host processes died and were"
+            )
             self._note(
                 f"round {event.row['round']}: {died} replaced; clients' jobs that were lost are trained again from the "
                 "same states with the same random numbers, so no result changes"
@@ -184,9 +207,16 @@ class ClosingLine(Observer):
             "_unseen": "clients that were never trained",
         }
         summary: dict[str, Any] = run.summary()
-        found = {text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()}
-        known = ", ".join(f"{value:.4f} {text}" for text, value in found.items() if value is not None) or "unknown"
-        self._say(f"{summary['metric']} {known} after {summary['rounds']} rounds; results are in {run.folder}")
+        found = {
+            text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()
+        }
+        known = (
+            ", ".join(f"{value:.4f} {text}" for text, value in found.items() if value is not None)
+            or "unknown"
+        )
+        self._say(
+            f"{summary['metric']} {known} after {summary['rounds']} rounds; results are in {run.folder}"
+        )
         self._say(f"raysim report {shlex.quote(str(run.folder))} makes a page of them")
 
 
@@ -286,7 +316,9 @@ class FailureFile(Observer):
         """Of an earlier session, keep the failures of the rounds that the checkpoint holds: later ones come again."""
         path = run.folder / FAILURES
         if path.exists():
-            earlier = [line for line in path.read_text().splitlines() if _round_of(line) <= len(run.rows)]
+            earlier = [
+                line for line in path.read_text().splitlines() if _round_of(line) <= len(run.rows)
+            ]
             replace_file(path, "".join(line + "\n" for line in earlier).encode())
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -294,9 +326,14 @@ class FailureFile(Observer):
         path = run.folder / FAILURES
         for failure in event.failures:
             if not path.exists():
-                self._note(f"a client failed and was left out of its round: {failure.error} (all failures: {path})")
+                self._note(
+                    f"a client failed and was left out of its round: {failure.error} (all failures: {path})"
+                )
             with path.open("a") as stream:
-                stream.write(json.dumps({"round": int(event.row["round"] or 0), **self._fields(failure)}) + "\n")
+                stream.write(
+                    json.dumps({"round": int(event.row["round"] or 0), **self._fields(failure)})
+                    + "\n"
+                )
 
     def _fields(self, failure: Failure) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -340,9 +377,15 @@ class Pictures(Observer):
     def _draw(self, run: CurrentRun) -> None:
         run.pictures += [*draw_run(run.rows, run.folder, run.title), *self._probes(run)]
         jobs = read_jobs(run.folder)
-        if jobs is not None and draw_timeline(jobs, run.rows, path := run.folder / "timeline.png", run.title):
+        if jobs is not None and draw_timeline(
+            jobs, run.rows, path := run.folder / "timeline.png", run.title
+        ):
             run.pictures.append(path)
-        for name, draw in (("methods", draw_reports), ("domains", draw_domains), ("decomposition", draw_decomposition)):
+        for name, draw in (
+            ("methods", draw_reports),
+            ("domains", draw_domains),
+            ("decomposition", draw_decomposition),
+        ):
             if draw(run.rows, path := run.folder / f"{name}.png", run.title):
                 run.pictures.append(path)
 
@@ -403,7 +446,10 @@ class Tracking(Observer):
     def on_start(self, run: CurrentRun) -> None:
         """Begin, or continue, the run on the server."""
         data = self._spec.data
-        told: dict[str, object] = {"name": data.title, "digest": data.dataset_path.stem.rpartition("-")[2]}
+        told: dict[str, object] = {
+            "name": data.title,
+            "digest": data.dataset_path.stem.rpartition("-")[2],
+        }
         told |= {"clients": len(data.partition), "samples": len(data.partition.train.indices)}
         self._tracker.start(self._config, self._tags, run.rows, self._study, told)
 
@@ -498,9 +544,13 @@ class UserObserver(Observer):
         try:
             getattr(self._observer, moment)(run, *about)
         except Exception as error:
-            what = f"your observer {self._name} raised {type(error).__name__} in {moment}: {error}. "
+            what = (
+                f"your observer {self._name} raised {type(error).__name__} in {moment}: {error}. "
+            )
             if run.finished is not None:
-                raise ObserverFailed(f"{what}The run itself had finished; its results are in {run.folder}") from error
+                raise ObserverFailed(
+                    f"{what}The run itself had finished; its results are in {run.folder}"
+                ) from error
             raise ObserverFailed(
                 f"{what}The run was stopped after round {len(run.rows)} and its history is written: repair the "
                 f"observer, then run with the same settings, out={run.folder} and resume=latest to go on"

@@ -71,7 +71,9 @@ class Part:
     tables: list[Shown] = field(default_factory=list)
     pictures: list[Shown] = field(default_factory=list)
     plots: list[Shown] = field(default_factory=list)  # rows of SVGs, each with a heading
-    folded: dict[str, list[Shown]] = field(default_factory=dict)  # SVGs that tell no more, by their axes
+    folded: dict[str, list[Shown]] = field(
+        default_factory=dict
+    )  # SVGs that tell no more, by their axes
     notes: list[str] = field(default_factory=list)
 
 
@@ -85,7 +87,9 @@ def compare(
     group. Raises `ValueError` where there is no run, or where a file of a run is broken.
     """
     if not groups:
-        raise ValueError("no run to report; name at least one folder that `raysim run out=DIR` wrote.")
+        raise ValueError(
+            "no run to report; name at least one folder that `raysim run out=DIR` wrote."
+        )
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     parts = [
@@ -103,7 +107,10 @@ def compare(
     parts[1 + len(sections)] = _curves(groups, out_folder)
     runs = [run for group in groups for run in group.runs]
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     page = environment.get_template("report.html").render(
         title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"),
@@ -121,8 +128,16 @@ def _subtitle(groups: Sequence[Group]) -> str:
     runs = [run for group in groups for run in group.runs]
     unfinished = sum(not run.finished for run in runs)
     texts = [f"{len(runs)} runs of {len(groups)} settings" if len(runs) > len(groups) > 1 else ""]
-    texts += [", ".join(dict.fromkeys(str(run.summary["title"]) for run in runs if "title" in run.summary))]
-    texts += [f"{unfinished} of {len(runs)} unfinished: their last rounds are counted as the end" if unfinished else ""]
+    texts += [
+        ", ".join(
+            dict.fromkeys(str(run.summary["title"]) for run in runs if "title" in run.summary)
+        )
+    ]
+    texts += [
+        f"{unfinished} of {len(runs)} unfinished: their last rounds are counted as the end"
+        if unfinished
+        else ""
+    ]
     return " · ".join(filter(None, texts))
 
 
@@ -133,7 +148,10 @@ def _swatch(index: int, label: str) -> Shown:
 def _table(columns: Sequence[Column], swatches: bool = False) -> Shown:
     """Rows of cells; swatches: the first column has the colours of the groups."""
     rows = [
-        [{"text": c.texts[row], "number": bool(c.scores), "best": row in c.best(), "whole": ""} for c in columns]
+        [
+            {"text": c.texts[row], "number": bool(c.scores), "best": row in c.best(), "whole": ""}
+            for c in columns
+        ]
         for row in range(len(columns[0].texts))
     ]
     head = [{"text": c.title, "number": bool(c.scores)} for c in columns]
@@ -148,7 +166,9 @@ def _section(section: Section, named: bool = False) -> Part:
 
 
 def _picture(about: str, light: bytes, dark: bytes) -> Shown:
-    day, night = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (light, dark))
+    day, night = (
+        f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (light, dark)
+    )
     return {"about": about, "light": day, "dark": night}
 
 
@@ -165,7 +185,9 @@ def _results(groups: Sequence[Group]) -> Part:
         text += f"{MARKED} over the last ten rounds."
     else:
         text = ""
-    text = " ".join(filter(None, [text, sentence(scored([run for group in groups for run in group.runs]))]))
+    text = " ".join(
+        filter(None, [text, sentence(scored([run for group in groups for run in group.runs]))])
+    )
     return Part("Results", text, [_table(results(groups), True)])
 
 
@@ -175,9 +197,16 @@ def _curves(groups: Sequence[Group], folder: Path) -> Part:
     folded: list[Shown] = []
     alike: dict[str, None] = {}  # the axes of these
     metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
-    shown = {key.format(metric=m): about.format(metric=m) for key, about in CURVES.items() for m in metrics}
+    shown = {
+        key.format(metric=m): about.format(metric=m)
+        for key, about in CURVES.items()
+        for m in metrics
+    }
     for key, about in shown.items():
-        curves = [mean_curve(g.label, [run.rows for run in g.runs], key, index) for index, g in enumerate(groups)]
+        curves = [
+            mean_curve(g.label, [run.rows for run in g.runs], key, index)
+            for index, g in enumerate(groups)
+        ]
         curves = [curve for curve in curves if curve.points]
         if curves:
             name = key.replace("_", " ")
@@ -189,12 +218,16 @@ def _curves(groups: Sequence[Group], folder: Path) -> Part:
                     alike[axis] = None
     most = max(len(group.runs) for group in groups)
     text = {1: "", 2: "Lines are means of two seeds, too few for a band. "}.get(
-        most, "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), from three seeds on. "
+        most,
+        "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), from three seeds on. ",
     )
     if not plots:
         return Part("Curves", text, notes=["No run has measured anything yet."])
     return Part(
-        "Curves", text, plots=[{"about": "", "svgs": plots}], folded={" · ".join(alike): folded} if folded else {}
+        "Curves",
+        text,
+        plots=[{"about": "", "svgs": plots}],
+        folded={" · ".join(alike): folded} if folded else {},
     )
 
 
@@ -206,7 +239,10 @@ def _spread(groups: Sequence[Group]) -> Part:
     title = "Spread over clients"
     if not any(len(values) for values, _ in found):
         return Part(
-            title, notes=[f"No run stores the scores of single clients ({CLIENTS}): it is older, or unfinished."]
+            title,
+            notes=[
+                f"No run stores the scores of single clients ({CLIENTS}): it is older, or unfinished."
+            ],
         )
 
     def draw(ax: Axes) -> None:
@@ -214,7 +250,13 @@ def _spread(groups: Sequence[Group]) -> Part:
             if len(values):
                 share = np.arange(1, len(values) + 1) / len(values)
                 places = np.unique(np.linspace(0, len(values) - 1, 400).astype(int))
-                ax.step(values[places], share[places], where="post", color=LIGHT[index % len(LIGHT)], linewidth=1.6)
+                ax.step(
+                    values[places],
+                    share[places],
+                    where="post",
+                    color=LIGHT[index % len(LIGHT)],
+                    linewidth=1.6,
+                )
         ax.grid(True)
         ax.set(xlabel=" or ".join(metrics), ylabel="share of clients up to there", ylim=(0, 1.02))
 
@@ -222,7 +264,11 @@ def _spread(groups: Sequence[Group]) -> Part:
     columns = [
         Column("", [group.label for group in groups]),
         Column("clients", [f"{len(v):,}" for v, _ in found], [float(len(v)) for v, _ in found]),
-        Column("tests a client", [NOTHING if t is None else f"{t:g}" for _, t in found], [t for _, t in found]),
+        Column(
+            "tests a client",
+            [NOTHING if t is None else f"{t:g}" for _, t in found],
+            [t for _, t in found],
+        ),
         *(_quantile(name, [v for v, _ in found], at) for name, at in names.items()),
         _figures("mean", [float(v.mean()) if len(v) else None for v, _ in found]),
         _figures("deviation", [float(v.std()) if len(v) else None for v, _ in found]),
@@ -252,7 +298,9 @@ def _lowest_users(groups: Sequence[Group]) -> list[Shown]:
             scores.append(float(values[client]))
     if not labels:
         return []
-    return [_table([Column("", labels), Column("lowest clients", clients), _figures("score", scores)])]
+    return [
+        _table([Column("", labels), Column("lowest clients", clients), _figures("score", scores)])
+    ]
 
 
 def _scores(run: Run) -> np.ndarray:
@@ -281,7 +329,9 @@ def _quantile(name: str, values: Sequence[np.ndarray], at: float) -> Column:
 
 
 def _figures(name: str, values: Sequence[float | None]) -> Column:
-    return Column(name, [NOTHING if value is None else f"{value:.3f}" for value in values], list(values))
+    return Column(
+        name, [NOTHING if value is None else f"{value:.3f}" for value in values], list(values)
+    )
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
@@ -293,11 +343,21 @@ def _splits(groups: Sequence[Group]) -> Part:
         if split is not None:
             key = split.client.tobytes() + split.label.tobytes() + split.samples.tobytes()
             numbers = group.runs[0].summary.get("split")
-            found.setdefault(key, (split, [], numbers if isinstance(numbers, Mapping) else {}))[1].append(group.label)
+            found.setdefault(key, (split, [], numbers if isinstance(numbers, Mapping) else {}))[
+                1
+            ].append(group.label)
     if not found:
-        return Part(title, notes=[f"No run stores its split ({SPLIT}): it is older. `raysim partition` draws one."])
+        return Part(
+            title,
+            notes=[
+                f"No run stores its split ({SPLIT}): it is older. `raysim partition` draws one."
+            ],
+        )
     shown = list(found.values())
-    names = ["all settings" if len(labels) == len(groups) else ", ".join(labels) for _, labels, _ in shown]
+    names = [
+        "all settings" if len(labels) == len(groups) else ", ".join(labels)
+        for _, labels, _ in shown
+    ]
     plots = [
         {
             "about": name if len(found) > 1 else "",
@@ -306,9 +366,15 @@ def _splits(groups: Sequence[Group]) -> Part:
         }
         for (split, *_), name in zip(shown[:SPLITS], names, strict=False)
     ]
-    notes = [f"{len(found) - SPLITS} more splits are in the table alone."] if len(found) > SPLITS else []
+    notes = (
+        [f"{len(found) - SPLITS} more splits are in the table alone."]
+        if len(found) > SPLITS
+        else []
+    )
     told = "; ".join(f"{name.replace('_', ' ')}: {about}" for name, about in SCALES.items())
-    text = f"Training samples of the first seed. Means over the clients that have some, of the {told}."
+    text = (
+        f"Training samples of the first seed. Means over the clients that have some, of the {told}."
+    )
     return Part(
         title,
         text,
@@ -318,7 +384,9 @@ def _splits(groups: Sequence[Group]) -> Part:
     )
 
 
-def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[str, object]]]) -> list[Column]:
+def _split_columns(
+    names: Sequence[str], splits: Sequence[tuple[Split, Mapping[str, object]]]
+) -> list[Column]:
     sizes = [split.sizes for split, _ in splits]
     columns = {
         "clients": [f"{len(each):,}" for each in sizes],
@@ -327,8 +395,12 @@ def _split_columns(names: Sequence[str], splits: Sequence[tuple[Split, Mapping[s
         "clients without": [f"{(each == 0).sum():,}" for each in sizes],
     }
     for name in SCALES:
-        values = [numbers.get(name) if len(split.classes) > 1 else None for split, numbers in splits]
-        columns[name.replace("_", " ")] = [f"{v:.3g}" if isinstance(v, (int, float)) else NOTHING for v in values]
+        values = [
+            numbers.get(name) if len(split.classes) > 1 else None for split, numbers in splits
+        ]
+        columns[name.replace("_", " ")] = [
+            f"{v:.3g}" if isinstance(v, (int, float)) else NOTHING for v in values
+        ]
     return [
         Column("split", list(names)),
         *(Column(title, texts, [0.0] * len(texts)) for title, texts in columns.items()),
@@ -348,7 +420,9 @@ def _class_map(split: Split) -> str:
 
     By the square root of the share, or what is spread over many classes could not be told from nothing.
     """
-    shown = np.unique(np.linspace(0, max(0, split.clients - 1), min(split.clients, SHOWN_CLIENTS)).astype(int))
+    shown = np.unique(
+        np.linspace(0, max(0, split.clients - 1), min(split.clients, SHOWN_CLIENTS)).astype(int)
+    )
     inside = np.isin(split.client, shown)
     shares = np.zeros((len(split.classes), len(shown)))
     sizes = split.sizes
@@ -362,7 +436,10 @@ def _class_map(split: Split) -> str:
         image[..., :3] = to_rgb(LIGHT[0])
         image[..., 3] = np.sqrt(shares)
         ax.imshow(
-            image, aspect="auto", interpolation="nearest", extent=(-0.5, len(shown) - 0.5, len(shares) - 0.5, -0.5)
+            image,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(-0.5, len(shown) - 0.5, len(shares) - 0.5, -0.5),
         )
         some = "" if len(shown) == split.clients else f" ({len(shown):,} of {split.clients:,})"
         ax.set(xlabel=f"client{some}", ylabel="class")
@@ -405,13 +482,21 @@ def _timelines(groups: Sequence[Group]) -> Part | None:
         if len(pictures) == TIMELINES:
             left += 1
             continue
-        light, dark = (timeline_png(jobs, run.rows, group.label, dark=dark) for dark in (False, True))
+        light, dark = (
+            timeline_png(jobs, run.rows, group.label, dark=dark) for dark in (False, True)
+        )
         pictures.append(
-            _picture(f"{group.label}: clients, fleet and hosts on virtual time, and staleness", light, dark)
+            _picture(
+                f"{group.label}: clients, fleet and hosts on virtual time, and staleness",
+                light,
+                dark,
+            )
         )
     notes = [f"{left} more: timeline.png in the folder of each run."] if left else []
     return (
-        Part("On virtual time", "The first seed of each setting.", pictures=pictures, notes=notes) if pictures else None
+        Part("On virtual time", "The first seed of each setting.", pictures=pictures, notes=notes)
+        if pictures
+        else None
     )
 
 
@@ -426,7 +511,9 @@ def _failures(groups: Sequence[Group]) -> Part:
     }
     sums = {key: [_total(group, key) for group in groups] for key in keys}
     if not any(any(values) for values in sums.values()):
-        return Part("Failures", notes=["No client failed, no result was lost or discarded, no host died."])
+        return Part(
+            "Failures", notes=["No client failed, no result was lost or discarded, no host died."]
+        )
     columns = [Column("", [group.label for group in groups])]
     columns += [
         Column(title, [NOTHING if v is None else f"{v:,.0f}" for v in sums[key]], list(sums[key]))
@@ -440,10 +527,20 @@ def _failures(groups: Sequence[Group]) -> Part:
     tables = [_table(columns, True)]
     most = errors.most_common(ERRORS)
     if most:
-        texts = [[str(count) for _, count in most], [where for (where, _), _ in most], [text for (_, text), _ in most]]
+        texts = [
+            [str(count) for _, count in most],
+            [where for (where, _), _ in most],
+            [text for (_, text), _ in most],
+        ]
         titled = zip(("times", "setting", "error"), texts, strict=True)
-        tables.append(_table([Column(title, each, [1.0] * (title == "times")) for title, each in titled]))
-    notes = [f"{len(errors) - ERRORS} more kinds: failures.jsonl of the runs."] if len(errors) > ERRORS else []
+        tables.append(
+            _table([Column(title, each, [1.0] * (title == "times")) for title, each in titled])
+        )
+    notes = (
+        [f"{len(errors) - ERRORS} more kinds: failures.jsonl of the runs."]
+        if len(errors) > ERRORS
+        else []
+    )
     return Part("Failures", "Jobs of clients, summed over rounds and seeds.", tables, notes=notes)
 
 
@@ -477,9 +574,15 @@ def _differences(groups: Sequence[Group]) -> Part | None:
     for key, values in different.items():
         owners: dict[str, list[Shown]] = {}
         for index, value in enumerate(values):
-            owners.setdefault(without_password(value), []).append(_swatch(index, groups[index].label))
+            owners.setdefault(without_password(value), []).append(
+                _swatch(index, groups[index].label)
+            )
         rows.append({"key": key, "values": list(owners.items())})
-    text = f"Left out: {left} defaults of options that not all have chosen; Settings (below) has them." if left else ""
+    text = (
+        f"Left out: {left} defaults of options that not all have chosen; Settings (below) has them."
+        if left
+        else ""
+    )
     return Part("What differs", text, tables=[{"differences": rows}]) if rows else None
 
 
@@ -490,7 +593,9 @@ def _configurations(groups: Sequence[Group]) -> list[Shown]:
     return [
         {
             "label": group.label,
-            "text": without_password(yaml.safe_dump(group.runs[0].config, sort_keys=False, width=120)),
+            "text": without_password(
+                yaml.safe_dump(group.runs[0].config, sort_keys=False, width=120)
+            ),
         }
         for group in groups
     ]
@@ -504,14 +609,22 @@ def _checksum(value: object) -> str:
 def _repeat(groups: Sequence[Group]) -> Part:
     """A command and the checksums of each run, and the versions of what made them."""
     runs = [(group.label, run) for group in groups for run in group.runs]
-    places = [f"out=again/{number}" if len(runs) > 1 else "out=again" for number in range(1, len(runs) + 1)]
+    places = [
+        f"out=again/{number}" if len(runs) > 1 else "out=again"
+        for number in range(1, len(runs) + 1)
+    ]
     again = zip(runs, places, strict=True)
-    commands = [run_again(run.config, run.folder / "config.yaml", place) for (_, run), place in again]
+    commands = [
+        run_again(run.config, run.folder / "config.yaml", place) for (_, run), place in again
+    ]
     columns = [
         Column("", [label for label, _ in runs]),
         Column("seed", [str(run.config.get("seed", NOTHING)) for _, run in runs]),
         Column("command", commands),
-        *(Column(key.replace("_", " "), [_checksum(run.summary.get(key)) for _, run in runs]) for key in CHECKSUMS),
+        *(
+            Column(key.replace("_", " "), [_checksum(run.summary.get(key)) for _, run in runs])
+            for key in CHECKSUMS
+        ),
     ]
     table = _table(columns)
     for row in table["rows"]:
@@ -524,7 +637,10 @@ def _repeat(groups: Sequence[Group]) -> Part:
         for key, value in settings(identity if isinstance(identity, Mapping) else {}).items():
             if key != "seed":
                 versions.setdefault(key, []).append(value)
-    shown = [Column("made with", list(versions)), Column("", [", ".join(dict.fromkeys(v)) for v in versions.values()])]
+    shown = [
+        Column("made with", list(versions)),
+        Column("", [", ".join(dict.fromkeys(v)) for v in versions.values()]),
+    ]
     text = "The same command gives the same checksums on the same kind of device with the same versions. Without the "
     text += "run's folder, save its configuration (below) as config.yaml and name that. Of a checksum the first "
     text += f"{DIGITS} digits are shown; all of them are in the run's summary.json."

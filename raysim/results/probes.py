@@ -47,7 +47,9 @@ def save_probes(probes: Sequence[Probe], path: Path) -> None:
     arrays["version"] = np.array([probe.version for probe in probes], np.int64)
     arrays["accuracy"] = np.array([probe.accuracy for probe in probes], np.float64)
     arrays["received"] = np.array(owners, np.int64)
-    replace_file(Path(path), save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+    replace_file(
+        Path(path), save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    )
 
 
 def load_probes(path: Path) -> list[Probe]:
@@ -65,4 +67,6 @@ def load_probes(path: Path) -> list[Probe]:
             for index, client in enumerate(arrays["client"])
         ]
     except (SafetensorError, KeyError, IndexError) as problem:
-        raise ValueError(f"{path} is no readable file of probes; restore it or run the study again.") from problem
+        raise ValueError(
+            f"{path} is no readable file of probes; restore it or run the study again."
+        ) from problem

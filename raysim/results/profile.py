@@ -21,7 +21,10 @@ _IDLE = {"messages": "#c9cdd2", "waiting": "#e9ebee"}  # no work, so no colour
 def shares(profile: Profiled) -> dict[str, dict[str, float]]:
     """By process: the share of wall time of each kind."""
     wall = max(profile.stop - profile.start, 1e-9)
-    return {track.name: {kind: track.seconds.get(kind, 0.0) / wall for kind in KINDS} for track in profile.tracks}
+    return {
+        track.name: {kind: track.seconds.get(kind, 0.0) / wall for kind in KINDS}
+        for track in profile.tracks
+    }
 
 
 def table(profile: Profiled) -> str:
@@ -40,7 +43,13 @@ def trace(profile: Profiled) -> dict[str, object]:
     """The spans as events of Chrome's trace format, a thread for each process of the run; times in microseconds."""
     events: list[Mapping[str, object]] = []
     for place, track in enumerate(profile.tracks):
-        named = {"name": "thread_name", "ph": "M", "pid": 1, "tid": place, "args": {"name": _title(track)}}
+        named = {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": 1,
+            "tid": place,
+            "args": {"name": _title(track)},
+        }
         events.append(named)
         events += [
             {
@@ -75,10 +84,16 @@ def draw(profile: Profiled, path: Path, title: str = "") -> None:
         for index, kind in enumerate(KINDS):
             widths = [own[kind] for own in found.values()]
             colour = _IDLE.get(kind, LIGHT[index % len(LIGHT)])
-            ax.barh(list(found), widths, left=list(left.values()), color=colour, height=0.7, label=kind)
+            ax.barh(
+                list(found), widths, left=list(left.values()), color=colour, height=0.7, label=kind
+            )
             left = {name: left[name] + own[kind] for name, own in found.items()}
         ax.invert_yaxis()
-        ax.set(xlim=(0, 1), xlabel=f"share of {profile.stop - profile.start:.1f} s of wall time", title=title)
+        ax.set(
+            xlim=(0, 1),
+            xlabel=f"share of {profile.stop - profile.start:.1f} s of wall time",
+            title=title,
+        )
         figure.legend(loc="outside lower center", ncols=5)
         figure.savefig(path, format="png", dpi=150)
 
@@ -86,8 +101,18 @@ def draw(profile: Profiled, path: Path, title: str = "") -> None:
 def write(profile: Profiled, folder: Path, title: str = "", prefix: str = "") -> list[Path]:
     """Write numbers, trace and picture; the picture's path last."""
     paths = [folder / f"{prefix}{name}" for name in (PROFILE, TRACE, PICTURE)]
-    seconds = {track.name: {kind: track.seconds.get(kind, 0.0) for kind in KINDS} for track in profile.tracks}
-    write_json({"wall_seconds": profile.stop - profile.start, "seconds": seconds, "shares": shares(profile)}, paths[0])
+    seconds = {
+        track.name: {kind: track.seconds.get(kind, 0.0) for kind in KINDS}
+        for track in profile.tracks
+    }
+    write_json(
+        {
+            "wall_seconds": profile.stop - profile.start,
+            "seconds": seconds,
+            "shares": shares(profile),
+        },
+        paths[0],
+    )
     replace_file(paths[1], json.dumps(trace(profile)).encode())
     draw(profile, paths[2], title)
     return paths

@@ -44,7 +44,11 @@ def waiting(console: Console) -> Iterator[Callable[..., None]]:
         return
     from rich.progress import Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}", style="default", markup=False), TimeElapsedColumn()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", style="default", markup=False),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=console, transient=True) as line:
         task = line.add_task("", total=None)
 
@@ -85,13 +89,19 @@ class Progress:
         self.scores: dict[str, float] = {}  # last known ones
         self.pace: deque[float] = deque(maxlen=RECENT)
         self.samples: deque[int] = deque(maxlen=RECENT)  # trained on in the same rounds
-        self.busy: dict[str, float] = {}  # shares of wall time, of hosts and devices, in the last round
+        self.busy: dict[
+            str, float
+        ] = {}  # shares of wall time, of hosts and devices, in the last round
         self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
         self._said, self._at = "", clock()
         self._waits_for = ""
-        self._bar = Bar(BarColumn(24), TextColumn("{task.description}"), console=self.console, transient=False)
+        self._bar = Bar(
+            BarColumn(24), TextColumn("{task.description}"), console=self.console, transient=False
+        )
         self._live = self.console.is_terminal and not quiet
-        self._task = self._bar.add_task("first round" if done == 0 else "next round", total=total, completed=done)
+        self._task = self._bar.add_task(
+            "first round" if done == 0 else "next round", total=total, completed=done
+        )
 
     def __enter__(self) -> Self:
         if self._live:
@@ -108,13 +118,25 @@ class Progress:
         """The state of the run in one line."""
         parts = [f"round {self.round}/{self.total}"]
         if self.scores:
-            parts.append(f"{self.metric} " + ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items()))
+            parts.append(
+                f"{self.metric} "
+                + ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items())
+            )
         if self.pace:
             pace = statistics.median(self.pace)
-            parts += [f"{duration(pace)}/round", f"{duration(pace * (self.total - self.round))} left"]
-            parts += [f"{sum(self.samples) / max(sum(self.pace), 1e-9):,.0f} samples/s"] if any(self.samples) else []
+            parts += [
+                f"{duration(pace)}/round",
+                f"{duration(pace * (self.total - self.round))} left",
+            ]
+            parts += (
+                [f"{sum(self.samples) / max(sum(self.pace), 1e-9):,.0f} samples/s"]
+                if any(self.samples)
+                else []
+            )
         if self.busy:
-            parts.append(", ".join(f"{name} {share:.0%}" for name, share in self.busy.items()) + " busy")
+            parts.append(
+                ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items()) + " busy"
+            )
         if self.failures:
             parts.append(f"{self.failures} failure{'s' if self.failures > 1 else ''}")
         if self._waits_for:

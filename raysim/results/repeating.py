@@ -12,7 +12,14 @@ TARGET = "_target_"  # of a class, as Hydra has it
 def run_again(config: object, path: Path, *words: str) -> str:
     """`raysim run --config PATH`, with the packages whose classes the configuration names."""
     foreign = dict.fromkeys(name for name in _packages(config) if name != "raysim")
-    return " ".join(["raysim run --config", shlex.quote(str(path)), *(f"--allow {name}" for name in foreign), *words])
+    return " ".join(
+        [
+            "raysim run --config",
+            shlex.quote(str(path)),
+            *(f"--allow {name}" for name in foreign),
+            *words,
+        ]
+    )
 
 
 def _packages(node: object) -> Iterator[str]:

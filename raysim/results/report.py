@@ -21,7 +21,14 @@ UNFINISHED = " (unfinished)"
 OWN, CENTRAL = "on the clients' own tests (mean)", "on the central test set"
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
 RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
-NOISE = ("_target_", "out", "resume", "choices", "tracking", "hydra")  # differences that tell nothing about a study
+NOISE = (
+    "_target_",
+    "out",
+    "resume",
+    "choices",
+    "tracking",
+    "hydra",
+)  # differences that tell nothing about a study
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,24 @@ def load_run(folder: Path) -> Run:
     missing = [name for name in RUN_FILES if not (folder / name).is_file()]
     if missing:
         inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))
-        hint = f"did you mean {folder / inside[0]}?" if inside else "name one that `raysim run out=DIR` wrote."
-        raise ValueError(f"{folder} is no folder of a run, it has no {' and no '.join(missing)}; {hint}")
+        hint = (
+            f"did you mean {folder / inside[0]}?"
+            if inside
+            else "name one that `raysim run out=DIR` wrote."
+        )
+        raise ValueError(
+            f"{folder} is no folder of a run, it has no {' and no '.join(missing)}; {hint}"
+        )
     rows = read_history(folder / "history.parquet")
     if not rows:
-        raise ValueError(f"{folder} has a history without a round; let the run get further and ask again.")
+        raise ValueError(
+            f"{folder} has a history without a round; let the run get further and ask again."
+        )
     finished = (folder / "summary.json").is_file()
     summary = _read(folder / "summary.json", from_json) if finished else summarise(rows)
-    return Run(folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished)
+    return Run(
+        folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished
+    )
 
 
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
@@ -69,7 +86,11 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
     found = [path for name in paths for path in runs_in(Path(name))]
     files = [path for path in found if path.is_file()]
-    others = [path for path in found if path.is_dir() and not all((path / name).is_file() for name in RUN_FILES)]
+    others = [
+        path
+        for path in found
+        if path.is_dir() and not all((path / name).is_file() for name in RUN_FILES)
+    ]
     runs = [path for path in found if path not in (*files, *others)]
     loaded = [load_run(path) for path in runs or found]  # an error names the first of them
     unknown = [str(path) for path in others if path.name != ARTIFACTS]
@@ -80,7 +101,11 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
 def runs_in(folder: Path) -> list[Path]:
     """The runs of a study and the trials of a search, by its folder; any other path alone."""
-    found = [path.parent for kind in ("runs", "trials") for path in folder.glob(f"{kind}/*/history.parquet")]
+    found = [
+        path.parent
+        for kind in ("runs", "trials")
+        for path in folder.glob(f"{kind}/*/history.parquet")
+    ]
     return sorted(found) or [folder]
 
 
@@ -97,7 +122,9 @@ def _read(path: Path, parse: Callable[[str], object]) -> dict[str, object]:
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except ValueError as problem:
-        raise ValueError(f"{path} is broken and cannot be read; restore it or run the study again.") from problem
+        raise ValueError(
+            f"{path} is broken and cannot be read; restore it or run the study again."
+        ) from problem
     mapping = _mapping(content)
     if not mapping:
         raise ValueError(f"{path} holds no names and values; restore it or run the study again.")
@@ -113,7 +140,9 @@ def choice(config: Mapping[str, object], group: str) -> str:
     value = choices.get(group) if isinstance(choices, Mapping) else None
     value = config.get(group) if value is None else value
     if isinstance(value, Mapping):
-        value = value.get("name") or str(value.get("_target_", "")).rpartition(".")[2] or list(value)
+        value = (
+            value.get("name") or str(value.get("_target_", "")).rpartition(".")[2] or list(value)
+        )
     if isinstance(value, (list, tuple)):
         value = " + ".join(str(item) for item in value)
     return str(value) if value else ("fedavg" if group == "method" else NOTHING)
@@ -153,17 +182,30 @@ def telling(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     values of a method stay: a study is about them.
     """
     different = differences(runs)
-    found = {key: values for key, values in different.items() if not _default_alone(runs, key, values, different)}
+    found = {
+        key: values
+        for key, values in different.items()
+        if not _default_alone(runs, key, values, different)
+    }
     return found, len(different) - len(found)
 
 
-def _default_alone(runs: Sequence[Run], key: str, values: Sequence[str], different: Mapping[str, object]) -> bool:
+def _default_alone(
+    runs: Sequence[Run], key: str, values: Sequence[str], different: Mapping[str, object]
+) -> bool:
     """Whether a key is one that only some runs have, by an option that is listed, all of them with its default."""
     group, _, inside = key.partition(".")
-    if NOTHING not in values or not inside or group == "method" or not {group, f"{group}.name"} & different.keys():
+    if (
+        NOTHING not in values
+        or not inside
+        or group == "method"
+        or not {group, f"{group}.name"} & different.keys()
+    ):
         return False
     having = [(run, value) for run, value in zip(runs, values, strict=True) if value != NOTHING]
-    return all(_defaults(group, choice(run.config, group)).get(inside) == value for run, value in having)
+    return all(
+        _defaults(group, choice(run.config, group)).get(inside) == value for run, value in having
+    )
 
 
 def _defaults(group: str, option: str) -> dict[str, str]:
@@ -181,14 +223,24 @@ def labels(runs: Sequence[Run]) -> list[str]:
         twins = [index for index, other in enumerate(names) if other == name]
         different = differences([runs[index] for index in twins])
         # What only some have follows from an option that is named already: needed only where nothing else differs.
-        shared = {key: values for key, values in different.items() if NOTHING not in values} or different
+        shared = {
+            key: values for key, values in different.items() if NOTHING not in values
+        } or different
         for place, index in enumerate(twins):
-            settings = [f"{key}={values[place]}" for key, values in shared.items() if values[place] != NOTHING]
+            settings = [
+                f"{key}={values[place]}"
+                for key, values in shared.items()
+                if values[place] != NOTHING
+            ]
             names[index] = ", ".join(settings) or name
     told_apart = [
-        f"{name} ({run.folder})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
+        f"{name} ({run.folder})" if names.count(name) > 1 else name
+        for name, run in zip(names, runs, strict=True)
     ]
-    return [name if run.finished else f"{name}{UNFINISHED}" for name, run in zip(told_apart, runs, strict=True)]
+    return [
+        name if run.finished else f"{name}{UNFINISHED}"
+        for name, run in zip(told_apart, runs, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- the table
@@ -197,7 +249,13 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def _ordered(runs: Sequence[Run]) -> list[Run]:
     def key(run: Run) -> float:
         score = _number(run, "best5_mean")
-        return math.inf if score is None else score if metric_of(run.rows) in LOWER_IS_BETTER else -score
+        return (
+            math.inf
+            if score is None
+            else score
+            if metric_of(run.rows) in LOWER_IS_BETTER
+            else -score
+        )
 
     return sorted(runs, key=key)
 
@@ -243,7 +301,11 @@ def _digits(value: float, like: float | None, size: float) -> str:
 
 def pair(mean: float | None, deviation: float | None, show: Show) -> str:
     """Mean ± deviation, where there is one."""
-    return show(mean) if deviation is None else f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"
+    return (
+        show(mean)
+        if deviation is None
+        else f"{show(mean, like=mean)} ± {show(deviation, like=mean)}"
+    )
 
 
 def _column(
@@ -260,12 +322,18 @@ def _column(
 
 def _thresholds(runs: Sequence[Run], limit: int) -> list[Column]:
     """First round to reach a threshold: the highest `limit` thresholds that any run reached."""
-    reached = [{str(k): v for k, v in _mapping(run.summary.get("rounds_to")).items()} for run in runs]
-    names = sorted({name for one in reached for name, value in one.items() if value is not None}, key=float)
+    reached = [
+        {str(k): v for k, v in _mapping(run.summary.get("rounds_to")).items()} for run in runs
+    ]
+    names = sorted(
+        {name for one in reached for name, value in one.items() if value is not None}, key=float
+    )
     columns = []
     for name in names[-limit:]:
         scores = [float(str(one[name])) if one.get(name) is not None else None for one in reached]
-        columns.append(Column(f"to {name}", [_rounds(score) for score in scores], scores, -1, show=_rounds))
+        columns.append(
+            Column(f"to {name}", [_rounds(score) for score in scores], scores, -1, show=_rounds)
+        )
     return columns
 
 
@@ -277,10 +345,14 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     """The comparison of runs in the order given."""
     means = [_number(run, "last10_mean") for run in runs]
     deviations = [_number(run, "last10_std") for run in runs]
-    pairs = [pair(mean, deviation, _score) for mean, deviation in zip(means, deviations, strict=True)]
+    pairs = [
+        pair(mean, deviation, _score) for mean, deviation in zip(means, deviations, strict=True)
+    ]
     metrics = [metric_of(run.rows) for run in runs]
     better = 0 if not _alike(runs) else -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
-    less = better and -int(len({_number(run, "rounds") for run in runs}) == 1)  # of what grows with the rounds
+    less = better and -int(
+        len({_number(run, "rounds") for run in runs}) == 1
+    )  # of what grows with the rounds
     local, worst, central, unseen = ([_number(r, f"{m}{end}") for r, m in zip(runs, metrics, strict=True)]
                                      for end in ("", "_worst", "_global", "_unseen"))  # fmt: skip
     scores = {
@@ -290,7 +362,9 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     }
     if known(unseen):
         scores["unseen"] = unseen
-    floats = [(_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs]
+    floats = [
+        (_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs
+    ]
     rounds = [_number(run, "rounds") or 0.0 for run in runs]
     return [
         Column("run", labels(runs)),
@@ -317,7 +391,9 @@ def _alike(runs: Sequence[Run]) -> bool:
 def _clients_data(run: Run) -> dict[str, str]:
     """The settings that say which samples clients have, and which clients are never trained."""
     config = {key: run.config.get(key) for key in ("data", "partition")}
-    config["unseen"] = _mapping(run.config.get("evaluate")).get("unseen") or 0  # older runs have no such key
+    config["unseen"] = (
+        _mapping(run.config.get("evaluate")).get("unseen") or 0
+    )  # older runs have no such key
     return settings(config)
 
 
@@ -355,11 +431,17 @@ def table(runs: Sequence[Run], width: int = 0) -> str:
     several = len(groups) < len(runs)
     columns = results(groups, limit=2) if several else of_runs
     shared = [c for c in of_runs if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
-    left_out = {c.title for c in shared} | {c.title for c in columns if c.scores and set(c.texts) == {NOTHING}}
+    left_out = {c.title for c in shared} | {
+        c.title for c in columns if c.scores and set(c.texts) == {NOTHING}
+    }
     shown = [c for c in columns if c.title not in left_out]
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
     over = "the seeds" if several else "the last ten rounds"
-    below = [f"* best of its column; of accuracies, {MARKED} over {over}"] if any(c.best() for c in shown) else []
+    below = (
+        [f"* best of its column; of accuracies, {MARKED} over {over}"]
+        if any(c.best() for c in shown)
+        else []
+    )
     below += filter(None, [scored(runs)])
     if several:
         below.append("mean ± sample deviation over the seeds; --csv prints every run")
@@ -391,12 +473,20 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
         else:
             found.append([run])
     found = [sorted(group, key=lambda run: (len(_seed(run)), _seed(run))) for group in found]
-    names = labels([group[0] for group in found]) if len(found) == len(runs) else _apart([group[0] for group in found])
+    names = (
+        labels([group[0] for group in found])
+        if len(found) == len(runs)
+        else _apart([group[0] for group in found])
+    )
     return [Group(name, group) for name, group in zip(names, found, strict=True)]
 
 
 def _setting(run: Run) -> dict[str, str]:
-    return {key: value for key, value in {**settings(run.config), **_chosen(run.config)}.items() if key != "seed"}
+    return {
+        key: value
+        for key, value in {**settings(run.config), **_chosen(run.config)}.items()
+        if key != "seed"
+    }
 
 
 def _seed(run: Run) -> str:
@@ -413,10 +503,15 @@ def _apart(firsts: Sequence[Run]) -> list[str]:
         found = methods
     else:
         without = [{key: v for key, v in run.config.items() if key != "seed"} for run in distinct]
-        nameless = [replace(run, name="", finished=True, config=c) for run, c in zip(distinct, without, strict=True)]
+        nameless = [
+            replace(run, name="", finished=True, config=c)
+            for run, c in zip(distinct, without, strict=True)
+        ]
         found = labels(nameless)
     name = dict(zip(dict.fromkeys(places), found, strict=True))
-    names = [f"{name[p]}{'' if r.finished else UNFINISHED}" for p, r in zip(places, firsts, strict=True)]
+    names = [
+        f"{name[p]}{'' if r.finished else UNFINISHED}" for p, r in zip(places, firsts, strict=True)
+    ]
     return names if len(set(names)) == len(names) else labels(firsts)
 
 
@@ -427,7 +522,11 @@ def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
     spans = [range(low, high) for low, high in itertools.pairwise(ends)]
     columns = [Column("", [group.label for group in groups])]
     if len(runs) > len(groups):
-        columns.append(Column("seeds", [str(len(group.runs)) for group in groups], [len(g.runs) for g in groups]))
+        columns.append(
+            Column(
+                "seeds", [str(len(group.runs)) for group in groups], [len(g.runs) for g in groups]
+            )
+        )
     for each in _columns(runs, limit)[1:]:
         if each.scores and known(each.scores):
             columns.append(_over_seeds(each, spans))

@@ -29,7 +29,9 @@ def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
     """The model with these weights on the CPU, and two empty inputs; None where clients keep parts of it."""
     declarations = declare_run(spec)
     networks, layout = declarations.networks, declarations.layout
-    if any(entry.personal and entry.network == "model" for entry in (*layout.entries, *layout.counters)):
+    if any(
+        entry.personal and entry.network == "model" for entry in (*layout.entries, *layout.counters)
+    ):
         return None
     own = networks["model"].state_dict()
     for name, tensor in load_file(weights).items():

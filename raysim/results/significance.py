@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-FEWEST, FEWEST_RANKED = 3, 6  # pairs for the t-test; for Wilcoxon, whose smallest p at 5 pairs is 0.0625
+FEWEST, FEWEST_RANKED = (
+    3,
+    6,
+)  # pairs for the t-test; for Wilcoxon, whose smallest p at 5 pairs is 0.0625
 LEVEL = 0.95
 ROUNDING = 1e-9  # a deviation below this share of the values is that of rounding
 
@@ -49,9 +52,14 @@ def paired(left: Sequence[float], right: Sequence[float]) -> Difference:
     assert deviation is not None and mean is not None
     if deviation <= (nothing := ROUNDING * max(np.abs(left).max(), np.abs(right).max())):
         return replace(
-            difference, note="equal in every pair" if abs(mean) <= nothing else "no test: every pair differs alike"
+            difference,
+            note="equal in every pair"
+            if abs(mean) <= nothing
+            else "no test: every pair differs alike",
         )
-    half = stats.t.ppf((1 + LEVEL) / 2, len(differences) - 1) * deviation / np.sqrt(len(differences))
+    half = (
+        stats.t.ppf((1 + LEVEL) / 2, len(differences) - 1) * deviation / np.sqrt(len(differences))
+    )
     ranked = len(differences) >= FEWEST_RANKED
     return replace(
         difference,
@@ -67,7 +75,10 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
     The k-th lowest of m becomes the largest of (m - i + 1) p_i over i <= k, at most 1.
     """
-    order = sorted((index for index, value in enumerate(values) if value is not None), key=lambda i: values[i] or 0.0)
+    order = sorted(
+        (index for index, value in enumerate(values) if value is not None),
+        key=lambda i: values[i] or 0.0,
+    )
     corrected: list[float | None] = [None] * len(values)
     highest = 0.0
     for place, index in enumerate(order):

@@ -41,10 +41,16 @@ class Column:
     def best(self) -> set[int]:
         """Indices of the winners; nobody wins where all are equal or only one run has a value."""
         groups = self.groups or [None] * len(self.scores)
-        return {winner for group in dict.fromkeys(groups) for winner in self._best_of(group, groups)}
+        return {
+            winner for group in dict.fromkeys(groups) for winner in self._best_of(group, groups)
+        }
 
     def _best_of(self, group: object, groups: Sequence[object]) -> set[int]:
-        scores = {i: score for i, score in enumerate(self.scores) if score is not None and groups[i] == group}
+        scores = {
+            i: score
+            for i, score in enumerate(self.scores)
+            if score is not None and groups[i] == group
+        }
         if not self.better or len(scores) < 2 or len({*scores.values()}) == 1:
             return set()
         first, second, *_ = sorted(scores, key=lambda index: -self.better * scores[index])
@@ -82,7 +88,10 @@ def aligned(columns: Sequence[Column], width: int = 0) -> str:
     label, *others = [_padded(column) for column in columns]
     blocks, room = [[label]], width or math.inf
     for texts in others:
-        if len(blocks[-1]) > 1 and sum(len(each[0]) + len(GAP) for each in blocks[-1]) + len(texts[0]) > room:
+        if (
+            len(blocks[-1]) > 1
+            and sum(len(each[0]) + len(GAP) for each in blocks[-1]) + len(texts[0]) > room
+        ):
             blocks.append([label])
         blocks[-1].append(texts)
     return "\n\n".join(map(_block, blocks))
@@ -90,7 +99,10 @@ def aligned(columns: Sequence[Column], width: int = 0) -> str:
 
 def _padded(column: Column) -> list[str]:
     best = column.best()
-    texts = [column.title, *(f"{text}{'*' if index in best else ''}" for index, text in enumerate(column.texts))]
+    texts = [
+        column.title,
+        *(f"{text}{'*' if index in best else ''}" for index, text in enumerate(column.texts)),
+    ]
     size = max(map(len, texts))
     return [text.rjust(size) if column.scores else text.ljust(size) for text in texts]
 

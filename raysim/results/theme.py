@@ -31,7 +31,9 @@ def theme(ink: str) -> dict[Any, object]:
 def page_theme(dark: bool) -> dict[Any, object]:
     """The same, on the paper of a light or a dark page."""
     ink, paper = ("#e6e8ea", "#16191d") if dark else (INK, "#ffffff")
-    return theme(ink) | dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
+    return theme(ink) | dict.fromkeys(
+        ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper
+    )
 
 
 def logarithmic(ax: Axes, which: Literal["x", "y"] = "y") -> None:
@@ -52,16 +54,29 @@ def svg(draw: Callable[[Axes], object], about: str, size: tuple[float, float] = 
     import matplotlib
     from matplotlib.figure import Figure
 
-    looks = {"svg.fonttype": "none", "svg.hashsalt": "raysim", "font.size": 10, "axes.labelsize": 10}
+    looks = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "raysim",
+        "font.size": 10,
+        "axes.labelsize": 10,
+    }
     with matplotlib.rc_context(theme(INK) | looks):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
-    inside = re.sub(r"<metadata>.*?</metadata>", "", text[text.index(">", text.index("<svg")) + 1 :], flags=re.DOTALL)
+    inside = re.sub(
+        r"<metadata>.*?</metadata>",
+        "",
+        text[text.index(">", text.index("<svg")) + 1 :],
+        flags=re.DOTALL,
+    )
     inside = re.sub(r' id="[\w.]*_\d+"', "", inside).replace("xlink:href", "href")
-    for name, colour in {"ink": INK, **{f"c{index}": each for index, each in enumerate(LIGHT)}}.items():
+    for name, colour in {
+        "ink": INK,
+        **{f"c{index}": each for index, each in enumerate(LIGHT)},
+    }.items():
         inside = re.sub(rf"(fill|stroke): {colour}\b", rf"\1: var(--{name})", inside)
     width, height = (round(72 * each) for each in size)
     head = f'<svg class="plot" role="img" aria-label="{html.escape(about)}" viewBox="0 0 {width} {height}">'
@@ -71,5 +86,10 @@ def svg(draw: Callable[[Axes], object], about: str, size: tuple[float, float] = 
 def time_unit(seconds: float) -> tuple[float, str]:
     """Divisor and name of the unit in which a time is a number of few digits."""
     return next(
-        ((size, unit) for size, unit in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s")
+        (
+            (size, unit)
+            for size, unit in ((86400, "d"), (3600, "h"), (60, "min"))
+            if seconds >= 2 * size
+        ),
+        (1, "s"),
     )

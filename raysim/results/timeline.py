@@ -23,9 +23,19 @@ if TYPE_CHECKING:
 _THIRD = 12  # clients of each kind in a timeline: the fastest, random ones, the slowest
 _WIDEST = 160  # jobs of the median duration that fit beside each other: a bar is then some six pixels wide
 _BINS = 120  # points of a curve over virtual time
-_SCALE = ("#3b8fc4", "#8f7fd0", "#d9669a", "#f08a24")  # fresh to stale; seen on light and dark pages
+_SCALE = (
+    "#3b8fc4",
+    "#8f7fd0",
+    "#d9669a",
+    "#f08a24",
+)  # fresh to stale; seen on light and dark pages
 _GREY, _RED = "#8a9299", "#e0483e"
-_UNUSED = {"discarded": (">", _GREY), "lost": ("x", _RED), "failed": ("D", _RED), "in flight": ("", _GREY)}
+_UNUSED = {
+    "discarded": (">", _GREY),
+    "lost": ("x", _RED),
+    "failed": ("D", _RED),
+    "in flight": ("", _GREY),
+}
 
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
@@ -42,7 +52,9 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with matplotlib.rc_context(page_theme(dark) | {"axes.titlesize": 11, "axes.axisbelow": True}):
-        figure = Figure(figsize=(13, 9.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
+        figure = Figure(
+            figsize=(13, 9.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
+        )
         figure.suptitle(f"{textwrap.shorten(title, 110)}\n{_counted(jobs)}", fontsize=13)
         fill(figure, jobs, rows, DARK if dark else LIGHT)
         buffer = io.BytesIO()
@@ -95,7 +107,9 @@ def window(jobs: Jobs, end: float) -> tuple[float, float]:
 def sample(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     """Clients by kind, the fastest first; all of them where they are few. Always the same ones for the same jobs."""
     clients, members = np.unique(jobs.client, return_inverse=True)
-    whole = (~jobs.fated("lost")).astype(float)  # a lost job is shorter than its client would have needed
+    whole = (~jobs.fated("lost")).astype(
+        float
+    )  # a lost job is shorter than its client would have needed
     whole[np.bincount(members, whole)[members] == 0] = 1.0
     seconds = np.bincount(members, whole * (jobs.finish - jobs.start)) / np.bincount(members, whole)
     order = clients[np.argsort(seconds, kind="stable")]
@@ -195,7 +209,9 @@ def _bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: fl
         ax.add_collection(bars)
         if stale.any():
             extend = "max" if stale.max() > most else "neither"
-            bar = ax.figure.colorbar(bars, ax=ax, pad=0.01, fraction=0.025, aspect=40, extend=extend)
+            bar = ax.figure.colorbar(
+                bars, ax=ax, pad=0.01, fraction=0.025, aspect=40, extend=extend
+            )
             bar.set_label("staleness (aggregations since its version)")
             bar.locator = _whole_numbers(6)
             bar.outline.set_visible(False)
@@ -204,13 +220,21 @@ def _bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: fl
         if not chosen.any():
             continue
         label, line = (fate, "-") if marker else (f"{fate} at the end", ":")
-        empty = PolyCollection(boxes(chosen), facecolor=(0.55, 0.57, 0.6, 0.18), edgecolor=colour, linewidth=0.7)
+        empty = PolyCollection(
+            boxes(chosen), facecolor=(0.55, 0.57, 0.6, 0.18), edgecolor=colour, linewidth=0.7
+        )
         empty.set(linestyle=line, label="_" if marker else label)
         ax.add_collection(empty)
         if marker:
             ends = chosen & (jobs.finish <= high)
             ax.plot(
-                jobs.finish[ends] / size, y[ends], marker, color=colour, markersize=5, markeredgewidth=1.6, label=label
+                jobs.finish[ends] / size,
+                y[ends],
+                marker,
+                color=colour,
+                markersize=5,
+                markeredgewidth=1.6,
+                label=label,
             )
 
 
@@ -235,34 +259,62 @@ def _waited(since: np.ndarray, until: np.ndarray) -> np.ndarray:
     return np.asarray(before * until - sums[before])
 
 
-def _fleet(ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]) -> None:
+def _fleet(
+    ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
+) -> None:
     edges = np.linspace(0, end, _BINS + 1)
     everyone = at_work(jobs, edges)
     ax.stairs(everyone, edges / size, color=colours[0], linewidth=1.4, baseline=None, label="all")
     vain = jobs.fated("lost", "discarded", "failed")
     if vain.any():
         part = at_work(jobs[vain], edges)
-        ax.stairs(part, edges / size, color=colours[1], linewidth=1.4, baseline=None, label="in vain")
+        ax.stairs(
+            part, edges / size, color=colours[1], linewidth=1.4, baseline=None, label="in vain"
+        )
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2)
-    ax.set(title=f"Fleet: {everyone.mean():.3g} clients at work in the mean", ylabel="clients", ylim=(0, None))
+    ax.set(
+        title=f"Fleet: {everyone.mean():.3g} clients at work in the mean",
+        ylabel="clients",
+        ylim=(0, None),
+    )
 
 
-def _hosts(ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]) -> None:
-    busy, least = (np.array(column(rows, key), np.float64) for key in ("host_busy", "host_busy_least"))
+def _hosts(
+    ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
+) -> None:
+    busy, least = (
+        np.array(column(rows, key), np.float64) for key in ("host_busy", "host_busy_least")
+    )
     known = np.isfinite(busy)
     if not known.any():
         ax.set(title="Hosts: not measured", yticks=[])
         return
-    now, wall = (np.array(column(rows, key), np.float64) for key in ("virtual_seconds", "wall_seconds"))
+    now, wall = (
+        np.array(column(rows, key), np.float64) for key in ("virtual_seconds", "wall_seconds")
+    )
     spans = np.maximum(np.diff(wall, prepend=0.0), 0.0)
-    share = float(np.average(busy[known], weights=spans[known])) if spans[known].any() else float(busy[known].mean())
+    share = (
+        float(np.average(busy[known], weights=spans[known]))
+        if spans[known].any()
+        else float(busy[known].mean())
+    )
     curves = [(busy, "mean of all", colours[0]), (least, "least busy", colours[1])]
     for values, name, colour in curves if (least != busy)[known].any() else curves[:1]:
         x, y = thinned(now[known], values[known], end)
         ax.plot(
-            x / size, y, color=colour, linewidth=1.4, marker="o" if len(x) <= 12 else None, markersize=4, label=name
+            x / size,
+            y,
+            color=colour,
+            linewidth=1.4,
+            marker="o" if len(x) <= 12 else None,
+            markersize=4,
+            label=name,
         )
-    ax.set(title=f"Hosts: {share:.0%} of the wall time at work", ylabel="share of wall time", ylim=(0, 1.05))
+    ax.set(
+        title=f"Hosts: {share:.0%} of the wall time at work",
+        ylabel="share of wall time",
+        ylim=(0, 1.05),
+    )
     if len(ax.lines) > 1:
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2)
 
@@ -276,7 +328,9 @@ def thinned(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np.nd
     return np.bincount(members, x) / count, np.bincount(members, y) / count
 
 
-def _staleness(ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]) -> None:
+def _staleness(
+    ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
+) -> None:
     stale = jobs.staleness[jobs.fated("aggregated")]
     width = int(stale.max()) // 40 + 1
     edges = np.arange(0, stale.max() + width + 1, width)

@@ -38,10 +38,15 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "raysim"  # where runs are, unless another name is given
 ARTIFACTS = "mlflow_artifacts"  # folder of what belongs to runs, beside the database
-RECORD = "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
+RECORD = (
+    "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
+)
 BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
 MODEL = "mlflow_model"  # folder of a model that no server has yet
-KIND = ("mlflow.experimentKind", "custom_model_development")  # of the experiment: its page shows runs, not traces
+KIND = (
+    "mlflow.experimentKind",
+    "custom_model_development",
+)  # of the experiment: its page shows runs, not traces
 PATIENCE = 30.0  # seconds that finish waits: a first contact imports MLflow (5 s) and makes a database (3 s)
 Record: TypeAlias = dict[str, object]
 
@@ -106,7 +111,9 @@ def origin() -> dict[str, str]:
     """Tags that MLflow shows in columns of their own: who ran what, at which commit of the files in this folder."""
     tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
     tags |= {f"mlflow.source.git.{key}": value for key, value in source().items()}
-    with contextlib.suppress(OSError, KeyError, ImportError):  # a container may know no name for its user
+    with contextlib.suppress(
+        OSError, KeyError, ImportError
+    ):  # a container may know no name for its user
         tags["mlflow.user"] = getpass.getuser()
     return tags
 
@@ -126,12 +133,20 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     with torch.no_grad():
         scores = model(torch.from_numpy(example)).numpy()
     inputs, outputs = (
-        Schema([TensorSpec(each.dtype if each.dtype != bool else np.dtype("uint8"), (-1, *each.shape[1:]))])
+        Schema(
+            [
+                TensorSpec(
+                    each.dtype if each.dtype != bool else np.dtype("uint8"), (-1, *each.shape[1:])
+                )
+            ]
+        )
         for each in (example, scores)
     )
     shutil.rmtree(folder / MODEL, ignore_errors=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a recurrent layer's list of its own weights is traced, too
+        warnings.simplefilter(
+            "ignore"
+        )  # that a recurrent layer's list of its own weights is traced, too
         mlflow.pytorch.save_model(
             model, str(folder / MODEL), input_example=example, signature=ModelSignature(inputs, outputs),
             serialization_format="pt2", pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "mlflow"],
@@ -205,7 +220,9 @@ class Mlflow:
         if above := record.get("parent"):
             identity = read_record(Path(str(above))).get("run_id")
             if not identity:
-                raise ConnectionError(f"the run of {above} is not there yet")  # tried again with the next row
+                raise ConnectionError(
+                    f"the run of {above} is not there yet"
+                )  # tried again with the next row
             tags["mlflow.parentRunId"] = identity
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
         return self._client.create_run(
@@ -224,7 +241,9 @@ class Mlflow:
         from mlflow.exceptions import MlflowException
 
         try:
-            return str(self._client.create_experiment(name, artifact_location=place, tags=dict([KIND])))
+            return str(
+                self._client.create_experiment(name, artifact_location=place, tags=dict([KIND]))
+            )
         except MlflowException as problem:
             # Another process created it at this moment.
             experiment = self._client.get_experiment_by_name(name)
@@ -252,7 +271,8 @@ class Mlflow:
         source = json.dumps({"tags": {"mlflow.source.name": "raysim"}})
         stored = Dataset(name, digest, "code", source, profile=json.dumps(profile))
         self._client.log_inputs(
-            self._run, datasets=[DatasetInput(stored, [InputTag("mlflow.data.context", "training")])]
+            self._run,
+            datasets=[DatasetInput(stored, [InputTag("mlflow.data.context", "training")])],
         )
 
     def send(self, rows: Sequence[Row]) -> None:
@@ -265,7 +285,10 @@ class Mlflow:
             if _round(row) <= step:
                 continue
             step = _round(row)
-            metrics = [Metric(_key(key), value, self._time(row), step) for key, value in _numbers(row).items()]
+            metrics = [
+                Metric(_key(key), value, self._time(row), step)
+                for key, value in _numbers(row).items()
+            ]
             if batch and len(batch) + len(metrics) > METRICS_PER_BATCH:
                 self._log(batch)
                 batch = []
@@ -286,10 +309,14 @@ class Mlflow:
 
         flat = flatten(_mapping(record.get("summary")))
         end = self._time(flat)
-        metrics = [Metric(_key(f"summary/{key}"), value, end, 0) for key, value in _numbers(flat).items()]
+        metrics = [
+            Metric(_key(f"summary/{key}"), value, end, 0) for key, value in _numbers(flat).items()
+        ]
         words = {key: value for key, value in flat.items() if isinstance(value, str)}
         tags = [RunTag(_key(key), _text(value, TAG_LENGTH)) for key, value in words.items()]
-        self._client.log_batch(self._run, metrics=metrics[:METRICS_PER_BATCH], tags=tags[:PARAMS_PER_BATCH])
+        self._client.log_batch(
+            self._run, metrics=metrics[:METRICS_PER_BATCH], tags=tags[:PARAMS_PER_BATCH]
+        )
         for name in _names(record.get("artifacts")):
             path = folder / name
             if path.is_file():
@@ -321,7 +348,9 @@ class Mlflow:
 class NoTracker:
     """tracking=none: nothing is recorded anywhere."""
 
-    def start(self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()) -> None:
+    def start(
+        self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()
+    ) -> None:
         """Do nothing."""
 
     def known(self) -> None:
@@ -330,7 +359,12 @@ class NoTracker:
     def log(self, row: Row) -> None:
         """Do nothing."""
 
-    def finish(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+    def finish(
+        self,
+        summary: Mapping[str, object],
+        artifacts: Sequence[Path] = (),
+        status: str = "FINISHED",
+    ) -> None:
         """Do nothing."""
 
 
@@ -354,9 +388,14 @@ class Tracker:
         connect: Callable[[str], Server] = Mlflow,
     ) -> None:
         for key, value in ENVIRONMENT.items():
-            os.environ.setdefault(key, value)  # MLflow reads them at each call; a user's own values stay
+            os.environ.setdefault(
+                key, value
+            )  # MLflow reads them at each call; a user's own values stay
         self._folder, self._uri = Path(folder), uri or default_uri(Path(folder).resolve().parent)
-        self._record: Record = {"experiment": experiment, "name": name or self._folder.resolve().name}
+        self._record: Record = {
+            "experiment": experiment,
+            "name": name or self._folder.resolve().name,
+        }
         self._say, self._patience, self._connect, self._command = say, patience, connect, command
         self._wake = threading.Condition()  # guards everything below, and the two files
         self._unsent: list[Row] = []
@@ -410,7 +449,12 @@ class Tracker:
                 self._unsent.append(dict(row))
                 self._wake.notify_all()
 
-    def finish(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+    def finish(
+        self,
+        summary: Mapping[str, object],
+        artifacts: Sequence[Path] = (),
+        status: str = "FINISHED",
+    ) -> None:
         """Send what is left, the summary and the files; then, or after `patience`, leave the rest on disk and say so.
 
         `status` is one of MLflow's: FINISHED, FAILED, KILLED.
@@ -418,7 +462,12 @@ class Tracker:
         self.end(summary, artifacts, status)
         self.wait()
 
-    def end(self, summary: Mapping[str, object], artifacts: Sequence[Path] = (), status: str = "FINISHED") -> None:
+    def end(
+        self,
+        summary: Mapping[str, object],
+        artifacts: Sequence[Path] = (),
+        status: str = "FINISHED",
+    ) -> None:
         """The first half of `finish`, which takes no time: ask for what is left to be sent."""
         with self._wake:
             names = [os.path.relpath(path, self._folder) for path in artifacts]
@@ -464,7 +513,9 @@ class Tracker:
         identity = server.open(self._record)
         with self._wake:
             if identity != self._record.get("run_id") and not self._left:
-                self._record["run_id"] = identity  # at once: a contact that fails from here on must not make a second
+                self._record["run_id"] = (
+                    identity  # at once: a contact that fails from here on must not make a second
+                )
                 write_json(self._record, self._folder / RECORD)
         server.describe(self._record)
         return server
@@ -508,11 +559,17 @@ class Tracker:
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as problem:
-            self._say(f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are in history.parquet alone.")
+            self._say(
+                f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are in history.parquet alone."
+            )
 
 
 def replay(
-    folder: Path, uri: str = "", *, say: Callable[[str], None] = print, connect: Callable[[str], Server] = Mlflow
+    folder: Path,
+    uri: str = "",
+    *,
+    say: Callable[[str], None] = print,
+    connect: Callable[[str], Server] = Mlflow,
 ) -> bool:
     """Send what a server lacks of the run in this folder; True where nothing is left to send.
 
@@ -526,7 +583,9 @@ def replay(
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     uri = uri or default_uri(folder.resolve().parent)
-    history = read_history(folder / "history.parquet") if (folder / "history.parquet").is_file() else []
+    history = (
+        read_history(folder / "history.parquet") if (folder / "history.parquet").is_file() else []
+    )
     try:
         server = connect(uri)
         record["run_id"] = server.open(record)
@@ -544,7 +603,9 @@ def replay(
         return False
     write_json(record, folder / RECORD)
     (folder / BACKLOG).unlink(missing_ok=True)
-    say(f"sent to MLflow at {without_password(uri)}, which has all {len(rows)} rounds of {folder} now")
+    say(
+        f"sent to MLflow at {without_password(uri)}, which has all {len(rows)} rounds of {folder} now"
+    )
     return True
 
 
@@ -597,7 +658,9 @@ def experiment_number(uri: str) -> str:
     try:
         found = MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
     except MlflowException as error:
-        raise Refused(f"{uri} gives no answer ({str(error).splitlines()[0][:120]}): is it MLflow's?") from error
+        raise Refused(
+            f"{uri} gives no answer ({str(error).splitlines()[0][:120]}): is it MLflow's?"
+        ) from error
     if found is None:
         raise Refused(f"{uri} knows no experiment called {EXPERIMENT}: no run has been sent there")
     return str(found.experiment_id)

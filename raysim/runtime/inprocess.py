@@ -62,7 +62,9 @@ def torch_as_it_was() -> Iterator[None]:
         torch.set_deterministic_debug_mode(deterministic)
 
 
-def run(spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = "") -> Iterator[Event]:
+def run(
+    spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = ""
+) -> Iterator[Event]:
     """Run in this process; afterwards the process is as it was.
 
     folder, resume: see `Coordinator`.

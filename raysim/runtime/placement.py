@@ -12,12 +12,17 @@ from typing import Literal, TypeAlias
 
 from raysim.primitives.checks import at_least
 
-Resources: TypeAlias = Mapping[str, float]  # CPU, GPU, memory in bytes, and whatever a cluster's nodes declare
+Resources: TypeAlias = Mapping[
+    str, float
+]  # CPU, GPU, memory in bytes, and whatever a cluster's nodes declare
 
 GIB = 2**30
 STEPS = 10_000  # Ray counts resources in steps of 0.0001
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": no process of Ray listens beyond loopback, on any system
-KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}  # what to lower; else it is a key of runtime.resources
+KEYS = {
+    "CPU": "runtime.cpus",
+    "GPU": "runtime.gpus",
+}  # what to lower; else it is a key of runtime.resources
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,17 @@ class RayOptions:
         if self.hosts is not None:
             at_least("runtime.hosts", self.hosts, 1)
         amounts = {"cpus": self.cpus, "gpus": self.gpus, "wait": self.wait}
-        for key, value in {**amounts, **{f"resources.{name}": each for name, each in self.resources.items()}}.items():
+        for key, value in {
+            **amounts,
+            **{f"resources.{name}": each for name, each in self.resources.items()},
+        }.items():
             if value is not None:
                 at_least(f"runtime.{key}", value, 0)
         for name in self.resources:
             if name in ("CPU", "GPU"):
-                raise ValueError(f"runtime.resources.{name} has a key of its own: set {KEYS[name]} instead")
+                raise ValueError(
+                    f"runtime.resources.{name} has a key of its own: set {KEYS[name]} instead"
+                )
         if self.gpus is not None and self.gpus > 1 and self.gpus % 1:
             raise ValueError(
                 f"runtime.gpus={self.gpus:g} is neither a share of one GPU nor a whole number: "
@@ -88,14 +98,18 @@ class Size:
 def demand(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     """What a host reserves; a whole GPU where the device is one and no share was asked for."""
     if device.startswith("cuda:"):
-        raise ValueError(f"device={device} names one GPU, but on Ray every host is given its own: set device=cuda")
+        raise ValueError(
+            f"device={device} names one GPU, but on Ray every host is given its own: set device=cuda"
+        )
     if device == "cuda" and options.gpus == 0:
         raise ValueError(
             "runtime.gpus=0 hides every GPU from the hosts, which train on device=cuda: set runtime.gpus=null"
         )
     gpus = options.gpus if options.gpus is not None else float(device == "cuda")
     cpus = options.cpus if options.cpus is not None else float(threads)
-    return {name: each for name, each in {"CPU": cpus, "GPU": gpus, **options.resources}.items() if each}
+    return {
+        name: each for name, each in {"CPU": cpus, "GPU": gpus, **options.resources}.items() if each
+    }
 
 
 def share(hosts: int) -> float:
@@ -143,16 +157,24 @@ def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], mo
     return Size(options.hosts or (most if places is None else max(1, min(most, places))), each)
 
 
-def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], hosts: int, places: int) -> str:
-    alone = {name: total(nodes, {name: amount}, options.strategy) or 0 for name, amount in each.items()}
+def _too_many(
+    options: RayOptions, each: Resources, nodes: Sequence[Resources], hosts: int, places: int
+) -> str:
+    alone = {
+        name: total(nodes, {name: amount}, options.strategy) or 0 for name, amount in each.items()
+    }
     short = min(alone, key=alone.__getitem__)
     key = KEYS.get(short, f"runtime.resources.{short}")
-    strict = " on one node (runtime.strategy=STRICT_PACK)" if options.strategy == "STRICT_PACK" else ""
+    strict = (
+        " on one node (runtime.strategy=STRICT_PACK)" if options.strategy == "STRICT_PACK" else ""
+    )
     advice = f"set runtime.hosts={places}" if places else f"lower {key}, or use runtime=inprocess"
     if not any(node.get(short) for node in nodes):  # fewer of it would be too many, too
         start = "start nodes with GPUs, or set device=cpu"
         advice = (
-            start if short == "GPU" else f"start nodes that declare {short} (ray start --resources), or leave {key} out"
+            start
+            if short == "GPU"
+            else f"start nodes that declare {short} (ray start --resources), or leave {key} out"
         )
     if short == "memory" and not places:
         advice = "make local.batch or the model smaller, or find larger nodes"
@@ -165,13 +187,18 @@ def _too_many(options: RayOptions, each: Resources, nodes: Sequence[Resources], 
 def _described(nodes: Sequence[Resources], each: Resources) -> str:
     """What each node has of the named resources, equal nodes together."""
     kinds = Counter(amounts({name: node.get(name, 0.0) for name in each}) for node in nodes)
-    phrases = [f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}" for kind, count in kinds.items()]
+    phrases = [
+        f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}"
+        for kind, count in kinds.items()
+    ]
     return " and ".join(phrases) or "no node"
 
 
 def amounts(each: Resources) -> str:
     """Resources as a person says them: "1 CPU and 0.25 GPU", memory in GiB."""
-    phrases = [f"{gib(v)} of memory" if name == "memory" else f"{v:g} {name}" for name, v in each.items()]
+    phrases = [
+        f"{gib(v)} of memory" if name == "memory" else f"{v:g} {name}" for name, v in each.items()
+    ]
     return " and ".join(phrases)
 
 
@@ -195,9 +222,15 @@ def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Si
             f"runtime.hosts={hosts} needs as many bundles beside the first in this process's placement group, which "
             f"has {len(host_bundles)}: make the group larger, or lower runtime.hosts"
         )
-    least = {name: min(bundle.get(name, 0.0) for bundle in host_bundles) for bundle in host_bundles for name in bundle}
+    least = {
+        name: min(bundle.get(name, 0.0) for bundle in host_bundles)
+        for bundle in host_bundles
+        for name in bundle
+    }
     if device == "cuda" and not least.get("GPU"):
-        raise ValueError("device=cuda needs a GPU in every bundle for hosts of this process's placement group")
+        raise ValueError(
+            "device=cuda needs a GPU in every bundle for hosts of this process's placement group"
+        )
     explicit = {"CPU": options.cpus or 0.0, "GPU": options.gpus or 0.0, **options.resources}
     for name, amount in explicit.items():
         if amount > least.get(name, 0.0) + 0.5 / STEPS:
@@ -206,4 +239,7 @@ def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Si
                 f"{key}={amount:g} is more than the {least.get(name, 0.0):g} {name} of a bundle in this process's "
                 f"placement group: lower {key}, or make the bundles larger"
             )
-    return Size(options.hosts or len(host_bundles), {name: amount for name, amount in least.items() if amount})
+    return Size(
+        options.hosts or len(host_bundles),
+        {name: amount for name, amount in least.items() if amount},
+    )

@@ -20,7 +20,9 @@ from raysim.simulation.schedule import Synchronous
 from raysim.training.host import Host
 from raysim.training.run_spec import Faults, RunSpec, State
 
-CONTEXT = 2**30  # most bytes of a GPU that a process takes besides torch's tensors: CUDA's own context and libraries
+CONTEXT = (
+    2**30
+)  # most bytes of a GPU that a process takes besides torch's tensors: CUDA's own context and libraries
 USABLE = 0.95  # of a GPU; allocators leave gaps
 
 
@@ -57,10 +59,14 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> N
     # its kind comes again, in the second round at last.
     rounds = 2 if spec.graph else 1
     evaluate = replace(spec.settings.evaluate, every=1)
-    settings = replace(spec.settings, rounds=rounds, evaluate=evaluate, faults=Faults(1.0), state=State())
+    settings = replace(
+        spec.settings, rounds=rounds, evaluate=evaluate, faults=Faults(1.0), state=State()
+    )
     alone = replace(spec, data=only(spec.data, clients, spec.score_batch), settings=settings)
     runtime = InProcess(Host(alone))
-    coordinator = Coordinator(replace(alone, device="cpu"), Synchronous(len(clients)), Ideal(), runtime)
+    coordinator = Coordinator(
+        replace(alone, device="cpu"), Synchronous(len(clients)), Ideal(), runtime
+    )
     for _ in coordinator.run():
         pass
     return Need(*read(spec.device), math.ceil(coordinator.private.bytes / len(clients)))

@@ -13,7 +13,9 @@ import numpy as np
 
 from raysim.api.messages import Job
 
-MAX_SLOWDOWN = 1.1  # of the busiest worker, by sums on workers or by clients that stay where their state is
+MAX_SLOWDOWN = (
+    1.1  # of the busiest worker, by sums on workers or by clients that stay where their state is
+)
 
 
 class Home(NamedTuple):
@@ -70,7 +72,9 @@ def assign_units(
         worker = _least_loaded(loads)
         home = home_of(unit[0].client)
         if home is not None:
-            neighbours = [other for other in range(len(loads)) if nodes[other] == nodes[home.worker]]
+            neighbours = [
+                other for other in range(len(loads)) if nodes[other] == nodes[home.worker]
+            ]
             neighbour = min(neighbours, key=loads.__getitem__)
             # No call may wait for a state that another worker still has to make.
             if home.is_pending or loads[home.worker] + work <= fair_load:

@@ -18,7 +18,9 @@ from raysim.primitives.streams import stream
 
 HOUR = 3600.0
 DAY = 24 * HOUR
-_MANY = 1 << 16  # clients that are looked at in one operation, so that what it needs on the way stays small
+_MANY = (
+    1 << 16
+)  # clients that are looked at in one operation, so that what it needs on the way stays small
 _TURNS = 32  # changes of one client that are put in order at once
 
 
@@ -43,7 +45,10 @@ class Availability(ABC):
 
     def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """bool [clients]: `available` of each, at a moment of its own."""
-        return np.array([self.available(*each) for each in zip(clients.tolist(), now.tolist(), strict=True)], bool)
+        return np.array(
+            [self.available(*each) for each in zip(clients.tolist(), now.tolist(), strict=True)],
+            bool,
+        )
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """float64 [clients]: `next_change` of each, after a moment of its own; infinity for never."""
@@ -75,7 +80,9 @@ class Availability(ABC):
             for own in map(slice, starts.tolist(), [*starts[1:].tolist(), len(times)]):
                 yield Change(times.item(own.start), who[own][there[own]], who[own][~there[own]])
 
-    def _until(self, clients: np.ndarray, coming: np.ndarray, horizon: float) -> tuple[np.ndarray, np.ndarray]:
+    def _until(
+        self, clients: np.ndarray, coming: np.ndarray, horizon: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Times and places (in `clients`) of what happens up to a moment; `coming` is moved on to what comes after."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(coming <= horizon)
@@ -113,7 +120,9 @@ def _finite(times: np.ndarray) -> np.ndarray:
 def _place(now: float, length: float) -> int:
     """In which stretch of this length `now` lies; the quotient alone may be rounded to a neighbour."""
     place = math.floor(now / length)
-    return place + 1 if (place + 1) * length <= now else place - 1 if place * length > now else place
+    return (
+        place + 1 if (place + 1) * length <= now else place - 1 if place * length > now else place
+    )
 
 
 def _places(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
@@ -188,11 +197,16 @@ class Markov(Availability):
 
     def _deal(self, step: int) -> _Deal:
         if (found := self._deals.get(step)) is None:
-            generator = stream(self._seed, "fleet.markov", step % (1 << 64))  # there are steps below 0
+            generator = stream(
+                self._seed, "fleet.markov", step % (1 << 64)
+            )  # there are steps below 0
             comes, goes, _ = generator.multinomial(
                 self._prime, (self._comes, self._leaves, max(0.0, 1 - self._comes - self._leaves))
             ).tolist()
-            start, turn = int(generator.integers(self._prime)), int(generator.integers(1, self._prime))
+            start, turn = (
+                int(generator.integers(self._prime)),
+                int(generator.integers(1, self._prime)),
+            )
             found = _Deal(start, turn, pow(turn, -1, self._prime), comes, self._prime - goes)
             if len(self._deals) >= 1 << 14:  # some MB
                 self._deals.clear()
@@ -279,7 +293,11 @@ def _among(some: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def _prime(least: int) -> int:
     """The smallest prime that is not below `least`."""
-    return next(n for n in range(least | 1, 2 * least + 2, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+    return next(
+        n
+        for n in range(least | 1, 2 * least + 2, 2)
+        if all(n % d for d in range(3, math.isqrt(n) + 1, 2))
+    )
 
 
 class Intervals(Availability):
@@ -289,17 +307,33 @@ class Intervals(Availability):
     in `bounds`; periods: float64 [rows] seconds; row_of: int [clients]. At a start a client is there, at an end not.
     """
 
-    def __init__(self, bounds: np.ndarray, first: np.ndarray, periods: np.ndarray, row_of: np.ndarray, wrap: bool):
+    def __init__(
+        self,
+        bounds: np.ndarray,
+        first: np.ndarray,
+        periods: np.ndarray,
+        row_of: np.ndarray,
+        wrap: bool,
+    ):
         first = np.asarray(first, np.int32 if len(bounds) < 1 << 31 else np.int64)
         self._wrap, self._rows = wrap, np.asarray(row_of, np.int32)
-        self._bounds, self._periods = np.asarray(bounds, np.float64), np.asarray(periods, np.float64)
+        self._bounds, self._periods = (
+            np.asarray(bounds, np.float64),
+            np.asarray(periods, np.float64),
+        )
         self._firsts, self._lasts = first[:-1], first[1:]
-        if wrap:  # what lasts to the end of a period goes on if the next one begins with an interval
+        if (
+            wrap
+        ):  # what lasts to the end of a period goes on if the next one begins with an interval
             ends = np.flatnonzero(self._lasts > self._firsts)
             ends = ends[self._bounds[self._lasts[ends] - 1] >= self._periods[ends]]
             self._lasts = self._lasts.copy()
             self._lasts[ends] -= 1
-        self._bound, self._period, self._row = floats(self._bounds), floats(self._periods), ints(self._rows)
+        self._bound, self._period, self._row = (
+            floats(self._bounds),
+            floats(self._periods),
+            ints(self._rows),
+        )
         self._first, self._last = ints(self._firsts), ints(self._lasts)
 
     def _look(self, client: int, now: float) -> tuple[int, float, float, int]:
@@ -331,7 +365,11 @@ class Intervals(Availability):
 
     def _looks(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
         """`_look` of each."""
-        rows, begin, end = self._rows[clients], np.zeros(len(clients)), np.full(len(clients), math.inf)
+        rows, begin, end = (
+            self._rows[clients],
+            np.zeros(len(clients)),
+            np.full(len(clients), math.inf),
+        )
         if self._wrap:
             period = self._periods[rows]
             cycle = _places(now, period)

@@ -65,7 +65,12 @@ class BestModel:
             return None
         content = self.vector.numpy().tobytes() + self.counters.numpy().tobytes()
         digest = hashlib.sha256(content).hexdigest()
-        return {"round": self.round, "by": self.criterion.column, "value": self.value, "sha256": digest}
+        return {
+            "round": self.round,
+            "by": self.criterion.column,
+            "value": self.value,
+            "sha256": digest,
+        }
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
@@ -86,4 +91,6 @@ class BestModel:
         if arrays["is_current"]:
             self.vector, self.counters = vector, counters
         elif "vector" in arrays:
-            self.vector, self.counters = (torch.from_numpy(np.array(arrays[key])) for key in ("vector", "counters"))
+            self.vector, self.counters = (
+                torch.from_numpy(np.array(arrays[key])) for key in ("vector", "counters")
+            )

@@ -20,10 +20,14 @@ class BestRounds:
         # "hits", by test row in the client's round, comes with the first scores: they say what is kept of a row.
         self._arrays: dict[str, np.ndarray] = {
             "validation": np.full(len(tests), -np.inf),  # by client
-            "shared": np.array([-np.inf, 0.0, np.nan]),  # of the shared model: validation, round, central score
+            "shared": np.array(
+                [-np.inf, 0.0, np.nan]
+            ),  # of the shared model: validation, round, central score
         }
 
-    def take(self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def take(
+        self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Take the validation scores [m] of some clients, and what is kept of their test rows, client after client.
 
         Returns the same of the clients' best rounds, this one included.
@@ -45,7 +49,9 @@ class BestRounds:
         stored[places[new]] = hits[new]
         return best[clients], stored[places]
 
-    def take_shared(self, round: int, validation: float, central: float | None) -> tuple[int, float | None]:
+    def take_shared(
+        self, round: int, validation: float, central: float | None
+    ) -> tuple[int, float | None]:
         """The round and the central accuracy of the shared model where its validation accuracy was highest."""
         kept = self._arrays["shared"]
         if validation > kept[0]:

@@ -51,14 +51,20 @@ class WorkerCalls:
         self.workers = runtime.hosts
         self.deaths = 0  # of workers
         self.when_answered: Callable[[Call], None] = lambda call: None
-        self._unanswered: list[list[Call]] = [[] for _ in range(self.workers)]  # by worker, in order
-        self._waiting_since = [0.0] * self.workers  # by worker: when it began with its first unanswered call
+        self._unanswered: list[list[Call]] = [
+            [] for _ in range(self.workers)
+        ]  # by worker, in order
+        self._waiting_since = [
+            0.0
+        ] * self.workers  # by worker: when it began with its first unanswered call
         self._has_started = [False] * self.workers
         self._deaths_in_a_row = [0] * self.workers  # by worker: deaths since its last answer
         self._constants: tuple[object, ...] | None = None  # what every worker was told to keep
 
     # --- making calls ----------------------------------------------------------------------------------------------
-    def call(self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()) -> Call:
+    def call(
+        self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()
+    ) -> Call:
         """Start a method of `Host`."""
         return self.start(Call(worker, method, args, states))
 
@@ -107,14 +113,18 @@ class WorkerCalls:
             while not call.is_answered:
                 if not self._wait_for_any():
                     clients = self._unanswered[call.worker][0].clients
-                    yield Waiting(call.worker, clients, time.monotonic() - self._waiting_since[call.worker])
+                    yield Waiting(
+                        call.worker, clients, time.monotonic() - self._waiting_since[call.worker]
+                    )
 
     def _wait_for_any(self) -> bool:
         """Wait for an answer of any worker, for a while; return False if nothing happened."""
         first_calls = [calls[0] for calls in self._unanswered if calls]
         deadline, slowest = min((self._deadline(call.worker), call.worker) for call in first_calls)
         left_s = max(0.0, deadline - time.monotonic())
-        index = self._runtime.ready([call.ref for call in first_calls], min(left_s, SILENCE_WARNING_S))
+        index = self._runtime.ready(
+            [call.ref for call in first_calls], min(left_s, SILENCE_WARNING_S)
+        )
         if index is None and left_s > SILENCE_WARNING_S:
             return False
         if index is None:  # its process was stopped, or its node is out of reach

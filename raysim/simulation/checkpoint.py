@@ -110,7 +110,9 @@ class Checkpoints:
         self._me = f"{this_process()} ({secrets.token_hex(8)})"
         self._manifests: dict[int, Mapping[str, str]] = {}  # by version: of those that are there
         self._last = -1  # the version that was written last, or gone on from
-        self._log: dict[str, str] = {}  # checksums by name of the log's files that this version needs
+        self._log: dict[
+            str, str
+        ] = {}  # checksums by name of the log's files that this version needs
         self._index = Index()  # of this version
 
     def write(self, version: int, snapshot: Snapshot) -> str:
@@ -137,27 +139,48 @@ class Checkpoints:
     def _write(self, there: Store, version: int, snapshot: Snapshot) -> None:
         rows = snapshot.numbers.get("rows", [])
         index = self._index.of_now(snapshot.jobs)
-        log = self._log | self._put_rows(there, rows) | self._put_states(there, index, snapshot.clients)
+        log = (
+            self._log
+            | self._put_rows(there, rows)
+            | self._put_states(there, index, snapshot.clients)
+        )
         index, folder = index.closed(), _folder(version)
         needed = {_states_name(number) for number in index.files[:, 0].tolist()}
-        log = {name: digest for name, digest in log.items() if name in needed or name.startswith("log/rows-")}
+        log = {
+            name: digest
+            for name, digest in log.items()
+            if name in needed or name.startswith("log/rows-")
+        }
         left = {"rows": rows[len(rows) // _ROWS * _ROWS :]} if rows else {}
         parts = [
-            (f"server{f'-{number}' if number else ''}", part) for number, part in enumerate(_parts(snapshot.server))
+            (f"server{f'-{number}' if number else ''}", part)
+            for number, part in enumerate(_parts(snapshot.server))
         ]
         files = log | {
-            _RUN: _put_json(there, f"{folder}/{_RUN}", {"format": FORMAT, **snapshot.numbers, **left}),
-            **{f"{name}.safetensors": _put(there, f"{folder}/{name}.safetensors", part) for name, part in parts},
-            _INDEX: _put(there, f"{folder}/{_INDEX}", {"states": index.states, "files": index.files}),
+            _RUN: _put_json(
+                there, f"{folder}/{_RUN}", {"format": FORMAT, **snapshot.numbers, **left}
+            ),
+            **{
+                f"{name}.safetensors": _put(there, f"{folder}/{name}.safetensors", part)
+                for name, part in parts
+            },
+            _INDEX: _put(
+                there, f"{folder}/{_INDEX}", {"states": index.states, "files": index.files}
+            ),
         }
         there.settle("log", folder)
         _put_json(there, f"{folder}/{MANIFEST}", files | {MANIFEST: _own_digest(files)})
         there.settle(folder, "")
         self._manifests[version], self._last, self._log, self._index = files, version, log, index
 
-    def _put_states(self, there: Store, index: Index, clients: Mapping[int, Arrays]) -> dict[str, str]:
+    def _put_states(
+        self, there: Store, index: Index, clients: Mapping[int, Arrays]
+    ) -> dict[str, str]:
         """Write the states that `index` lacks."""
-        parts = ((_states_name(number), part) for number, part in index.parts(clients, self._next_number()))
+        parts = (
+            (_states_name(number), part)
+            for number, part in index.parts(clients, self._next_number())
+        )
         return {name: _put(there, name, part) for name, part in parts}
 
     def _put_rows(self, there: Store, rows: Sequence[Any]) -> dict[str, str]:
@@ -182,7 +205,9 @@ class Checkpoints:
             self._store = there = store(self.where)
             if is_remote(self.where):
                 _put_text(there, WRITER, self._me.encode())
-            self._manifests = {version: _named_files(there, version) for version in _versions(there)}
+            self._manifests = {
+                version: _named_files(there, version) for version in _versions(there)
+            }
             self._go_on(there)
             self._clear()
         return self._store
@@ -190,13 +215,16 @@ class Checkpoints:
     def _check_writer(self, there: Store) -> None:
         with there.local(WRITER) as path:
             if (now := path.read_text()) != self._me:
-                raise OSError(f"{now.partition(' (')[0]} writes its checkpoints to {there} too, and began later")
+                raise OSError(
+                    f"{now.partition(' (')[0]} writes its checkpoints to {there} too, and began later"
+                )
 
     def _go_on(self, there: Store) -> None:
         """Let the log of the checkpoint that the run goes on from be this run's, if it lies here."""
         where = parted(self._resume)[0] if self._resume else ""
         if not where or (
-            where != self.where and (is_remote(where) or Path(where).resolve() != Path(self.where).resolve())
+            where != self.where
+            and (is_remote(where) or Path(where).resolve() != Path(self.where).resolve())
         ):
             return
         self._last = version_of(self._resume)
@@ -211,7 +239,9 @@ class Checkpoints:
         before = _log_files(self._manifests)
         for version in versions:
             if self._manifests.pop(version, None) is not None:
-                there.remove(f"{_folder(version)}/{MANIFEST}")  # first: what is left is no checkpoint
+                there.remove(
+                    f"{_folder(version)}/{MANIFEST}"
+                )  # first: what is left is no checkpoint
                 there.remove(_folder(version))
         for name in before - _log_files(self._manifests):
             there.remove(name)
@@ -310,14 +340,24 @@ def read(address: str | Path) -> Snapshot:
     there = store(where)
     shown = without_password(str(address))
     if not there.names(folder):
-        raise ValueError(f"resume={shown}: no checkpoint there; give the path of a checkpoint folder, or latest")
+        raise ValueError(
+            f"resume={shown}: no checkpoint there; give the path of a checkpoint folder, or latest"
+        )
     if _is_earlier(there, folder):
         reason = f"an earlier version of raysim than {__version__} wrote this checkpoint"
         raise ValueError(f"resume={shown}: {reason}. Start the run again, in another folder")
     if wrong := damage(address):
-        others = (f"{where}/{_folder(version)}" for version in reversed(_versions(there)) if _folder(version) != folder)
+        others = (
+            f"{where}/{_folder(version)}"
+            for version in reversed(_versions(there))
+            if _folder(version) != folder
+        )
         good = without_password(next((other for other in others if not damage(other)), ""))
-        instead = f"resume={good} continues from the last good one" if good else "no other checkpoint is left"
+        instead = (
+            f"resume={good} continues from the last good one"
+            if good
+            else "no other checkpoint is left"
+        )
         raise ValueError(f"checkpoint {shown} is damaged ({wrong}); {instead}")
     files = _manifest(there, folder)
     numbers = _json(there, f"{folder}/{_RUN}")
@@ -328,7 +368,9 @@ def read(address: str | Path) -> Snapshot:
             "Start the run again, in another folder"
         )
     if blocks := sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name)):
-        numbers["rows"] = [row for name in blocks for row in _json(there, _path(folder, name))] + numbers["rows"]
+        numbers["rows"] = [
+            row for name in blocks for row in _json(there, _path(folder, name))
+        ] + numbers["rows"]
     server = _mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "server")])
     index = _index(there, folder)
     return Snapshot(numbers, server, _states(there, index), index.jobs)
@@ -366,7 +408,9 @@ def _mapped(there: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def _index(there: Store, folder: str) -> Index:
-    return Index(**{name: array.copy() for name, array in _mapped(there, [f"{folder}/{_INDEX}"]).items()})
+    return Index(
+        **{name: array.copy() for name, array in _mapped(there, [f"{folder}/{_INDEX}"]).items()}
+    )
 
 
 def _states(there: Store, index: Index) -> ByClient:
@@ -397,5 +441,8 @@ def copy(address: str | Path, where: str | Path) -> None:
     """Copy a checkpoint, with all that it needs, to another place."""
     there, folder = store(parted(address)[0]), parted(address)[1]
     for name in [*_manifest(there, folder), MANIFEST]:
-        with there.local(_path(folder, name)) as source, store(where).new(_path(folder, name)) as draft:
+        with (
+            there.local(_path(folder, name)) as source,
+            store(where).new(_path(folder, name)) as draft,
+        ):
             shutil.copyfile(source, draft)

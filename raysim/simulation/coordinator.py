@@ -122,7 +122,9 @@ class Coordinator:
             raise
         jobs = self.jobs.jobs_of(aggregation)
         decomposes = self.settings.evaluate.decomposes(aggregation.version + 1)
-        self.dispatcher.submit(jobs, aggregation.version, summable=self.server.summable and not decomposes)
+        self.dispatcher.submit(
+            jobs, aggregation.version, summable=self.server.summable and not decomposes
+        )
         yield from self.reports.report()
         self.jobs.look_ahead()
         yield from self.calls.awaited(self.dispatcher.calls_of(jobs))
@@ -144,16 +146,22 @@ class Coordinator:
         self.jobs.finish(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)
         if self.spec.attackers.attack.on_updates:
-            results = self.spec.attackers.poisoned(results, self.layout.trained, self.server.version)
+            results = self.spec.attackers.poisoned(
+                results, self.layout.trained, self.server.version
+            )
         updates = [result for result in results if isinstance(result, Update)]
         failures = tuple(result for result in results if isinstance(result, Failure))
-        check_failures(failures, len(jobs), aggregation.version, self.settings.faults.tolerate, self.saver)
+        check_failures(
+            failures, len(jobs), aggregation.version, self.settings.faults.tolerate, self.saver
+        )
         places = [result if isinstance(result, Update) else None for result in results]
         self.server.step(places, sums, aggregation.staleness, self.versions)
         self.private.accept(jobs)
         scorings = []
         if updates and self.settings.evaluate.decomposes(self.server.version):
-            scorings.append(self.evaluator.decompose(updates, self.versions, self.server.published()))
+            scorings.append(
+                self.evaluator.decompose(updates, self.versions, self.server.published())
+            )
         row = self.history.row(self.server, aggregation, updates, failures, store_bytes)
         if self.settings.attack.kind != "none":
             row["attackers"] = self.spec.attackers.among([update.client for update in updates])
@@ -169,7 +177,9 @@ class Coordinator:
         scored = self.server.scored()
         pending.scored = scored, self.server.counters
         if scored is not self.server.vector:
-            ref = self.runtime.put(Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored"))
+            ref = self.runtime.put(
+                Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
+            )
         pending.scorings.append(self.evaluator.score(self.server, ref))
 
     def _report_and_save(self, writes_checkpoint: bool) -> Iterator[Event]:

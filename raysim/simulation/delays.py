@@ -60,7 +60,10 @@ class Delays(Fleet):
         """See `Fleet`."""
         fate = Fate(self.presence(seed, clients), self.dropout, key(seed, "fleet.dropout"))
         kinds = self.labels(seed, clients).kinds
-        least, most = (np.array([getattr(kind, name) for kind in self.kinds.values()]) for name in ("least", "most"))
+        least, most = (
+            np.array([getattr(kind, name) for kind in self.kinds.values()])
+            for name in ("least", "most")
+        )
         return Drawn(least[kinds], most[kinds], key(seed, "fleet.delay"), fate)
 
 
@@ -72,7 +75,9 @@ class Drawn:
         self._bounds = np.asarray(least, np.float64), np.asarray(most, np.float64)
         self._least, self._most = floats(self._bounds[0]), floats(self._bounds[1])
 
-    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+    def trip(
+        self, client: int, participation: int, start: float, samples: float, down: int, up: int
+    ) -> Trip:
         """See `Devices`."""
         least = self._least[client]
         seconds = least + (self._most[client] - least) * uniform(self._drawn, client, participation)

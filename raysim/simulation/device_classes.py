@@ -79,7 +79,12 @@ class DeviceClasses(Fleet):
                 above(f"fleet.classes.{name}.{rate}", getattr(each, rate), 0)
         shares = {name: each.share for name, each in self.classes.items()}
         total = sum(shares.values())
-        require("fleet.classes", shares, abs(total - 1) < 1e-6, f"shares that add up to 1, and not to {total:g}")
+        require(
+            "fleet.classes",
+            shares,
+            abs(total - 1) < 1e-6,
+            f"shares that add up to 1, and not to {total:g}",
+        )
         for name in ("sigma", "bandwidth_sigma"):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
 
@@ -87,11 +92,18 @@ class DeviceClasses(Fleet):
         """Every class has its share of the clients, but for rounding; who is in it is drawn."""
         ends = np.cumsum([each.share for each in self.classes.values()])
         places = (stream(seed, "fleet.class").permutation(clients) + 0.5) / clients
-        return Labels(tuple(self.classes), np.searchsorted(ends[:-1], places, side="right").astype(np.int16))
+        return Labels(
+            tuple(self.classes), np.searchsorted(ends[:-1], places, side="right").astype(np.int16)
+        )
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
         """See `Fleet`."""
-        needed = above("fleet=devices: FLOPs of the model", sample_flops(), 0, "choose fleet=lognormal for this model")
+        needed = above(
+            "fleet=devices: FLOPs of the model",
+            sample_flops(),
+            0,
+            "choose fleet=lognormal for this model",
+        )
         kinds, classes = self.labels(seed, clients).kinds, list(self.classes.values())
         normal = stream(seed, "fleet").standard_normal((clients, 2))
         network = np.exp(self.bandwidth_sigma * normal[:, 1])
@@ -99,4 +111,6 @@ class DeviceClasses(Fleet):
             np.array([getattr(each, name) for each in classes])[kinds]
             for name in ("flops", "bandwidth_down", "bandwidth_up")
         )
-        return Speeds(flops * np.exp(self.sigma * normal[:, 0]) / needed, down * network, up * network)
+        return Speeds(
+            flops * np.exp(self.sigma * normal[:, 0]) / needed, down * network, up * network
+        )

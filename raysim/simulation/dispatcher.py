@@ -31,7 +31,9 @@ from raysim.simulation.private_states import PrivateStates, StateUse
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.versions import Versions
 
-MAX_CALL_FLOATS = 1 << 26  # deltas that one call to a worker may hold back until it returns (256 MiB)
+MAX_CALL_FLOATS = (
+    1 << 26
+)  # deltas that one call to a worker may hold back until it returns (256 MiB)
 MAX_CALLS = 2  # to train, on a worker: it works on one while the other travels
 BUNDLE_S = 0.02  # seconds of work that are worth a message
 
@@ -45,7 +47,9 @@ class TrainCall(Call):
     jobs: Sequence[Job] = ()
     groups: Sequence[tuple[int, ...]] = ()  # whose deltas the worker sums
     floats: int = 0  # that it returns, client states apart
-    updates: dict[int, Update | Failure] = field(default_factory=dict)  # by job: answered, and not collected yet
+    updates: dict[int, Update | Failure] = field(
+        default_factory=dict
+    )  # by job: answered, and not collected yet
     sums: GroupSums = field(default_factory=dict)
     is_collected: bool = False  # at least one of its updates is
 
@@ -70,16 +74,31 @@ class Dispatcher:
         group_size: int,
         floats: int,
     ):
-        self._calls, self._runtime, self._client_states, self._versions = calls, runtime, client_states, versions
+        self._calls, self._runtime, self._client_states, self._versions = (
+            calls,
+            runtime,
+            client_states,
+            versions,
+        )
         self._group_size, self._floats = group_size, floats
-        self._max_jobs = max(1, MAX_CALL_FLOATS // max(1, floats))  # in a call whose deltas are not summed
+        self._max_jobs = max(
+            1, MAX_CALL_FLOATS // max(1, floats)
+        )  # in a call whose deltas are not summed
         self._queue = JobQueue()
-        self._call_of: dict[int, TrainCall] = {}  # by job: from its dispatch to a worker until it is collected
+        self._call_of: dict[
+            int, TrainCall
+        ] = {}  # by job: from its dispatch to a worker until it is collected
         self._loads = [0.0] * calls.workers  # by worker: samples of its unanswered calls to train
-        self._unanswered: set[int] = set()  # jobs on workers: the client states that they leave are not there yet
+        self._unanswered: set[int] = (
+            set()
+        )  # jobs on workers: the client states that they leave are not there yet
         self._trained_samples = 0.0  # of all answered calls
-        self.busy_s: dict[str, float] = {}  # by worker: seconds of work, as far as they are reported
-        self.device_use: dict[str, float] = {}  # by worker: recent share of time that its GPU worked, where known
+        self.busy_s: dict[
+            str, float
+        ] = {}  # by worker: seconds of work, as far as they are reported
+        self.device_use: dict[
+            str, float
+        ] = {}  # by worker: recent share of time that its GPU worked, where known
         self.pending_floats = 0  # of the results that are not collected yet, client states apart
         calls.when_answered = self._receive
 
@@ -98,9 +117,18 @@ class Dispatcher:
         has_one_version = len({job.version for job in jobs}) == 1
         groups: list[list[Job]] = []
         # A group is summed in one call, and a sum starts from one version.
-        if summable and len(unsent) == len(jobs) and has_one_version and not self._client_states.stateful:
+        if (
+            summable
+            and len(unsent) == len(jobs)
+            and has_one_version
+            and not self._client_states.stateful
+        ):
             groups = summable_groups(jobs, self._group_size, self._calls.workers)
-        group_of = {job.number: tuple(member.number for member in group) for group in groups for job in group}
+        group_of = {
+            job.number: tuple(member.number for member in group)
+            for group in groups
+            for job in group
+        }
         group_workers = self._workers_on_nodes(groups)
         if group_workers:
             units, workers = groups, group_workers
@@ -120,7 +148,12 @@ class Dispatcher:
     def _workers_on_nodes(self, groups: Sequence[Sequence[Job]]) -> list[int]:
         """Return a worker per group such that nodes can add up the sums; none if that is of no use."""
         nodes = self._runtime.nodes
-        if not groups or self._floats < self._runtime.combine_from or not any(nodes) or any(self._loads):
+        if (
+            not groups
+            or self._floats < self._runtime.combine_from
+            or not any(nodes)
+            or any(self._loads)
+        ):
             return []
         return assign_groups_to_nodes(groups, nodes)
 
@@ -139,7 +172,9 @@ class Dispatcher:
         if not self._queue:
             return
         for worker in sorted(range(self._calls.workers), key=self._loads.__getitem__):
-            while self._count_train_calls(worker) < MAX_CALLS and (bundle := self._take_bundle(worker)):
+            while self._count_train_calls(worker) < MAX_CALLS and (
+                bundle := self._take_bundle(worker)
+            ):
                 self._send(worker, bundle, {}, "train")
 
     def _count_train_calls(self, worker: int) -> int:
@@ -154,11 +189,19 @@ class Dispatcher:
 
         def accepts(job: Job, is_first: bool) -> bool:
             home = self._home(job.client)
-            return home is None or home.worker == worker or (is_idle and is_first and not home.is_pending)
+            return (
+                home is None
+                or home.worker == worker
+                or (is_idle and is_first and not home.is_pending)
+            )
 
         # Until a first answer says how long a sample takes, a bundle is one job.
-        sample_s = sum(self.busy_s.values()) / self._trained_samples if self._trained_samples else BUNDLE_S
-        return self._queue.take_bundle(accepts, self._max_jobs, BUNDLE_S / sample_s if sample_s else math.inf)
+        sample_s = (
+            sum(self.busy_s.values()) / self._trained_samples if self._trained_samples else BUNDLE_S
+        )
+        return self._queue.take_bundle(
+            accepts, self._max_jobs, BUNDLE_S / sample_s if sample_s else math.inf
+        )
 
     def _send(self, worker: int, jobs: Sequence[Job], group_of: Groups, method: str) -> None:
         """Have a worker train these jobs. method: "train_apart" if the sums that it makes stay there."""
@@ -220,13 +263,17 @@ class Dispatcher:
             if not call.is_collected:
                 call.is_collected = True
                 self.pending_floats -= call.floats
-                call.updates = {number: _copy_out_of_store(update) for number, update in call.updates.items()}
+                call.updates = {
+                    number: _copy_out_of_store(update) for number, update in call.updates.items()
+                }
         sums = self.combine_sums(calls, [job.number for job in jobs])
         for call in calls:
             sums |= call.sums
         return updates, sums
 
-    def combine_sums(self, calls: Sequence[TrainCall], order: Sequence[int]) -> dict[tuple[int, ...], np.ndarray]:
+    def combine_sums(
+        self, calls: Sequence[TrainCall], order: Sequence[int]
+    ) -> dict[tuple[int, ...], np.ndarray]:
         """Return the sum of all groups whose sums stayed on their nodes; empty if there are none.
 
         order: the numbers of the jobs in the order of acceptance.
@@ -246,5 +293,7 @@ class Dispatcher:
 
 def _copy_out_of_store(update: Update | Failure) -> Update | Failure:
     """Copy an update that lies in an object store, read-only: a part of a result would keep all of it there."""
-    is_stored = isinstance(update, Update) and update.delta is not None and not update.delta.flags.writeable
+    is_stored = (
+        isinstance(update, Update) and update.delta is not None and not update.delta.flags.writeable
+    )
     return copy.deepcopy(update) if is_stored else update

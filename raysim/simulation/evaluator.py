@@ -35,11 +35,17 @@ DOMAINS = 20  # most domains that get a column each
 class Scoring:
     """Reports under way, by view; and the decomposition's, by model."""
 
-    clients: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # of those that are trained
-    unseen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # of those that never are
+    clients: np.ndarray = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # of those that are trained
+    unseen: np.ndarray = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # of those that never are
     reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()  # clients of the decomposition
-    models: list[list[Call]] = field(default_factory=list)  # of each member's local model, and of the next shared one
+    models: list[list[Call]] = field(
+        default_factory=list
+    )  # of each member's local model, and of the next shared one
     version: int = 0
     # By the column that holds the mean: clients with tests and the score of each, once it was read.
     each: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
@@ -65,13 +71,21 @@ class Evaluator:
         self.evaluation = evaluation_of(spec, declarations)
         self.rounds = spec.settings.rounds
         self.calls, self.private = calls, private
-        stays = any(e.personal and e.network == "model" for e in (*layout.entries, *layout.counters))
+        stays = any(
+            e.personal and e.network == "model" for e in (*layout.entries, *layout.counters)
+        )
         self.complete = not stays  # whether the shared part alone is a model
-        self.personal = stays or bool(declarations.filling("personalise"))  # whether every client has its own model
+        self.personal = stays or bool(
+            declarations.filling("personalise")
+        )  # whether every client has its own model
         self.tests = spec.data.partition.test
-        self._counts = self.tests.counts  # int64 [clients] test samples; made once, for they are as many as the clients
+        self._counts = (
+            self.tests.counts
+        )  # int64 [clients] test samples; made once, for they are as many as the clients
         self.validation = spec.data.partition.validation
-        self._validated = np.zeros_like(self._counts) if self.validation is None else self.validation.counts
+        self._validated = (
+            np.zeros_like(self._counts) if self.validation is None else self.validation.counts
+        )
         unseen = spec.data.partition.unseen
         self.unseen = np.empty(0, np.int64) if unseen is None else unseen
         self._scored = np.setdiff1d(np.flatnonzero(self._counts + self._validated), self.unseen)
@@ -80,7 +94,9 @@ class Evaluator:
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
         self.metric = spec.task.metric
-        if any(method.pools for method in spec.methods) and (self.personal or self.evaluation.finetune.epochs):
+        if any(method.pools for method in spec.methods) and (
+            self.personal or self.evaluation.finetune.epochs
+        ):
             raise ValueError(
                 "method 'centralized' has one model for all, but "
                 f"{'a method gives every client its own' if self.personal else 'evaluate.finetune asks for more'}: "
@@ -104,7 +120,9 @@ class Evaluator:
             size = self.spec.score_batch  # one model for all: whole batches across clients
             tests = self._rows(self.tests, clients), self._rows(self.tests, unseen)
             parts = *tests, central, self._validates("shared", clients)
-            tasks = [Task(-1, rows[i : i + size]) for rows in parts for i in range(0, len(rows), size)]
+            tasks = [
+                Task(-1, rows[i : i + size]) for rows in parts for i in range(0, len(rows), size)
+            ]
             self._send("shared", tasks, published, found)
         single: list[Task] = []
         if self.personal or self._tunes(version):
@@ -112,10 +130,17 @@ class Evaluator:
                 state, extras = self.private.accepted_job(client), server.sent_to(client)
                 single.append(Task(client, self.tests.rows(client), state, extras))
         if self.personal:
-            own = [replace(t, rows=np.concatenate((t.rows, self._validates("own", [t.client])))) for t in single]
+            own = [
+                replace(t, rows=np.concatenate((t.rows, self._validates("own", [t.client]))))
+                for t in single
+            ]
             self._send("own", own if self.best else single, published, found)
         if self._tunes(version):
-            tuned = [replace(task, finetune=self.evaluation.finetune) for task in single if len(task.rows)]
+            tuned = [
+                replace(task, finetune=self.evaluation.finetune)
+                for task in single
+                if len(task.rows)
+            ]
             self._send("finetuned", tuned, published, found)
         if self.evaluation.common:
             self._send("common", [replace(task, rows=central) for task in single], published, found)
@@ -155,7 +180,9 @@ class Evaluator:
             shares.setdefault(host, []).append(task)
         stateful = any(task.client >= 0 for task in tasks) and self.private.stateful
         calls: list[Call] = []
-        parts = [[(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())]
+        parts = [
+            [(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())
+        ]
         for wave in zip_longest(*parts):
             for call in calls:  # of states that lie on disk, no more is read before those are back
                 self.calls.wait(call)
@@ -167,7 +194,9 @@ class Evaluator:
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
         return self.private.parts([task.client for task in tasks])
 
-    def decompose(self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published) -> Scoring:
+    def decompose(
+        self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published
+    ) -> Scoring:
         """Start scoring every participant's local model, and the next shared one, on every participant's samples.
 
         The personal part is everywhere that of the client whose samples they are.
@@ -177,14 +206,25 @@ class Evaluator:
             rows = self.spec.data.partition.train.rows(update.client)
             if len(rows) > (most := self.evaluation.decompose_rows):
                 rows = np.sort(
-                    stream(self.spec.settings.seed, "decompose", update.client).choice(rows, most, replace=False)
+                    stream(self.spec.settings.seed, "decompose", update.client).choice(
+                        rows, most, replace=False
+                    )
                 )
-            tasks.append(Task(update.client, rows, self.private.accepted_job(update.client), personalised=False))
+            tasks.append(
+                Task(
+                    update.client,
+                    rows,
+                    self.private.accepted_job(update.client),
+                    personalised=False,
+                )
+            )
         found = Scoring(members=tuple(update.client for update in updates))
         for update in updates:
             base = bases[update.version]
             assert update.delta is not None, "a decomposition asks for single updates"
-            local = Published(base.version, base.vector + update.delta, update.counters, mark=f"job {update.job}")
+            local = Published(
+                base.version, base.vector + update.delta, update.counters, mark=f"job {update.job}"
+            )
             found.models.append(self._calls(tasks, self.runtime.put(local)))
         found.models.append(self._calls(tasks, self.runtime.put(replace(after, mark="next"))))
         return found
@@ -206,16 +246,26 @@ class Evaluator:
 
     def _shared_columns(self, reports: Sequence[Report], found: Scoring) -> Row:
         """The shared model's scores: on the clients' tests, those of unseen clients, and the central test set."""
-        scores = np.concatenate([report.scores for report in reports]) if reports else np.empty(0, np.bool_)
+        scores = (
+            np.concatenate([report.scores for report in reports])
+            if reports
+            else np.empty(0, np.bool_)
+        )
         losses = np.concatenate([report.losses for report in reports]) if reports else np.empty(0)
-        sizes = [self._counts[found.clients].sum(), self._counts[found.unseen].sum(), len(self.spec.data.central)]
+        sizes = [
+            self._counts[found.clients].sum(),
+            self._counts[found.unseen].sum(),
+            len(self.spec.data.central),
+        ]
         ends = np.cumsum(sizes, dtype=np.int64)
         tested, unseen, central, validated = np.split(scores, ends)
         suffix, name = "_shared" if self.personal else "", self.metric.name
         row = self._clients(suffix, tested, found.clients, found)
         row |= self._unseen(suffix, unseen, found)
         row[f"{name}_global"] = self.metric.summarise(central) if len(central) else None
-        row["loss_global"] = float(losses[ends[1] : ends[2]].mean(dtype=np.float64)) if len(central) else None
+        row["loss_global"] = (
+            float(losses[ends[1] : ends[2]].mean(dtype=np.float64)) if len(central) else None
+        )
         row |= self._worst_domain(central)
         if self.best and not self.personal:
             row |= self._best(found, tested, validated)
@@ -230,7 +280,10 @@ class Evaluator:
         validated: dict[int, np.ndarray] = {}
         for report in sorted(reports, key=lambda report: report.client):
             size = self._counts[report.client]
-            tested[report.client], validated[report.client] = report.scores[:size], report.scores[size:]
+            tested[report.client], validated[report.client] = (
+                report.scores[:size],
+                report.scores[size:],
+            )
         kept = next(iter(tested.values()))[:0]  # what is kept of no row
 
         def joined(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
@@ -240,7 +293,9 @@ class Evaluator:
         row = self._clients(suffix, joined(tested, found.clients), found.clients, found)
         row |= self._unseen(suffix, joined(tested, found.unseen), found)
         if self.best and not suffix:
-            row |= self._best(found, joined(tested, found.clients), joined(validated, found.clients))
+            row |= self._best(
+                found, joined(tested, found.clients), joined(validated, found.clients)
+            )
         return row
 
     def _common_columns(self, reports: Sequence[Report], found: Scoring) -> Row:
@@ -279,7 +334,10 @@ class Evaluator:
         domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
         present = np.unique(domains)
         if 2 <= len(present) <= DOMAINS:
-            row |= {f"{name}.{self.names[d]}": self.metric.summarise(scores[domains == d]) for d in present}
+            row |= {
+                f"{name}.{self.names[d]}": self.metric.summarise(scores[domains == d])
+                for d in present
+            }
         return row
 
     def _unseen(self, suffix: str, scores: np.ndarray, found: Scoring) -> Row:
@@ -289,7 +347,9 @@ class Evaluator:
         each = self._each(f"{self.metric.name}{suffix}", scores, found.unseen, found)
         return self._mean_and_worst(f"{self.metric.name}_unseen{suffix}", each)
 
-    def _each(self, name: str, scores: np.ndarray, clients: np.ndarray, found: Scoring) -> np.ndarray:
+    def _each(
+        self, name: str, scores: np.ndarray, clients: np.ndarray, found: Scoring
+    ) -> np.ndarray:
         """The score of each client, whose test rows come one client after another; noted under a column's name."""
         ends = np.cumsum(self._counts[clients], dtype=np.int64)[:-1]
         each = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
@@ -308,7 +368,12 @@ class Evaluator:
             return {}
         sizes, name = self._validated[found.clients], self.metric.name
         ends, sign = np.cumsum(sizes)[:-1], 1 if self.metric.higher else -1
-        each = np.array([self.metric.summarise(part) if len(part) else np.nan for part in np.split(validated, ends)])
+        each = np.array(
+            [
+                self.metric.summarise(part) if len(part) else np.nan
+                for part in np.split(validated, ends)
+            ]
+        )
         highest, scores = self.best.take(found.clients, sign * each, tested)
         row = self._clients("_best", scores, found.clients, found)
         if sizes.any():
@@ -332,7 +397,9 @@ class Evaluator:
         present = np.unique(domains)
         if len(present) < 2:
             return {}
-        worst = self._worst([self.metric.summarise(scores[domains == domain]) for domain in present])
+        worst = self._worst(
+            [self.metric.summarise(scores[domains == domain]) for domain in present]
+        )
         return {f"{self.metric.name}_worst_domain": worst}
 
     def _decomposed(self, found: Scoring) -> Row:
@@ -342,7 +409,9 @@ class Evaluator:
         for row, refs in zip(table, found.models, strict=True):
             for report in self._gathered(refs):
                 row[place[report.client]] = report.losses.mean(dtype=np.float64)
-        weights = np.array([len(self.spec.data.partition.train.rows(client)) for client in found.members])
+        weights = np.array(
+            [len(self.spec.data.partition.train.rows(client)) for client in found.members]
+        )
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}

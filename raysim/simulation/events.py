@@ -95,7 +95,9 @@ class Finished:
     state_sha256: str
     peak_memory_bytes: int
     jobs: tuple[JobRecord, ...] = ()  # that no aggregation took, because there was none any more
-    best_model: Mapping[str, object] | None = None  # round, by which column, its value, sha256 of the weights
+    best_model: Mapping[str, object] | None = (
+        None  # round, by which column, its value, sha256 of the weights
+    )
     processes: tuple[Identity, ...] = ()  # that took part, where they are several
 
 

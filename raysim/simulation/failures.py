@@ -9,7 +9,9 @@ from raysim.simulation.events import TooManyFailures
 from raysim.simulation.saving import RunSaver
 
 
-def check_failures(failures: Sequence[Failure], jobs: int, version: int, tolerate: float, saver: RunSaver) -> None:
+def check_failures(
+    failures: Sequence[Failure], jobs: int, version: int, tolerate: float, saver: RunSaver
+) -> None:
     """Raise TooManyFailures, after writing a checkpoint, if more than this share of the jobs failed.
 
     jobs: how many the aggregation has. version: the one that their updates would be added to.

@@ -33,7 +33,9 @@ class Devices(Protocol):
         """When clients that are idle can be sent off; None for always."""
         ...
 
-    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+    def trip(
+        self, client: int, participation: int, start: float, samples: float, down: int, up: int
+    ) -> Trip:
         """Receive `down` floats, train on `samples` samples, send `up` floats, beginning at `start`."""
         ...
 
@@ -140,18 +142,26 @@ class Fixed:
 
     def __init__(self, speeds: Speeds, fate: Fate):
         self._fate, self.presence = fate, fate.presence
-        self._speeds = Speeds(*(np.asarray(each, np.float64) for each in (speeds.samples, speeds.down, speeds.up)))
+        self._speeds = Speeds(
+            *(np.asarray(each, np.float64) for each in (speeds.samples, speeds.down, speeds.up))
+        )
         self._samples, self._down, self._up = (floats(each) for each in vars(self._speeds).values())
 
-    def trip(self, client: int, participation: int, start: float, samples: float, down: int, up: int) -> Trip:
+    def trip(
+        self, client: int, participation: int, start: float, samples: float, down: int, up: int
+    ) -> Trip:
         """See `Devices`."""
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
-        return self._fate.trip(client, participation, start, network + samples / self._samples[client])
+        return self._fate.trip(
+            client, participation, start, network + samples / self._samples[client]
+        )
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """See `Devices`."""
         own = self._speeds
-        return np.asarray(samples / own.samples + down * FLOAT_BYTES / own.down + up * FLOAT_BYTES / own.up)
+        return np.asarray(
+            samples / own.samples + down * FLOAT_BYTES / own.down + up * FLOAT_BYTES / own.up
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import numpy as np
 from raysim.simulation.events import RunStopped
 from raysim.simulation.planner import PlannedAggregation, Planner
 
-BUSY = 8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
+BUSY = (
+    8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
+)
 _TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
 
 
@@ -41,7 +43,9 @@ def forecast(planner: Planner, rounds: int, hosts: int = 1) -> Forecast:
     half = len(aggregations) // 2
     begin, end = aggregations[half - 1].now if half else 0.0, aggregations[-1].now
     jobs = [job for each in aggregations for job in each.dispatched]
-    start, finish = (np.clip([getattr(job, name) for job in jobs], begin, end) for name in ("start", "finish"))
+    start, finish = (
+        np.clip([getattr(job, name) for job in jobs], begin, end) for name in ("start", "finish")
+    )
     later = aggregations[half:]
     aggregated = sum(len(each.aggregated) for each in later)
     lost = sum(len(each.lost) for each in later)
@@ -65,7 +69,9 @@ def hosts_busy(aggregations: Sequence[PlannedAggregation], hosts: int) -> float:
     """
     takers = {job.number: each.version for each in aggregations for job in each.aggregated}
     left = [len(each.aggregated) for each in aggregations]
-    ready: list[tuple[int, float, int, float]] = []  # heap by the aggregation that takes a job, finish, client; work
+    ready: list[
+        tuple[int, float, int, float]
+    ] = []  # heap by the aggregation that takes a job, finish, client; work
     running: list[tuple[float, int]] = []  # heap by wall time at the end
     now, worked, version, begun = 0.0, 0.0, 0, -1
     while version < len(aggregations):

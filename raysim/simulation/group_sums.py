@@ -30,7 +30,9 @@ class RemoteSum(NamedTuple):
     ref: Ref
 
 
-def add_up_on_nodes(sums: Sequence[RemoteSum], calls: WorkerCalls, runtime: Runtime, floats: int) -> GroupSums:
+def add_up_on_nodes(
+    sums: Sequence[RemoteSum], calls: WorkerCalls, runtime: Runtime, floats: int
+) -> GroupSums:
     """Have nodes add up the sums of their workers, and return the sum of all; empty if every client failed.
 
     sums: in the order of acceptance, at least one. floats: of a sum.
@@ -59,7 +61,10 @@ def add_up_on_nodes(sums: Sequence[RemoteSum], calls: WorkerCalls, runtime: Runt
 
 def chain(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
     """Return the positions of sums, node after node. workers: of each sum, in the order of acceptance."""
-    return [list(link) for _, link in groupby(range(len(workers)), key=lambda place: nodes[workers[place]])]
+    return [
+        list(link)
+        for _, link in groupby(range(len(workers)), key=lambda place: nodes[workers[place]])
+    ]
 
 
 def turns(links: int, pieces: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,9 @@ from raysim.training.run_spec import RunSpec
 class RowWriter:
     """Makes a row for every aggregation; remembers what the row before already counted."""
 
-    def __init__(self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: PrivateStates):
+    def __init__(
+        self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: PrivateStates
+    ):
         self.calls, self.dispatcher, self.private = calls, dispatcher, private
         self.rows: list[Row] = []  # of the rounds that are reported
         # Whether the only client has all data, so that nothing is sent.
@@ -101,7 +103,9 @@ class RowWriter:
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
-        shares = [min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()]
+        shares = [
+            min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()
+        ]
         shares += [0.0] * (self.calls.workers - len(shares))
         self._worked, self._row_at = dict(worked), now
         use = list(self.dispatcher.device_use.values())

@@ -31,7 +31,9 @@ class JobQueue:
             jobs.append(heapq.heappop(self._jobs)[-1])
         return jobs
 
-    def take_bundle(self, accepts: Callable[[Job, bool], bool], max_jobs: int, max_work: float) -> list[Job]:
+    def take_bundle(
+        self, accepts: Callable[[Job, bool], bool], max_jobs: int, max_work: float
+    ) -> list[Job]:
         """Remove and return the first jobs that a worker accepts, until they are `max_work` samples.
 
         accepts: is called with a job, and whether it would be the first one of the bundle.
@@ -39,7 +41,12 @@ class JobQueue:
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []
         work = 0.0
-        while self._jobs and len(passed) < MAX_PASSED_JOBS and len(bundle) < max_jobs and work < max_work:
+        while (
+            self._jobs
+            and len(passed) < MAX_PASSED_JOBS
+            and len(bundle) < max_jobs
+            and work < max_work
+        ):
             entry = heapq.heappop(self._jobs)
             job = entry[-1]
             if accepts(job, not bundle):

@@ -27,7 +27,9 @@ class JobState(enum.StrEnum):
 
     PLANNED = "planned"  # its base version does not exist yet
     DISPATCHED = "dispatched"  # its base version exists; whether an aggregation will take it is not known yet
-    IN_FLIGHT = "in flight"  # an aggregation will take it: it waits for a worker, or a worker trains it
+    IN_FLIGHT = (
+        "in flight"  # an aggregation will take it: it waits for a worker, or a worker trains it
+    )
     FINISHED = "finished"  # its update is here
     AGGREGATED = "aggregated"
     FAILED = "failed"  # it raised, or its result is not finite
@@ -56,7 +58,12 @@ class JobTable:
     """
 
     def __init__(
-        self, planner: Planner, server: Server, versions: Versions, dispatcher: Dispatcher, settings: RunSettings
+        self,
+        planner: Planner,
+        server: Server,
+        versions: Versions,
+        dispatcher: Dispatcher,
+        settings: RunSettings,
     ):
         self._planner, self._server, self._versions = planner, server, versions
         self._dispatcher, self._settings = dispatcher, settings
@@ -160,12 +167,16 @@ class JobTable:
         for job in jobs:
             self._set_state(self._rows[job.number], JobState.FINISHED)
 
-    def end(self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]) -> tuple[JobRecord, ...]:
+    def end(
+        self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
+    ) -> tuple[JobRecord, ...]:
         """Remove the jobs that end with an aggregation that the server has made; return what is recorded of them."""
         self._aggregations.popleft()
         for job, update in zip(aggregation.aggregated, updates, strict=True):
             failed = isinstance(update, Failure)
-            self._set_state(self._rows[job.number], JobState.FAILED if failed else JobState.AGGREGATED)
+            self._set_state(
+                self._rows[job.number], JobState.FAILED if failed else JobState.AGGREGATED
+            )
         ended = (*aggregation.aggregated, *aggregation.lost, *aggregation.discarded)
         return tuple(self._remove(job.number, aggregation.version) for job in ended)
 
@@ -176,7 +187,9 @@ class JobTable:
 
     def unfinished(self) -> tuple[JobRecord, ...]:
         """Return what is recorded of the jobs that no aggregation took before the run ended."""
-        return tuple(_record(row.job, JobState.IN_FLIGHT, self._server.version + 1, 0) for row in self.rows)
+        return tuple(
+            _record(row.job, JobState.IN_FLIGHT, self._server.version + 1, 0) for row in self.rows
+        )
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
     def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
@@ -202,5 +215,12 @@ class JobTable:
 
 def _record(job: Job, state: JobState, round_number: int, staleness: int) -> JobRecord:
     return JobRecord(
-        job.client, job.participation, job.version, job.start, job.finish, state.value, round_number, staleness
+        job.client,
+        job.participation,
+        job.version,
+        job.start,
+        job.finish,
+        state.value,
+        round_number,
+        staleness,
     )

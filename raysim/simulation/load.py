@@ -33,9 +33,13 @@ class Loads:
         layout = declarations.layout
         self._local, self._counts = spec.settings.local, counts
         self._costs = [hook for _, hook in declarations.filling("cost")]
-        self._down = [traffic for each in declarations.methods for traffic in _downloads(each, layout)]
+        self._down = [
+            traffic for each in declarations.methods for traffic in _downloads(each, layout)
+        ]
         uploads = [
-            number_of_floats(floats, layout) for each in declarations.methods for floats in each.uploads.values()
+            number_of_floats(floats, layout)
+            for each in declarations.methods
+            for floats in each.uploads.values()
         ]
         self._floats_down, self._floats_up = layout.shared, layout.shared + sum(uploads)
         hooks = frozenset(hook for each in declarations.methods for hook in each.hooks)
@@ -76,7 +80,9 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
     return job.earlier == 0 and when(job)
 
 
-def make_planner(spec: RunSpec, declarations: Declarations, schedule: Schedule, fleet: Fleet) -> Planner:
+def make_planner(
+    spec: RunSpec, declarations: Declarations, schedule: Schedule, fleet: Fleet
+) -> Planner:
     """Return the planner of a run, at its start."""
     counts, seed = spec.data.partition.train.counts, spec.settings.seed
     devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))

@@ -21,7 +21,15 @@ from raysim.primitives.streams import key, stream, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
-from raysim.simulation.schedule import Aggregate, Discard, Dispatch, Schedule, View, Wait, check_concurrency
+from raysim.simulation.schedule import (
+    Aggregate,
+    Discard,
+    Dispatch,
+    Schedule,
+    View,
+    Wait,
+    check_concurrency,
+)
 from raysim.simulation.waiting import Waiting
 
 # Draws from the whole population: so many per requested client, before idle clients are listed. Where clients come and
@@ -120,7 +128,9 @@ class Planner:
         self.cohorts = 0  # drawn so far
         self.dispatched = 0  # jobs so far
         self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
-        self.accepted = np.zeros(len(counts), np.int32)  # [clients] jobs that entered an aggregation
+        self.accepted = np.zeros(
+            len(counts), np.int32
+        )  # [clients] jobs that entered an aggregation
         self.running: dict[int, Job] = {}  # by number: whose result may still be used
         self.arrived: list[Job] = []  # that wait for an aggregation, in order of arrival
         self._events: list[tuple[float, int, Job]] = []  # heap by (time, client) of jobs that end
@@ -170,7 +180,9 @@ class Planner:
             elif isinstance(action, Discard):
                 self._discard(action.jobs)
             elif isinstance(action, Wait):
-                self._advance(min(action.until, self._next_arrival()) if self._short else action.until)
+                self._advance(
+                    min(action.until, self._next_arrival()) if self._short else action.until
+                )
             else:
                 raise RuntimeError(
                     f"{self._name}: decide returned {action!r}. Return Dispatch, Aggregate, Discard or Wait"
@@ -254,7 +266,9 @@ class Planner:
         """Remove jobs from those that have arrived, and return them by number."""
         removed = {job.number: job for job in self.arrived if job.number in numbers}
         if missing := sorted(numbers - removed.keys()):
-            raise RuntimeError(f"{self._name}: cannot {purpose} jobs {missing}, which are not there")
+            raise RuntimeError(
+                f"{self._name}: cannot {purpose} jobs {missing}, which are not there"
+            )
         self.arrived = [job for job in self.arrived if job.number not in numbers]
         return removed
 
@@ -279,7 +293,9 @@ class Planner:
     def _chosen(self, numbers: Sequence[int]) -> list[Job]:
         """Return these arrived jobs, in this order. A client's jobs have to keep the order of their dispatch."""
         if not numbers or len(set(numbers)) < len(numbers):
-            raise RuntimeError(f"{self._name}: Aggregate needs one or more distinct job numbers, got {list(numbers)}")
+            raise RuntimeError(
+                f"{self._name}: Aggregate needs one or more distinct job numbers, got {list(numbers)}"
+            )
         removed = self._remove_arrived(set(numbers), "aggregate")
         jobs = [removed[number] for number in numbers]
         left: dict[int, int] = {}  # by client: its first job that goes on waiting
@@ -334,14 +350,23 @@ class Planner:
         Its cost grows with the cohort, and not with the population or with the clients at work: clients are drawn from
         all and put back if they are busy or away. Where hardly anybody is there, they are drawn from those.
         """
-        members, presence = self._members[pool] if pool >= 0 else self.eligible, self.devices.presence
+        members, presence = (
+            self._members[pool] if pool >= 0 else self.eligible,
+            self.devices.presence,
+        )
         cohort, self.cohorts = self.cohorts, self.cohorts + 1
         if presence is None:
             return self._idle(members, count, stream(self.seed, "cohort", cohort))
         if pool not in self._scarce:
             most = DRAWS_PER_CLIENT * count + EXTRA_DRAWS
-            places = (int(number * len(members)) for number in self._numbers("cohort.places", cohort, count))
-            if len(drawn := self._drawn(members, itertools.islice(places, most), count, presence)) == count:
+            places = (
+                int(number * len(members))
+                for number in self._numbers("cohort.places", cohort, count)
+            )
+            if (
+                len(drawn := self._drawn(members, itertools.islice(places, most), count, presence))
+                == count
+            ):
                 return sorted(drawn)
             self._scarce.add(pool)
         waiting = self._who_waits(pool)
@@ -353,7 +378,9 @@ class Planner:
     def _idle(self, members: np.ndarray, count: int, generator: np.random.Generator) -> list[int]:
         """Return up to `count` idle clients of a population that is always available."""
         if not self._busy:
-            return sorted(generator.choice(members, size=min(count, len(members)), replace=False).tolist())
+            return sorted(
+                generator.choice(members, size=min(count, len(members)), replace=False).tolist()
+            )
         drawn = self._drawn(members, _places(generator, len(members), count), count)
         if len(drawn) < count:
             free = self._busy | drawn
@@ -363,14 +390,22 @@ class Planner:
         return sorted(drawn)
 
     def _drawn(
-        self, members: np.ndarray, places: Iterable[int], count: int, presence: Availability | None = None
+        self,
+        members: np.ndarray,
+        places: Iterable[int],
+        count: int,
+        presence: Availability | None = None,
     ) -> set[int]:
         """Return `count` idle, available clients from these places, or as many as there are."""
         busy, now = self._busy, self.now
         drawn: set[int] = set()
         for place in places:
             client = members.item(place)
-            if client not in busy and client not in drawn and (presence is None or presence.available(client, now)):
+            if (
+                client not in busy
+                and client not in drawn
+                and (presence is None or presence.available(client, now))
+            ):
                 drawn.add(client)
                 if len(drawn) == count:
                     break
@@ -386,7 +421,9 @@ class Planner:
                 place = self._keys[purpose] = key(self.seed, purpose)
             return (uniform(place, cohort, each) for each in itertools.count())
         generator = stream(self.seed, purpose, cohort)
-        return itertools.chain.from_iterable(generator.random(2 * count).tolist() for _ in itertools.count())
+        return itertools.chain.from_iterable(
+            generator.random(2 * count).tolist() for _ in itertools.count()
+        )
 
     def _who_waits(self, pool: int) -> Waiting:
         """Return the tracker of the pool's available, idle clients."""
@@ -434,13 +471,18 @@ class Planner:
             "step": self._next.to_json(),
         }
 
-    def restore(self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray) -> None:
+    def restore(
+        self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray
+    ) -> None:
         """Continue from a stored state; for a planner that has not planned anything yet."""
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._sent, self._since = state["sent"], state["since"]
         self._scarce = set(state["scarce"])
-        self.participations, self.accepted = np.array(participations, np.int32), np.array(accepted, np.int32)
+        self.participations, self.accepted = (
+            np.array(participations, np.int32),
+            np.array(accepted, np.int32),
+        )
         discarded = set(state["discarded"])
         for job in (Job(*each) for each in state["events"]):
             self._start(job)

@@ -23,13 +23,17 @@ def check_probe(spec: RunSpec) -> None:
         )
 
 
-def collect_contributions(declarations: Declarations, server: Server, planner: Planner, calls: WorkerCalls) -> None:
+def collect_contributions(
+    declarations: Declarations, server: Server, planner: Planner, calls: WorkerCalls
+) -> None:
     """Collect what clients send before round 0, and let the methods assemble it."""
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:
         return
     shares = np.array_split(planner.eligible, calls.workers)
-    started = [calls.call(worker, "contribute", clients.tolist()) for worker, clients in enumerate(shares)]
+    started = [
+        calls.call(worker, "contribute", clients.tolist()) for worker, clients in enumerate(shares)
+    ]
     parts = [part for call in started for part in calls.wait(call)]
     planner.contributed(sum(array.size for part in parts for array in part.values()))
     for declared in methods:

@@ -40,10 +40,25 @@ class PrivateStates:
     stateful: whether clients keep anything at all; if not, every job starts from the initial state.
     """
 
-    def __init__(self, runtime: Runtime, layout: Layout, stateful: bool, budget: float = math.inf, folder: str = ""):
-        self.runtime, self.layout, self.stateful, self.budget, self.folder = runtime, layout, stateful, budget, folder
+    def __init__(
+        self,
+        runtime: Runtime,
+        layout: Layout,
+        stateful: bool,
+        budget: float = math.inf,
+        folder: str = "",
+    ):
+        self.runtime, self.layout, self.stateful, self.budget, self.folder = (
+            runtime,
+            layout,
+            stateful,
+            budget,
+            folder,
+        )
         self._last: dict[int, int] = {}  # by client: its last job, accepted or not
-        self._places: dict[int, tuple[int, int]] = {}  # by client: the host of its last submitted job, and that job
+        self._places: dict[
+            int, tuple[int, int]
+        ] = {}  # by client: the host of its last submitted job, and that job
         self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
         self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
         self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
@@ -52,7 +67,9 @@ class PrivateStates:
         self._in_memory: dict[int, int] = {}
         self._in_memory_bytes = 0  # sum of them
         self._disk: Spill | None = None
-        self._on_disk: dict[int, int] = {}  # by client: bytes of its accepted state, which is on disk
+        self._on_disk: dict[
+            int, int
+        ] = {}  # by client: bytes of its accepted state, which is on disk
         self._typical = 0  # bytes of the state that was written to disk last
         self._read = 0  # bytes read from disk for calls that have not returned
 
@@ -231,7 +248,9 @@ class PrivateStates:
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def named(self) -> Mapping[int, Arrays]:
         """By client: every tensor of its accepted state, by name ("model.bn1.weight", "method.name"); waits."""
-        return ByClient(self._accepted, lambda client: named(self.accepted_state(client), self.layout))
+        return ByClient(
+            self._accepted, lambda client: named(self.accepted_state(client), self.layout)
+        )
 
     def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Go on from a checkpoint's `accepted_jobs` and `named`; jobs that were under way are submitted again."""
@@ -244,7 +263,9 @@ class PrivateStates:
             self._spill()
 
 
-def make_private_states(spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str) -> PrivateStates:
+def make_private_states(
+    spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str
+) -> PrivateStates:
     """Return the client states of a run at its start. folder: of the run."""
     settings = spec.settings
     is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer

@@ -16,7 +16,9 @@ class WatchedRuntime:
 
     def __init__(self, runtime: Runtime, spans: Spans):
         self.runtime, self.spans = runtime, spans
-        self.asked: list[list[float]] = [[] for _ in range(runtime.hosts)]  # by host: when it was called
+        self.asked: list[list[float]] = [
+            [] for _ in range(runtime.hosts)
+        ]  # by host: when it was called
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)

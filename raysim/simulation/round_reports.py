@@ -31,7 +31,9 @@ class PendingRound:
 class RoundReports:
     """Completes the rows of rounds with their scores, and keeps the weights of the best round."""
 
-    def __init__(self, evaluator: Evaluator, calls: WorkerCalls, history: RowWriter, best_model: BestModel):
+    def __init__(
+        self, evaluator: Evaluator, calls: WorkerCalls, history: RowWriter, best_model: BestModel
+    ):
         self._evaluator, self._calls, self._history = evaluator, calls, history
         self._best_model = best_model
         self._pending: list[PendingRound] = []

@@ -22,11 +22,15 @@ class RunSaver:
     "": nowhere, and no checkpoint is written. address: of the checkpoint that the run continues from; "": none.
     """
 
-    def __init__(self, run: RunState, initial: Vector, settings: RunSettings, folder: str, address: str):
+    def __init__(
+        self, run: RunState, initial: Vector, settings: RunSettings, folder: str, address: str
+    ):
         self._run, self._initial, self._folder, self._address = run, initial, folder, address
         self._every = settings.checkpoint.every if folder else 0
         self._rounds = settings.rounds
-        self._checkpoints = Checkpoints(settings.checkpoint.place(folder), settings.checkpoint.keep, address)
+        self._checkpoints = Checkpoints(
+            settings.checkpoint.place(folder), settings.checkpoint.keep, address
+        )
 
     @property
     def writes_checkpoints(self) -> bool:

@@ -22,13 +22,19 @@ class View(NamedTuple):
 
     now: float = 0.0  # virtual seconds
     version: int = 0  # aggregations made
-    running: Mapping[int, Job] = {}  # by number, in order of dispatch: neither back, nor lost, nor discarded
+    running: Mapping[
+        int, Job
+    ] = {}  # by number, in order of dispatch: neither back, nor lost, nor discarded
     arrived: Sequence[Job] = ()  # that are back, in order of arrival (ties by client id)
-    idle: int = 0  # clients that are not at work; of a pool perhaps fewer, and not all need be available
+    idle: int = (
+        0  # clients that are not at work; of a pool perhaps fewer, and not all need be available
+    )
     sent: int = 0  # jobs dispatched with this version
     since: float = 0.0  # when the first of them was dispatched
     in_pool: Sequence[int] = ()  # by pool: how many of `running`
-    short: Collection[int] = ()  # pools of which fewer were there, at this moment, than a dispatch asked for
+    short: Collection[
+        int
+    ] = ()  # pools of which fewer were there, at this moment, than a dispatch asked for
 
 
 @dataclass(frozen=True)

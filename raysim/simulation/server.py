@@ -61,7 +61,9 @@ class Server:
         self.number = number  # formats a client for errors
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
-        self.counts = counts  # int64 [clients] training samples; 0 of clients that are never trained
+        self.counts = (
+            counts  # int64 [clients] training samples; 0 of clients that are never trained
+        )
         self.population = len(counts) - unseen
         # Clients that have samples, and all samples; counted once, for they may be a million.
         self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
@@ -165,7 +167,9 @@ class Server:
         if tensor is None:
             return None
         hook = f"the function of run.send({send.name!r}, ...)"
-        returned(tensor, Tensor, declared.method, hook, "a tensor, or None where nothing is sent now")
+        returned(
+            tensor, Tensor, declared.method, hook, "a tensor, or None where nothing is sent now"
+        )
         expected = number_of_floats(send.floats, self.layout)
         if tensor.numel() != expected:
             raise HookMistake(
@@ -210,15 +214,22 @@ class Server:
             raise AggregationFailed(f"{text}\n{traced(error)}".rstrip("\n")) from error
 
     def _weighed(
-        self, updates: Sequence[Update | None], staleness: Sequence[int], bases: Mapping[int, Published]
+        self,
+        updates: Sequence[Update | None],
+        staleness: Sequence[int],
+        bases: Mapping[int, Published],
     ) -> Aggregation:
         """The updates that came, and how much each counts."""
         present = [update for update in updates if update is not None]
         aggregation = Aggregation(
             updates=present,
-            deltas=[] if self.summable else [torch.from_numpy(u.delta) for u in present if u.delta is not None],
+            deltas=[]
+            if self.summable
+            else [torch.from_numpy(u.delta) for u in present if u.delta is not None],
             weights=[self.weight(update.client) for update in present],
-            staleness=[late for update, late in zip(updates, staleness, strict=True) if update is not None],
+            staleness=[
+                late for update, late in zip(updates, staleness, strict=True) if update is not None
+            ],
             bases=bases,
         )
         for declared, weigh in self._weighers:
@@ -259,7 +270,9 @@ class Server:
         if len(combined) == self.layout.shared:
             return combined[:trained], combined[trained:]
         buffers = [delta[trained:].numpy() for delta in aggregation.deltas]
-        return combined, self._averaged(folded(grouped(buffers, aggregation.weights, self.group)), aggregation)
+        return combined, self._averaged(
+            folded(grouped(buffers, aggregation.weights, self.group)), aggregation
+        )
 
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
         """Take the step, into a new vector: the old one may lie in an object store."""
@@ -271,7 +284,9 @@ class Server:
         if not all(in_blocks(len(moved), lambda part: is_finite(moved[part]))):
             raise AggregationFailed(self._diverged(aggregation))
         if len(self.counters):
-            self.counters = torch.from_numpy(np.max([update.counters for update in aggregation.updates], axis=0))
+            self.counters = torch.from_numpy(
+                np.max([update.counters for update in aggregation.updates], axis=0)
+            )
         self.vector = moved
 
     def _diverged(self, aggregation: Aggregation) -> str:
@@ -281,9 +296,14 @@ class Server:
         if not any(aggregation.weights):
             why = f"all weights {why} are 0"
         elif aggregation.deltas:
-            norms = [float(torch.linalg.vector_norm(delta, dtype=torch.float64)) for delta in aggregation.deltas]
+            norms = [
+                float(torch.linalg.vector_norm(delta, dtype=torch.float64))
+                for delta in aggregation.deltas
+            ]
             longest = sorted(range(len(norms)), key=norms.__getitem__, reverse=True)[:3]
-            texts = [f"{norms[place]:g} of client {self.number(clients[place])}" for place in longest]
+            texts = [
+                f"{norms[place]:g} of client {self.number(clients[place])}" for place in longest
+            ]
             why = f"the longest updates are {', '.join(texts)}"
         return (
             f"the shared vector is not finite after round {self.version + 1} ({why}), and stays as it was before: set "
@@ -299,15 +319,21 @@ class Server:
         trained = self.layout.trained
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
             if update.version != self.version:
-                buffers.add_(aggregation.base(update)[trained:] - self.vector[trained:], alpha=weight)
+                buffers.add_(
+                    aggregation.base(update)[trained:] - self.vector[trained:], alpha=weight
+                )
         return buffers.div_(float(sum(aggregation.weights)))
 
-    def _folded(self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums) -> Tensor:
+    def _folded(
+        self, updates: Sequence[Update | None], weights: Sequence[float], sums: GroupSums
+    ) -> Tensor:
         """Sum w * delta over groups of consecutive updates, then over the groups; workers may have made some sums."""
         summed = {job: jobs for jobs in sums for job in jobs}
         left, groups, last = iter(weights), list[Group](), None
         for start in range(0, len(updates), self.group):
-            members = [update for update in updates[start : start + self.group] if update is not None]
+            members = [
+                update for update in updates[start : start + self.group] if update is not None
+            ]
             own = [next(left) for _ in members]
             jobs = summed.get(members[0].job) if members else None
             if jobs is not None:
@@ -315,7 +341,9 @@ class Server:
                     groups.append(([sums[jobs]], [1.0]))
                 last = jobs
             elif members:
-                groups.append(([update.delta for update in members if update.delta is not None], own))
+                groups.append(
+                    ([update.delta for update in members if update.delta is not None], own)
+                )
         return folded(groups)
 
 

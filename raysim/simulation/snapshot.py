@@ -58,7 +58,10 @@ def take(run: RunState) -> Snapshot:
         arrays |= {f"job/{row.job.number}/{key}": array for key, array in row.job.extras.items()}
     for version in versions.held:
         base = versions[version]
-        arrays |= {f"published/{version}/vector": base.vector, f"published/{version}/counters": base.counters}
+        arrays |= {
+            f"published/{version}/vector": base.vector,
+            f"published/{version}/counters": base.counters,
+        }
         arrays |= {f"published/{version}/extras/{key}": value for key, value in base.extras.items()}
     numbers = {
         "version": server.version,
@@ -76,8 +79,13 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     """Make a run that has not begun what it was at a snapshot."""
     numbers, arrays, server = snapshot.numbers, snapshot.server, run.server
     server.version = numbers["version"]
-    server.vector, server.counters = torch.from_numpy(arrays["vector"]), torch.from_numpy(arrays["counters"])
-    server.state = {name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()}
+    server.vector, server.counters = (
+        torch.from_numpy(arrays["vector"]),
+        torch.from_numpy(arrays["counters"]),
+    )
+    server.state = {
+        name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()
+    }
     run.planner.restore(numbers["planner"], arrays["participations"], arrays["taken"])
     run.versions.restore(_published(arrays, version) for version in numbers["bases"])
     rows = []
@@ -100,22 +108,30 @@ def _published(arrays: Mapping[str, np.ndarray], version: int) -> Published:
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The entries below a prefix, without it."""
-    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)
+    }
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
 def model_sha256(server: Server) -> str:
     """Of the shared model."""
-    return hashlib.sha256(server.vector.numpy().tobytes() + server.counters.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        server.vector.numpy().tobytes() + server.counters.numpy().tobytes()
+    ).hexdigest()
 
 
 def state_sha256(server: Server, private: PrivateStates) -> str:
     """Of the accepted private states, and of what methods keep on the server."""
     digest = hashlib.sha256()
-    for client in sorted(private.accepted_jobs, key=lambda client: f"{client}/"):  # one at a time: some lie on disk
+    for client in sorted(
+        private.accepted_jobs, key=lambda client: f"{client}/"
+    ):  # one at a time: some lie on disk
         for key, array in sorted(flat(private.accepted_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for name, tensor in sorted(server.state.items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy().data)  # as it lies: a cache may be larger than memory
+        digest.update(
+            tensor.contiguous().numpy().data
+        )  # as it lies: a cache may be larger than memory
     return digest.hexdigest()

@@ -29,10 +29,14 @@ class Spill:
 
     def __init__(self, folder: Path | str = ""):
         # A run's folder appears later than the states that it goes on from.
-        existing = (path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+        existing = (
+            path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir()
+        )
         self._folder = str(next(existing)) if str(folder) else None
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open for as long as this lives
-        self._places: dict[int, tuple[int, int]] = {}  # by client: where its place begins, and how long it is
+        self._places: dict[
+            int, tuple[int, int]
+        ] = {}  # by client: where its place begins, and how long it is
         self._pieces: dict[int, list[_Piece]] = {}
         self._end = 0
 
@@ -53,7 +57,9 @@ class Spill:
             self._file.flush()
         except OSError as error:
             where = self._folder or tempfile.gettempdir()
-            raise OSError(error.errno, f"{error.strerror}: {self._end} bytes of private states", where) from None
+            raise OSError(
+                error.errno, f"{error.strerror}: {self._end} bytes of private states", where
+            ) from None
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
@@ -64,8 +70,13 @@ class Spill:
         self._file.seek(start)
         self._file.readinto(room.data)
         room.flags.writeable = False
-        own = {piece.key: (piece, room[piece.start - start : piece.start - start + piece.size]) for piece in pieces}
-        return {key: part.view(piece.dtype).reshape(piece.shape) for key, (piece, part) in own.items()}
+        own = {
+            piece.key: (piece, room[piece.start - start : piece.start - start + piece.size])
+            for piece in pieces
+        }
+        return {
+            key: part.view(piece.dtype).reshape(piece.shape) for key, (piece, part) in own.items()
+        }
 
 
 def _room(array: np.ndarray) -> int:

@@ -69,7 +69,9 @@ class Index:
         states[:, JOB] = np.fromiter(jobs.values(), np.int64, len(jobs))
         states[:, FILE] = TO_WRITE
         known = len(self.states)
-        if not np.array_equal(states[:known, CLIENT], self.states[:, CLIENT]):  # the run went back: it starts anew
+        if not np.array_equal(
+            states[:known, CLIENT], self.states[:, CLIENT]
+        ):  # the run went back: it starts anew
             return Index(states)
         same = np.flatnonzero(states[:known, JOB] == self.states[:, JOB])
         states[same] = self.states[same]
@@ -79,18 +81,25 @@ class Index:
     def _left_behind(self, states: np.ndarray) -> np.ndarray:
         """Files whose last states are to be written again."""
         number, written = self.files.T
-        live = np.bincount(states[:, FILE], states[:, SIZE], minlength=number.max(initial=-1) + 1)[number]
+        live = np.bincount(states[:, FILE], states[:, SIZE], minlength=number.max(initial=-1) + 1)[
+            number
+        ]
         small = live < SMALL
         left: np.ndarray = number[(2 * live < written) | (small & (small.sum() > MANY))]
         return left
 
-    def parts(self, clients: Mapping[int, Arrays], number: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    def parts(
+        self, clients: Mapping[int, Arrays], number: int
+    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """The tensors of new files, by number, from `number` on; notes here which state is in which of them."""
         tensors: dict[str, np.ndarray] = {}
         size = 0
         for row in np.flatnonzero(self.states[:, FILE] == TO_WRITE):
             client = int(self.states[row, CLIENT])
-            own = {f"{client}/{name}": np.asarray(array, order="C") for name, array in clients[client].items()}
+            own = {
+                f"{client}/{name}": np.asarray(array, order="C")
+                for name, array in clients[client].items()
+            }
             nbytes = sum(array.nbytes for array in own.values())
             if tensors and (size + nbytes > PART or len(tensors) + len(own) > MOST):
                 yield number, tensors
@@ -106,5 +115,10 @@ class Index:
         numbers = np.unique(self.states[:, FILE])
         now = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
         known = dict(self.files.tolist())
-        written = [known.get(number, size) for number, size in zip(numbers.tolist(), now.tolist(), strict=True)]
-        return Index(self.states, np.stack([numbers, np.array(written, np.int64)], axis=1).reshape(-1, 2))
+        written = [
+            known.get(number, size)
+            for number, size in zip(numbers.tolist(), now.tolist(), strict=True)
+        ]
+        return Index(
+            self.states, np.stack([numbers, np.array(written, np.int64)], axis=1).reshape(-1, 2)
+        )

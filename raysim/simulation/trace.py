@@ -77,7 +77,9 @@ class Trace(Fleet):
         trace = read(str(user_path(self.file)))
         speed = trace.rate
         if trace.by == "flops":
-            speed = speed / above("fleet=trace: FLOPs of the model", sample_flops(), 0, "give the file a column speed")
+            speed = speed / above(
+                "fleet=trace: FLOPs of the model", sample_flops(), 0, "give the file a column speed"
+            )
         speeds, rows = Speeds(speed, trace.down, trace.up), rows_of(seed, clients, len(speed))
         if clients != len(speed):
             speeds = Speeds(*(each[rows] for each in (speed, trace.down, trace.up)))
@@ -92,20 +94,26 @@ def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
     if clients == rows:
         return np.arange(clients)
     generator = stream(seed, "fleet.trace")
-    return np.concatenate([generator.permutation(rows) for _ in range(math.ceil(clients / rows))])[:clients]
+    return np.concatenate([generator.permutation(rows) for _ in range(math.ceil(clients / rows))])[
+        :clients
+    ]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def read(file: str) -> Recorded:
     """A trace, all of it checked. Raises ValueError that names file, client and row."""
     if not Path(file).is_file() and Path(file).exists():
-        raise ValueError(f"{file} is no regular file: {HELP}")  # a pipe would be waited for, deaf to Ctrl-C
+        raise ValueError(
+            f"{file} is no regular file: {HELP}"
+        )  # a pipe would be waited for, deaf to Ctrl-C
     try:
         with pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as parquet:
             by = _columns(file, parquet.schema_arrow)
             names, rows, bounds = [], 0, array("d")
             # Arrays of their own: of one, a part that is kept would keep all.
-            columns = counts, period, down, up, rate = [np.empty(parquet.metadata.num_rows) for _ in range(5)]
+            columns = counts, period, down, up, rate = [
+                np.empty(parquet.metadata.num_rows) for _ in range(5)
+            ]
             for batch in _batches(parquet, ["client", *LISTS, *NUMBERS, by]):
                 more, *numbers = _part(file, batch, by, rows)
                 bounds.frombytes(more.tobytes())
@@ -114,7 +122,9 @@ def read(file: str) -> Recorded:
                 names.append(batch.column("client"))
                 rows += len(batch)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{file} cannot be read as a Parquet file ({first_line(error)}): {HELP}") from error
+        raise ValueError(
+            f"{file} cannot be read as a Parquet file ({first_line(error)}): {HELP}"
+        ) from error
     if not rows:
         raise ValueError(f"{file} has no rows: a trace has one for each client")
     _refuse_twice(file, pa.chunked_array(names))
@@ -122,13 +132,17 @@ def read(file: str) -> Recorded:
     pa.default_memory_pool().release_unused()  # some 100 MB of a trace of a million clients
     first = np.zeros(rows + 1, np.int64)
     first[1:] = np.cumsum(counts)
-    return Recorded(np.frombuffer(bounds) if bounds else np.empty(0), first, period, down, up, rate, by)
+    return Recorded(
+        np.frombuffer(bounds) if bounds else np.empty(0), first, period, down, up, rate, by
+    )
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Some rows at a time; a reader keeps what it has read of all its row groups, so each has one of its own."""
     for group in range(parquet.num_row_groups):
-        yield from parquet.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False)
+        yield from parquet.iter_batches(
+            _ROWS, row_groups=[group], columns=columns, use_threads=False
+        )
 
 
 def summary(file: str) -> str:
@@ -145,7 +159,9 @@ def _columns(file: str, schema: pa.Schema) -> str:
     """Which of the two rates the file has, if it has all columns in their types."""
     rates = [name for name in RATES if name in schema.names]
     if len(rates) != 1:
-        raise ValueError(f"{file} has {' and '.join(rates) or 'neither speed nor flops'}: a trace has one of the two")
+        raise ValueError(
+            f"{file} has {' and '.join(rates) or 'neither speed nor flops'}: a trace has one of the two"
+        )
     wanted: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
         "client": (_names_somebody, "integers or strings"),
         **dict.fromkeys(LISTS, (_numbers, "a list of numbers in each row")),
@@ -164,26 +180,36 @@ def _number(kind: pa.DataType) -> bool:
 
 
 def _numbers(kind: pa.DataType) -> bool:
-    return bool((pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _number(kind.value_type))
+    return bool(
+        (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _number(kind.value_type)
+    )
 
 
 def _names_somebody(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    )
 
 
 def _part(file: str, batch: pa.RecordBatch, by: str, before: int) -> tuple[np.ndarray, ...]:
     """Bounds, bounds of each row, and the numbers of each row. before: rows of the file that came earlier."""
     for name in ("client", *LISTS):
         if batch.column(name).null_count:
-            row = int(np.flatnonzero(batch.column(name).is_null().to_numpy(zero_copy_only=False))[0])
+            row = int(
+                np.flatnonzero(batch.column(name).is_null().to_numpy(zero_copy_only=False))[0]
+            )
             raise ValueError(f"{_place(file, batch, row, before)}: {name} is missing")
     numbers = [_floats(batch.column(name)) for name in (*NUMBERS, by)]
     lengths = [np.asarray(pc.list_value_length(batch.column(name)), np.int64) for name in LISTS]
     start, end = (_floats(batch.column(name).flatten()) for name in LISTS)
-    wrong = ~np.all([np.isfinite(each) & (each > 0) for each in numbers], axis=0) | (lengths[0] != lengths[1])
+    wrong = ~np.all([np.isfinite(each) & (each > 0) for each in numbers], axis=0) | (
+        lengths[0] != lengths[1]
+    )
     if not wrong.any():
         row_of = np.repeat(np.arange(len(batch)), lengths[0])
-        fits = (start >= 0) & (end > start) & (end <= numbers[0][row_of])  # false for nan, as infinite ends are too
+        fits = (
+            (start >= 0) & (end > start) & (end <= numbers[0][row_of])
+        )  # false for nan, as infinite ends are too
         same = row_of[1:] == row_of[:-1]
         fits[1:] &= ~same | (start[1:] >= end[:-1])
         wrong[row_of[~fits]] = True
@@ -220,7 +246,9 @@ def _refuse_twice(file: str, clients: pa.ChunkedArray) -> None:
     else:
         twice = pc.count_distinct(clients).as_py() < len(clients)
     if twice:
-        again = next(each for each in pc.value_counts(clients).to_pylist() if each["counts"] > 1)["values"]
+        again = next(each for each in pc.value_counts(clients).to_pylist() if each["counts"] > 1)[
+            "values"
+        ]
         rows = np.flatnonzero(pc.equal(clients, again))[:2]
         raise ValueError(
             f"{file}: client {again} is in rows {rows[0]} and {rows[1]}: a trace has one row for each client"
@@ -261,7 +289,9 @@ def _interval_fault(interval: Sequence[float], before: Sequence[float], period: 
 def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """A trace of rows that have all columns, speed or flops among them; for what `fault` finds nothing wrong with."""
     by = next(name for name in RATES if name in rows[0])
-    kinds = {name: pa.list_(pa.float64()) for name in LISTS} | {name: pa.float64() for name in (*NUMBERS, by)}
+    kinds = {name: pa.list_(pa.float64()) for name in LISTS} | {
+        name: pa.float64() for name in (*NUMBERS, by)
+    }
     table = pa.Table.from_pylist(list(rows), pa.schema({"client": pa.int64(), **kinds}))
     with whole(file) as target:
         pq.write_table(table, target, row_group_size=_ROWS)

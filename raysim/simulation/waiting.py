@@ -21,11 +21,15 @@ class Waiting:
     It depends on who is at work at `now` alone, and not on when it was made: so a checkpoint holds nothing of it.
     """
 
-    def __init__(self, presence: Availability, members: np.ndarray, busy: Collection[int], now: float):
+    def __init__(
+        self, presence: Availability, members: np.ndarray, busy: Collection[int], now: float
+    ):
         self._presence, self._busy = presence, busy
         self._clients = array("q")  # ascending
         self._changes = presence.changes(members, now)
-        self._ahead: deque[Change] = deque()  # known, and not yet come; nobody comes before the last of them
+        self._ahead: deque[Change] = (
+            deque()
+        )  # known, and not yet come; nobody comes before the last of them
         self._back: list[int] = []  # whose jobs ended since `at` was last called
         self._add(presence.present(members, now))
 
@@ -90,7 +94,9 @@ class Waiting:
 
     def _remove(self, clients: np.ndarray) -> None:
         if len(clients) > _FEW:
-            self._clients = array("q", np.setdiff1d(self._view(), clients, assume_unique=True).tobytes())
+            self._clients = array(
+                "q", np.setdiff1d(self._view(), clients, assume_unique=True).tobytes()
+            )
         else:
             for client in clients.tolist():
                 self.sent(client)

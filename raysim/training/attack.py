@@ -55,7 +55,13 @@ class Attack:
         if self.z is not None:
             at_least("attack.z", self.z, 0)
         changes = self.kind != "scaled" or self.scale != 1
-        require("attack.scale", self.scale, changes, "another one with attack.kind=scaled", "times 1 changes nothing")
+        require(
+            "attack.scale",
+            self.scale,
+            changes,
+            "another one with attack.kind=scaled",
+            "times 1 changes nothing",
+        )
 
     @property
     def on_updates(self) -> bool:
@@ -100,7 +106,9 @@ class Attackers:
         if self.attack.kind == "none":
             return np.empty(0, np.int64)
         able = np.flatnonzero(self.counts)
-        drawn = stream(self.seed, "attack.clients").permutation(able)[: round(self.attack.share * len(able))]
+        drawn = stream(self.seed, "attack.clients").permutation(able)[
+            : round(self.attack.share * len(able))
+        ]
         return np.sort(drawn)
 
     @cached_property
@@ -115,7 +123,9 @@ class Attackers:
         """Raises ValueError where the attack cannot be carried out. kind: of task; size: updates in an aggregation."""
         attack = self.attack
         if attack.kind != "none" and not len(self.clients):
-            raise ValueError(f"attack.share={attack.share:g} of {len(self.counts)} clients is nobody: raise it")
+            raise ValueError(
+                f"attack.share={attack.share:g} of {len(self.counts)} clients is nobody: raise it"
+            )
         if attack.kind == "alie" and size < 3:
             raise ValueError(
                 f"attack.kind=alie hides among the updates of an aggregation, which has at most {size}: aggregate more"
@@ -123,7 +133,9 @@ class Attackers:
         if attack.kind != "label_flip":
             return
         if kind != "classification":
-            raise ValueError(f"attack.kind=label_flip needs classes, and this data is for {kind}: choose another kind")
+            raise ValueError(
+                f"attack.kind=label_flip needs classes, and this data is for {kind}: choose another kind"
+            )
         theirs = np.isin(train.owners, self.clients)
         if np.isin(train.indices[theirs], train.indices[~theirs]).any():
             raise ValueError(
@@ -140,12 +152,18 @@ class Attackers:
         seen[rows] = classes - 1 - seen[rows]
         return seen
 
-    def poisoned(self, updates: Sequence[Update | Failure], trained: int, version: int) -> list[Update | Failure]:
+    def poisoned(
+        self, updates: Sequence[Update | Failure], trained: int, version: int
+    ) -> list[Update | Failure]:
         """Return the updates that the server gets: the attackers' first `trained` entries are changed.
 
         version: the server's, to which they are about to be added.
         """
-        deltas = {place: update.delta for place, update in enumerate(updates) if isinstance(update, Update)}
+        deltas = {
+            place: update.delta
+            for place, update in enumerate(updates)
+            if isinstance(update, Update)
+        }
         honest = [
             torch.from_numpy(delta)[:trained]
             for place, delta in deltas.items()
@@ -153,7 +171,11 @@ class Attackers:
         ]
         common = None
         if self.attack.kind == "alie" and 0 < len(honest) < len(deltas):
-            z = largest_z(len(deltas), len(deltas) - len(honest)) if self.attack.z is None else self.attack.z
+            z = (
+                largest_z(len(deltas), len(deltas) - len(honest))
+                if self.attack.z is None
+                else self.attack.z
+            )
             common = a_little(honest, z).numpy()
         return [
             self._changed(update, trained, common, (version, place))
@@ -165,13 +187,17 @@ class Attackers:
     def _changed(
         self, update: Update, trained: int, common: np.ndarray | None, place: tuple[int, int]
     ) -> Update | Failure:
-        assert update.delta is not None, "workers sum no updates of a run whose attackers change them"
+        assert update.delta is not None, (
+            "workers sum no updates of a run whose attackers change them"
+        )
         delta = update.delta.copy()
         params = delta[:trained]
         if self.attack.kind in ("sign_flip", "scaled"):
             params *= -self.attack.scale if self.attack.kind == "sign_flip" else self.attack.scale
         elif self.attack.kind == "gaussian":
-            params[:] = self.attack.sigma * stream(self.seed, "attack.noise", *place).standard_normal(trained)
+            params[:] = self.attack.sigma * stream(
+                self.seed, "attack.noise", *place
+            ).standard_normal(trained)
         elif common is not None:
             params[:] = common
         try:

@@ -23,7 +23,18 @@ from raysim.training.lanes import Lane, LaneLoop, NotInLanes
 from raysim.training.trainer import Trainer
 from raysim.vectors.optimizer import StackedOptimizer
 
-_POINTWISE = (nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus)
+_POINTWISE = (
+    nn.Identity,
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+)
 _TASK = Stage()
 
 
@@ -50,8 +61,14 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
         return None
     linear = [layer for layer in layers if type(layer) is nn.Linear]
     others = [layer for layer in layers if type(layer) not in (nn.Linear, *_POINTWISE)]
-    flat = [layer for layer in others if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)]
-    is_chain = bool(linear) and len(flat) == len(others) and (input_dims == 1 or layers[:1] == flat[:1])
+    flat = [
+        layer
+        for layer in others
+        if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+    ]
+    is_chain = (
+        bool(linear) and len(flat) == len(others) and (input_dims == 1 or layers[:1] == flat[:1])
+    )
     parameters = list(model.parameters())
     is_tied = len(parameters) != sum(len(list(layer.parameters())) for layer in linear)
     is_frozen = not all(parameter.requires_grad for parameter in parameters)
@@ -110,7 +127,9 @@ class BatchedLanes(LaneLoop[Lane]):
         self.optimizer = StackedOptimizer(trainer.step.optimizer, self.steps)
         largest = max(1, int(trainer.partition.counts.max(initial=0)))
         self.batch = min(trainer.local.batch, largest)  # rows of every lane
-        self.weights = torch.full((count, self.batch), 1 / self.batch, dtype=data.dtype, device=data.device)
+        self.weights = torch.full(
+            (count, self.batch), 1 / self.batch, dtype=data.dtype, device=data.device
+        )
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the parameters [K, ...] by id of the module's, and what the optimiser moves."""
@@ -133,7 +152,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def finish(self, lane: Lane) -> None:
         """See `LaneLoop`."""
         if lane.step:
-            lane.ctx.optimizers.put(_TASK.name, self.optimizer.row(lane.row), self.group.shared, _TASK.rate)
+            lane.ctx.optimizers.put(
+                _TASK.name, self.optimizer.row(lane.row), self.group.shared, _TASK.rate
+            )
 
     # --- the step ----------------------------------------------------------------------------
     def step_lanes(self, busy: Sequence[Lane]) -> None:
@@ -158,7 +179,9 @@ class BatchedLanes(LaneLoop[Lane]):
         rows = self.trainer.task.objective.losses(outputs, targets.flatten(0, 1))
         gradients = list(torch.autograd.grad(rows, self.trained, weights.flatten()))
         rows_at_work = [lane.row for lane in busy]
-        self.optimizer.step_rows(rows_at_work, self.steps, self._clipped(gradients), busy[0].ctx.rate)
+        self.optimizer.step_rows(
+            rows_at_work, self.steps, self._clipped(gradients), busy[0].ctx.rate
+        )
         losses = (rows.detach().view(self.count, self.batch) * weights).sum(1)
         return losses.unbind()
 
@@ -194,14 +217,20 @@ class BatchedLanes(LaneLoop[Lane]):
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs [K, B, ...], targets [K, B, ...] and the rows' weights [K, B]."""
         batches = {lane.row: lane.next_batch for lane in busy}
-        if len(busy) == self.count and all(batch.inputs.shape[0] == self.batch for batch in batches.values()):
+        if len(busy) == self.count and all(
+            batch.inputs.shape[0] == self.batch for batch in batches.values()
+        ):
             weights = self.weights
         else:
             weights = self._weights(batches)
             batches = {row: _filled(batch, self.batch) for row, batch in batches.items()}
         first = next(iter(batches.values()))
         every = [batches.get(row, first) for row in range(self.count)]
-        return torch.stack([b.inputs for b in every]), torch.stack([b.targets for b in every]), weights
+        return (
+            torch.stack([b.inputs for b in every]),
+            torch.stack([b.targets for b in every]),
+            weights,
+        )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
         """Return one over the size of each lane's batch for its own rows, 0 for all others."""
@@ -218,6 +247,7 @@ def _filled(batch: Batch, size: int) -> Batch:
     if not missing:
         return batch
     inputs, targets = (
-        torch.cat([part, part[:1].expand(missing, *part.shape[1:])]) for part in (batch.inputs, batch.targets)
+        torch.cat([part, part[:1].expand(missing, *part.shape[1:])])
+        for part in (batch.inputs, batch.targets)
     )
     return Batch(inputs, targets, inputs, targets)

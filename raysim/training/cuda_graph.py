@@ -69,7 +69,9 @@ class Branches:
 
         place: the number of the branch, 0, 1, ... in this order.
         """
-        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # streams would keep memory
+        if (
+            self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        ):  # streams would keep memory
             yield
             return
         self._open = place + 1

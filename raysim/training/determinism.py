@@ -18,7 +18,9 @@ def make_deterministic(threads: int) -> None:
     """Fix the number of threads in this process, and let torch choose only deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
-    torch.set_deterministic_debug_mode("warn")  # torch.use_deterministic_algorithms imports the compiler: seconds
+    torch.set_deterministic_debug_mode(
+        "warn"
+    )  # torch.use_deterministic_algorithms imports the compiler: seconds
     # Else every torch.empty is a write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

@@ -11,10 +11,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _LAYERS = {
-    *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.embedding, torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    *(
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.embedding,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+    ),
     *(F.batch_norm, F.group_norm, F.layer_norm, F.instance_norm, F.multi_head_attention_forward),
 }
-_MAX_PRODUCT_WEIGHTS = 32  # weights of one output channel of a convolution that is computed as a product
+_MAX_PRODUCT_WEIGHTS = (
+    32  # weights of one output channel of a convolution that is computed as a product
+)
 _ALIGNMENT_BYTES = 16  # what some GPU kernels read at once
 
 
@@ -47,7 +58,10 @@ class GpuKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _LAYERS:
             args = tuple(align(arg) if isinstance(arg, nn.Parameter) else arg for arg in args)
-            kwargs = {key: align(arg) if isinstance(arg, nn.Parameter) else arg for key, arg in kwargs.items()}
+            kwargs = {
+                key: align(arg) if isinstance(arg, nn.Parameter) else arg
+                for key, arg in kwargs.items()
+            }
         if func is F.conv2d and not kwargs and args[0].ndim == 4:
             return self._conv2d(*args)
         return func(*args, **kwargs)
@@ -62,7 +76,12 @@ class GpuKernels(TorchFunctionMode):
         dilation: Any = (1, 1),
         groups: int = 1,
     ) -> Tensor:
-        is_plain = groups == 1 and dilation == (1, 1) and isinstance(stride, tuple) and isinstance(padding, tuple)
+        is_plain = (
+            groups == 1
+            and dilation == (1, 1)
+            and isinstance(stride, tuple)
+            and isinstance(padding, tuple)
+        )
         if is_plain and w[0].numel() <= _MAX_PRODUCT_WEIGHTS:
             return conv2d_as_product(x, w, b, stride, padding)
         x, w = x.contiguous(memory_format=self.layout), w.contiguous(memory_format=self.layout)
@@ -81,7 +100,14 @@ def conv2d_as_product(x: Tensor, w: Tensor, b: Tensor | None, stride: Any, paddi
 
 
 _READING = {
-    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.nonzero, torch.nonzero, Tensor.masked_select),
+    *(
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.nonzero,
+        torch.nonzero,
+        Tensor.masked_select,
+    ),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
 }
 

@@ -64,7 +64,9 @@ class Host(Combiner):
         self.layout = declarations.layout
         check_step_mode(spec, declarations)
         self.vector = Vector(declarations.networks, self.layout, self.device, spec.dtype)
-        self._initial = private_state(self.vector, {})  # of a client that never trained; methods add theirs
+        self._initial = private_state(
+            self.vector, {}
+        )  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
         train = spec.data.partition.train
         self.trainer = Trainer(
@@ -97,7 +99,11 @@ class Host(Combiner):
         """Return the loop that trains clients: one after another, in lanes, or from recordings."""
         if self.spec.graph:
             return RecordedLanes(self.trainer, self.spec.lanes)
-        return BatchedLanes(self.trainer, self.spec.lanes) if self.spec.lanes > 1 else OneByOne(self.trainer)
+        return (
+            BatchedLanes(self.trainer, self.spec.lanes)
+            if self.spec.lanes > 1
+            else OneByOne(self.trainer)
+        )
 
     def ready(self) -> str:
         """Its name, once it can work."""
@@ -157,7 +163,9 @@ class Host(Combiner):
         for version in sorted(bases):  # a client's earlier jobs started from earlier ones
             own = [index for index, job in enumerate(jobs) if job.version == version]
             sent = [states[index] for index in own] if states else []
-            trained_here = self._train([jobs[index] for index in own], self._receive(bases[version]), sent, sums)
+            trained_here = self._train(
+                [jobs[index] for index in own], self._receive(bases[version]), sent, sums
+            )
             ends |= dict(zip(own, trained_here, strict=True))
         updates = tuple(ends[index][0] for index in range(len(jobs)))
         totals = {group: self._copied(total) for group, total in sums.totals.items()}
@@ -195,7 +203,10 @@ class Host(Combiner):
 
         def end(index: int, work: LocalRun) -> None:
             seconds = (time.perf_counter() - starts[index][0]) / self.spec.lanes
-            settle(index, *self._update(jobs[index], work, received[0], starts[index][1], seconds, sums))
+            settle(
+                index,
+                *self._update(jobs[index], work, received[0], starts[index][1], seconds, sums),
+            )
 
         def fail(index: int, error: BaseException) -> None:
             settle(index, self._failure(jobs[index], error), starts[index][1])
@@ -205,7 +216,10 @@ class Host(Combiner):
             unfinished.remove(job.number)
             is_summed = isinstance(update, Update) and update.delta is None
             self._add(sums, job, self.vector.shared if is_summed else None)
-            ends[index] = update, self._resident.put(job.client, job.number, state) if states else None
+            ends[index] = (
+                update,
+                self._resident.put(job.client, job.number, state) if states else None,
+            )
 
         with coarser(self.spec.precision == "tf32"):
             self.loop.train(Clients(numbers, ready, begin, end, fail))
@@ -217,14 +231,19 @@ class Host(Combiner):
         """What the job's client receives: the broadcast, and what is for it alone."""
         base, counters, download = received
         if job.extras:
-            download = {**download, **{key: up(value, self.device) for key, value in job.extras.items()}}
+            download = {
+                **download,
+                **{key: up(value, self.device) for key, value in job.extras.items()},
+            }
         return base, counters, download
 
     def _receive(self, published: Published) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The broadcast as tensors on the device; on a CPU views of the very array that was published."""
         key = (published.version, published.mark)
         if self._received is None or self._received[0] != key or self.device.type == "cpu":
-            download = {key: up(value, self.device) for key, value in published.extras.items()} | self._constants
+            download = {
+                key: up(value, self.device) for key, value in published.extras.items()
+            } | self._constants
             base, counters = up(published.vector, self.device), up(published.counters, self.device)
             self._received = (key, base, counters, download)
         return self._received[1:]
@@ -238,11 +257,15 @@ class Host(Combiner):
             methods: dict[str, Tensor] = {}
             for declared in self._stateful:
                 values = declared.client_states(samples)
-                methods |= {name: self._own_kind(name, tensor) for name, tensor in pack(values).items()}
+                methods |= {
+                    name: self._own_kind(name, tensor) for name, tensor in pack(values).items()
+                }
             return PrivateState(self._initial.personal, self._initial.counters, methods)
         if (resident := self._resident.get(client, number)) is not None:
             return resident
-        assert sent is not None, f"client {client}: the state of job {number} is neither on {self.name} nor sent"
+        assert sent is not None, (
+            f"client {client}: the state of job {number} is neither on {self.name} nor sent"
+        )
         return sent.each(lambda array: up(array, self.device))
 
     def _own_kind(self, name: str, value: Tensor) -> Tensor:
@@ -252,7 +275,13 @@ class Host(Combiner):
         return value.to(self.device, self.vector.data.dtype if changes else value.dtype)
 
     def _update(
-        self, job: Job, work: LocalRun, base: Tensor, state: PrivateState[Tensor], seconds: float, sums: _Sums
+        self,
+        job: Job,
+        work: LocalRun,
+        base: Tensor,
+        state: PrivateState[Tensor],
+        seconds: float,
+        sums: _Sums,
     ) -> tuple[Update, PrivateState[Tensor]]:
         """Return the update of a job and the client state it leaves.
 
@@ -290,7 +319,12 @@ class Host(Combiner):
         return update, left
 
     def _checked(
-        self, job: Job, losses: Tensor, loss_rows: Sequence[int], delta: Tensor, upload: Mapping[str, Tensor]
+        self,
+        job: Job,
+        losses: Tensor,
+        loss_rows: Sequence[int],
+        delta: Tensor,
+        upload: Mapping[str, Tensor],
     ) -> float:
         """Return the mean loss over the rows.
 
@@ -299,15 +333,24 @@ class Host(Combiner):
         # A finite norm, or sum, has finite terms. Personal entries too: the client's next job would start from them.
         trained = self.layout.trained
         norm, rest = torch.linalg.vector_norm(delta[:trained]), self.vector.data[trained:]
-        asked = [mean_over_rows(losses, loss_rows), norm, rest.sum(), *(value.sum() for value in upload.values())]
+        asked = [
+            mean_over_rows(losses, loss_rows),
+            norm,
+            rest.sum(),
+            *(value.sum() for value in upload.values()),
+        ]
         loss, length, others, *sums = numbers(asked)
         finite = isfinite(length) and isfinite(others)
-        if (len(losses) and not isfinite(loss)) or not (finite or bool(self.vector.data.isfinite().all())):
+        if (len(losses) and not isfinite(loss)) or not (
+            finite or bool(self.vector.data.isfinite().all())
+        ):
             raise NotFinite(self._diverged(losses, job))
         check_norm(length, self.spec.settings.faults.norm)
         for (key, value), total in zip(upload.items(), sums, strict=True):
             if not (isfinite(total) or bool(value.isfinite().all())):
-                raise NotFinite(f"the upload {key} is not finite; lower local.lr or set local.clip", key)
+                raise NotFinite(
+                    f"the upload {key} is not finite; lower local.lr or set local.clip", key
+                )
         return loss
 
     # What a profile tells apart.
@@ -332,7 +375,9 @@ class Host(Combiner):
         if not self._reports_moves:
             return ()
         moved = ctx.optimizers.movements()
-        return tuple((part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in moved)
+        return tuple(
+            (part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in moved
+        )
 
     def _probe(self, ctx: Context) -> Probe:
         """The local model beside the received one on the probed rows, scored in eval mode."""
@@ -346,8 +391,12 @@ class Host(Combiner):
                 columns.append((ctx.model.features(inputs), received.features(inputs)))
         truth, score = torch.cat(labels), torch.cat(scores)
         each = max(1, PROBE_FEATURES // self.spec.task.num_classes)
-        some = balanced_rows(truth.cpu().numpy(), each, stream(self.spec.settings.seed, "probe.features"))
-        local, base = (torch.cat(column).cpu().float().numpy()[some] for column in zip(*columns, strict=True))
+        some = balanced_rows(
+            truth.cpu().numpy(), each, stream(self.spec.settings.seed, "probe.features")
+        )
+        local, base = (
+            torch.cat(column).cpu().float().numpy()[some] for column in zip(*columns, strict=True)
+        )
         return Probe(
             client=ctx.client,
             version=ctx.version,
@@ -373,14 +422,18 @@ class Host(Combiner):
             if bad
             else "the parameters are not finite"
         )
-        if bad and bad[0] == 0 and job.version == 0:  # nothing has moved yet, so that no rate is to blame
+        if (
+            bad and bad[0] == 0 and job.version == 0
+        ):  # nothing has moved yet, so that no rate is to blame
             filling = [
                 f"method '{each.method}'"
                 for each in self.declarations.methods
                 if any(each.has_hook(hook) for hook in STEP_HOOKS)
             ]
             parts = ["the loss", "the data", *filling]
-            return f"{at}, before anything was learnt: look at {', '.join(parts[:-1])} or {parts[-1]}"
+            return (
+                f"{at}, before anything was learnt: look at {', '.join(parts[:-1])} or {parts[-1]}"
+            )
         theirs = {m.name for m in self.spec.methods if not type(m).__module__.startswith("raysim.")}
         look = "".join(
             f", or look at method '{each.method}', which writes gradients"
@@ -390,7 +443,9 @@ class Host(Combiner):
         return f"{at} (learning rate {rate:g}); lower local.lr or set local.clip{look}"
 
     # --- scoring -------------------------------------------------------------------------------------------------
-    def evaluate(self, tasks: Sequence[Score], published: Published, *states: StoredState | None) -> list[Report]:
+    def evaluate(
+        self, tasks: Sequence[Score], published: Published, *states: StoredState | None
+    ) -> list[Report]:
         """Score rows with the shared model or a client's own. Touches no stream of training and no statistics of it."""
         since = time.perf_counter()
         received = self._receive(published)
@@ -406,14 +461,22 @@ class Host(Combiner):
         self._busy += time.perf_counter() - since
         return reports
 
-    def own_tensors(self, task: Score, published: Published, sent: StoredState | None = None) -> dict[str, Tensor]:
+    def own_tensors(
+        self, task: Score, published: Published, sent: StoredState | None = None
+    ) -> dict[str, Tensor]:
         """Every tensor, by full name, of the networks that would be scored."""
         self._load(task, self._receive(published), sent)
-        return {key: value.clone() for key, value in self.vector.named(self.vector.data, self.vector.counters).items()}
+        return {
+            key: value.clone()
+            for key, value in self.vector.named(self.vector.data, self.vector.counters).items()
+        }
 
     def kept(self, task: Score, sent: StoredState | None = None) -> dict[str, np.ndarray]:
         """What a client keeps to itself, by full name."""
-        return named(self._state(task.client, task.state, sent).each(lambda value: value.cpu().numpy()), self.layout)
+        return named(
+            self._state(task.client, task.state, sent).each(lambda value: value.cpu().numpy()),
+            self.layout,
+        )
 
     def outputs(
         self, task: Score, published: Published, sent: StoredState | None = None
@@ -433,7 +496,12 @@ class Host(Combiner):
         """Whether a method makes every client a model of its own to be scored."""
         return bool(self._personalisers)
 
-    def _load(self, task: Score, received: tuple[Tensor, Tensor, dict[str, Tensor]], sent: StoredState | None) -> None:
+    def _load(
+        self,
+        task: Score,
+        received: tuple[Tensor, Tensor, dict[str, Tensor]],
+        sent: StoredState | None,
+    ) -> None:
         """Make the vector the model that a task scores."""
         state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
         load(self.vector, received[0], received[1], state)

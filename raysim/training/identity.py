@@ -58,7 +58,10 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
     trains nothing. node: the name of this machine; "" for its host name.
     """
     facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
-    facts |= {f"code of {package}": code_checksum(package) for package in dict.fromkeys((PACKAGE, *packages))}
+    facts |= {
+        f"code of {package}": code_checksum(package)
+        for package in dict.fromkeys((PACKAGE, *packages))
+    }
     return Identity(name, node or platform.node(), facts)
 
 
@@ -68,7 +71,11 @@ def _device(device: str) -> dict[str, str]:
         return {"device": device} if device else {}
     major, minor = torch.cuda.get_device_capability(device)
     model = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-    return {"device": model, "CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    return {
+        "device": model,
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+    }
 
 
 @functools.cache
@@ -76,7 +83,9 @@ def _cpu() -> dict[str, str]:
     """Return which kernels torch, its libraries and NumPy choose on this CPU."""
     # Older versions of torch have no such function.
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    has = sorted(key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES))
+    has = sorted(
+        key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES)
+    )
     blas = {str(library["architecture"]) for library in openblas().info()}
     return {
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
@@ -161,7 +170,9 @@ class Participants:
         return first
 
 
-def _check_equal(reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]) -> None:
+def _check_equal(
+    reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]
+) -> None:
     """Raise UnequalWorkersError for processes that differ from the reference."""
     unequal: dict[str, list[Identity]] = {}  # by what differs
     for identity in identities:
@@ -185,7 +196,10 @@ def _differences(reference: Mapping[str, tuple[str, Identity]], identity: Identi
         if value == expected:
             continue
         if fact == INSTRUCTIONS:
-            missing, added = set(expected.split()) - set(value.split()), set(value.split()) - set(expected.split())
+            missing, added = (
+                set(expected.split()) - set(value.split()),
+                set(value.split()) - set(expected.split()),
+            )
             changes = [f"without {' '.join(sorted(missing))}"] if missing else []
             changes += [f"with {' '.join(sorted(added))}"] if added else []
             texts.append(f"{fact} {' and '.join(changes)} (compared with {other})")
@@ -203,7 +217,11 @@ def _join(identities: Sequence[Identity]) -> str:
 def are_equal(identities: Sequence[Identity]) -> bool:
     """Return whether no fact has two values among these processes."""
     values: dict[str, str] = {}
-    return all(values.setdefault(fact, value) == value for each in identities for fact, value in each.facts.items())
+    return all(
+        values.setdefault(fact, value) == value
+        for each in identities
+        for fact, value in each.facts.items()
+    )
 
 
 def describe_processes(identities: Sequence[Identity]) -> list[dict[str, object]]:

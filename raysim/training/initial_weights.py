@@ -41,10 +41,14 @@ class Init:
     def __post_init__(self) -> None:
         for key in ("only", "redraw", "sha256"):
             if self.file is None and getattr(self, key):
-                raise ValueError(f"init.{key} has no effect without a file. Set init=FILE, or init.{key}=null.")
+                raise ValueError(
+                    f"init.{key} has no effect without a file. Set init=FILE, or init.{key}=null."
+                )
         for key in ("only", "redraw"):
             if getattr(self, key) == []:
-                raise ValueError(f"init.{key}=[] names nothing. Name a part of the model, or set init.{key}=null.")
+                raise ValueError(
+                    f"init.{key}=[] names nothing. Name a part of the model, or set init.{key}=null."
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +80,9 @@ class InitialWeights:
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
         used = {name for name in targets.tensors if only is None or name in only} - redrawn
-        chosen = {name: in_file[name] for name in targets.tensors if name in used and name in in_file}
+        chosen = {
+            name: in_file[name] for name in targets.tensors if name in used and name in in_file
+        }
         if not chosen:
             names = _listed(self.tensors)
             raise ValueError(
@@ -90,8 +96,12 @@ class InitialWeights:
 
     def _translated(self, targets: _Targets) -> dict[str, np.ndarray]:
         """Return the arrays by the full names of the run. Raises ValueError for names that it does not have."""
-        names = max(targets.schemes, key=lambda scheme: sum(name in scheme for name in self.tensors))
-        unknown = [name for name in self.tensors if name not in names and not self._is_redrawn(name)]
+        names = max(
+            targets.schemes, key=lambda scheme: sum(name in scheme for name in self.tensors)
+        )
+        unknown = [
+            name for name in self.tensors if name not in names and not self._is_redrawn(name)
+        ]
         if unknown and self.init.only is None and len(unknown) < len(self.tensors):
             raise ValueError(
                 f"init.file={self.init.file}: no network of this run has {_listed(unknown)}. Name the parts to load "
@@ -102,7 +112,9 @@ class InitialWeights:
     def _is_redrawn(self, name: str) -> bool:
         """Whether a name of the file belongs to a part that is drawn, which may look different there."""
         spellings = (name, name.removeprefix(MODEL))
-        return any(_is_in(spelling, part) for part in self.init.redraw or () for spelling in spellings)
+        return any(
+            _is_in(spelling, part) for part in self.init.redraw or () for spelling in spellings
+        )
 
     def _check_complete(
         self, targets: _Targets, used: set[str], chosen: Mapping[str, np.ndarray], is_partial: bool
@@ -128,9 +140,13 @@ class InitialWeights:
             )
         value = torch.from_numpy(np.asarray(array))
         if value.is_floating_point() != target.is_floating_point():
-            raise ValueError(f"{where} holds {value.dtype}, and the run needs {target.dtype}. Choose another file.")
+            raise ValueError(
+                f"{where} holds {value.dtype}, and the run needs {target.dtype}. Choose another file."
+            )
         if not bool(value.to(target.dtype).isfinite().all()):
-            raise ValueError(f"{where} has values that are not finite in {target.dtype}. Choose another file.")
+            raise ValueError(
+                f"{where} has values that are not finite in {target.dtype}. Choose another file."
+            )
 
 
 class _Targets:
@@ -152,7 +168,9 @@ class _Targets:
         self.schemes: list[dict[str, str]] = [
             {name: name for name in self.tensors},  # as raysim writes them
             {name.removeprefix(MODEL): name for name in model},  # without the network
-            {theirs: f"{MODEL}{ours}" for theirs, ours in given_names(networks["model"]).items()},  # as its author did
+            {
+                theirs: f"{MODEL}{ours}" for theirs, ours in given_names(networks["model"]).items()
+            },  # as its author did
         ]
 
     def within(self, key: str, parts: Sequence[str] | None) -> set[str] | None:
@@ -161,9 +179,16 @@ class _Targets:
             return None
         found: set[str] = set()
         for part in parts:
-            inside = {full for scheme in self.schemes for name, full in scheme.items() if _is_in(name, part)}
+            inside = {
+                full
+                for scheme in self.schemes
+                for name, full in scheme.items()
+                if _is_in(name, part)
+            }
             if not inside:
-                raise ValueError(f"init.{key}={part} names no part of this run: {instead(part, self._parts())}")
+                raise ValueError(
+                    f"init.{key}={part} names no part of this run: {instead(part, self._parts())}"
+                )
             found |= inside
         return found
 
@@ -172,7 +197,9 @@ class _Targets:
         names = {name.partition(".")[0] for name in self.tensors}
         for scheme in self.schemes[1:]:
             paths = [name.split(".")[:-1] for name in scheme]
-            names |= {".".join(path[:depth]) for path in paths for depth in (1, 2) if len(path) >= depth}
+            names |= {
+                ".".join(path[:depth]) for path in paths for depth in (1, 2) if len(path) >= depth
+            }
         return sorted(names)
 
 
@@ -197,7 +224,9 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
         return init, None
     path = user_path(init.file).absolute()
     if not path.exists():
-        raise ValueError(f"init.file={init.file} does not exist. Name a .safetensors file or a saved state dict.")
+        raise ValueError(
+            f"init.file={init.file} does not exist. Name a .safetensors file or a saved state dict."
+        )
     with regular(path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if init.sha256 not in (None, digest):
@@ -216,17 +245,23 @@ def _read(path: Path, shown: str) -> dict[str, np.ndarray]:
             content: Any = load_file(path)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # a file that cannot be read is refused below
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # a file that cannot be read is refused below
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError) as error:
-        raise ValueError(f"init.file={shown} cannot be read ({first_line(error)}). Restore it.") from error
+        raise ValueError(
+            f"init.file={shown} cannot be read ({first_line(error)}). Restore it."
+        ) from error
     except Exception as error:  # of the unpickler, which refuses whatever is no plain state dict
         raise ValueError(
             f"init.file={shown} cannot be read as a state dict ({type(error).__name__}). Save tensors alone, with "
             "torch.save(model.state_dict(), FILE)."
         ) from error
     if not isinstance(content, Mapping) or not content:
-        raise ValueError(f"init.file={shown} holds {_kind(content)} and no state dict. Save model.state_dict().")
+        raise ValueError(
+            f"init.file={shown} holds {_kind(content)} and no state dict. Save model.state_dict()."
+        )
     for name, tensor in content.items():
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise ValueError(

@@ -80,7 +80,9 @@ class LaneLoop(ABC, Generic[L]):
     def __init__(self, trainer: Trainer, data: Tensor, counters: Tensor, lane_type: type[L]):
         vector = trainer.vector
         self.trainer, self.data, self.counters, self.count = trainer, data, counters, len(data)
-        self.lanes = [lane_type(row, vector.home(data[row], counters[row])) for row in range(self.count)]
+        self.lanes = [
+            lane_type(row, vector.home(data[row], counters[row])) for row in range(self.count)
+        ]
         self._own_home = vector.home(vector.data, vector.counters)
 
     @abstractmethod

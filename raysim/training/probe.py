@@ -74,7 +74,11 @@ def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floa
 
 def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
     """Return the mean of the known values, each weighted by the rows that it was computed on; None without any."""
-    pairs = [(v, count) for v, count in zip(values, counts, strict=True) if v is not None and math.isfinite(v)]
+    pairs = [
+        (v, count)
+        for v, count in zip(values, counts, strict=True)
+        if v is not None and math.isfinite(v)
+    ]
     total = sum(count for _, count in pairs)
     return math.fsum(value * count for value, count in pairs) / total if total else None
 

@@ -18,7 +18,12 @@ _WITHIN_HOST = {
     **dict.fromkeys(("_receive", "_with_extras", "_state", "_copied", "_arrive"), "copies"),
     "_add": "sums",
 }
-_WITHIN_TRAINER = {"gather": "gathering", "look_ahead": "gathering", "load": "copies", "steps": "steps"}
+_WITHIN_TRAINER = {
+    "gather": "gathering",
+    "look_ahead": "gathering",
+    "load": "copies",
+    "steps": "steps",
+}
 _WITHIN_LANES = {"step_lanes": "steps"}
 
 
@@ -51,5 +56,8 @@ def device_use(device: torch.device) -> float | None:
         return None
     try:
         return torch.cuda.utilization(device) / 100
-    except (ImportError, RuntimeError):  # its driver's package is not installed, or the driver does not tell
+    except (
+        ImportError,
+        RuntimeError,
+    ):  # its driver's package is not installed, or the driver does not tell
         return None

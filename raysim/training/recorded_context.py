@@ -24,7 +24,9 @@ from raysim.vectors.layout import Vector
 
 Entry: TypeAlias = tuple[str, str]  # of a table, by the table's name and the key there
 
-VECTORS = "vectors"  # a table of `base`, `received` and `start`, the vector that training started from
+VECTORS = (
+    "vectors"  # a table of `base`, `received` and `start`, the vector that training started from
+)
 FACTS: Mapping[str, Callable[[Lane], Any]] = {
     "step": lambda lane: lane.step,
     "plan": lambda lane: (lane.ctx.plan.sizes, lane.ctx.samples),
@@ -115,7 +117,13 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     if ctx.vector.layout.personal:
         vectors["start"] = lane.start
     drawn = {key: values[lane.step] for key, values in ctx.draws.items()}
-    return {"state": ctx.state, "kept": ctx.kept, "download": ctx.download, "draws": drawn, VECTORS: vectors}
+    return {
+        "state": ctx.state,
+        "kept": ctx.kept,
+        "download": ctx.download,
+        "draws": drawn,
+        VECTORS: vectors,
+    }
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,9 @@ class RecordedContext(Context):
         """See `Context`."""
         return self._tables["draws"][name]
 
-    def frozen(self, name: str = "received", values: Tensor | None = None) -> Mapping[str, nn.Module]:
+    def frozen(
+        self, name: str = "received", values: Tensor | None = None
+    ) -> Mapping[str, nn.Module]:
         """See `Context`; until the iteration ends, the networks see `values` and no copy."""
         if name not in self._frozen:
             second = self._second(name)
@@ -201,5 +211,7 @@ class RecordedContext(Context):
             table = getattr(self, name)  # a hook may have put another mapping there
             values = table.data if isinstance(table, Table) else table
             given = self._tables[name].given
-            changed |= {(name, key): value for key, value in values.items() if value is not given.get(key)}
+            changed |= {
+                (name, key): value for key, value in values.items() if value is not given.get(key)
+            }
         return changed

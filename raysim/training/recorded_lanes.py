@@ -71,7 +71,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector
-        data, counters = (stacked_rows(flat, count, _ROW_BORDER) for flat in (vector.data, vector.counters))
+        data, counters = (
+            stacked_rows(flat, count, _ROW_BORDER) for flat in (vector.data, vector.counters)
+        )
         super().__init__(trainer, data, counters, RecordedLane)
         self.device = data.device
         self.record, self.branches = recorder(self.device), Branches(self.device)
@@ -168,7 +170,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
         self._advance(lane, loss, changed)
 
-    def _advance(self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]) -> None:
+    def _advance(
+        self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]
+    ) -> None:
         """Hand the client what an iteration has made."""
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
@@ -178,7 +182,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         lane.advance(loss)
 
     def compute(
-        self, lane: RecordedLane, batch: Batch, tables: Mapping[str, Mapping[str, Tensor]], rate: Tensor
+        self,
+        lane: RecordedLane,
+        batch: Batch,
+        tables: Mapping[str, Mapping[str, Tensor]],
+        rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
         """Do a lane's iteration with `Step`.
 
@@ -210,7 +218,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         value = lane.ctx.rate
         if value not in self._rates:
             self._rates = dict(list(self._rates.items())[-3:])
-            self._rates[value] = torch.full((), value, dtype=widest(self.device), device=self.device)
+            self._rates[value] = torch.full(
+                (), value, dtype=widest(self.device), device=self.device
+            )
         return self._rates[value]
 
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[Path, Tensor]:
@@ -224,28 +234,40 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             if all(value is values[0] for value in values):
                 inputs |= {} if values[0] is None else {(SHARED, table, key): values[0]}
             else:
-                inputs |= {(place, table, key): value for place, value in enumerate(values) if value is not None}
+                inputs |= {
+                    (place, table, key): value
+                    for place, value in enumerate(values)
+                    if value is not None
+                }
         return inputs
 
 
 class Recording:
     """The iteration of some lanes, on input tensors of its own."""
 
-    def __init__(self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[Path, Tensor]):
+    def __init__(
+        self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[Path, Tensor]
+    ):
         self.loop = loop
         self._loaded = dict(inputs)
         self._inputs = {path: tensor.detach().clone() for path, tensor in inputs.items()}
         self._lanes = [_as_it_is(lane) for lane in lanes]
-        self._returned: list[tuple[bool, list[Entry]]] = []  # of each lane: whether a loss, which entries
+        self._returned: list[
+            tuple[bool, list[Entry]]
+        ] = []  # of each lane: whether a loss, which entries
         self._replay: Compute = loop.record(self._compute)
 
-    def replay(self, inputs: Mapping[Path, Tensor]) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
+    def replay(
+        self, inputs: Mapping[Path, Tensor]
+    ) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
         """Do the iteration with these inputs; return each lane's loss and changed entries."""
         for path, tensor in inputs.items():
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)
                 self._loaded[path] = tensor
-        outputs = iter([tensor.clone() for tensor in self._replay()])  # the next replay writes over them
+        outputs = iter(
+            [tensor.clone() for tensor in self._replay()]
+        )  # the next replay writes over them
         results: list[tuple[Tensor | None, dict[Entry, Tensor]]] = []
         for has_loss, entries in self._returned:
             loss = next(outputs) if has_loss else None
@@ -267,7 +289,9 @@ class Recording:
 
     def _of_lane(self, place: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
         """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them."""
-        tables: dict[str, dict[str, Tensor]] = {name: {} for name in ("state", "kept", "download", "draws", VECTORS)}
+        tables: dict[str, dict[str, Tensor]] = {
+            name: {} for name in ("state", "kept", "download", "draws", VECTORS)
+        }
         for (owner, table, key), tensor in self._inputs.items():
             if owner in (place, SHARED) and table in tables:
                 tables[table][key] = tensor

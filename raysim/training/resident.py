@@ -59,7 +59,9 @@ class Resident:
         self.device, self.budget = device, budget
         self.copies = Copies(device)
         self._last: dict[int, Leftover] = {}
-        self._near: dict[int, int] = {}  # by client: bytes on the device; who was used last comes last
+        self._near: dict[
+            int, int
+        ] = {}  # by client: bytes on the device; who was used last comes last
 
     def __iter__(self) -> Iterator[int]:
         """The clients whose states are here."""

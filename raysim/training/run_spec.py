@@ -163,8 +163,17 @@ class RunSpec:
         """What is learnt."""
         dataset = self.data.open()
         clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
-        about = (dataset.shape, dataset.num_classes, clients, self.dtype, dataset.kind, dataset.tokens)
-        return Task(*about, scored_by=metric, loss=self.loss, unseen=self.data.partition.never_trained)
+        about = (
+            dataset.shape,
+            dataset.num_classes,
+            clients,
+            self.dtype,
+            dataset.kind,
+            dataset.tokens,
+        )
+        return Task(
+            *about, scored_by=metric, loss=self.loss, unseen=self.data.partition.never_trained
+        )
 
     @cached_property
     def attackers(self) -> Attackers:
@@ -178,9 +187,15 @@ def build_model(spec: RunSpec) -> nn.Module:
     """The model as its recipe makes it, before methods change it; the same in every process."""
     task, recipe = spec.task, spec.model
     about = (task.shape, task.num_classes, spec.settings.seed)
-    model: nn.Module = recipe.build(*about) if task.tokens is None else recipe.build(*about, task.tokens)
+    model: nn.Module = (
+        recipe.build(*about) if task.tokens is None else recipe.build(*about, task.tokens)
+    )
     # A recipe of the user's own may make any module.
-    return model if splits(model) or isinstance(model, Classifier) else split(model, task.num_classes, task.example(2))
+    return (
+        model
+        if splits(model) or isinstance(model, Classifier)
+        else split(model, task.num_classes, task.example(2))
+    )
 
 
 def declare_run(spec: RunSpec) -> Declarations:
@@ -241,7 +256,11 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool) -> Non
             "that is known: name its last linear layer with model.head"
         )
     if evaluation.probe and not (has_head and task.kind == "classification"):
-        what = f"this data is for {task.kind}" if has_head else "this model cannot be split into features and a head"
+        what = (
+            f"this data is for {task.kind}"
+            if has_head
+            else "this model cannot be split into features and a head"
+        )
         raise ValueError(
             f"evaluate.probe={evaluation.probe} looks at features and classes, and {what}: set evaluate.probe=0"
         )

@@ -99,11 +99,17 @@ class SecondPass:
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
         state, kept = ctx.state, ctx.kept
-        data, counters, draws = vector.data.clone(), vector.counters.clone(), generator_state(device)
+        data, counters, draws = (
+            vector.data.clone(),
+            vector.counters.clone(),
+            generator_state(device),
+        )
         ctx.state, ctx.kept = dict(self._state), dict(self._kept)
         set_generator_state(device, self._draws)
         try:
-            for run, part in zip(runs, shift.split([run.stop - run.start for run in runs]), strict=True):
+            for run, part in zip(
+                runs, shift.split([run.stop - run.start for run in runs]), strict=True
+            ):
                 vector.data[run].add_(part)
             yield RepeatedOutputs(self.outputs)
         finally:

@@ -147,7 +147,9 @@ class Step:
         if self.precision is None:
             return self._objective(ctx, out)
         device = out.batch.inputs.device.type
-        with torch.autocast(device, self.precision, cache_enabled=False):  # a recorded step must not meet its cache
+        with torch.autocast(
+            device, self.precision, cache_enabled=False
+        ):  # a recorded step must not meet its cache
             return self._objective(ctx, out)
 
     def _objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
@@ -224,7 +226,9 @@ class Step:
             layout = self.vector.layout
             entries = layout.within(trains)
             if not entries:
-                raise ValueError(f"nothing to train in {list(trains)}: all parameters there are frozen or missing")
+                raise ValueError(
+                    f"nothing to train in {list(trains)}: all parameters there are frozen or missing"
+                )
             runs = layout.runs(entries)
             group = self._groups[key] = Group(
                 params=self.vector.tensors(entries),

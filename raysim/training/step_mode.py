@@ -42,7 +42,9 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
 def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
     """Return why clients cannot be trained at once by batched products; "" if they can."""
     if spec.device != "cpu":
-        return f"clients are trained at once on a CPU or from recorded steps, and device={spec.device}"
+        return (
+            f"clients are trained at once on a CPU or from recorded steps, and device={spec.device}"
+        )
     methods = step_methods(declarations)
     if methods:
         return f"method '{methods[0]}' takes part in the step, which then trains one client"
@@ -62,7 +64,12 @@ def usual_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> 
     size = sum(parameter.numel() for network in networks for parameter in network.parameters())
     if spec.graph and spec.device.startswith("cuda"):
         return max(1, min(_GPU_LANES, concurrency)) if size <= _MAX_GPU_PARAMETERS else 1
-    if spec.graph or size > _MAX_BATCHED_PARAMETERS or not is_built_in(spec) or _obstacle(spec, declarations):
+    if (
+        spec.graph
+        or size > _MAX_BATCHED_PARAMETERS
+        or not is_built_in(spec)
+        or _obstacle(spec, declarations)
+    ):
         return 1
     counts = spec.data.partition.train.counts
     if not counts.any() or np.median(counts[counts > 0]) < 4 * spec.settings.local.batch:

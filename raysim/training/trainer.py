@@ -50,7 +50,11 @@ def _cut(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
 
 
 def make_plan(
-    local: Local, samples: int, chosen: Sequence[np.ndarray], generator: np.random.Generator, drop_single: bool
+    local: Local,
+    samples: int,
+    chosen: Sequence[np.ndarray],
+    generator: np.random.Generator,
+    drop_single: bool,
 ) -> Plan:
     """Shuffle and cut. `chosen` holds the ascending positions of each epoch (or phase)."""
     batches: list[np.ndarray] = []
@@ -62,7 +66,11 @@ def make_plan(
         part: list[np.ndarray] = []
         while len(part) < goal:
             if local.sampling == "replacement":
-                part.append(positions[generator.integers(len(positions), size=min(local.batch, len(positions)))])
+                part.append(
+                    positions[
+                        generator.integers(len(positions), size=min(local.batch, len(positions)))
+                    ]
+                )
             else:
                 part += _cut(generator.permutation(positions), local.batch, drop_single)
                 if local.epochs is not None:
@@ -139,11 +147,15 @@ class Trainer:
         self.keepers = StateNames(declarations)
         asked = any(each.keeps_optimizer for each in declarations.methods)
         self.keeps = local.keep_optimizer or asked
-        modules = self.modules = [m for network in vector.networks.values() for m in network.modules()]
+        modules = self.modules = [
+            m for network in vector.networks.values() for m in network.modules()
+        ]
         self.needs_two_rows = bool(layer_that_needs_two_rows(declarations))
         batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.drops_single = batchnorm or self.needs_two_rows
-        self.tracking: Sequence[nn.Module] = [m for m in modules if getattr(m, "track_running_stats", False)]
+        self.tracking: Sequence[nn.Module] = [
+            m for m in modules if getattr(m, "track_running_stats", False)
+        ]
         self.stochastic = is_stochastic(*vector.networks.values())
         self._ahead: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
         self._frozen: dict[str, tuple[Vector, Context | None]] = {}
@@ -151,7 +163,9 @@ class Trainer:
         self.usual_sizes = _usual_sizes(partition.counts, local.batch)
 
     # --- data ----------------------------------------------------------------------------------------------------
-    def gather(self, rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, rows: np.ndarray, generator: np.random.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
         index = up(rows, self.inputs.device)
         stored = self.inputs.index_select(0, index)
@@ -171,7 +185,9 @@ class Trainer:
     def class_counts(self, client: int) -> Tensor:
         """See `Context.class_counts`."""
         rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
-        return torch.bincount(self.labels.index_select(0, rows).cpu(), minlength=self.task.num_classes)
+        return torch.bincount(
+            self.labels.index_select(0, rows).cpu(), minlength=self.task.num_classes
+        )
 
     def _batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
         """The plan's batches of these rows, augmented on a stream; several are gathered and normalised at once."""
@@ -180,7 +196,9 @@ class Trainer:
         start = first = 0
         while first < plan.steps:
             last, stop = first, start
-            while last < plan.steps and (last == first or (stop - start + plan.sizes[last]) * self._row <= _CHUNK):
+            while last < plan.steps and (
+                last == first or (stop - start + plan.sizes[last]) * self._row <= _CHUNK
+            ):
                 stop += plan.sizes[last]
                 last += 1
             inputs, labels = self.gather(rows[start:stop], generator)
@@ -219,8 +237,15 @@ class Trainer:
             rows.append(own[plan.positions])
         inputs, labels = self.gather(np.concatenate(rows))
         sizes = [size for _, plan in plans for size in plan.sizes]
-        batches = iter([Batch(x, y, x, y) for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)])
-        self._ahead |= {number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans}
+        batches = iter(
+            [
+                Batch(x, y, x, y)
+                for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True)
+            ]
+        )
+        self._ahead |= {
+            number: (plan, [next(batches) for _ in plan.sizes]) for number, plan in plans
+        }
 
     def contribution(self, client: int) -> Contribution:
         """What `contribute` sees."""
@@ -229,7 +254,9 @@ class Trainer:
             inputs, labels = zip(*self.own(client), strict=True)
             return torch.cat(inputs), torch.cat(labels)
 
-        return Contribution(client, gather, stream(self.seed, "contribute", client), self.task.num_classes)
+        return Contribution(
+            client, gather, stream(self.seed, "contribute", client), self.task.num_classes
+        )
 
     def training(self, mode: bool) -> None:
         """All networks into train or eval mode."""
@@ -242,14 +269,20 @@ class Trainer:
         known = self._frozen.get(name)
         if known is not None and known[1] is ctx:
             return known[0].networks
-        with torch.inference_mode(False):  # tensors made or loaded in that mode could never be loaded again
+        with torch.inference_mode(
+            False
+        ):  # tensors made or loaded in that mode could never be loaded again
             return self._load_frozen(ctx, name, values).networks
 
     def second(self, name: str) -> Vector:
         """A second set of networks in eval mode, without gradients; their values are whatever was loaded last."""
         if name not in self._frozen:
-            networks = {key: copy.deepcopy(module).eval() for key, module in self.vector.networks.items()}
-            second = Vector(networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype)
+            networks = {
+                key: copy.deepcopy(module).eval() for key, module in self.vector.networks.items()
+            }
+            second = Vector(
+                networks, self.vector.layout, self.vector.data.device, self.vector.data.dtype
+            )
             for parameter in second.parameters.values():
                 parameter.requires_grad_(False)
             self._frozen[name] = (second, None)
@@ -258,7 +291,12 @@ class Trainer:
     def _load_frozen(self, ctx: Context, name: str, values: Tensor | None) -> Vector:
         vector = self.second(name)
         if values is None:
-            load(vector, ctx.base, self.vector.counters[: self.vector.layout.shared_counters], ctx.start)
+            load(
+                vector,
+                ctx.base,
+                self.vector.counters[: self.vector.layout.shared_counters],
+                ctx.start,
+            )
         else:
             vector.data.copy_(values)
         self._frozen[name] = (vector, ctx)
@@ -267,7 +305,11 @@ class Trainer:
     def _placed(self, values: Sequence[Any]) -> Sequence[Any]:
         """Draws of a job on the device, at once: a copy in a step would be waited for."""
         device = self.vector.data.device
-        if not apart(device) or not values or not all(isinstance(value, Tensor) for value in values):
+        if (
+            not apart(device)
+            or not values
+            or not all(isinstance(value, Tensor) for value in values)
+        ):
             return values
         if len({(value.shape, value.dtype, value.device.type) for value in values}) > 1:
             return [value.to(device) for value in values]
@@ -311,22 +353,34 @@ class Trainer:
         self.load(base, counters, state)
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
-        if self.declarations.methods or not all(network.training for network in self.vector.networks.values()):
-            self.training(True)  # hooks may have changed the mode of any part; without methods only evaluation does
+        if self.declarations.methods or not all(
+            network.training for network in self.vector.networks.values()
+        ):
+            self.training(
+                True
+            )  # hooks may have changed the mode of any part; without methods only evaluation does
         if self.keeps:
             ctx.optimizers.resume(
-                {k.removeprefix(OPTIMIZER): v for k, v in ctx.state.items() if k.startswith(OPTIMIZER)}
+                {
+                    k.removeprefix(OPTIMIZER): v
+                    for k, v in ctx.state.items()
+                    if k.startswith(OPTIMIZER)
+                }
             )
         for declared, begin in self.beginners:
             begin(ctx.view(declared.method))
-        if self.beginners and self.vector.layout.personal:  # frozen networks start from what training starts from
+        if (
+            self.beginners and self.vector.layout.personal
+        ):  # frozen networks start from what training starts from
             ctx.start = private_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         self._draw(ctx)
         batches = (
             iter(prepared[1])
             if prepared
-            else self._batches(plan, self.partition.rows(job.client), "augment", job.client, job.participation)
+            else self._batches(
+                plan, self.partition.rows(job.client), "augment", job.client, job.participation
+            )
         )
         return LocalRun(
             ctx,
@@ -337,9 +391,7 @@ class Trainer:
 
     def views(self, ctx: Context) -> dict[str, Any]:
         """Return what the hooks of each method see of a job."""
-        return {
-            each.method: LocalJob(ctx, each.method) for each in self.declarations.methods
-        }
+        return {each.method: LocalJob(ctx, each.method) for each in self.declarations.methods}
 
     def _draw(self, ctx: Context) -> None:
         """Draw the random tensors that methods declared, and let them prepare their steps."""
@@ -372,7 +424,9 @@ class Trainer:
         if ctx.state:
             ctx.state = pack(ctx.state)
         if self.keeps:
-            ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()}
+            ctx.state |= {
+                f"{OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()
+            }
 
     def steps(self, work: LocalRun) -> None:
         """All iterations of a client, one batch each; afterwards the vector holds y."""
@@ -397,13 +451,21 @@ class Trainer:
             return
         local = replace(self.local, epochs=how.epochs, steps=None)
         order = stream(self.seed, "finetune", client, version)
-        plan = make_plan(local, samples, [np.arange(samples)] * how.epochs, order, self.drops_single)
+        plan = make_plan(
+            local, samples, [np.arange(samples)] * how.epochs, order, self.drops_single
+        )
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
         rate = self.local.lr * self.local.lr_decay**version
         base = self.vector.shared
-        ctx = Context(self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {})
-        stage = Stage("finetune", ("model.head",), modes={"model": False}) if how.head else Stage("finetune")
+        ctx = Context(
+            self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {}
+        )
+        stage = (
+            Stage("finetune", ("model.head",), modes={"model": False})
+            if how.head
+            else Stage("finetune")
+        )
         self.training(True)
         for batch in self._batches(plan, rows, "finetune.augment", client, version):
             self.tuner(ctx, batch, (stage,))
@@ -418,7 +480,11 @@ class Trainer:
         """All samples in every epoch."""
         chosen = [np.arange(samples)] * (self.local.epochs or 1)
         return make_plan(
-            self.local, samples, chosen, stream(self.seed, "batches", client, participation), self.drops_single
+            self.local,
+            samples,
+            chosen,
+            stream(self.seed, "batches", client, participation),
+            self.drops_single,
         )
 
     def _selected(self, selector: Declared, ctx: Context) -> list[np.ndarray]:
@@ -440,7 +506,11 @@ class Trainer:
                 f"method '{selector.method}' selected samples for {len(chosen)} of {parts} epochs: `select` returns "
                 "positions for all epochs of a job, or None for all"
             )
-        fitting = [positions for positions in chosen if len(positions) > 1] if self.needs_two_rows else chosen
+        fitting = (
+            [positions for positions in chosen if len(positions) > 1]
+            if self.needs_two_rows
+            else chosen
+        )
         if chosen and not fitting:
             raise ValueError(
                 f"method '{selector.method}' selected one sample for every epoch, on which the model cannot train. "

@@ -38,10 +38,16 @@ def up(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor on the device, for which nobody waits; on a CPU a view. It may be trained on, whoever asked for it."""
     with torch.inference_mode(False):  # evaluation asks in that mode for what training uses later
         value = torch.from_numpy(array)
-        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+        return (
+            value.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else value.to(device)
+        )
 
 
-_on_device: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakValueDictionary()  # by file and part
+_on_device: WeakValueDictionary[tuple[str, torch.device], Tensor] = (
+    WeakValueDictionary()
+)  # by file and part
 
 
 def on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -65,7 +71,9 @@ def numbers(values: Sequence[Tensor]) -> list[float]:
     if not values or not apart(values[0].device):
         return [float(value) for value in values]
     device = values[0].device
-    found: list[float] = torch.stack([value.to(device, widest(device)) for value in values]).tolist()
+    found: list[float] = torch.stack(
+        [value.to(device, widest(device)) for value in values]
+    ).tolist()
     return found
 
 

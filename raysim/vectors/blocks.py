@@ -21,12 +21,16 @@ BLOCK = 1 << 18  # numbers of each vector that are at hand at once
 _COMPILER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 _MOST = 8  # threads: by then memory is the limit
 
-Group: TypeAlias = tuple[Sequence[np.ndarray], Sequence[float]]  # vectors [d], and the weight of each
+Group: TypeAlias = tuple[
+    Sequence[np.ndarray], Sequence[float]
+]  # vectors [d], and the weight of each
 
 
 def cores() -> int:
     """How many threads share the blocks: as many as this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(usable, _MOST)
 
 

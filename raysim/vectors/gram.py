@@ -12,7 +12,9 @@ from torch import Tensor
 from raysim.vectors.blocks import folded, grouped, in_blocks
 from raysim.vectors.layout import Layout
 
-Granularity: TypeAlias = Literal["model", "tensor"]  # of what an inner product is: of whole updates, of each tensor
+Granularity: TypeAlias = Literal[
+    "model", "tensor"
+]  # of what an inner product is: of whole updates, of each tensor
 GRANULARITIES = get_args(Granularity)
 
 _PART = 1024  # columns multiplied at once: longer float32 sums lose digits
@@ -41,7 +43,9 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
             parts = gathered.reshape(count, -1, _PART).swapaxes(0, 1)
             for first in range(0, count, _ROWS):
                 tile = slice(first, first + _ROWS)
-                found[first:, tile] += (parts[:, first:] @ parts[:, tile].swapaxes(1, 2)).sum(axis=0, dtype=np.float64)
+                found[first:, tile] += (parts[:, first:] @ parts[:, tile].swapaxes(1, 2)).sum(
+                    axis=0, dtype=np.float64
+                )
         return found
 
     rest = np.stack([array[whole:] for array in arrays]).astype(np.float64)
@@ -52,7 +56,9 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.tril(total) + np.tril(total, -1).T)
 
 
-def combination(rows: Sequence[Tensor], weights: Sequence[float], group: int, into: Tensor | None = None) -> Tensor:
+def combination(
+    rows: Sequence[Tensor], weights: Sequence[float], group: int, into: Tensor | None = None
+) -> Tensor:
     """w_1 g_1 + w_2 g_2 + ... of vectors [d], `into` a place: the bits of the server's own sum, in its groups."""
     return folded(grouped([row.numpy() for row in rows], weights, group), into)
 
@@ -61,4 +67,6 @@ def stretches(layout: Layout, granularity: Granularity) -> list[slice]:
     """The shared parameters as a whole, or each of their tensors."""
     if granularity == "model":
         return [slice(0, layout.trained)]
-    return [slice(entry.start, entry.stop) for entry in layout.entries if entry.stop <= layout.trained]
+    return [
+        slice(entry.start, entry.stop) for entry in layout.entries if entry.stop <= layout.trained
+    ]

@@ -59,12 +59,16 @@ class Layout:
     @property
     def personal_entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
         """The tensors that stay on a client, by position: floating ones, and integer buffers."""
-        return tuple(e for e in self.entries if e.personal), tuple(e for e in self.counters if e.personal)
+        return tuple(e for e in self.entries if e.personal), tuple(
+            e for e in self.counters if e.personal
+        )
 
     def within(self, prefixes: Iterable[str]) -> tuple[Entry, ...]:
         """The trainable entries of some networks or modules, by position: "model" or "model.head"."""
         dotted = tuple(prefix + "." for prefix in prefixes)
-        return tuple(entry for entry in self.entries if entry.parameter and entry.name.startswith(dotted))
+        return tuple(
+            entry for entry in self.entries if entry.parameter and entry.name.startswith(dotted)
+        )
 
     def runs(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
         """Contiguous stretches that cover the entries, none of them across the border of the shared parameters."""
@@ -84,10 +88,14 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     buffers: list[tuple[str, str, Tensor]] = []
     integers: list[tuple[str, str, Tensor]] = []
     for network, module in networks.items():
-        parameters += [(network, path, p) for path, p in module.named_parameters() if p.requires_grad]
+        parameters += [
+            (network, path, p) for path, p in module.named_parameters() if p.requires_grad
+        ]
         for path, b in module.named_buffers():
             (buffers if b.is_floating_point() else integers).append((network, path, b))
-    if unknown := stays - {f"{network}.{path}" for network, path, _ in (*parameters, *buffers, *integers)}:
+    if unknown := stays - {
+        f"{network}.{path}" for network, path, _ in (*parameters, *buffers, *integers)
+    }:
         raise ValueError(f"personal tensors {sorted(unknown)} exist in no network")
 
     entries: list[Entry] = []
@@ -98,7 +106,9 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
             for network, path, tensor in kind:
                 if (f"{network}.{path}" in stays) == keep:
                     stop = position + tensor.numel()
-                    entries.append(Entry(network, path, tuple(tensor.shape), position, stop, trainable, keep))
+                    entries.append(
+                        Entry(network, path, tuple(tensor.shape), position, stop, trainable, keep)
+                    )
                     position = stop
             marks.append(position)
     counters: list[Entry] = []
@@ -107,11 +117,15 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
         for network, path, tensor in integers:
             if (f"{network}.{path}" in stays) == keep:
                 stop = position + tensor.numel()
-                counters.append(Entry(network, path, tuple(tensor.shape), position, stop, False, keep))
+                counters.append(
+                    Entry(network, path, tuple(tensor.shape), position, stop, False, keep)
+                )
                 position = stop
         if not keep:
             shared_counters = position
-    return Layout(tuple(entries), tuple(counters), marks[0], marks[1], marks[3], shared_counters, position)
+    return Layout(
+        tuple(entries), tuple(counters), marks[0], marks[1], marks[3], shared_counters, position
+    )
 
 
 # Where a module keeps one of its tensors: a dictionary of its own, and the name there.
@@ -149,7 +163,13 @@ class Vector:
     Creating it re-homes the modules: their values are copied in, then replaced by views.
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        layout: Layout,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         self.layout = layout
         self.networks = dict(networks)
         self.data = torch.empty(layout.total, device=device, dtype=dtype)
@@ -180,7 +200,9 @@ class Vector:
     def home(self, data: Tensor, counters: Tensor) -> Home:
         """Views of two flat tensors, for `rehome`."""
         # .data: autograd must not mistake a step on its neighbours for one on it
-        views = [flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)]
+        views = [
+            flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)
+        ]
         return Home(data, counters, views)
 
     def rehome(self, home: Home) -> None:
@@ -193,7 +215,9 @@ class Vector:
                 parameter.data = view
 
     @contextmanager
-    def standing_for(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def standing_for(
+        self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]
+    ) -> Iterator[None]:
         """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
 
         These may be any tensors, such as views of a client's private state, where `rehome` changes parameters in place.
@@ -225,8 +249,14 @@ class Vector:
 
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
         """Views into a vector laid out like this one (or like its shared prefix), by entry name."""
-        found = {e.name: flat[e.start : e.stop].view(e.shape) for e in self.layout.entries if e.stop <= len(flat)}
+        found = {
+            e.name: flat[e.start : e.stop].view(e.shape)
+            for e in self.layout.entries
+            if e.stop <= len(flat)
+        }
         found |= {
-            e.name: counters[e.start : e.stop].view(e.shape) for e in self.layout.counters if e.stop <= len(counters)
+            e.name: counters[e.start : e.stop].view(e.shape)
+            for e in self.layout.counters
+            if e.stop <= len(counters)
         }
         return found

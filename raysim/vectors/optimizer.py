@@ -32,7 +32,9 @@ class Optimizer:
         if self.nesterov and not self.momentum:
             raise ValueError("local.nesterov=true needs momentum: set local.momentum above 0")
         if self.kind == "adam" and self.momentum:
-            raise ValueError(f"local.momentum={self.momentum} has no meaning for local.optimizer=adam: set it to 0")
+            raise ValueError(
+                f"local.momentum={self.momentum} has no meaning for local.optimizer=adam: set it to 0"
+            )
 
 
 class LocalOptimizer:
@@ -47,7 +49,11 @@ class LocalOptimizer:
     def save(self) -> dict[str, Tensor]:
         """Its buffers as flat tensors."""
         lists = {"first": self.first, "second": self.second}
-        flat = {name: torch.cat([part.reshape(-1) for part in parts]) for name, parts in lists.items() if parts}
+        flat = {
+            name: torch.cat([part.reshape(-1) for part in parts])
+            for name, parts in lists.items()
+            if parts
+        }
         return {"steps": torch.tensor([self.steps]), **flat}
 
     def load(self, saved: Mapping[str, Tensor], like: Sequence[Tensor]) -> None:
@@ -56,7 +62,9 @@ class LocalOptimizer:
         for name, parts in (("first", self.first), ("second", self.second)):
             if name in saved:
                 pieces = saved[name].clone().split(sizes)
-                parts[:] = [piece.view(part.shape) for piece, part in zip(pieces, like, strict=True)]
+                parts[:] = [
+                    piece.view(part.shape) for piece, part in zip(pieces, like, strict=True)
+                ]
         self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
@@ -76,7 +84,11 @@ class LocalOptimizer:
             else:
                 torch._foreach_mul_(self.first, own.momentum)
                 torch._foreach_add_(self.first, grads)
-            grads = list(torch._foreach_add(grads, self.first, alpha=own.momentum)) if own.nesterov else self.first
+            grads = (
+                list(torch._foreach_add(grads, self.first, alpha=own.momentum))
+                if own.nesterov
+                else self.first
+            )
         if isinstance(rate, Tensor):
             torch._foreach_sub_(params, torch._foreach_mul(grads, rate.to(params[0].dtype)))
         else:
@@ -94,7 +106,9 @@ class LocalOptimizer:
             v.mul_(0.999).addcmul_(grad, grad, value=0.001)
             param.addcdiv_(m, (v.sqrt() / scale).add_(1e-8), value=-rate / (1 - 0.9**self.steps))
 
-    def _adam_by_counts(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor) -> None:
+    def _adam_by_counts(
+        self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
+    ) -> None:
         """Do the same with tensors in place of Python's numbers.
 
         counts: steps made, [] or one for each row [K].
@@ -123,7 +137,9 @@ class StackedOptimizer(LocalOptimizer):
         self.counts = [0] * len(like[0])  # steps, by row
         self._allocate(like)
 
-    def step_rows(self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float) -> None:
+    def step_rows(
+        self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float
+    ) -> None:
         """Move all rows; count a step for some of them. What the other rows hold is not needed."""
         for row in rows:
             self.counts[row] += 1
@@ -136,7 +152,10 @@ class StackedOptimizer(LocalOptimizer):
     def row(self, row: int) -> LocalOptimizer:
         """Return one client's optimiser, whose buffers are rows of these."""
         single = LocalOptimizer(self.settings)
-        single.first, single.second = [part[row] for part in self.first], [part[row] for part in self.second]
+        single.first, single.second = (
+            [part[row] for part in self.first],
+            [part[row] for part in self.second],
+        )
         single.steps = self.counts[row]
         return single
 
@@ -205,7 +224,12 @@ class Optimizers:
         self._saved: Mapping[str, Tensor] = {}
 
     def of(
-        self, stage: str, settings: Optimizer, like: Sequence[Tensor], shared: tuple[slice, ...], rate: float
+        self,
+        stage: str,
+        settings: Optimizer,
+        like: Sequence[Tensor],
+        shared: tuple[slice, ...],
+        rate: float,
     ) -> LocalOptimizer:
         """The stage's optimiser, made at its first step with what `resume` has for it; like: what it steps."""
         if stage not in self._working:
@@ -217,13 +241,19 @@ class Optimizers:
     def resumed(self, stage: str) -> dict[str, Tensor]:
         """What `resume` was given for a stage."""
         prefix = f"{stage}/"
-        return {key.removeprefix(prefix): value for key, value in self._saved.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): value
+            for key, value in self._saved.items()
+            if key.startswith(prefix)
+        }
 
     def get(self, stage: str) -> LocalOptimizer | None:
         """The stage's optimiser, if there is one."""
         return self._working[stage].optimizer if stage in self._working else None
 
-    def put(self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float) -> None:
+    def put(
+        self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float
+    ) -> None:
         """Let the stage go on with this one."""
         self._working[stage] = _AtWork(optimizer, shared, rate)
 

@@ -36,7 +36,9 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
         )
     handle, path = tempfile.mkstemp(prefix="raysim-cache-", dir=folder)
     try:
-        if hasattr(os, "posix_fallocate"):  # in a file with holes, a disk that fills up ends the process by a signal
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # in a file with holes, a disk that fills up ends the process by a signal
             os.posix_fallocate(handle, 0, size)
         room = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype)
     finally:
@@ -65,7 +67,9 @@ def settled(rows: Tensor, capacity: int, place: Place) -> Tensor:
     return extended(reserve(shape, rows.dtype, place), len(rows)).copy_(rows)
 
 
-def check_budget(key: str, clients: int, size: int, budget: float, what: str = "updates", less: str = "") -> None:
+def check_budget(
+    key: str, clients: int, size: int, budget: float, what: str = "updates", less: str = ""
+) -> None:
     """Refuse a cache that may outgrow its budget [GiB]; size: bytes that it keeps of each client.
 
     key: the method's ("method.ace"). less: another setting that would fit ("method.fedcda.memory=2"), if there is one.

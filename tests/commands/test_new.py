@@ -19,7 +19,9 @@ WORDS = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Path]:
+def mine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Path]:
     """A package that was just written, in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -32,9 +34,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_the_name_is_everywhere_and_nothing_else_is_changed(mine: Path) -> None:
-    written = {str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*") if path.is_file()}
+    written = {
+        str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*") if path.is_file()
+    }
     template = {
-        str(path.relative_to(TEMPLATE)).replace(NAME, "mine"): path.read_text().replace(NAME, "mine")
+        str(path.relative_to(TEMPLATE)).replace(NAME, "mine"): path.read_text().replace(
+            NAME, "mine"
+        )
         for path in TEMPLATE.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
@@ -54,7 +60,11 @@ def test_the_name_is_everywhere_and_nothing_else_is_changed(mine: Path) -> None:
     ],
 )
 def test_a_name_that_cannot_be_is_one_sentence(
-    name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
@@ -65,7 +75,10 @@ def test_a_name_that_cannot_be_is_one_sentence(
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
 def test_who_is_one_folder_too_high_is_told_where_the_package_is(
-    words: list[str], mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    mine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(mine.parent)
     assert cli.call([*words, "--allow", "mine", "method=mine", "out=/nowhere/run"]) == 2
@@ -74,11 +87,15 @@ def test_who_is_one_folder_too_high_is_told_where_the_package_is(
 
 
 def test_its_words_run_in_process_and_go_on(mine: Path) -> None:
-    assert cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=run"]) == 0
+    assert (
+        cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=run"]) == 0
+    )
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["methods"] == ["mine"] and summary["choices"]["observer"] == ["mine"]
     assert Path("run/best.txt").read_text().startswith("round ")
-    assert cli.call(["run", "--quiet", "--allow", "mine", "out=run", "resume=latest", "rounds=4"]) == 0
+    assert (
+        cli.call(["run", "--quiet", "--allow", "mine", "out=run", "resume=latest", "rounds=4"]) == 0
+    )
 
 
 def test_the_command_that_it_prints_learns_before_ones_eyes(mine: Path) -> None:
@@ -92,8 +109,20 @@ def test_the_command_that_it_prints_learns_before_ones_eyes(mine: Path) -> None:
 
 @pytest.mark.slow
 def test_its_words_run_on_ray_to_the_same_bits(mine: Path) -> None:
-    assert cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=one"]) == 0
-    program = [sys.executable, "-m", "raysim", "run", "--allow", "mine", *WORDS, "runtime.hosts=2", "out=two"]
+    assert (
+        cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=one"]) == 0
+    )
+    program = [
+        sys.executable,
+        "-m",
+        "raysim",
+        "run",
+        "--allow",
+        "mine",
+        *WORDS,
+        "runtime.hosts=2",
+        "out=two",
+    ]
     ran = subprocess.run(program, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     one, two = (json.loads(Path(out, "summary.json").read_text()) for out in ("one", "two"))

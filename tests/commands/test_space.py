@@ -25,7 +25,9 @@ from raysim.primitives.errors import Refused
 SPACE = {"a": Choice((1, 2, 3)), "b": Interval(0.5, 2.0), "c": Interval(1, 9, whole=True)}
 
 
-def draws(space: dict[str, Choice | Interval], number: int = 200, seed: int = 0) -> list[dict[str, object]]:
+def draws(
+    space: dict[str, Choice | Interval], number: int = 200, seed: int = 0
+) -> list[dict[str, object]]:
     return random_points(space, number, np.random.default_rng(seed))
 
 
@@ -49,7 +51,12 @@ def test_on_a_logarithmic_range_each_order_of_magnitude_is_as_likely() -> None:
 
 def test_a_grid_is_every_combination_with_the_last_key_fastest() -> None:
     points = grid({"a": Choice((1, 2)), "b": Choice(("x", "y"))})
-    assert points == [{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
+    assert points == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
 
 
 def test_a_grid_needs_lists() -> None:
@@ -65,7 +72,12 @@ def test_covering_points_hold_every_choice_and_both_ends() -> None:
 
 
 def test_points_that_left_the_space_are_put_back() -> None:
-    assert nearest(SPACE, {"a": 2, "b": 7.7, "c": 3.4, "d": 0}) == {"a": 2, "b": 2.0, "c": 3, "d": 0}
+    assert nearest(SPACE, {"a": 2, "b": 7.7, "c": 3.4, "d": 0}) == {
+        "a": 2,
+        "b": 2.0,
+        "c": 3,
+        "d": 0,
+    }
 
 
 def test_equal_points_are_kept_once() -> None:
@@ -90,8 +102,14 @@ def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentenc
     [
         ({"trials": 0}, "sweep.trials=0 must be at least 1"),
         ({"hosts": -1}, "sweep.hosts=-1 must be at least 0"),
-        ({"reduction": 1.0}, "sweep.reduction=1.0 must be above 1: 3 lets a third of the trials through"),
-        ({"reduction": math.nan}, "sweep.reduction=nan must be above 1: 3 lets a third of the trials through"),
+        (
+            {"reduction": 1.0},
+            "sweep.reduction=1.0 must be above 1: 3 lets a third of the trials through",
+        ),
+        (
+            {"reduction": math.nan},
+            "sweep.reduction=nan must be above 1: 3 lets a third of the trials through",
+        ),
         ({"minutes": 0.0}, "sweep.minutes=0.0 must be above 0"),
     ],
 )

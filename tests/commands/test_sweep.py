@@ -73,10 +73,15 @@ def refusal(words: Sequence[str]) -> str:
 
 
 # --- before it starts ---------------------------------------------------------------------------------------------
-def test_where_nothing_can_be_written_is_refused_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_can_be_written_is_refused_before_ray_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("letter").write_text("")
     assert cli.call(["sweep", *STUDY, "out=letter/a", LRS]) == 2
-    assert "out=letter/a cannot be made because" in (said := capsys.readouterr().err) and "letter is a file" in said
+    assert (
+        "out=letter/a cannot be made because" in (said := capsys.readouterr().err)
+        and "letter is a file" in said
+    )
 
 
 def test_a_wrong_key_is_answered_with_the_nearest_one() -> None:
@@ -100,11 +105,15 @@ def test_what_no_search_is_over_is_refused(key: str) -> None:
 
 
 def test_values_that_cannot_be_changed_in_a_run_are_refused_for_pbt() -> None:
-    assert "which model.width cannot" in refusal(["model=small_cnn", "model.width=8,16", "sweep.scheduler=pbt"])
+    assert "which model.width cannot" in refusal(
+        ["model=small_cnn", "model.width=8,16", "sweep.scheduler=pbt"]
+    )
 
 
 def test_a_value_given_on_the_command_line_is_not_searched() -> None:
-    search = plan(["sweep=fedbr", "method=[fedbr]", "method.fedbr.lam=0.25", "method.fedbr.tau1=1,2"])
+    search = plan(
+        ["sweep=fedbr", "method=[fedbr]", "method.fedbr.lam=0.25", "method.fedbr.tau1=1,2"]
+    )
     assert list(search.space) == ["method.fedbr.mu", "method.fedbr.tau1", "method.fedbr.tau2"]
     assert search.node(search.points()[0])["method"]["fedbr"]["lam"] == 0.25
 
@@ -112,7 +121,9 @@ def test_a_value_given_on_the_command_line_is_not_searched() -> None:
 def test_trials_that_are_as_good_as_the_best_are_counted(tmp_path: Path) -> None:
     records = Records(plan([LRS]), tmp_path, "accuracy", 6, print, tracked=False, uri="")
     outcomes = [(0.5, "done"), (0.75, "done"), (0.75, "stopped"), (0.75, "done"), (None, "failed")]
-    records.all = {n: Record(n, {}, status=status, score=score) for n, (score, status) in enumerate(outcomes)}
+    records.all = {
+        n: Record(n, {}, status=status, score=score) for n, (score, status) in enumerate(outcomes)
+    }
     assert (best := records.best()) is not None and best.number == 1
     assert records.as_good(best) == 1, "one that was given up is no match"
 
@@ -138,15 +149,38 @@ def test_axes_of_all_keys_together_have_round_numbers(
         return text(self, x, y, said, **how)
 
     monkeypatch.setattr(Axes, "text", watched)
-    records = Records(plan(["local.momentum=interval(0, 0.9)"]), tmp_path, "accuracy", 2, print, tracked=False, uri="")
-    records.all = {n: Record(n, {"local.momentum": 0.5}, status="done", score=score) for n, score in enumerate(scores)}
+    records = Records(
+        plan(["local.momentum=interval(0, 0.9)"]),
+        tmp_path,
+        "accuracy",
+        2,
+        print,
+        tracked=False,
+        uri="",
+    )
+    records.all = {
+        n: Record(n, {"local.momentum": 0.5}, status="done", score=score)
+        for n, score in enumerate(scores)
+    }
     draw_parallel(records, tmp_path / "x.png")
     assert written == ["0", "0.2", "0.4", "0.6", "0.8", *ticks]
 
 
 def test_values_of_a_method_hold_for_the_trials_that_have_it() -> None:
-    search = plan(["method=fedavg,fedprox,fedprox+feddecorr", "method.fedprox.mu=0.1,0.2", "sweep.search=grid"])
-    quoted = plan(["method=[],[fedprox],[fedprox,feddecorr]", "method.fedprox.mu=0.1,0.2", "sweep.search=grid"])
+    search = plan(
+        [
+            "method=fedavg,fedprox,fedprox+feddecorr",
+            "method.fedprox.mu=0.1,0.2",
+            "sweep.search=grid",
+        ]
+    )
+    quoted = plan(
+        [
+            "method=[],[fedprox],[fedprox,feddecorr]",
+            "method.fedprox.mu=0.1,0.2",
+            "sweep.search=grid",
+        ]
+    )
     assert (search.points(), search.drafts) == (quoted.points(), quoted.drafts)
     points = search.points()
     assert len(points) == 5  # FedAvg once, the others at both values
@@ -165,7 +199,9 @@ def test_a_trial_is_what_a_run_with_the_same_words_would_be() -> None:
 
 
 def test_counting_gives_a_list_of_values() -> None:
-    assert plan(["local.epochs=1..3", "sweep.search=grid"]).points() == [{"local.epochs": n} for n in (1, 2, 3)]
+    assert plan(["local.epochs=1..3", "sweep.search=grid"]).points() == [
+        {"local.epochs": n} for n in (1, 2, 3)
+    ]
 
 
 def test_files_that_change_later_change_nothing(tmp_path: Path) -> None:
@@ -207,13 +243,17 @@ def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(tmp_path_factory.mktemp("grid"))
-        patch.setattr("raysim.commands.sweep.records.PATIENCE", 600.0)  # that of each trial's tracker
+        patch.setattr(
+            "raysim.commands.sweep.records.PATIENCE", 600.0
+        )  # that of each trial's tracker
         patch.setitem(Tracker.__init__.__kwdefaults__, "patience", 600.0)
         folder = sweep(*GRID).absolute()
     return folder, printed.getvalue()
 
 
-def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(grid: tuple[Path, str]) -> None:
+def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(
+    grid: tuple[Path, str],
+) -> None:
     folder, shown = grid
     rows = trials(folder)
     assert [(row["method"], row["local.lr"]) for row in rows] == [
@@ -231,7 +271,9 @@ def test_a_grid_leaves_a_table_pictures_and_a_configuration_that_a_run_takes(gri
     assert len(done) == 4 and all(row["rounds"] == 4 for row in done)
     best = max(done, key=lambda row: float(row["accuracy_global"]))
     assert alone(folder / "best.yaml") == best["accuracy_global"]
-    assert cli.call(["report", *(str(folder / row["folder"]) for row in done), "--out", "page"]) == 0
+    assert (
+        cli.call(["report", *(str(folder / row["folder"]) for row in done), "--out", "page"]) == 0
+    )
 
 
 def test_a_trial_that_fails_says_why_and_the_others_go_on(grid: tuple[Path, str]) -> None:
@@ -250,7 +292,9 @@ def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(grid: tuple[Pat
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("kind") == "sweep"]
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    children = [
+        run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id
+    ]
     assert len(children) == 6
     told = {(run.data.tags["method"], run.data.tags["data"]) for run in children}
     assert told == {("fedavg", "synthetic"), ("fedprox", "synthetic")}
@@ -263,15 +307,25 @@ def test_a_search_is_one_tracked_run_with_a_child_for_each_trial(grid: tuple[Pat
     assert parent.data.metrics["best"] == max(run.data.metrics["accuracy_global"] for run in whole)
 
 
-def test_a_search_that_goes_on_keeps_its_settings(grid: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_that_goes_on_keeps_its_settings(
+    grid: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.call(["sweep", f"out={grid[0]}", "resume=latest", "rounds=9"]) == 2
     assert "rounds=9 cannot change a search that has begun" in capsys.readouterr().err
     assert cli.call(["sweep", "out=elsewhere", "resume=latest"]) == 2
     assert "is not the folder of a search" in capsys.readouterr().err
 
 
-def test_several_seeds_are_one_number_with_its_deviation_and_more_trials_leave_it(ray_session: None) -> None:
-    words = ("local.lr=tag(log,interval(0.01,0.5))", "sweep.trials=2", "sweep.seeds=2", "seed=5", "rounds=2")
+def test_several_seeds_are_one_number_with_its_deviation_and_more_trials_leave_it(
+    ray_session: None,
+) -> None:
+    words = (
+        "local.lr=tag(log,interval(0.01,0.5))",
+        "sweep.trials=2",
+        "sweep.seeds=2",
+        "seed=5",
+        "rounds=2",
+    )
     folder = sweep(*words, "sweep.concurrent=1")
     first = trials(folder)
     for row in first:
@@ -301,7 +355,9 @@ def test_python_gets_settings_scores_histories_and_folders(ray_session: None) ->
         grid.get_best_result("speed")
 
 
-def test_trial_on_an_unequal_node_fails_with_the_reason(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_on_an_unequal_node_fails_with_the_reason(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def other_driver(name: str, packages: Sequence[str]) -> Identity:
         facts = identify(name, packages).facts
         return Identity(name, "node-a", {**facts, "torch": "0.1"})
@@ -315,7 +371,12 @@ def test_trial_on_an_unequal_node_fails_with_the_reason(ray_session: None, monke
 
 
 def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:
-    words = ("local.lr=tag(log,interval(0.0001,0.5))", "sweep.trials=4", "sweep.scheduler=pbt", "sweep.interval=2")
+    words = (
+        "local.lr=tag(log,interval(0.0001,0.5))",
+        "sweep.trials=4",
+        "sweep.scheduler=pbt",
+        "sweep.interval=2",
+    )
     folder = sweep(*words, "rounds=12", "sweep.concurrent=2")
     rows = trials(folder)
     assert all(row["status"] == "done" and row["rounds"] == 12 for row in rows)
@@ -334,7 +395,9 @@ def test_a_trial_that_does_not_fit_is_refused_with_numbers(
     ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep(LRS, "sweep.hosts=3", status=2)
-    assert "3 hosts of 1 CPU each, the cluster has 2 CPU: set sweep.hosts=2" in capsys.readouterr().err
+    assert (
+        "3 hosts of 1 CPU each, the cluster has 2 CPU: set sweep.hosts=2" in capsys.readouterr().err
+    )
     sweep(LRS, "runtime.threads=3", status=2)
     assert "a trial needs 3 CPU, the cluster has 2 CPU" in capsys.readouterr().err
     assert not Path("s").exists()
@@ -364,11 +427,21 @@ def last(self, number):
 Records.ended = last
 cli.call(sys.argv[1:])
 """
-ASHA = ("sweep.scheduler=asha", "sweep.grace=2", "sweep.reduction=2", "sweep.concurrent=1", "rounds=8")
+ASHA = (
+    "sweep.scheduler=asha",
+    "sweep.grace=2",
+    "sweep.reduction=2",
+    "sweep.concurrent=1",
+    "rounds=8",
+)
 SEARCHES = {
     "grid": ("local.lr=0.3,0.2,0.1,0.00001,0.000001,0.0000001", "sweep.search=grid"),
     "optuna": (
-        *("method=[],[fedprox]", "local.epochs=int(interval(1,3))", "local.lr=tag(log,interval(0.01,0.5))"),
+        *(
+            "method=[],[fedprox]",
+            "local.epochs=int(interval(1,3))",
+            "local.lr=tag(log,interval(0.01,0.5))",
+        ),
         *("sweep.search=optuna", "sweep.trials=6"),
     ),
 }
@@ -381,9 +454,20 @@ def killed_and_continued(search: str) -> list[dict[str, Any]]:
     joins = ("runtime=cluster", f"runtime.address={ray.get_runtime_context().gcs_address}")
     words = ["sweep", *STUDY, *ASHA, *SEARCHES[search], *joins, "out=s"]
     command = [sys.executable, "-c", KILLED, *words]
-    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
-    kept = {path: path.read_bytes() for path in Path("s/trials").glob("*/*") if path.name == "trial.json"}
-    over = {path: text for path, text in kept.items() if json.loads(text)["status"] in ("done", "stopped")}
+    assert (
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        == -signal.SIGKILL
+    )
+    kept = {
+        path: path.read_bytes()
+        for path in Path("s/trials").glob("*/*")
+        if path.name == "trial.json"
+    }
+    over = {
+        path: text
+        for path, text in kept.items()
+        if json.loads(text)["status"] in ("done", "stopped")
+    }
     assert len(over) == 2
     assert cli.call(["sweep", "out=s", "resume=latest"]) == 0
     for path, text in over.items():
@@ -403,7 +487,9 @@ def test_asha_stops_the_worse_trials_early_on_both_sides_of_a_kill(ray_session: 
     assert any(row["status"] == "stopped" for row in rows[3:]), "worse than what ended before"
 
 
-def test_optuna_searches_lists_whole_numbers_and_ranges_and_goes_on_after_a_kill(ray_session: None) -> None:
+def test_optuna_searches_lists_whole_numbers_and_ranges_and_goes_on_after_a_kill(
+    ray_session: None,
+) -> None:
     pytest.importorskip("optuna")
     rows = killed_and_continued("optuna")
     assert all(row["local.epochs"] in (1, 2, 3) and 0.01 <= row["local.lr"] <= 0.5 for row in rows)
@@ -411,7 +497,9 @@ def test_optuna_searches_lists_whole_numbers_and_ranges_and_goes_on_after_a_kill
 
 
 def test_a_stored_configuration_can_be_changed_in_a_run() -> None:
-    Path("c.yaml").write_text(json.dumps(plain(compose(["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"]))))
+    Path("c.yaml").write_text(
+        json.dumps(plain(compose(["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"])))
+    )
     config = compose(["method.fedprox.mu=0.8"], (), "c.yaml")
     assert (config["rounds"], config["method"]["fedprox"]["mu"]) == (3, 0.8)
     assert compose([], (), "c.yaml")["method"]["fedprox"]["mu"] == 0.7

@@ -43,7 +43,8 @@ def test_mlflow_is_served_and_opened_on_the_charts_until_it_is_ended(runs: Path,
         assert command.stdout is not None
         said = [command.stdout.readline() for _ in range(3)]
         found = re.fullmatch(
-            rf"charts: (http://127.0.0.1:{port}/)#/experiments/1/runs\?workflowType=machine_.*\n", said[1]
+            rf"charts: (http://127.0.0.1:{port}/)#/experiments/1/runs\?workflowType=machine_.*\n",
+            said[1],
         )
         assert found, said
         assert "MLflow" in urllib.request.urlopen(found[1]).read().decode()
@@ -55,7 +56,10 @@ def test_mlflow_is_served_and_opened_on_the_charts_until_it_is_ended(runs: Path,
 
 def test_a_run_its_root_and_a_study_have_one_database(runs: Path) -> None:
     assert (
-        ui._database(str(runs)) == ui._database(str(runs / "a")) == ui._database(str(runs.parent)) == runs / "mlflow.db"
+        ui._database(str(runs))
+        == ui._database(str(runs / "a"))
+        == ui._database(str(runs.parent))
+        == runs / "mlflow.db"
     )
 
 

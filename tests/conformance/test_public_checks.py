@@ -35,7 +35,15 @@ def failed(part: object, study: Study | None = None) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "part",
-    [Scaffold(), Mlp((6,)), Synthetic(samples=60, test_samples=5), IID(clients=5), Buffered(3, 2), Ideal(), Observer()],
+    [
+        Scaffold(),
+        Mlp((6,)),
+        Synthetic(samples=60, test_samples=5),
+        IID(clients=5),
+        Buffered(3, 2),
+        Ideal(),
+        Observer(),
+    ],
     ids=lambda part: type(part).__name__,
 )
 def test_raysims_own_parts_pass(part: object) -> None:
@@ -149,9 +157,13 @@ TRAVELS = "what travels is declared and is not what clients keep, under "
 def test_the_update_that_is_sent_anyway_may_be_kept_and_other_state_that_travels_is_named() -> None:
     assert failed(Remembering(), Study(schedules=(Synchronous(4), Buffered(4, 1)))) == {}
     found = failed(Hoarding(), Study(schedules=(Buffered(4, 1),)))
-    assert any("'hoarding.part', which a client keeps, is in `delta`" in said for said in found.values())
+    assert any(
+        "'hoarding.part', which a client keeps, is in `delta`" in said for said in found.values()
+    )
     said = failed(Telling(), ROUNDS)[f"{TRAVELS}synchronous"]
-    assert "'telling.secret', which a client keeps, is in `report` of a message, byte for byte" in said
+    assert (
+        "'telling.secret', which a client keeps, is in `report` of a message, byte for byte" in said
+    )
 
 
 def test_an_argument_with_the_name_of_a_hook_is_named() -> None:
@@ -167,7 +179,9 @@ def own(**attributes: Any) -> Method:
 
 def failed_in_runs(method: Method) -> dict[str, str]:
     """The checks that it does not pass, but for that of a file, which cannot hold a class of a function."""
-    return {name: said for name, said in failed(method, ROUNDS).items() if name != "a file can hold it"}
+    return {
+        name: said for name, said in failed(method, ROUNDS).items() if name != "a file can hold it"
+    }
 
 
 NAMES = "its hooks and what it keeps have names that fit"
@@ -176,7 +190,10 @@ NAMES = "its hooks and what it keeps have names that fit"
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (own(gradiant=lambda self, job, grad, at: None), "a function 'gradiant' that nothing calls: is the hook"),
+        (
+            own(gradiant=lambda self, job, grad, at: None),
+            "a function 'gradiant' that nothing calls: is the hook",
+        ),
         (own(), "method 'mine' fills no hook and does nothing"),
         (own(end=lambda self: None), "def end(self, job)"),
         (own(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
@@ -192,7 +209,10 @@ def test_a_misspelt_hook_or_name_is_caught(method: Method, sentence: str) -> Non
 def test_a_hook_that_returns_nothing_is_named_by_every_check_that_runs_it() -> None:
     found = failed_in_runs(own(combine=lambda self, aggregation, server: None))
     assert len(found) == 4
-    assert all("method 'mine' returns nothing from combine: return a tensor" in said for said in found.values())
+    assert all(
+        "method 'mine' returns nothing from combine: return a tensor" in said
+        for said in found.values()
+    )
 
 
 def test_state_that_is_nowhere_declared_is_caught() -> None:
@@ -201,7 +221,9 @@ def test_state_that_is_nowhere_declared_is_caught() -> None:
 
     found = failed_in_runs(own(end=end))
     assert len(found) == 4
-    assert all("job.state['last'] of method 'mine' is not declared" in said for said in found.values())
+    assert all(
+        "job.state['last'] of method 'mine' is not declared" in said for said in found.values()
+    )
 
 
 def test_a_method_needs_no_paper() -> None:
@@ -315,5 +337,7 @@ class Failing(Observer):
 
 
 def test_an_observer_that_fails_is_named() -> None:
-    with pytest.raises(RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"):
+    with pytest.raises(
+        RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
+    ):
         checks(Failing())[0]()

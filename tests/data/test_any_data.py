@@ -45,7 +45,9 @@ def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
     assert data.tokens == (4254, 0) and not data.is_images
     numbers = np.full((4, 2, 2), 0.57)
     data = built(numbers, tmp_path / "numbers")
-    assert data.inputs.dtype == np.float32 and np.array_equal(data.inputs, numbers.astype(np.float32))
+    assert data.inputs.dtype == np.float32 and np.array_equal(
+        data.inputs, numbers.astype(np.float32)
+    )
     assert data.shape == (2, 2) and data.tokens is None
     assert built(np.full((4, 1, 2, 2), 200, np.uint8), tmp_path / "images").is_images
 
@@ -54,18 +56,28 @@ def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
     ("inputs", "sentence"),
     [
         (np.full((4, 2), np.nan), "nan or infinite"),
-        (np.full((4, 2), -3), "has the token -3, its tokens are 0 or more: .* store measurements as floats"),
+        (
+            np.full((4, 2), -3),
+            "has the token -3, its tokens are 0 or more: .* store measurements as floats",
+        ),
         (np.full((4, 2), 1j), r"inputs of type complex128: they must be numbers\.$"),
-        (np.full((4, 2), "a"), "inputs of type <U1: they must be numbers; text is read from a file: data=csv"),
+        (
+            np.full((4, 2), "a"),
+            "inputs of type <U1: they must be numbers; text is read from a file: data=csv",
+        ),
     ],
 )
-def test_inputs_that_no_model_could_read_are_refused(inputs: NDArray[Any], sentence: str, tmp_path: Path) -> None:
+def test_inputs_that_no_model_could_read_are_refused(
+    inputs: NDArray[Any], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         built(inputs, tmp_path)
 
 
 def test_what_is_for_images_is_refused_for_other_data() -> None:
-    with pytest.raises(ValueError, match=r"data\.augment=\['flip'\] is for images, and the data has float32 inputs"):
+    with pytest.raises(
+        ValueError, match=r"data\.augment=\['flip'\] is for images, and the data has float32 inputs"
+    ):
         federate(Tabular("wine", augment=["flip"]), IID(clients=3), 0)
     with pytest.raises(ValueError, match=r"data\.rotation\.per=client is for images"):
         federate(Markov(rotation=Rotation("client")), Natural(), 0)
@@ -76,8 +88,12 @@ def test_scikit_learns_tables_are_standardised_by_their_training_rows() -> None:
     wine, diabetes = Tabular("wine").build(), Tabular("diabetes").build()
     assert wine.shape == (13,) and wine.class_names == ["class_0", "class_1", "class_2"]
     for values in (wine.inputs, diabetes.inputs, diabetes.labels):
-        train = values[: wine.train_rows if values is wine.inputs else diabetes.train_rows].astype(np.float64)
-        assert np.allclose(train.mean(axis=0), 0, atol=1e-5) and np.allclose(train.std(axis=0), 1, atol=1e-5)
+        train = values[: wine.train_rows if values is wine.inputs else diabetes.train_rows].astype(
+            np.float64
+        )
+        assert np.allclose(train.mean(axis=0), 0, atol=1e-5) and np.allclose(
+            train.std(axis=0), 1, atol=1e-5
+        )
     assert diabetes.kind == "regression" and diabetes.labels.shape == (442, 1)
 
 
@@ -85,9 +101,20 @@ def test_data_without_classes_are_split_but_not_by_class() -> None:
     source = Tabular("diabetes")
     split: Any = statistics(federate(source, IID(clients=4), 0))
     assert split["clients"] == 4 and split["pooled_entropy"] == 0
-    alike = {"label_entropy": 0, "label_entropy_std": 0, "largest_share": 1, "effective_classes": 1, "divergence": 0}
-    assert alike.items() <= split["heterogeneity"].items() and split["heterogeneity"]["size_variation"] < 0.02
-    with pytest.raises(ValueError, match=r"Dirichlet shares out classes, and the data has none \(regression\)"):
+    alike = {
+        "label_entropy": 0,
+        "label_entropy_std": 0,
+        "largest_share": 1,
+        "effective_classes": 1,
+        "divergence": 0,
+    }
+    assert (
+        alike.items() <= split["heterogeneity"].items()
+        and split["heterogeneity"]["size_variation"] < 0.02
+    )
+    with pytest.raises(
+        ValueError, match=r"Dirichlet shares out classes, and the data has none \(regression\)"
+    ):
         federate(source, Dirichlet(clients=4, alpha=1.0), 0)
     with pytest.raises(ValueError) as refused:  # its labels are no whole numbers
         federate(source, Dirichlet(clients=4, alpha=1.0), 0)
@@ -111,22 +138,31 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_the_type_of_labels_says_what_is_learnt(labels: Any, kind: str, outputs: list[str], tmp_path: Path) -> None:
+def test_the_type_of_labels_says_what_is_learnt(
+    labels: Any, kind: str, outputs: list[str], tmp_path: Path
+) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
     assert (data.kind, data.class_names, len(data)) == (kind, outputs, 10)
     if kind != "classification":
-        assert sorted(map(tuple, data.labels)) == sorted(map(tuple, labels.reshape(10, -1).astype(np.float32)))
+        assert sorted(map(tuple, data.labels)) == sorted(
+            map(tuple, labels.reshape(10, -1).astype(np.float32))
+        )
 
 
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train\.npz has arrays of different lengths \(x 3, y 2\)"):
+    with pytest.raises(
+        ValueError, match=r"train\.npz has arrays of different lengths \(x 3, y 2\)"
+    ):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
     with pytest.raises(ValueError, match="has no array y"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)))).build()
     with pytest.raises(ValueError, match="labels for multilabel that are not all 0 or 1"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
     np.savez(tmp_path / "test.npz", x=np.zeros((3, 2)), y=np.zeros(3))
-    with pytest.raises(ValueError, match=r"y of train\.npz is int64 and of test\.npz float64: write both in one type"):
+    with pytest.raises(
+        ValueError,
+        match=r"y of train\.npz is int64 and of test\.npz float64: write both in one type",
+    ):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.arange(3))).build()
     with pytest.raises(ValueError, match=r"x of train\.npz is uint8 and of test\.npz float64"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2), np.uint8), y=np.zeros(3))).build()
@@ -134,7 +170,9 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         NumPy(str(tmp_path / "none")).build()
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"]
+)
 def test_a_file_for_tests_that_cannot_be_read_is_not_passed_by(make: Any, tmp_path: Path) -> None:
     source = NumPy(saved(tmp_path, x=np.zeros((4, 2)), y=np.arange(4) % 2))
     make(tmp_path / "test.npz")
@@ -150,14 +188,23 @@ def test_a_column_of_users_makes_the_clients(tmp_path: Path) -> None:
     source = Parquet(str(tmp_path), columns=["a", "b"], test_fraction=0.0)
     data = federate(source, Natural(column="user_id", test_fraction=0.0), 0)
     dataset = data.open()
-    own = [sorted(dataset.inputs[data.partition.train.rows(client), 0].tolist()) for client in range(2)]
+    own = [
+        sorted(dataset.inputs[data.partition.train.rows(client), 0].tolist()) for client in range(2)
+    ]
     assert own == [[1.0, 3.0, 4.0], [0.0, 2.0]]  # users 3 and 7; 9 has too few
     assert len(data.partition) == 2 and dataset.domain_names == ["3", "7", "9"]
-    with pytest.raises(ValueError, match=r"train\.parquet has no column who, it has a, b, label, user_id"):
+    with pytest.raises(
+        ValueError, match=r"train\.parquet has no column who, it has a, b, label, user_id"
+    ):
         federate(source, Natural(column="who"), 0)
-    with pytest.raises(ValueError, match=r"partition\.column=user_id names a column, and data source Digits has none"):
+    with pytest.raises(
+        ValueError,
+        match=r"partition\.column=user_id names a column, and data source Digits has none",
+    ):
         federate(Digits(), Natural(column="user_id"), 0)
-    with pytest.raises(ValueError, match=r"partition\.clients=3 is more than the 2 users with partition\.minimum=2"):
+    with pytest.raises(
+        ValueError, match=r"partition\.clients=3 is more than the 2 users with partition\.minimum=2"
+    ):
         federate(source, Natural(column="user_id", clients=3), 0)
 
 
@@ -166,7 +213,10 @@ def test_text_and_lists_in_parquet_become_tokens(tmp_path: Path) -> None:
     table = pa.table({"text": ["ab", "c", "é"], "ids": [[5, 6, 7, 8], [9], []], "label": [0, 1, 0]})
     pq.write_table(table, tmp_path / "train.parquet")
     text = Parquet(str(tmp_path), columns=["text"], test_fraction=0.0).build()
-    assert text.inputs.tolist() == [[98, 99], [100, 0], [0xC3 + 1, 0xA9 + 1]] and text.tokens == (257, 0)
+    assert text.inputs.tolist() == [[98, 99], [100, 0], [0xC3 + 1, 0xA9 + 1]] and text.tokens == (
+        257,
+        0,
+    )
     ids = Parquet(str(tmp_path), columns=["ids"], length=3, padding=1, test_fraction=0.0).build()
     assert ids.inputs.tolist() == [[5, 6, 7], [9, 1, 1], [1, 1, 1]] and ids.tokens == (10, 1)
 
@@ -175,14 +225,19 @@ def test_text_and_lists_in_parquet_become_tokens(tmp_path: Path) -> None:
 def test_a_token_of_more_than_any_vocabulary_is_named(token: int, tmp_path: Path) -> None:
     ids = pa.array([[1, 2], [token]], pa.list_(pa.uint64() if token >= 2**63 else pa.int64()))
     pq.write_table(pa.table({"ids": ids, "label": [0, 1]}), tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=rf"{tmp_path}: column ids has the token {token}, and .* GiB of memory"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}: column ids has the token {token}, and .* GiB of memory"
+    ):
         Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
 
 
 @pytest.mark.parametrize("row", [[None], [1, None], [0.5, None]])
 def test_lists_with_empty_values_are_no_inputs(row: list, tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [row, row], "label": [0, 1]}), tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=rf"{tmp_path}: column ids h.*(lists with empty values|must be of integers)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{tmp_path}: column ids h.*(lists with empty values|must be of integers)",
+    ):
         Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
 
 
@@ -190,7 +245,11 @@ def test_lists_of_labels_are_several_labels(tmp_path: Path) -> None:
     table = pa.table({"x": [0.0, 1.0, 2.0], "label": [["b", "a"], [], ["c"]]})
     pq.write_table(table, tmp_path / "train.parquet")
     data = Parquet(str(tmp_path), columns=["x"], test_fraction=0.0).build()
-    assert data.class_names == ["a", "b", "c"] and data.labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    assert data.class_names == ["a", "b", "c"] and data.labels.tolist() == [
+        [1, 1, 0],
+        [0, 0, 0],
+        [0, 0, 1],
+    ]
 
 
 def write_leaf(folder: Path) -> str:
@@ -207,17 +266,25 @@ def write_leaf(folder: Path) -> str:
 def test_leafs_shakespeare_is_read_from_its_files(tmp_path: Path) -> None:
     data = federate(Leaf(write_leaf(tmp_path)), Natural(test_fraction=0.0), 0)
     dataset = data.open()
-    assert dataset.class_names == list(LETTERS) and len(LETTERS) == 80 and dataset.domain_names == ["JULIET", "ROMEO"]
+    assert (
+        dataset.class_names == list(LETTERS)
+        and len(LETTERS) == 80
+        and dataset.domain_names == ["JULIET", "ROMEO"]
+    )
     assert data.partition.train.counts.tolist() == [5, 5] and len(data.central) == 4
     row = data.partition.train.rows(1)[0]
     assert "".join(LETTERS[token - 1] for token in dataset.inputs[row]) == "But, soft! "
     assert LETTERS[dataset.labels[row]] == "w"
     (tmp_path / "train" / "b.json").write_text('{"user_data": {"A": {"x": ["a"], "y": []}}}')
-    with pytest.raises(ValueError, match=r"b\.json is no file of LEAF \(A has 1 inputs and 0 labels\)"):
+    with pytest.raises(
+        ValueError, match=r"b\.json is no file of LEAF \(A has 1 inputs and 0 labels\)"
+    ):
         Leaf(str(tmp_path)).build()
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"]
+)
 def test_a_file_that_nobody_can_read_to_its_end_is_named(make: Any, tmp_path: Path) -> None:
     path = Path(write_leaf(tmp_path), "train/all_data_train_9.json")
     path.unlink()
@@ -231,7 +298,11 @@ def test_leafs_other_sets_are_numbers(tmp_path: Path) -> None:
     data = {"f0": {"x": [[0.5] * 4] * 3, "y": [1, 0, 1]}}
     (tmp_path / "train" / "a.json").write_text(json.dumps({"user_data": data}))
     dataset = Leaf(str(tmp_path), shape=[1, 2, 2]).build()
-    assert dataset.shape == (1, 2, 2) and dataset.inputs.dtype == np.float32 and dataset.labels.tolist() == [1, 0, 1]
+    assert (
+        dataset.shape == (1, 2, 2)
+        and dataset.inputs.dtype == np.float32
+        and dataset.labels.tolist() == [1, 0, 1]
+    )
 
 
 def write_users(folder: Path, x: Any, y: Any) -> Path:
@@ -239,7 +310,8 @@ def write_users(folder: Path, x: Any, y: Any) -> Path:
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)
         users = {
-            user: {"x": [x(user, row) for row in range(4)], "y": [y(row) for row in range(4)]} for user in ("a", "b")
+            user: {"x": [x(user, row) for row in range(4)], "y": [y(row) for row in range(4)]}
+            for user in ("a", "b")
         }
         content = {"users": [*users], "num_samples": [4, 4], "user_data": users}
         (folder / split / "all_data.json").write_text(json.dumps(content))
@@ -250,7 +322,9 @@ def test_leafs_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
     pictures = {f"{user}{row}.png": picture(4, 4, 3) for user in "ab" for row in range(4)}
     for name, pixels in pictures.items():
         write_picture(tmp_path / "celeba" / name, pixels)
-    root = write_users(tmp_path / "leaf", lambda user, row: f"{user}{row}.png", lambda row: float(row % 2))
+    root = write_users(
+        tmp_path / "leaf", lambda user, row: f"{user}{row}.png", lambda row: float(row % 2)
+    )
     dataset = Leaf(str(root), images=str(tmp_path / "celeba")).build()
     assert dataset.is_images and dataset.shape == (3, 4, 4) and dataset.class_names == ["0", "1"]
     assert np.array_equal(dataset.inputs[0].transpose(1, 2, 0), pictures["a0.png"])
@@ -262,7 +336,9 @@ def test_leafs_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
 
 
 def test_leafs_lists_of_fields_need_the_one_that_is_text(tmp_path: Path) -> None:
-    root = write_users(tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2)
+    root = write_users(
+        tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
+    )
     dataset = Leaf(str(root), field=3).build()
     assert dataset.shape == (10,) and dataset.kind == "classification"
     assert "".join(LETTERS[token - 1] for token in dataset.inputs[0]) == "I am happy"
@@ -284,7 +360,12 @@ def test_leafs_lists_of_fields_need_the_one_that_is_text(tmp_path: Path) -> None
         (lambda _, row: [0.5] * (row + 1), lambda row: row % 2, {}, "inputs x"),
         (lambda _, row: [0.5, None], lambda row: row % 2, {}, "inputs x"),
         (lambda _, row: [1e300], lambda row: row % 2, {}, "inputs x .*float32"),
-        (lambda _, row: [0.5] * 4, lambda row: row % 2, {"shape": [1, 3, 3]}, r"data\.shape=.* 4 numbers"),
+        (
+            lambda _, row: [0.5] * 4,
+            lambda row: row % 2,
+            {"shape": [1, 3, 3]},
+            r"data\.shape=.* 4 numbers",
+        ),
         (lambda _, row: [0.5] * 4, lambda row: row % 2, {"images": "somewhere"}, r"data\.images"),
         (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": 0}, r"data\.field=0"),
         (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": -1}, r"data\.field=-1"),
@@ -309,20 +390,29 @@ def test_markov_chains_leave_their_traces_in_the_sequences() -> None:
         counts = np.zeros((4, 4))
         np.add.at(counts, (dataset.inputs[rows, -1] - 1, dataset.labels[rows]), 1)
         inside = np.zeros((4, 4))
-        np.add.at(inside, (dataset.inputs[rows, :-1].ravel() - 1, dataset.inputs[rows, 1:].ravel() - 1), 1)
+        np.add.at(
+            inside, (dataset.inputs[rows, :-1].ravel() - 1, dataset.inputs[rows, 1:].ravel() - 1), 1
+        )
         following.append(inside / inside.sum(1, keepdims=True).clip(1))
         seen = counts.sum(1) >= 50
-        assert np.abs(counts[seen] / counts[seen].sum(1, keepdims=True) - following[-1][seen]).max() < 0.15
+        assert (
+            np.abs(counts[seen] / counts[seen].sum(1, keepdims=True) - following[-1][seen]).max()
+            < 0.15
+        )
     assert np.abs(following[0] - following[1]).max() > 0.3  # every user has its own chain
 
 
 def test_chains_are_told_from_sequences_of_unequal_length() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
-    assert np.array_equal(dataset.labels, users % 2)  # with skew=1 a user has its favourite chain alone
+    assert np.array_equal(
+        dataset.labels, users % 2
+    )  # with skew=1 a user has its favourite chain alone
     lengths = (dataset.inputs != 0).sum(1)
     assert (lengths.min(), lengths.max()) == (8, 16)
-    assert all((row[:length] > 0).all() for row, length in zip(dataset.inputs, lengths, strict=True))
+    assert all(
+        (row[:length] > 0).all() for row, length in zip(dataset.inputs, lengths, strict=True)
+    )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------------------------
@@ -342,8 +432,13 @@ def test_a_folder_of_hugging_faces_datasets_is_read(tmp_path: Path) -> None:
     data = federate(source, Natural(column="user", test_fraction=0.0), 0)
     dataset = data.open()
     assert dataset.class_names == ["bad", "good"] and dataset.domain_names == ["u", "v"]
-    assert dataset.inputs.tolist() == [[98, 0], [99, 99], [100, 0], [101, 0], [98, 0]] and len(data.central) == 1
-    with pytest.raises(ValueError, match=r"has no column who, it has text, label, user: set partition\.column"):
+    assert (
+        dataset.inputs.tolist() == [[98, 0], [99, 99], [100, 0], [101, 0], [98, 0]]
+        and len(data.central) == 1
+    )
+    with pytest.raises(
+        ValueError, match=r"has no column who, it has text, label, user: set partition\.column"
+    ):
         federate(source, Natural(column="who"), 0)
     with pytest.raises(ValueError, match=r"data\.root=.*nowhere cannot be read"):
         HuggingFace(str(tmp_path / "nowhere")).build()
@@ -355,15 +450,26 @@ def test_images_of_hugging_faces_datasets_are_images(tmp_path: Path) -> None:
 
     pictures = [Image.fromarray(np.full((4, 4), level, np.uint8)) for level in (10, 20, 30, 40, 50)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    made = datasets.Dataset.from_dict({"image": pictures, "label": [0, 0, 0, 0, 0]}, features=features)
+    made = datasets.Dataset.from_dict(
+        {"image": pictures, "label": [0, 0, 0, 0, 0]}, features=features
+    )
     made.save_to_disk(str(tmp_path / "set"))
     dataset = HuggingFace(str(tmp_path / "set"), size=2).build()
-    assert dataset.is_images and dataset.inputs[:, 0, 0, 0].tolist() == [10, 20, 30, 40, 50] and dataset.train_rows == 4
+    assert (
+        dataset.is_images
+        and dataset.inputs[:, 0, 0, 0].tolist() == [10, 20, 30, 40, 50]
+        and dataset.train_rows == 4
+    )
 
 
-def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_package_its_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"data=huggingface needs the package datasets .* the extra \[huggingface\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"data=huggingface needs the package datasets .* the extra \[huggingface\]",
+    ):
         HuggingFace(str(tmp_path)).build()

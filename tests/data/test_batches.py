@@ -18,7 +18,9 @@ IMAGES = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (64, 3, 8, 6
 
 def test_normalisation_is_scale_then_subtract_then_divide_bit_for_bit() -> None:
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    expected = (IMAGES.float() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    expected = (IMAGES.float() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[
+        :, None, None
+    ]
     assert torch.equal(Pipeline(mean, std).normalise(IMAGES), expected)
     assert torch.equal(Pipeline().normalise(IMAGES), IMAGES.float() / 255)
 
@@ -46,10 +48,15 @@ def test_a_flip_mirrors_about_half_of_the_images_and_keeps_the_others() -> None:
 
 def test_a_crop_is_a_window_of_the_zero_padded_image() -> None:
     padding = 2
-    cropped = Pipeline(augment=("crop",), crop_padding=padding).augmented(IMAGES, np.random.default_rng(3))
+    cropped = Pipeline(augment=("crop",), crop_padding=padding).augmented(
+        IMAGES, np.random.default_rng(3)
+    )
     padded = torch.nn.functional.pad(IMAGES, (padding,) * 4)
     windows = padded.unfold(2, 8, 1).unfold(3, 6, 1)  # [B, c, 5, 5, 8, 6]
-    places = [(windows[i] == cropped[i][:, None, None]).all(-1).all(-1).all(0).nonzero().tolist() for i in range(64)]
+    places = [
+        (windows[i] == cropped[i][:, None, None]).all(-1).all(-1).all(0).nonzero().tolist()
+        for i in range(64)
+    ]
     assert all(places) and len({tuple(place[0]) for place in places}) > 15
     assert cropped.dtype == torch.uint8 and cropped.is_contiguous()
 
@@ -57,10 +64,14 @@ def test_a_crop_is_a_window_of_the_zero_padded_image() -> None:
 ALL = ("resized_crop", "crop", "flip", "rotate", "jitter", "grey")
 
 
-@pytest.mark.parametrize("augment", [("crop",), ("flip",), ("crop", "flip"), ("resized_crop",), ("jitter",), ALL])
+@pytest.mark.parametrize(
+    "augment", [("crop",), ("flip",), ("crop", "flip"), ("resized_crop",), ("jitter",), ALL]
+)
 def test_augmentation_is_a_function_of_the_stream(augment: tuple[str, ...]) -> None:
     pipeline = pickle.loads(pickle.dumps(Pipeline(augment=augment)))
-    first, again, other = (pipeline.augmented(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6))
+    first, again, other = (
+        pipeline.augmented(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -75,8 +86,12 @@ def test_a_rotation_by_a_right_angle_moves_every_pixel_and_a_small_one_leaves_th
     assert torch.equal(turned, torch.rot90(square, 1, (2, 3))), "counter-clockwise"
     images = torch.full((50, 2, 9, 9), 7, dtype=torch.uint8)
     some = Pipeline(augment=("rotate",)).augmented(images, np.random.default_rng(0))
-    assert (some[:, :, 4, 4] == 7).all() and set(some.unique().tolist()) == {0, 7}, "corners are left empty"
-    still = Pipeline(augment=("rotate",), rotate_degrees=0.0).augmented(IMAGES, np.random.default_rng(0))
+    assert (some[:, :, 4, 4] == 7).all() and set(some.unique().tolist()) == {0, 7}, (
+        "corners are left empty"
+    )
+    still = Pipeline(augment=("rotate",), rotate_degrees=0.0).augmented(
+        IMAGES, np.random.default_rng(0)
+    )
     assert torch.equal(still, IMAGES)
 
 
@@ -92,14 +107,20 @@ def test_what_only_moves_pixels_has_the_bits_it_always_had() -> None:
     assert hashlib.sha256(moved.numpy().tobytes()).hexdigest()[:16] == "78083843e9596208"
 
 
-def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_stated_order() -> None:
+def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_stated_order() -> (
+    None
+):
     pipeline = Pipeline(augment=ALL[::-1], crop_area=(0.5, 0.9), jitter=0.4, grey=0.5)
     found = pipeline.augmented(IMAGES, np.random.default_rng(7))
     rng, count = np.random.default_rng(7), len(IMAGES)
     boxes = crop_boxes(height=8, width=6, area=(0.5, 0.9), uniforms=rng.random((4, TRIES, count)))
-    images = Pipeline(augment=("crop", "flip", "rotate")).augmented(resized_crops(IMAGES, boxes), rng)
+    images = Pipeline(augment=("crop", "flip", "rotate")).augmented(
+        resized_crops(IMAGES, boxes), rng
+    )
     factors = torch.from_numpy(rng.uniform(0.6, 1.4, (3, count))).float()
-    for change, strength in zip((colour.brightened, colour.contrasted, colour.saturated), factors, strict=True):
+    for change, strength in zip(
+        (colour.brightened, colour.contrasted, colour.saturated), factors, strict=True
+    ):
         images = change(images, strength)
     images = colour.hue_turned(images, torch.from_numpy(rng.uniform(-0.4, 0.4, count)).float())
     images = colour.greyed(images, torch.from_numpy(rng.random(count) < 0.5))

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from raysim.data.colour import brightened, contrasted, from_hsv, greyed, hue_turned, luma, saturated, to_hsv
+from raysim.data.colour import (
+    brightened,
+    contrasted,
+    from_hsv,
+    greyed,
+    hue_turned,
+    luma,
+    saturated,
+    to_hsv,
+)
 
 IMAGES = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (30, 3, 9, 7), dtype=np.uint8))
 FACTORS = torch.linspace(0.5, 1.5, 30)
@@ -32,21 +41,31 @@ def reference() -> ModuleType:
 
 @pytest.mark.parametrize(("change", "strengths", "theirs"), CHANGES)
 def test_a_change_is_torchvisions_with_a_strength_of_each_images_own(
-    change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor, theirs: str, reference: ModuleType
+    change: Callable[[Tensor, Tensor], Tensor],
+    strengths: Tensor,
+    theirs: str,
+    reference: ModuleType,
 ) -> None:
     found, adjusted = change(IMAGES, strengths), getattr(reference, theirs)
-    expected = torch.stack([adjusted(image, float(s)) for image, s in zip(IMAGES, strengths, strict=True)])
+    expected = torch.stack(
+        [adjusted(image, float(s)) for image, s in zip(IMAGES, strengths, strict=True)]
+    )
     difference = (found.int() - expected.int()).abs()
     assert found.dtype == torch.uint8 and difference.max() <= 2 and difference.float().mean() < 0.8
     assert difference.float().mean() < (expected.int() - IMAGES.int()).abs().float().mean() / 10
 
 
 @pytest.mark.parametrize(
-    ("change", "strength"), [(brightened, 1.0), (contrasted, 1.0), (saturated, 1.0), (hue_turned, 0)]
+    ("change", "strength"),
+    [(brightened, 1.0), (contrasted, 1.0), (saturated, 1.0), (hue_turned, 0)],
 )
-def test_neutral_strengths_change_nothing(change: Callable[[Tensor, Tensor], Tensor], strength: float) -> None:
+def test_neutral_strengths_change_nothing(
+    change: Callable[[Tensor, Tensor], Tensor], strength: float
+) -> None:
     before = IMAGES.clone()
-    assert torch.equal(change(IMAGES, torch.full((30,), strength)), before) and torch.equal(IMAGES, before)
+    assert torch.equal(change(IMAGES, torch.full((30,), strength)), before) and torch.equal(
+        IMAGES, before
+    )
 
 
 def test_a_full_turn_of_the_hue_leads_back_and_a_third_moves_red_to_green() -> None:
@@ -73,7 +92,8 @@ def test_grey_is_exact_for_grey_and_hits_only_the_chosen(reference: ModuleType) 
 
 
 @pytest.mark.parametrize(
-    ("change", "strengths"), [(saturated, FACTORS), (hue_turned, FACTORS - 1), (greyed, torch.arange(30) % 2 == 0)]
+    ("change", "strengths"),
+    [(saturated, FACTORS), (hue_turned, FACTORS - 1), (greyed, torch.arange(30) % 2 == 0)],
 )
 def test_saturation_hue_and_grey_leave_grey_images_alone(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
@@ -88,4 +108,6 @@ def test_one_channel_repeated_is_changed_as_the_one(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
 ) -> None:
     grey = IMAGES[:, :1]
-    assert torch.equal(change(grey.repeat(1, 3, 1, 1), strengths), change(grey, strengths).repeat(1, 3, 1, 1))
+    assert torch.equal(
+        change(grey.repeat(1, 3, 1, 1), strengths), change(grey, strengths).repeat(1, 3, 1, 1)
+    )

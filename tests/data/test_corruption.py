@@ -21,7 +21,11 @@ IMAGES = RNG.integers(0, 256, (5, 3, 6, 6), dtype=np.uint8)
 def noisy(labels: np.ndarray, ratio: float, classes: int) -> np.ndarray:
     shifts = RNG.integers(1, classes, len(labels))
     return symmetric_label_noise(
-        labels=labels, ratio=ratio, num_classes=classes, order=RNG.permutation(len(labels)), shifts=shifts
+        labels=labels,
+        ratio=ratio,
+        num_classes=classes,
+        order=RNG.permutation(len(labels)),
+        shifts=shifts,
     )
 
 
@@ -43,7 +47,9 @@ def test_clients_take_the_angles_in_turn() -> None:
 
 
 def test_an_angle_of_probability_zero_is_never_drawn_even_at_the_edges() -> None:
-    drawn = image_rotation_angles(probabilities=[0.0, 0.3, 0.7, 0.0], uniforms=[0.0, 0.3, 1.0], angles=[1, 2, 3, 4])
+    drawn = image_rotation_angles(
+        probabilities=[0.0, 0.3, 0.7, 0.0], uniforms=[0.0, 0.3, 1.0], angles=[1, 2, 3, 4]
+    )
     assert drawn.tolist() == [2, 3, 3]
 
 
@@ -62,7 +68,9 @@ def test_four_quarter_turns_are_the_identity(interpolation: str, size: int) -> N
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
-def test_a_quarter_turn_moves_the_right_edge_to_the_top_and_zero_degrees_do_nothing(interpolation: str) -> None:
+def test_a_quarter_turn_moves_the_right_edge_to_the_top_and_zero_degrees_do_nothing(
+    interpolation: str,
+) -> None:
     image = np.zeros((2, 1, 5, 5), dtype=np.uint8)
     image[:, :, :, -1] = 200
     turned = rotate_images(images=image, angles=[90.0, 0.0], interpolation=interpolation)
@@ -82,20 +90,27 @@ def test_nearest_rotation_agrees_with_pillow() -> None:
 
     image = RNG.integers(0, 256, (28, 28), dtype=np.uint8)
     for angle in (15.0, 30.0, 60.0, 75.0, 90.0, 105.0, 120.0):
-        turned = rotate_images(images=image[None, None], angles=[angle], interpolation="nearest")[0, 0]
+        turned = rotate_images(images=image[None, None], angles=[angle], interpolation="nearest")[
+            0, 0
+        ]
         assert np.array_equal(turned, np.asarray(Image.fromarray(image).rotate(angle))), angle
 
 
 def test_pooling_averages_and_rounds_half_up() -> None:
     image = np.array([[0, 1, 255, 255], [0, 1, 255, 255]], dtype=np.uint8)[None, None]
     assert pool_images(image, 2).tolist() == [[[[1, 255]]]]
-    assert pool_images(np.array([[0, 1], [0, 0]], dtype=np.uint8)[None, None], 2).tolist() == [[[[0]]]]
+    assert pool_images(np.array([[0, 1], [0, 0]], dtype=np.uint8)[None, None], 2).tolist() == [
+        [[[0]]]
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"per": "row"}, r"data.rotation.per='row' does not exist: use one of 'none', 'client', 'image'"),
+        (
+            {"per": "row"},
+            r"data.rotation.per='row' does not exist: use one of 'none', 'client', 'image'",
+        ),
         ({"angles": []}, r"data.rotation.angles=\[\] must be a list of at least one"),
         ({"concentration": 0.0}, r"data.rotation.concentration=0.0"),
     ],

@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from raysim.data.crops import ASPECT, TRIES, crop_boxes, resized_crops
 
-IMAGES = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 3, 24, 20), dtype=np.uint8))
+IMAGES = torch.from_numpy(
+    np.random.default_rng(0).integers(0, 256, (40, 3, 24, 20), dtype=np.uint8)
+)
 
 
 def boxes(height: int, width: int, area: tuple[float, float], count: int = 2000) -> np.ndarray:
@@ -19,7 +21,12 @@ def boxes(height: int, width: int, area: tuple[float, float], count: int = 2000)
 
 def test_rectangles_lie_inside_with_the_area_and_aspect_asked_for() -> None:
     top, left, tall, wide = boxes(200, 200, (0.6, 0.9))
-    assert (top >= 0).all() and (left >= 0).all() and (top + tall <= 200).all() and (left + wide <= 200).all()
+    assert (
+        (top >= 0).all()
+        and (left >= 0).all()
+        and (top + tall <= 200).all()
+        and (left + wide <= 200).all()
+    )
     share, aspect = tall * wide / 200**2, wide / tall
     assert share.min() > 0.59 and share.max() < 0.91 and abs(share.mean() - 0.75) < 0.02
     assert aspect.min() > ASPECT[0] - 0.01 and aspect.max() < ASPECT[1] + 0.01
@@ -36,14 +43,23 @@ def test_the_first_try_that_fits_is_taken() -> None:
     uniforms = np.full((4, TRIES, 1), 0.5)
     uniforms[0, :2], uniforms[1, 1:] = 1.0, 0.5
     uniforms[1, 0] = 0.0  # all of the area at aspect 3/4 is taller than the image
-    assert crop_boxes(height=12, width=12, area=(0.25, 1.0), uniforms=uniforms).T.tolist() == [[0, 0, 12, 12]]
+    assert crop_boxes(height=12, width=12, area=(0.25, 1.0), uniforms=uniforms).T.tolist() == [
+        [0, 0, 12, 12]
+    ]
     uniforms[1, 1] = 1.0  # now the third is the first to fit: 0.625 of the area, a square
-    assert crop_boxes(height=12, width=12, area=(0.25, 1.0), uniforms=uniforms).T.tolist() == [[2, 2, 9, 9]]
+    assert crop_boxes(height=12, width=12, area=(0.25, 1.0), uniforms=uniforms).T.tolist() == [
+        [2, 2, 9, 9]
+    ]
 
 
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
-    [(12, 12, [0, 0, 12, 12]), (12, 30, [0, 7, 12, 16]), (30, 12, [7, 0, 16, 12]), (12, 14, [0, 0, 12, 14])],
+    [
+        (12, 12, [0, 0, 12, 12]),
+        (12, 30, [0, 7, 12, 16]),
+        (30, 12, [7, 0, 16, 12]),
+        (12, 14, [0, 0, 12, 14]),
+    ],
 )
 def test_where_no_try_fits_the_centre_of_the_nearest_aspect_is_taken(
     height: int, width: int, expected: list[int]
@@ -59,7 +75,9 @@ def test_areas_above_the_image_leave_the_small_ones_among_them() -> None:
 
 
 @pytest.mark.parametrize("box", [(0, 0, 24, 20), (3, 5, 10, 7), (20, 0, 4, 20), (0, 19, 1, 1)])
-def test_a_rectangle_is_stretched_as_if_it_were_an_image_of_its_own(box: tuple[int, int, int, int]) -> None:
+def test_a_rectangle_is_stretched_as_if_it_were_an_image_of_its_own(
+    box: tuple[int, int, int, int],
+) -> None:
     top, left, tall, wide = box
     found = resized_crops(IMAGES, np.repeat(np.array(box)[:, None], len(IMAGES), axis=1))
     part = IMAGES[:, :, top : top + tall, left : left + wide].float()
@@ -73,5 +91,7 @@ def test_a_rectangle_is_stretched_as_if_it_were_an_image_of_its_own(box: tuple[i
 def test_each_image_gets_its_own_rectangle_whatever_else_is_in_the_batch() -> None:
     found = boxes(24, 20, (0.3, 1.0), len(IMAGES))
     whole = resized_crops(IMAGES, found)
-    single = torch.cat([resized_crops(IMAGES[k : k + 1], found[:, k : k + 1]) for k in range(len(IMAGES))])
+    single = torch.cat(
+        [resized_crops(IMAGES[k : k + 1], found[:, k : k + 1]) for k in range(len(IMAGES))]
+    )
     assert torch.equal(whole, single)

@@ -17,7 +17,13 @@ from raysim.experiment.instantiate import build, resolve
 
 FOLDER = Path(conf_folder())
 PIPELINE = ("mean", "std", "augment", "crop_area", "rotate_degrees")
-PAPERS = {"name", "only", "size", "channels", *PIPELINE}  # what a file may set otherwise than the constructor
+PAPERS = {
+    "name",
+    "only",
+    "size",
+    "channels",
+    *PIPELINE,
+}  # what a file may set otherwise than the constructor
 OPTIONS = sorted(
     f"{group}/{path.stem}"
     for group in ("data", "partition")
@@ -48,13 +54,19 @@ def test_a_file_names_every_setting_of_its_class(option: str) -> None:
 def test_a_file_says_the_same_as_the_constructor_except_for_papers_values(option: str) -> None:
     thing = built(option)
     for field in dataclasses.fields(thing):  # type: ignore[arg-type]
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         if default is not dataclasses.MISSING and field.name not in PAPERS:
             assert getattr(thing, field.name) == default, field.name
 
 
 def test_options_can_be_overridden_one_by_one() -> None:
-    mnist = built("data/mnist", "data.root=x", "data.rotation.per=client", "data.rotation.angles=[0,90]")
+    mnist = built(
+        "data/mnist", "data.root=x", "data.rotation.per=client", "data.rotation.angles=[0,90]"
+    )
     assert isinstance(mnist, Mnist)
     assert (mnist.root, mnist.rotation.per, mnist.rotation.angles) == ("x", "client", [0.0, 90.0])
     assert mnist.rotation.interpolation == "nearest"
@@ -62,7 +74,11 @@ def test_options_can_be_overridden_one_by_one() -> None:
 
 def test_the_papers_pipelines_are_the_defaults_of_their_data_sets() -> None:
     mnist, fashion, cifar = built("data/mnist"), built("data/fashion_mnist"), built("data/cifar10")
-    assert isinstance(mnist, Mnist) and isinstance(fashion, FashionMnist) and isinstance(cifar, Cifar10)
+    assert (
+        isinstance(mnist, Mnist)
+        and isinstance(fashion, FashionMnist)
+        and isinstance(cifar, Cifar10)
+    )
     assert (mnist.mean, mnist.augment, fashion.mean, fashion.std) == (None, [], [0.5], [0.5])
     assert cifar.std == [0.247, 0.2435, 0.2616] and cifar.augment == ["crop", "flip"]
 
@@ -85,15 +101,28 @@ def test_feature_shift_studies_have_their_papers_pipelines(
     source = built(f"data/{option}")
     assert isinstance(source, Stored | Domains)
     assert (source.size, source.channels, source.mean, source.std) == (size, 3, *IMAGENET)
-    assert (source.augment, source.crop_area, source.jitter, source.grey) == (augment, area, 0.3, 0.1)
+    assert (source.augment, source.crop_area, source.jitter, source.grey) == (
+        augment,
+        area,
+        0.3,
+        0.1,
+    )
 
 
 def test_medical_and_ten_class_studies_have_their_papers_pipelines() -> None:
     retina, covid, ten = (built(f"data/{option}") for option in ("retina", "covid_fl", "domainnet"))
     assert isinstance(retina, Stored) and isinstance(covid, Stored) and isinstance(ten, Stored)
-    assert (retina.crop_area, retina.rotate_degrees, covid.rotate_degrees) == ([0.6, 1.0], 10.0, 10.0)
+    assert (retina.crop_area, retina.rotate_degrees, covid.rotate_degrees) == (
+        [0.6, 1.0],
+        10.0,
+        10.0,
+    )
     assert (retina.mean, retina.std) == ([0.5007, 0.501, 0.5019], [0.0342, 0.0535, 0.0484])
-    assert ten.only and len(ten.only) == 10 and (ten.size, ten.mean, ten.augment) == (256, None, ["flip", "rotate"])
+    assert (
+        ten.only
+        and len(ten.only) == 10
+        and (ten.size, ten.mean, ten.augment) == (256, None, ["flip", "rotate"])
+    )
 
 
 def test_the_small_medical_set_is_found_by_its_name(shared: Path) -> None:
@@ -102,7 +131,9 @@ def test_the_small_medical_set_is_found_by_its_name(shared: Path) -> None:
 
 
 def test_a_user_chooses_the_domains(shared: Path) -> None:
-    source = built("data/digit_domains", f"data.root={shared / 'data'}", "data.domains=[usps,digits]")
+    source = built(
+        "data/digit_domains", f"data.root={shared / 'data'}", "data.domains=[usps,digits]"
+    )
     assert isinstance(source, Domains)
     assert source.build().domain_names == ["usps", "digits"] and source.build().shape == (3, 32, 32)
 

@@ -26,28 +26,38 @@ def root(tmp_path: Path) -> Path:
     write_mnist(tmp_path, train=20, test=10)
     for split, count in (("train", 20), ("test", 10)):
         pixels = [picture(32, 32, 3) for _ in range(count)]
-        write_parquet(tmp_path / f"mnist_m/{split}.parquet", pixels, list(range(10)) * (count // 10))
+        write_parquet(
+            tmp_path / f"mnist_m/{split}.parquet", pixels, list(range(10)) * (count // 10)
+        )
         for digit in DIGITS:
             write_picture(tmp_path / f"street/{split}/{digit}/1.png", picture(8, 8, 3))
     write_strips(tmp_path / "usps", size=16)
     return tmp_path
 
 
-def test_training_rows_of_all_domains_come_first_and_domains_keep_the_order_of_their_names(root: Path) -> None:
+def test_training_rows_of_all_domains_come_first_and_domains_keep_the_order_of_their_names(
+    root: Path,
+) -> None:
     names = ["usps", "mnist", "street", "mnist_m", "digits"]
     built = Domains(root=str(root), download=False, domains=names, size=16, channels=3).build()
     counts = [(12, 10), (20, 10), (10, 10), (20, 10), (1442, 355)]
-    assert built.domain_names == names and built.class_names == DIGITS and built.shape == (3, 16, 16)
+    assert (
+        built.domain_names == names and built.class_names == DIGITS and built.shape == (3, 16, 16)
+    )
     train, test = np.split(built.domains, [built.train_rows])
     assert train.tolist() == [k for k, (count, _) in enumerate(counts) for _ in range(count)]
     assert test.tolist() == [k for k, (_, count) in enumerate(counts) for _ in range(count)]
 
 
 def test_pixels_and_labels_are_those_of_the_single_sets_in_their_order(root: Path) -> None:
-    built = Domains(root=str(root), download=False, domains=["usps", "digits"], size=8, channels=3).build()
+    built = Domains(
+        root=str(root), download=False, domains=["usps", "digits"], size=8, channels=3
+    ).build()
     alone = Digits(size=8, channels=3).build()
     rows = built.domains == 1
-    assert np.array_equal(built.inputs[rows], alone.inputs) and np.array_equal(built.labels[rows], alone.labels)
+    assert np.array_equal(built.inputs[rows], alone.inputs) and np.array_equal(
+        built.labels[rows], alone.labels
+    )
     grey = built.inputs[built.domains == 0]
     assert (grey == grey[:, :1]).all(), "one channel is repeated"
     assert built.labels[built.domains == 0].tolist() == [*range(10), 0, 1, *range(10)]
@@ -60,7 +70,9 @@ def test_every_form_gives_the_classes_zero_to_nine(root: Path) -> None:
 
 
 def test_a_share_of_every_domain_is_for_training_and_the_test_rows_stay(root: Path) -> None:
-    source = Domains(root=str(root), download=False, domains=["digits", "mnist", "usps"], size=8, channels=3)
+    source = Domains(
+        root=str(root), download=False, domains=["digits", "mnist", "usps"], size=8, channels=3
+    )
     share, whole = (federate(source, Domain(fraction=f, test_fraction=0.1), 0) for f in (0.1, 1.0))
     rows = source.build().domains
     for client, count in enumerate((1442, 20, 12)):
@@ -75,19 +87,26 @@ def test_a_share_of_every_domain_is_for_training_and_the_test_rows_stay(root: Pa
 def test_sets_that_differ_in_classes_or_shape_are_named(root: Path) -> None:
     write_strips(root / "letters", classes=["a", "b"])
     settings = {"root": str(root), "download": False}
-    with pytest.raises(ValueError, match=r"data.domains: letters has the classes a, b, usps has 0, 1, .*, 9; domains"):
+    with pytest.raises(
+        ValueError,
+        match=r"data.domains: letters has the classes a, b, usps has 0, 1, .*, 9; domains",
+    ):
         Domains(domains=["usps", "letters"], **settings).build()
     with pytest.raises(
-        ValueError, match=r"images of mnist have the shape \(1, 28, 28\).*usps \(1, 16, 16\): set data.size"
+        ValueError,
+        match=r"images of mnist have the shape \(1, 28, 28\).*usps \(1, 16, 16\): set data.size",
     ):
         Domains(domains=["usps", "mnist"], **settings).build()
 
 
 def test_a_domain_that_is_not_there_is_named_with_what_could_be(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no SVHN: train_32x32.mat .*, or leave svhn out of data.domains"):
+    with pytest.raises(
+        ValueError, match=r"holds no SVHN: train_32x32.mat .*, or leave svhn out of data.domains"
+    ):
         Domains(root=str(root), download=False).build()
     with pytest.raises(
-        ValueError, match=rf"names minst, but data.root={root} has no folder minst .* did you mean mnist\?"
+        ValueError,
+        match=rf"names minst, but data.root={root} has no folder minst .* did you mean mnist\?",
     ):
         Domains(root=str(root), download=False, domains=["minst"]).build()
     for domains in ([], ["usps", "usps"]):
@@ -97,9 +116,13 @@ def test_a_domain_that_is_not_there_is_named_with_what_could_be(root: Path) -> N
 
 def test_a_domain_of_values_is_refused(root: Path) -> None:
     for split in ("train", "test"):
-        write_parquet(root / f"ages/{split}.parquet", [picture() for _ in range(4)], [0.5, 1.5, 2.5, 3.5])
+        write_parquet(
+            root / f"ages/{split}.parquet", [picture() for _ in range(4)], [0.5, 1.5, 2.5, 3.5]
+        )
     with pytest.raises(ValueError, match=r"data\.domains: ages .*regression"):
-        Domains(root=str(root), download=False, domains=["digits", "ages"], size=8, channels=1).build()
+        Domains(
+            root=str(root), download=False, domains=["digits", "ages"], size=8, channels=1
+        ).build()
 
 
 def test_a_changed_file_of_any_domain_is_read_again(root: Path) -> None:
@@ -112,10 +135,14 @@ def test_a_changed_file_of_any_domain_is_read_again(root: Path) -> None:
 
 def test_the_real_digits_are_domains_with_the_same_labels(shared: Path) -> None:
     names = ["usps", "mnist_m", "digits"]
-    built = Domains(root=str(shared / "data"), download=False, domains=names, size=32, channels=3).build()
+    built = Domains(
+        root=str(shared / "data"), download=False, domains=names, size=32, channels=3
+    ).build()
     assert np.bincount(built.domains[: built.train_rows]).tolist() == [7291, 3000, 1442]
     assert np.bincount(built.domains[built.train_rows :]).tolist() == [2007, 2000, 355]
     # zeros are rings: dark in the middle, in every domain whose background is dark
     for domain in (0, 2):
-        zeros, ones = (built.inputs[(built.domains == domain) & (built.labels == digit)] for digit in (0, 1))
+        zeros, ones = (
+            built.inputs[(built.domains == domain) & (built.labels == digit)] for digit in (0, 1)
+        )
         assert zeros[:, :, 14:18, 14:18].mean() < ones[:, :, 14:18, 14:18].mean() / 2

@@ -35,19 +35,27 @@ def test_without_corruption_there_is_no_second_file(cache: Path) -> None:
 def test_federated_data_travel_as_a_path_and_arrays() -> None:
     data = federate(replace(SOURCE, mean=[0.5], std=[0.25], augment=["flip"]), IID(5), 0)
     copy = pickle.loads(pickle.dumps(data))
-    assert copy.pipeline == data.pipeline and copy.pipeline.mean == (0.5,) and copy.pipeline.augment == ("flip",)
+    assert (
+        copy.pipeline == data.pipeline
+        and copy.pipeline.mean == (0.5,)
+        and copy.pipeline.augment == ("flip",)
+    )
     assert np.array_equal(copy.open().inputs, data.open().inputs)
     assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
 
 
 def test_the_training_step_gets_the_pipeline_of_the_source() -> None:
-    source = replace(SOURCE, augment=["resized_crop", "rotate"], crop_area=[0.6, 1.0], jitter=0.1, grey=0.5)
+    source = replace(
+        SOURCE, augment=["resized_crop", "rotate"], crop_area=[0.6, 1.0], jitter=0.1, grey=0.5
+    )
     data = federate(source, IID(5), 0)
     assert data.pipeline == source.pipeline() and data.pipeline.crop_area == (0.6, 1.0)
     assert "crop_area" not in data.title
 
 
-def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_and_nothing_else() -> None:
+def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_and_nothing_else() -> (
+    None
+):
     source, partitioner = replace(SOURCE, label_noise=0.3), Quantity(6, 2.0, test_fraction=0.25)
     data, clean = federate(source, partitioner, 1), SOURCE.build()
     wrong = data.open().labels != clean.labels
@@ -65,7 +73,9 @@ def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle(
     data, clean = federate(source, IID(4), 0), SOURCE.build()
     for client, angle in enumerate([0.0, 90.0, 135.0, 0.0]):
         for rows in (data.partition.train.rows(client), data.partition.test.rows(client)):
-            turned = rotate_images(images=clean.inputs[rows], angles=np.full(len(rows), angle), interpolation="nearest")
+            turned = rotate_images(
+                images=clean.inputs[rows], angles=np.full(len(rows), angle), interpolation="nearest"
+            )
             assert np.array_equal(data.open().inputs[rows], turned)
             assert set(data.open().domains[rows].tolist()) == {client % 3}
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
@@ -73,10 +83,14 @@ def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle(
 
 def test_the_central_test_set_is_spread_over_the_angles_or_there_once_per_angle() -> None:
     clean = SOURCE.build()
-    spread = federate(replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0)
+    spread = federate(
+        replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
+    )
     assert np.array_equal(spread.open().inputs[300::2], clean.inputs[300::2])
     assert np.array_equal(spread.open().inputs[301::2], np.rot90(clean.inputs[301::2], axes=(2, 3)))
-    every = federate(replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0], test="all")), IID(4), 0)
+    every = federate(
+        replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0], test="all")), IID(4), 0
+    )
     assert every.central.tolist() == list(range(300, 340))
     assert np.array_equal(every.open().inputs[300:320], clean.inputs[300:])
     assert np.array_equal(every.open().inputs[320:], np.rot90(clean.inputs[300:], axes=(2, 3)))
@@ -91,7 +105,9 @@ def test_rotation_per_image_follows_each_clients_own_preferences() -> None:
     for client in range(10):
         rows = np.concatenate((data.partition.train.rows(client), data.partition.test.rows(client)))
         most.append(np.bincount(turns[rows], minlength=3).max() / len(rows))
-    assert np.median(most) > 0.8  # a small concentration: nearly one angle per client, not one angle for all
+    assert (
+        np.median(most) > 0.8
+    )  # a small concentration: nearly one angle per client, not one angle for all
     assert len(set(turns.tolist())) == 3
 
 
@@ -121,7 +137,10 @@ def test_rows_of_no_client_stay_as_they_are() -> None:
 
 def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
     noisy = replace(SOURCE, label_noise=0.1)
-    paths = [federate(noisy, IID(clients), seed).dataset_path for clients, seed in ((5, 0), (5, 0), (4, 0), (5, 1))]
+    paths = [
+        federate(noisy, IID(clients), seed).dataset_path
+        for clients, seed in ((5, 0), (5, 0), (4, 0), (5, 1))
+    ]
     assert paths[0] == paths[1] and len(set(paths)) == 3
     pooled = [federate(replace(SOURCE, pool=2), IID(5), seed).dataset_path for seed in (0, 1)]
     assert pooled[0] == pooled[1]
@@ -130,7 +149,10 @@ def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"mean": [0.5, 0.5], "std": [0.5, 0.5]}, r"data.mean=\[0.5, 0.5\] has 2 values, the inputs have 1 channel"),
+        (
+            {"mean": [0.5, 0.5], "std": [0.5, 0.5]},
+            r"data.mean=\[0.5, 0.5\] has 2 values, the inputs have 1 channel",
+        ),
         ({"pool": 3}, r"data.pool=3 does not divide images of 8 x 8"),
         ({"classes": 1, "label_noise": 0.5}, r"data.label_noise=0.5 needs at least two classes"),
     ],
@@ -142,16 +164,24 @@ def test_settings_that_do_not_fit_the_images_are_refused(settings: dict, sentenc
 
 def test_a_share_for_validation_leaves_the_test_rows_alone_and_is_turned_as_its_client() -> None:
     source = replace(SOURCE, rotation=Rotation(per="client"), label_noise=1.0)
-    without, having = (federate(source, IID(5, validation_fraction=share), 0) for share in (0.0, 0.1))
+    without, having = (
+        federate(source, IID(5, validation_fraction=share), 0) for share in (0.0, 0.1)
+    )
     validation = having.partition.validation
     assert without.partition.validation is None and validation is not None
     assert np.array_equal(without.partition.test.indices, having.partition.test.indices)
-    assert validation.counts.tolist() == [6] * 5 and having.partition.train.counts.tolist() == [42] * 5
+    assert (
+        validation.counts.tolist() == [6] * 5 and having.partition.train.counts.tolist() == [42] * 5
+    )
     parts = (having.partition.train, having.partition.test, validation)
     assert sorted(np.concatenate([part.indices for part in parts]).tolist()) == list(range(300))
     data, clean = having.open(), federate(SOURCE, IID(5), 0).open()
-    assert np.array_equal(data.domains[validation.indices], validation.owners)  # the k-th angle for client k
-    assert np.array_equal(data.labels[validation.indices], clean.labels[validation.indices])  # noise is for training
+    assert np.array_equal(
+        data.domains[validation.indices], validation.owners
+    )  # the k-th angle for client k
+    assert np.array_equal(
+        data.labels[validation.indices], clean.labels[validation.indices]
+    )  # noise is for training
     assert statistics(having)["unused"] == 0
     assert pooled(having).partition.validation is validation
 
@@ -172,17 +202,25 @@ def test_clients_tests_may_be_the_central_samples_of_their_domain() -> None:
             if isinstance(partitioner, DomainClass):
                 assert set(images.labels[rows[1]].tolist()) <= set(partitioner.groups[client % 2])
         assert statistics(data)["unused"] == 0
-    assert federate(source, Domain(2, test_fraction=None), 0).partition.test.counts.tolist() == [10] * 6
+    assert (
+        federate(source, Domain(2, test_fraction=None), 0).partition.test.counts.tolist()
+        == [10] * 6
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
         (Synthetic(samples=30, test_samples=0), "of which the data has none"),
-        (Synthetic(rotation=Rotation(per="client")), r"data.rotation.per=client turns in other ways"),
+        (
+            Synthetic(rotation=Rotation(per="client")),
+            r"data.rotation.per=client turns in other ways",
+        ),
     ],
 )
-def test_what_has_no_central_tests_for_its_clients_is_refused(source: Synthetic, sentence: str) -> None:
+def test_what_has_no_central_tests_for_its_clients_is_refused(
+    source: Synthetic, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{sentence}"):
         federate(source, Domain(test_fraction=None), 0)
 
@@ -191,16 +229,25 @@ def test_statistics_describe_the_split() -> None:
     data = federate(SOURCE, Dirichlet(20, 0.05, minimum=0), 0)
     numbers = statistics(data)
     counts = class_counts(data)
-    assert numbers["clients"] == 20 and numbers["empty_clients"] == (counts.sum(axis=1) == 0).sum() > 0
+    assert (
+        numbers["clients"] == 20 and numbers["empty_clients"] == (counts.sum(axis=1) == 0).sum() > 0
+    )
     assert numbers["samples"] + data.partition.test.counts.sum() + numbers["unused"] == 300
     assert numbers["sizes"]["max"] == data.partition.train.counts.max()
-    assert 0 < numbers["heterogeneity"]["label_entropy"] < numbers["pooled_entropy"] <= np.log(10) + 1e-12
+    assert (
+        0
+        < numbers["heterogeneity"]["label_entropy"]
+        < numbers["pooled_entropy"]
+        <= np.log(10) + 1e-12
+    )
     one_class = federate(replace(SOURCE, classes=1), IID(3), 0)
     assert statistics(one_class)["heterogeneity"]["label_entropy"] == 0.0
 
 
 @pytest.mark.pictures
-@pytest.mark.parametrize("partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)])
+@pytest.mark.parametrize(
+    "partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)]
+)
 def test_a_partition_is_drawn_as_a_png(partitioner: Partitioner, tmp_path: Path) -> None:
     from PIL import Image
 

@@ -16,7 +16,18 @@ import pytest
 from raysim.data.arrays import arrays
 from raysim.data.labels import inferred_kind, labels_of
 from raysim.data.raw import Source
-from raysim.data.sources import Csv, Digits, HuggingFace, ImageFolder, JsonLines, Leaf, Npz, NumPy, Parquet, Tabular
+from raysim.data.sources import (
+    Csv,
+    Digits,
+    HuggingFace,
+    ImageFolder,
+    JsonLines,
+    Leaf,
+    Npz,
+    NumPy,
+    Parquet,
+    Tabular,
+)
 
 INPUTS = np.linspace(-1, 1, 24).reshape(12, 2)
 ROWS = np.array_split(np.arange(12), 3)  # of three users
@@ -56,14 +67,20 @@ def as_npz(folder: Path, labels: np.ndarray) -> Source:
 
 
 def as_parquet(folder: Path, labels: np.ndarray) -> Source:
-    column = pa.array(labels) if labels.ndim == 1 else pa.FixedSizeListArray.from_arrays(labels.ravel(), 1)
+    column = (
+        pa.array(labels)
+        if labels.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(labels.ravel(), 1)
+    )
     pq.write_table(pa.table({"x": INPUTS[:, 0], "label": column}), folder / "train.parquet")
     return Parquet(str(folder), test_fraction=0.0)
 
 
 def as_hugging_face(folder: Path, labels: np.ndarray) -> Source:
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"x": INPUTS[:, 0], "label": labels}).save_to_disk(str(folder / "set"))
+    datasets.Dataset.from_dict({"x": INPUTS[:, 0], "label": labels}).save_to_disk(
+        str(folder / "set")
+    )
     return HuggingFace(str(folder / "set"), test_fraction=0.0)
 
 
@@ -74,7 +91,10 @@ def as_csv(folder: Path, labels: np.ndarray) -> Source:
 
 
 def as_json_lines(folder: Path, labels: np.ndarray) -> Source:
-    rows = [json.dumps({"x": x, "label": label}) for x, label in zip(INPUTS.tolist(), labels.tolist(), strict=True)]
+    rows = [
+        json.dumps({"x": x, "label": label})
+        for x, label in zip(INPUTS.tolist(), labels.tolist(), strict=True)
+    ]
     (folder / "train.jsonl").write_text("\n".join(rows))
     return JsonLines(str(folder), test_fraction=0.0)
 
@@ -111,7 +131,9 @@ def test_every_source_reads_the_same_labels_alike(
 
 
 @pytest.mark.parametrize("write", [write for write in FORMS if write is not as_arrays])
-def test_the_kind_says_otherwise_in_every_source(write: Callable[[Path, np.ndarray], Source], tmp_path: Path) -> None:
+def test_the_kind_says_otherwise_in_every_source(
+    write: Callable[[Path, np.ndarray], Source], tmp_path: Path
+) -> None:
     source: Any = write(tmp_path, np.array([5.0, 4.0] * 6))
     dataset = replace(source, kind="regression").build()
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == [5.0, 4.0] * 6
@@ -142,7 +164,11 @@ def test_class_names_that_are_numbers_can_be_values() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [Digits(kind="multilabel"), Tabular("wine", kind="regression"), Tabular("diabetes", kind="classification")],
+    [
+        Digits(kind="multilabel"),
+        Tabular("wine", kind="regression"),
+        Tabular("diabetes", kind="classification"),
+    ],
     ids=["digits", "wine", "diabetes"],
 )
 def test_a_kind_that_labels_cannot_be_is_refused(source: Source) -> None:

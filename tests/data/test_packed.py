@@ -22,20 +22,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_strips_are_cut_from_top_to_bottom_in_the_order_of_their_numbers(channels: int, tmp_path: Path) -> None:
+def test_strips_are_cut_from_top_to_bottom_in_the_order_of_their_numbers(
+    channels: int, tmp_path: Path
+) -> None:
     images = write_strips(tmp_path / "set", channels=channels, rows=(12, 4), classes=["no", "yes"])
     built = Strips(root=str(tmp_path / "set")).build()
-    assert np.array_equal(built.inputs, images[:, None] if channels == 1 else images.transpose(0, 3, 1, 2))
+    assert np.array_equal(
+        built.inputs, images[:, None] if channels == 1 else images.transpose(0, 3, 1, 2)
+    )
     assert built.labels.tolist() == [0, 1] * 6 + [0, 1] * 2 and built.train_rows == 12
     assert built.class_names == ["no", "yes"] and built.domain_names == ["set"]
 
 
-def test_the_folder_may_be_named_or_the_one_around_it_and_other_splits_are_not_read(tmp_path: Path) -> None:
+def test_the_folder_may_be_named_or_the_one_around_it_and_other_splits_are_not_read(
+    tmp_path: Path,
+) -> None:
     write_strips(tmp_path / "set")
     write_picture(tmp_path / "set/val-000.png", picture())
     built = Strips(root=str(tmp_path), name="set").build()
     assert len(built) == 22
-    assert Strips(root=str(tmp_path / "set"), name="set").build().labels.tolist() == built.labels.tolist()
+    assert (
+        Strips(root=str(tmp_path / "set"), name="set").build().labels.tolist()
+        == built.labels.tolist()
+    )
 
 
 def test_without_a_description_images_are_square_and_classes_are_numbers(tmp_path: Path) -> None:
@@ -57,11 +66,16 @@ def test_the_description_may_give_another_height(tmp_path: Path) -> None:
 def test_what_does_not_fit_together_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.root=None holds no strips"):
         Strips().build()
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path} holds no pneumoniamnist: .* train-labels.npy"):
+    with pytest.raises(
+        ValueError, match=rf"data.root={tmp_path} holds no pneumoniamnist: .* train-labels.npy"
+    ):
         Strips(root=str(tmp_path), name="pneumoniamnist").build()
     write_strips(tmp_path)
     np.save(tmp_path / "test-labels.npy", np.zeros(7, dtype=np.uint8))
-    with pytest.raises(ValueError, match=r"test-labels.npy has labels of the shape \(7,\), its strips hold 10 images"):
+    with pytest.raises(
+        ValueError,
+        match=r"test-labels.npy has labels of the shape \(7,\), its strips hold 10 images",
+    ):
         Strips(root=str(tmp_path)).build()
     write_strips(tmp_path, classes=["a", "b"])
     (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
@@ -79,7 +93,10 @@ def test_strips_of_broken_or_unequal_size_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train-001.png is 9 pixels high, no multiple of 4"):
         Strips(root=str(tmp_path)).build()
     write_picture(tmp_path / "train-001.png", picture(10, 5))
-    with pytest.raises(ValueError, match=r"train-001.png has images of the shape \(1, 5, 5\).*before it \(1, 4, 4\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"train-001.png has images of the shape \(1, 5, 5\).*before it \(1, 4, 4\)",
+    ):
         Strips(root=str(tmp_path)).build()
     (tmp_path / "train-001.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"train-001.png is not a readable picture"):
@@ -115,16 +132,23 @@ def test_what_a_description_may_not_say_is_named(meta: object, tmp_path: Path) -
         Strips(root=str(tmp_path)).build()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
+)
 def test_a_description_that_is_no_file_is_not_passed_by(make: Any, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     make(tmp_path / "meta.json")
-    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'} is no regular file: remove it, or put the file"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{tmp_path / 'meta.json'} is no regular file: remove it, or put the file",
+    ):
         Strips(root=str(tmp_path)).build()
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"height": 1' + b"0" * 5000 + b"}", b"\xff", b"\0"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"height": 1' + b"0" * 5000 + b"}", b"\xff", b"\0"]
+)
 def test_a_description_that_is_no_json_is_named(content: bytes, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_bytes(content)
@@ -133,7 +157,11 @@ def test_a_description_that_is_no_json_is_named(content: bytes, tmp_path: Path) 
 
 
 def test_labels_of_strips_are_one_integer_for_each_image(tmp_path: Path) -> None:
-    for labels, sentence in ((np.zeros(10), "float64"), (np.zeros(10, dtype="M8[s]"), "datetime64"), (3, "shape")):
+    for labels, sentence in (
+        (np.zeros(10), "float64"),
+        (np.zeros(10, dtype="M8[s]"), "datetime64"),
+        (3, "shape"),
+    ):
         write_strips(tmp_path)
         np.save(tmp_path / "test-labels.npy", labels)
         with pytest.raises(ValueError, match=rf"test-labels.npy has labels of .*{sentence}"):
@@ -167,7 +195,9 @@ def test_the_real_strips_have_their_stated_sizes(
 ) -> None:
     built = Strips(root=str(shared / "data"), name=name).build()
     assert (built.shape, built.train_rows, len(built), built.num_classes) == (shape, *rows, classes)
-    first = Image.open(min((shared / "data" / name).glob("train-[0-9]*.*"))).crop((0, 0, *shape[:0:-1]))
+    first = Image.open(min((shared / "data" / name).glob("train-[0-9]*.*"))).crop(
+        (0, 0, *shape[:0:-1])
+    )
     assert np.array_equal(built.inputs[0].transpose(1, 2, 0).squeeze(), np.asarray(first))
 
 
@@ -181,6 +211,8 @@ def test_the_x_rays_have_their_published_mean(shared: Path) -> None:
 def test_labels_whose_header_breaks_off_in_the_middle_are_told(tmp_path: Path) -> None:
     write_strips(tmp_path / "set")
     file = tmp_path / "set/train-labels.npy"
-    file.write_bytes(file.read_bytes().replace(b"}", b" "))  # Python's tokenizer gives up, which is no ValueError
+    file.write_bytes(
+        file.read_bytes().replace(b"}", b" ")
+    )  # Python's tokenizer gives up, which is no ValueError
     with pytest.raises(ValueError, match=r"train-labels.npy is no readable NumPy file"):
         Strips(root=str(tmp_path / "set")).build()

@@ -60,7 +60,9 @@ def split(partitioner: Partitioner, seed: int = 3) -> Partition:
 
 
 def histograms(csr: CSR) -> np.ndarray:
-    return np.stack([np.bincount(LABELS[csr.rows(client)], minlength=10) for client in range(len(csr))])
+    return np.stack(
+        [np.bincount(LABELS[csr.rows(client)], minlength=10) for client in range(len(csr))]
+    )
 
 
 def all_rows(partition: Partition) -> list[int]:
@@ -73,11 +75,15 @@ def test_every_sample_goes_to_exactly_one_client(partitioner: Partitioner) -> No
     assert all_rows(partition) == list(range(len(LABELS)))
     for csr in (partition.train, partition.test):
         assert csr.indices.dtype == csr.offsets.dtype == np.int64
-        assert csr.offsets[0] == 0 and csr.offsets[-1] == len(csr.indices) and (csr.counts >= 0).all()
+        assert (
+            csr.offsets[0] == 0 and csr.offsets[-1] == len(csr.indices) and (csr.counts >= 0).all()
+        )
 
 
 @pytest.mark.parametrize("partitioner", WHOLE, ids=repr)
-def test_the_same_seed_gives_the_same_split_and_another_seed_another(partitioner: Partitioner) -> None:
+def test_the_same_seed_gives_the_same_split_and_another_seed_another(
+    partitioner: Partitioner,
+) -> None:
     first, again, other = split(partitioner), split(partitioner), split(partitioner, seed=4)
     assert np.array_equal(first.train.indices, again.train.indices)
     assert np.array_equal(first.test.offsets, again.test.offsets)
@@ -106,15 +112,23 @@ def test_validation_samples_are_held_out_after_the_tests_and_never_a_clients_las
     csr, order = CSR(np.arange(12), np.array([0, 0, 1, 3, 12])), np.arange(12)
     parts = held_out(csr, 0.34, order, 0.5)
     assert parts.validation is not None
-    assert [parts.test.counts.tolist(), parts.validation.counts.tolist()] == [[0, 0, 0, 3], [0, 0, 1, 4]]
+    assert [parts.test.counts.tolist(), parts.validation.counts.tolist()] == [
+        [0, 0, 0, 3],
+        [0, 0, 1, 4],
+    ]
     assert parts.train.counts.tolist() == [0, 1, 1, 2]
-    assert (parts.test.rows(3).tolist(), parts.validation.rows(3).tolist()) == ([3, 4, 5], [6, 7, 8, 9])
+    assert (parts.test.rows(3).tolist(), parts.validation.rows(3).tolist()) == (
+        [3, 4, 5],
+        [6, 7, 8, 9],
+    )
     small = split(Domain(2, fraction=0.1, test_fraction=0.0, validation_fraction=0.1))
     assert small.validation is not None and small.spare is not None
     for client in range(8):
         left = len(small.train.rows(client)) + len(small.spare.rows(client))
         total = left + len(small.validation.rows(client))
-        assert left == total - total // 10 and len(small.train.rows(client)) == fraction_count(total=left, fraction=0.1)
+        assert left == total - total // 10 and len(small.train.rows(client)) == fraction_count(
+            total=left, fraction=0.1
+        )
 
 
 def test_the_count_rule_forgives_what_floating_point_loses() -> None:
@@ -123,18 +137,28 @@ def test_the_count_rule_forgives_what_floating_point_loses() -> None:
 
 def test_pure_functions_take_tensors_as_well_as_arrays() -> None:
     labels, order = torch.tensor([0, 1, 0, 1]), torch.tensor([3, 2, 1, 0])
-    rows = dirichlet_label_split(labels=labels, proportions=torch.tensor([[0.5, 0.5], [0.0, 1.0]]), order=order)
+    rows = dirichlet_label_split(
+        labels=labels, proportions=torch.tensor([[0.5, 0.5], [0.0, 1.0]]), order=order
+    )
     assert rows["indices"].tolist() == [2, 0, 3, 1] and rows["offsets"].tolist() == [0, 1, 4]
 
 
 def test_a_large_alpha_gives_every_client_the_global_class_shares() -> None:
-    for partitioner in (Dirichlet(10, 1e6, test_fraction=0), DirichletClient(10, 1e6, test_fraction=0)):
+    for partitioner in (
+        Dirichlet(10, 1e6, test_fraction=0),
+        DirichletClient(10, 1e6, test_fraction=0),
+    ):
         shares = histograms(split(partitioner).train) / 200
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
 def test_with_the_remaining_prior_a_small_alpha_gives_most_clients_one_class() -> None:
-    settings = {"concentration": "prior_scaled", "remaining": True, "turns": "sequential", "test_fraction": 0}
+    settings = {
+        "concentration": "prior_scaled",
+        "remaining": True,
+        "turns": "sequential",
+        "test_fraction": 0,
+    }
     counts = histograms(split(DirichletClient(10, 0.01, **settings)).train)
     assert np.median(counts.max(axis=1)) > 180
 
@@ -161,7 +185,9 @@ def test_a_number_rounded_up_to_one_takes_the_last_class_of_positive_probability
     shares: list[float], taken: int
 ) -> None:
     given = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
-    assert dirichlet_client_split(**given, proportions=[shares], uniforms=[1.0])["indices"].tolist() == [taken]
+    assert dirichlet_client_split(**given, proportions=[shares], uniforms=[1.0])[
+        "indices"
+    ].tolist() == [taken]
 
 
 def test_under_balancing_a_client_below_its_equal_share_still_takes_part_of_a_class() -> None:
@@ -196,9 +222,17 @@ def test_a_client_with_s_shards_sees_at_most_two_classes_per_shard() -> None:
 
 def test_shards_keep_all_samples_when_sizes_do_not_divide() -> None:
     rows = shard_split(
-        labels=np.zeros(7, int), num_clients=2, shards_per_client=2, order=np.arange(7), assignment=[3, 0, 2, 1]
+        labels=np.zeros(7, int),
+        num_clients=2,
+        shards_per_client=2,
+        order=np.arange(7),
+        assignment=[3, 0, 2, 1],
     )
-    assert rows["indices"].tolist() == [6, 0, 1, 4, 5, 2, 3] and rows["offsets"].tolist() == [0, 3, 7]
+    assert rows["indices"].tolist() == [6, 0, 1, 4, 5, 2, 3] and rows["offsets"].tolist() == [
+        0,
+        3,
+        7,
+    ]
 
 
 def test_domains_and_class_groups_define_clients() -> None:
@@ -206,7 +240,9 @@ def test_domains_and_class_groups_define_clients() -> None:
     assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
         {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
-    rows = domain_class_split(domains=[0, 1, 0, 1], labels=[0, 1, 2, 0], num_domains=2, class_groups=[[0], [1]])
+    rows = domain_class_split(
+        domains=[0, 1, 0, 1], labels=[0, 1, 2, 0], num_domains=2, class_groups=[[0], [1]]
+    )
     assert rows["indices"].tolist() == [0, 3, 1] and rows["offsets"].tolist() == [0, 1, 1, 2, 3]
     assert len(split(Domain(2))) == 4 * 2 and len(split(DomainClass([[0], [1, 2], [7]]))) == 4 * 3
 
@@ -219,10 +255,14 @@ def test_subsampling_everything_keeps_every_row() -> None:
 def test_cuts_cover_all_samples_even_with_more_clients_than_samples() -> None:
     assert iid_split(order=np.arange(3), num_clients=5)["offsets"].tolist() == [0, 1, 2, 3, 3, 3]
     shares = np.full(1000, 1 / 1000)
-    assert quantity_split(order=np.arange(1000), proportions=shares)["offsets"].tolist() == list(range(1001))
+    assert quantity_split(order=np.arange(1000), proportions=shares)["offsets"].tolist() == list(
+        range(1001)
+    )
 
 
-@pytest.mark.parametrize("kind", [IID(100_000), Dirichlet(100_000, 0.5, minimum=0), Quantity(100_000, 0.5, minimum=0)])
+@pytest.mark.parametrize(
+    "kind", [IID(100_000), Dirichlet(100_000, 0.5, minimum=0), Quantity(100_000, 0.5, minimum=0)]
+)
 def test_a_hundred_thousand_clients_are_two_arrays(kind: Partitioner) -> None:
     labels = np.arange(60_000) % 10
     partition = kind.split(labels, np.zeros_like(labels), 10, 0)
@@ -252,21 +292,39 @@ def test_a_partition_survives_pickling_and_its_rows_are_views() -> None:
         (lambda: IID(3, test_fraction=1.0), r"partition.test_fraction=1.0 .* below 1"),
         (lambda: IID(3, test_fraction=-0.1), r"partition.test_fraction=-0.1 .* at least 0"),
         (lambda: IID(3, validation_fraction=1.0), r"partition.validation_fraction=1.0 .* below 1"),
-        (lambda: IID(3, test_fraction=0.6, validation_fraction=0.4), r"=0.6 and .*=0.4 leave nothing .* below 1"),
-        (lambda: IID(3, test_fraction=None), r"test_fraction=null .* only partition=domain and .* a share such as 0.2"),
+        (
+            lambda: IID(3, test_fraction=0.6, validation_fraction=0.4),
+            r"=0.6 and .*=0.4 leave nothing .* below 1",
+        ),
+        (
+            lambda: IID(3, test_fraction=None),
+            r"test_fraction=null .* only partition=domain and .* a share such as 0.2",
+        ),
         (lambda: Dirichlet(3, 0.0), r"partition.alpha=0.0 .* above 0"),
         (lambda: Dirichlet(3, 0.1, minimum=-1), r"partition.minimum=-1"),
         (lambda: Quantity(3, 0.0), r"partition.alpha=0.0 .* above 0"),
         (lambda: Quantity(3, 1.0, minimum=-1), r"partition.minimum=-1"),
-        (lambda: DirichletClient(3, 0.1, remaining=True), r"partition.remaining=true needs .*prior_scaled"),
-        (lambda: DirichletClient(3, 0.1, turns="random"), r"partition.turns=.random. .* .rotating., .sequential."),
+        (
+            lambda: DirichletClient(3, 0.1, remaining=True),
+            r"partition.remaining=true needs .*prior_scaled",
+        ),
+        (
+            lambda: DirichletClient(3, 0.1, turns="random"),
+            r"partition.turns=.random. .* .rotating., .sequential.",
+        ),
         (lambda: DomainClass([[0, 1], [1]]), r"partition.groups=\[\[0, 1\], \[1\]\]"),
         (lambda: split(DomainClass([[0], [10]])), r"names class 10, .* classes 0 to 9"),
-        (lambda: split(Shards(1001, 2)), r"needs 2002 samples, .* has 2000: set partition.clients=1000 or less"),
+        (
+            lambda: split(Shards(1001, 2)),
+            r"needs 2002 samples, .* has 2000: set partition.clients=1000 or less",
+        ),
         (lambda: split(Shards(2, 2000)), r"has 2000: set partition.clients=1 or less"),
         (lambda: split(Shards(2, 2001)), r"has 2000: set partition.shards_per_client=1000 or less"),
         (lambda: split(DirichletClient(2001, 0.1)), r"set partition.clients=2000 or less"),
-        (lambda: split(Dirichlet(300, 0.5, minimum=10)), r"needs 3000 samples, .* set partition.clients=200 or less"),
+        (
+            lambda: split(Dirichlet(300, 0.5, minimum=10)),
+            r"needs 3000 samples, .* set partition.clients=200 or less",
+        ),
         (
             lambda: split(Quantity(100, 0.05, minimum=2)),
             r"alpha=0.05 over .*clients=100 .*partition.minimum.* 10000 attempts, .* set partition.minimum=0",
@@ -291,7 +349,9 @@ def test_a_larger_partition_gives_up_after_fewer_draws_but_never_before_twenty(
 def listed_rows(content: object, tmp_path: Path, test_fraction: float = 0.2) -> Partition:
     (tmp_path / "split.json").write_text(json.dumps(content))
     labels = np.zeros(10, dtype=np.int64)
-    return Listed(file=str(tmp_path / "split.json"), test_fraction=test_fraction).split(labels, labels, 1, 0)
+    return Listed(file=str(tmp_path / "split.json"), test_fraction=test_fraction).split(
+        labels, labels, 1, 0
+    )
 
 
 @pytest.mark.parametrize("content", [[[3, 1], [], [9]], {"alice": [3, 1], "bob": [], "carol": [9]}])
@@ -315,20 +375,29 @@ def test_clients_have_the_rows_that_a_file_lists(content: object, tmp_path: Path
         (3, "holds no list of clients"),
     ],
 )
-def test_lists_that_are_no_split_are_refused(content: object, sentence: str, tmp_path: Path) -> None:
+def test_lists_that_are_no_split_are_refused(
+    content: object, sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         listed_rows(content, tmp_path)
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
     labels = np.zeros(3, dtype=np.int64)
-    for partition, sentence in ((Listed(), "names no lists"), (Listed(file="none.json"), "none.json cannot be read")):
+    for partition, sentence in (
+        (Listed(), "names no lists"),
+        (Listed(file="none.json"), "none.json cannot be read"),
+    ):
         with pytest.raises(ValueError, match=sentence):
             partition.split(labels, labels, 1, 0)
 
 
 def test_a_class_of_which_there_is_nothing_is_never_taken() -> None:
-    shares, turns, uniforms = np.array([[0.5, 0.5]]), np.zeros(3, np.int64), np.array([0.0, 0.3, 0.6])
+    shares, turns, uniforms = (
+        np.array([[0.5, 0.5]]),
+        np.zeros(3, np.int64),
+        np.array([0.0, 0.3, 0.6]),
+    )
     assert source._taken_classes(shares, turns, uniforms, np.array([0, 3])).tolist() == [1, 1, 1]
 
 
@@ -359,8 +428,12 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("partitioner", "known"), zip(WHOLE, KNOWN, strict=True), ids=[*map(repr, WHOLE)])
+@pytest.mark.parametrize(
+    ("partitioner", "known"), zip(WHOLE, KNOWN, strict=True), ids=[*map(repr, WHOLE)]
+)
 def test_the_split_of_a_seed_is_the_same_tomorrow(partitioner: Partitioner, known: str) -> None:
     train = split(partitioner).train
-    digest = hashlib.sha256(train.indices.astype("<i8").tobytes() + train.offsets.astype("<i8").tobytes()).hexdigest()
+    digest = hashlib.sha256(
+        train.indices.astype("<i8").tobytes() + train.offsets.astype("<i8").tobytes()
+    ).hexdigest()
     assert digest[:12] == known

@@ -43,7 +43,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_data_set_is_read_only_mapped_and_pickles_as_its_path() -> None:
     built = Synthetic(samples=20_000).build()
     assert not built.inputs.flags.writeable and not built.labels.flags.writeable
-    assert built.inputs.shape == (20_200, 1, 8, 8) and built.labels.dtype == built.domains.dtype == np.int64
+    assert (
+        built.inputs.shape == (20_200, 1, 8, 8)
+        and built.labels.dtype == built.domains.dtype == np.int64
+    )
     content = pickle.dumps(built)
     assert len(content) < 1000
     assert np.array_equal(pickle.loads(content).inputs, built.inputs)
@@ -52,7 +55,9 @@ def test_a_data_set_is_read_only_mapped_and_pickles_as_its_path() -> None:
 def test_the_second_build_opens_the_file_of_the_first(cache: Path) -> None:
     first = Synthetic().build()
     written = first.path.stat().st_mtime_ns
-    assert Synthetic(label_noise=0.5, pool=2).build().path == first.path  # corruptions do not change the clean file
+    assert (
+        Synthetic(label_noise=0.5, pool=2).build().path == first.path
+    )  # corruptions do not change the clean file
     assert first.path.stat().st_mtime_ns == written
     assert Synthetic(seed=1).build().path != first.path
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
@@ -67,7 +72,9 @@ def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache
 
     def make() -> Samples:
         built.append(threading.get_ident())
-        time.sleep(0.05)  # long enough for the other to find no file; the result does not depend on it
+        time.sleep(
+            0.05
+        )  # long enough for the other to find no file; the result does not depend on it
         zeros = np.zeros(2, dtype=np.int64)
         return Samples(np.ones((2, 1, 2, 2), dtype=np.uint8), zeros, zeros, 1, ["a"], ["b"])
 
@@ -77,7 +84,11 @@ def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache
     for thread in threads:
         thread.join()
     (made,) = cache.glob("one-*.arrow")
-    assert len(built) == 1 and {path.name for path in cache.iterdir()} == {".lock", ".verified", made.name}
+    assert len(built) == 1 and {path.name for path in cache.iterdir()} == {
+        ".lock",
+        ".verified",
+        made.name,
+    }
 
 
 def test_a_write_that_fails_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +119,9 @@ def flip(path: Path, place: int) -> None:
 def test_a_flipped_byte_of_any_array_is_noticed(array: str) -> None:
     built = Synthetic(samples=50, test_samples=0).build()
     flip(built.path, built.path.read_bytes().find(getattr(built, array)[20:40].tobytes()))
-    with pytest.raises(ValueError, match=rf"{built.path} is not .* \(its checksum is another\): delete it"):
+    with pytest.raises(
+        ValueError, match=rf"{built.path} is not .* \(its checksum is another\): delete it"
+    ):
         Synthetic(samples=50, test_samples=0).build()
 
 
@@ -124,7 +137,10 @@ def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
         except ValueError as error:
             assert str(path) in str(error)
         else:  # padding, or what the reader has twice
-            assert np.array_equal(found.inputs, images) and [found.class_names, found.domain_names] == names
+            assert (
+                np.array_equal(found.inputs, images)
+                and [found.class_names, found.domain_names] == names
+            )
         path.write_bytes(content)
 
 
@@ -133,7 +149,9 @@ def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -
 
     verified: list[object] = []
     original = dataset._checksum
-    monkeypatch.setattr(dataset, "_checksum", lambda *parts: (verified.append(1), original(*parts))[1])
+    monkeypatch.setattr(
+        dataset, "_checksum", lambda *parts: (verified.append(1), original(*parts))[1]
+    )
     path = Synthetic().build().path
     Synthetic().build()
     Dataset(path)
@@ -148,7 +166,11 @@ def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -
 
 def test_digits_are_scaled_to_full_range_with_a_test_share_of_every_class() -> None:
     digits = Digits().build()
-    assert digits.inputs.shape == (1797, 1, 8, 8) and digits.inputs.max() == 255 and digits.num_classes == 10
+    assert (
+        digits.inputs.shape == (1797, 1, 8, 8)
+        and digits.inputs.max() == 255
+        and digits.num_classes == 10
+    )
     test = np.bincount(digits.labels[digits.train_rows :])
     assert (test == np.bincount(digits.labels) // 5).all()
 
@@ -182,7 +204,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 def test_a_root_without_the_set_is_named_with_what_was_looked_for(
     kind: type[Source], file: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path} holds no .*{file}.*data.download=true"):
+    with pytest.raises(
+        ValueError, match=rf"data.root={tmp_path} holds no .*{file}.*data.download=true"
+    ):
         kind(root=str(tmp_path), download=False).build()
 
 
@@ -194,7 +218,9 @@ def test_a_root_without_the_set_is_named_with_what_was_looked_for(
         "<urlopen error no route to host>",
     ],
 )
-def test_a_failed_download_is_one_sentence(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_one_sentence(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torchvision
 
     def fail(*_: object, **__: object) -> None:
@@ -202,7 +228,8 @@ def test_a_failed_download_is_one_sentence(said: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", fail)
     with pytest.raises(
-        ValueError, match=r"download failed \(no route to host\): name a folder that holds it in data.root"
+        ValueError,
+        match=r"download failed \(no route to host\): name a folder that holds it in data.root",
     ):
         Cifar10(root=str(tmp_path)).build()
 
@@ -219,10 +246,14 @@ def test_an_idx_label_file_must_have_a_label_for_every_image_of_its_split(tmp_pa
     file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
     content = file.read_bytes()
     file.write_bytes(np.array([2049, 5], ">i4").tobytes() + content[8:13])
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST has 6 images and 5 labels for training"):
+    with pytest.raises(
+        ValueError, match=rf"data.root={tmp_path}: MNIST has 6 images and 5 labels for training"
+    ):
         Mnist(root=str(tmp_path)).build()
     file.write_bytes(content[:-1] + b"\xc8")
-    with pytest.raises(ValueError, match=rf"{tmp_path}.*MNIST.* has the label 200, its classes are 0 to 9"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}.*MNIST.* has the label 200, its classes are 0 to 9"
+    ):
         Mnist(root=str(tmp_path)).build()
 
 
@@ -230,7 +261,10 @@ def test_images_of_training_and_testing_must_be_of_one_size(tmp_path: Path) -> N
     images = write_mnist(tmp_path, train=6, test=3)
     header = np.array([2051, 3, 14, 56], ">i4").tobytes()
     (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(header + images[6:].tobytes())
-    with pytest.raises(ValueError, match=r"MNIST has images of 28 x 28 pixels for training and of 14 x 56 for testing"):
+    with pytest.raises(
+        ValueError,
+        match=r"MNIST has images of 28 x 28 pixels for training and of 14 x 56 for testing",
+    ):
         Mnist(root=str(tmp_path)).build()
 
 
@@ -253,14 +287,22 @@ def write_usps(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, labels in (("usps.bz2", (1, 10, 3)), ("usps.t.bz2", (2,))):
         values = " ".join(f"{place}:{1.0 if place == 1 else -1.0}" for place in range(1, 257))
-        (folder / name).write_bytes(bz2.compress("".join(f"{label} {values}\n" for label in labels).encode()))
+        (folder / name).write_bytes(
+            bz2.compress("".join(f"{label} {values}\n" for label in labels).encode())
+        )
 
 
 @pytest.mark.parametrize("inner", ["", "USPS"])
-def test_usps_is_read_as_torchvision_stores_it_in_root_or_in_a_folder_of_its_name(inner: str, tmp_path: Path) -> None:
+def test_usps_is_read_as_torchvision_stores_it_in_root_or_in_a_folder_of_its_name(
+    inner: str, tmp_path: Path
+) -> None:
     write_usps(tmp_path / inner)
     built = Usps(root=str(tmp_path), download=False).build()
-    assert built.labels.tolist() == [0, 9, 2, 1] and built.train_rows == 3 and built.class_names == DIGITS
+    assert (
+        built.labels.tolist() == [0, 9, 2, 1]
+        and built.train_rows == 3
+        and built.class_names == DIGITS
+    )
     assert built.shape == (1, 16, 16) and built.inputs[0].sum() == built.inputs[0, 0, 0, 0] == 255
 
 
@@ -273,13 +315,22 @@ def test_svhn_digits_are_numbered_from_zero_and_its_pixels_keep_their_places(
     monkeypatch.setattr(torchvision.datasets.SVHN, "_check_integrity", lambda self: True)
     images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
     for split in ("train", "test"):
-        savemat(tmp_path / f"{split}_32x32.mat", {"X": images, "y": np.array([[10], [1], [9], [2]], dtype=np.uint8)})
+        savemat(
+            tmp_path / f"{split}_32x32.mat",
+            {"X": images, "y": np.array([[10], [1], [9], [2]], dtype=np.uint8)},
+        )
     built = Svhn(root=str(tmp_path), download=False).build()
-    assert built.labels.tolist() == [0, 1, 9, 2] * 2 and built.train_rows == 4 and built.class_names == DIGITS
+    assert (
+        built.labels.tolist() == [0, 1, 9, 2] * 2
+        and built.train_rows == 4
+        and built.class_names == DIGITS
+    )
     assert np.array_equal(built.inputs[1], images[..., 1].transpose(2, 0, 1))
 
 
-def test_torchvisions_files_come_before_a_folder_of_the_sets_name_and_that_before_a_download(tmp_path: Path) -> None:
+def test_torchvisions_files_come_before_a_folder_of_the_sets_name_and_that_before_a_download(
+    tmp_path: Path,
+) -> None:
     strips = write_strips(tmp_path / "usps", size=16)
     assert np.array_equal(Usps(root=str(tmp_path)).build().inputs[:, 0], strips)
     write_usps(tmp_path)
@@ -308,7 +359,10 @@ def test_noise_free_synthetic_classes_differ_and_domains_shift_them() -> None:
         ({"channels": 2}, r"data.channels=2 .* 1, 3 or null"),
         ({"label_noise": 1.5}, r"data.label_noise=1.5 .* from 0 to 1"),
         ({"pool": 0}, r"data.pool=0"),
-        ({"augment": ["shear"]}, r"data.augment=\['shear'\] .* crop, flip, rotate, resized_crop, jitter and grey"),
+        (
+            {"augment": ["shear"]},
+            r"data.augment=\['shear'\] .* crop, flip, rotate, resized_crop, jitter and grey",
+        ),
         ({"crop_area": [0.9, 0.5]}, r"data.crop_area=\[0.9, 0.5\] .* \[lowest, highest\]"),
         ({"crop_area": [0.0, 0.5]}, r"data.crop_area=\[0.0, 0.5\]"),
         ({"crop_area": [0.5]}, r"data.crop_area=\[0.5\]"),
@@ -353,7 +407,9 @@ def test_the_settings_of_the_training_step_are_its_pipeline_and_change_no_file()
 
 
 @pytest.mark.parametrize(("kind", "mean"), [(Mnist, 0.1307), (FashionMnist, 0.2860)])
-def test_the_real_sets_have_their_published_means(kind: type[Source], mean: float, shared: Path) -> None:
+def test_the_real_sets_have_their_published_means(
+    kind: type[Source], mean: float, shared: Path
+) -> None:
     built = kind(root=str(shared / "data"), download=False).build()
     assert built.inputs.shape == (70_000, 1, 28, 28) and built.train_rows == 60_000
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
@@ -363,10 +419,14 @@ def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):
-                write_picture(tmp_path / domain / name / f"{number}.png", picture() * 0 + 10 * index + number)
+                write_picture(
+                    tmp_path / domain / name / f"{number}.png", picture() * 0 + 10 * index + number
+                )
     built = ImageFolder(root=str(tmp_path), only=["cat", "axe"], channels=1).build()
     assert built.class_names == ["cat", "axe"]
-    assert sorted(built.inputs[built.labels == 0].max(axis=(1, 2, 3)).tolist()) == sorted([20, 21, 22, 23, 24] * 2)
+    assert sorted(built.inputs[built.labels == 0].max(axis=(1, 2, 3)).tolist()) == sorted(
+        [20, 21, 22, 23, 24] * 2
+    )
     assert np.bincount(built.labels[: built.train_rows]).tolist() == [8, 8]
     assert np.bincount(built.domains).tolist() == [10, 10]
     assert Synthetic(classes=4, samples=8, only=["2", "0"]).build().num_classes == 2
@@ -375,6 +435,8 @@ def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(Usps, (7291, 9298)), (Cifar100, (2000, 2500))])
-def test_sets_of_torchvision_are_found_as_strips(kind: type[Source], rows: tuple[int, int], shared: Path) -> None:
+def test_sets_of_torchvision_are_found_as_strips(
+    kind: type[Source], rows: tuple[int, int], shared: Path
+) -> None:
     built = kind(root=str(shared / "data"), download=False).build()
     assert (built.train_rows, len(built)) == rows

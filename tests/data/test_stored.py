@@ -35,18 +35,27 @@ def test_parquet_images_come_back_pixel_for_pixel(struct: bool, tmp_path: Path) 
     write_parquet(tmp_path / "train.parquet", pixels[:3], [0, 1, 0], struct, metadata=names)
     write_parquet(tmp_path / "test.parquet", pixels[3:], [1, 1], struct, metadata=names)
     built = Parquet(root=str(tmp_path)).build()
-    assert np.array_equal(built.inputs[:, 0], np.stack(pixels)) and built.labels.tolist() == [0, 1, 0, 1, 1]
+    assert np.array_equal(built.inputs[:, 0], np.stack(pixels)) and built.labels.tolist() == [
+        0,
+        1,
+        0,
+        1,
+        1,
+    ]
     assert built.train_rows == 3 and built.class_names == ["cat", "dog", "cow"]
     assert built.domain_names == [tmp_path.name]
 
 
-def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(tmp_path: Path) -> None:
+def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(
+    tmp_path: Path,
+) -> None:
     for name, size, channels in (("usps", 4, 1), ("photo", 6, 3)):
         for split in ("train", "test"):
             pixels = [picture(size, size, channels) for _ in range(2)]
             write_parquet(tmp_path / name / f"{split}.parquet", pixels, [0, 1])
     with pytest.raises(
-        ValueError, match=r"usps/train.parquet, row 0 has the shape \(1, 4, 4\).*\(3, 6, 6\): set data.size"
+        ValueError,
+        match=r"usps/train.parquet, row 0 has the shape \(1, 4, 4\).*\(3, 6, 6\): set data.size",
     ):
         Parquet(root=str(tmp_path)).build()
     built = Parquet(root=str(tmp_path), size=5, channels=3).build()
@@ -54,7 +63,9 @@ def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(tm
     assert built.domains.tolist() == [0, 0, 1, 1, 0, 0, 1, 1] and built.train_rows == 4
     grey = built.inputs[built.domains == 1]
     assert (grey == grey[:, :1]).all()
-    listed = Parquet(root=[str(tmp_path / "usps"), str(tmp_path / "photo")], size=5, channels=3).build()
+    listed = Parquet(
+        root=[str(tmp_path / "usps"), str(tmp_path / "photo")], size=5, channels=3
+    ).build()
     assert sorted(listed.domain_names) == built.domain_names
 
 
@@ -68,10 +79,16 @@ def test_parquet_domains_text_labels_and_parts_are_understood(tmp_path: Path) ->
 
 
 def test_class_names_of_the_hugging_face_layout_are_used(tmp_path: Path) -> None:
-    info = {"info": {"features": {"kind": {"names": ["no", "yes", "maybe"], "_type": "ClassLabel"}}}}
+    info = {
+        "info": {"features": {"kind": {"names": ["no", "yes", "maybe"], "_type": "ClassLabel"}}}
+    }
     for split in ("train", "test"):
         write_parquet(
-            tmp_path / f"{split}.parquet", [picture()], [0], kind=[1], metadata={"huggingface": json.dumps(info)}
+            tmp_path / f"{split}.parquet",
+            [picture()],
+            [0],
+            kind=[1],
+            metadata={"huggingface": json.dumps(info)},
         )
     built = Parquet(root=str(tmp_path), label_column="kind").build()
     assert built.class_names == ["no", "yes", "maybe"] and built.labels.tolist() == [1, 1]
@@ -86,12 +103,16 @@ def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} holds no test.parquet"):
         Parquet(root=str(tmp_path)).build()
     write_parquet(tmp_path / "test.parquet", [picture()], [-1])
-    with pytest.raises(ValueError, match=r"has no column y, it has image, label: set data.label_column"):
+    with pytest.raises(
+        ValueError, match=r"has no column y, it has image, label: set data.label_column"
+    ):
         Parquet(root=str(tmp_path), label_column="y").build()
     with pytest.raises(ValueError, match=r"has the label -1, its classes are 0 to 0"):
         Parquet(root=str(tmp_path)).build()
     (tmp_path / "test.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'test.parquet'} is no readable Parquet file"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path / 'test.parquet'} is no readable Parquet file"
+    ):
         Parquet(root=str(tmp_path)).build()
 
 
@@ -100,14 +121,17 @@ def test_a_label_beyond_the_number_of_images_makes_no_classes(label: int, tmp_pa
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}.parquet", [picture(), picture()], [0, label])
     with pytest.raises(
-        ValueError, match=rf"has the label {label}, and 4 images: labels without names count the classe"
+        ValueError,
+        match=rf"has the label {label}, and 4 images: labels without names count the classe",
     ):
         Parquet(root=str(tmp_path)).build()
 
 
 def test_an_unsigned_label_is_named_as_it_is_stored(tmp_path: Path) -> None:
     for split in ("train", "test"):
-        write_parquet(tmp_path / f"{split}.parquet", [picture()], pa.array([2**64 - 1], pa.uint64()))
+        write_parquet(
+            tmp_path / f"{split}.parquet", [picture()], pa.array([2**64 - 1], pa.uint64())
+        )
     with pytest.raises(ValueError, match=rf"has the label {2**64 - 1}"):
         Parquet(root=str(tmp_path)).build()
 
@@ -134,7 +158,9 @@ def test_labels_and_domains_of_other_types_are_refused(
 def test_labels_are_text_in_all_files_or_numbers_in_all(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [picture(), picture()], ["0", "1"])
     write_parquet(tmp_path / "test.parquet", [picture()], [1])
-    with pytest.raises(ValueError, match=r"test.parquet: column label holds int64, .*train.parquet holds string"):
+    with pytest.raises(
+        ValueError, match=r"test.parquet: column label holds int64, .*train.parquet holds string"
+    ):
         Parquet(root=str(tmp_path)).build()
 
 
@@ -152,14 +178,20 @@ def test_labels_are_text_in_all_files_or_numbers_in_all(tmp_path: Path) -> None:
         {"huggingface": '{"info": {"features": {"label": {"names": 7}}}}'},
     ],
 )
-def test_class_names_in_a_files_metadata_must_be_a_list_of_names(metadata: dict, tmp_path: Path) -> None:
+def test_class_names_in_a_files_metadata_must_be_a_list_of_names(
+    metadata: dict, tmp_path: Path
+) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}.parquet", [picture()], [0], metadata=metadata)
-    with pytest.raises(ValueError, match=r"train.parquet: its class names.* a list of different texts"):
+    with pytest.raises(
+        ValueError, match=r"train.parquet: its class names.* a list of different texts"
+    ):
         Parquet(root=str(tmp_path)).build()
 
 
-@pytest.mark.parametrize("column", [pa.array([3]), pa.array([[1]]), pa.array(["x"]), pa.array([{"path": "a.png"}])])
+@pytest.mark.parametrize(
+    "column", [pa.array([3]), pa.array([[1]]), pa.array(["x"]), pa.array([{"path": "a.png"}])]
+)
 def test_a_column_without_bytes_of_pictures_is_named(column: pa.Array, tmp_path: Path) -> None:
     for split in ("train", "test"):
         pq.write_table(pa.table({"image": column, "label": [0]}), tmp_path / f"{split}.parquet")
@@ -172,14 +204,20 @@ def test_a_file_that_never_ends_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train-0.parquet is no regular file"):
         Parquet(root=str(tmp_path)).build()
     write_picture(tmp_path / "folder/a/1.png", picture())
-    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path)):
+    for make in (
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to(path),
+    ):
         make(fifo := tmp_path / "folder/a/2.png")
         with pytest.raises(ValueError, match=rf"{fifo} is no regular file"):
             ImageFolder(root=str(tmp_path / "folder")).build()
         fifo.unlink()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
+)
 @pytest.mark.parametrize("name", ["split.csv", "test.parquet"])
 def test_a_file_that_need_not_be_there_is_not_passed_by_where_it_cannot_be_read(
     name: str, make: Any, tmp_path: Path
@@ -188,8 +226,15 @@ def test_a_file_that_need_not_be_there_is_not_passed_by_where_it_cannot_be_read(
         write_picture(tmp_path / f"a/{number}.png", picture())
     write_parquet(tmp_path / "train.parquet", [picture(), picture()], [0, 1])
     make(tmp_path / name)
-    source = ImageFolder(str(tmp_path)) if name == "split.csv" else Parquet(str(tmp_path), test_fraction=0.5)
-    with pytest.raises(ValueError, match=rf"^{tmp_path / name} is no regular file: remove it, or put the file there"):
+    source = (
+        ImageFolder(str(tmp_path))
+        if name == "split.csv"
+        else Parquet(str(tmp_path), test_fraction=0.5)
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"^{tmp_path / name} is no regular file: remove it, or put the file there",
+    ):
         source.build()
 
 
@@ -203,7 +248,10 @@ def test_folders_that_contain_themselves_end(tmp_path: Path) -> None:
 
 def test_a_split_file_is_text_of_regular_rows(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/1.png", picture())
-    for content in (b"path,domain,class,split\n\xff\xfe,a,x,test\n", b"path,domain,class,split\n\0,a,x,test\n"):
+    for content in (
+        b"path,domain,class,split\n\xff\xfe,a,x,test\n",
+        b"path,domain,class,split\n\0,a,x,test\n",
+    ):
         (tmp_path / "split.csv").write_bytes(content)
         with pytest.raises(ValueError, match=rf"{tmp_path / 'split.csv'}"):
             ImageFolder(root=str(tmp_path)).build()
@@ -216,11 +264,15 @@ def test_a_broken_picture_in_parquet_is_named_by_its_row(tmp_path: Path) -> None
     for split in ("train", "test"):
         table = pa.table({"image": [encoded(picture()), b"no picture"], "label": [0, 1]})
         pq.write_table(table, tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'train.parquet'}, row 1 is not a readable picture"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path / 'train.parquet'}, row 1 is not a readable picture"
+    ):
         Parquet(root=str(tmp_path)).build()
 
 
-def test_parquet_without_a_test_file_holds_out_a_share_of_every_class_of_every_domain(tmp_path: Path) -> None:
+def test_parquet_without_a_test_file_holds_out_a_share_of_every_class_of_every_domain(
+    tmp_path: Path,
+) -> None:
     pixels = [picture() for _ in range(16)]
     labels, domains = [0, 1] * 8, ["b"] * 8 + ["a"] * 8
     write_parquet(tmp_path / "train-0.parquet", pixels[:6], labels[:6], domain=domains[:6])
@@ -230,7 +282,10 @@ def test_parquet_without_a_test_file_holds_out_a_share_of_every_class_of_every_d
     built = Parquet(root=str(tmp_path), test_fraction=0.25).build()
     assert built.train_rows == 12 and built.domain_names == ["a", "b"]
     assert np.bincount(built.domains[12:] * 2 + built.labels[12:]).tolist() == [1, 1, 1, 1]
-    stored = {one.tobytes(): (label, domain) for one, label, domain in zip(pixels, labels, domains, strict=True)}
+    stored = {
+        one.tobytes(): (label, domain)
+        for one, label, domain in zip(pixels, labels, domains, strict=True)
+    }
     for image, label, domain in zip(built.inputs, built.labels, built.domains, strict=True):
         assert stored.pop(image.tobytes()) == (label, built.domain_names[domain])
     assert not stored, "every image is there once"
@@ -254,7 +309,9 @@ def test_a_domain_without_training_rows_comes_last(tmp_path: Path) -> None:
 # ---- labels in lists -------------------------------------------------------------------------------------------------
 
 
-def write_labels(folder: Path, train: object, test: object = None, names: list[str] | None = None) -> Parquet:
+def write_labels(
+    folder: Path, train: object, test: object = None, names: list[str] | None = None
+) -> Parquet:
     """A set without other inputs than a column of numbers, of these labels."""
     for split, labels in (("train", train), ("test", train if test is None else test)):
         table = pa.table({"x": np.arange(float(len(labels))), "label": labels})
@@ -268,9 +325,14 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_a_label_in_a_list_beyond_the_number_of_images_makes_no_classes(label: int, tmp_path: Path) -> None:
+def test_a_label_in_a_list_beyond_the_number_of_images_makes_no_classes(
+    label: int, tmp_path: Path
+) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
-    with pytest.raises(ValueError, match=rf"has the label {label}, and 6 images: labels without names count the class"):
+    with pytest.raises(
+        ValueError,
+        match=rf"has the label {label}, and 6 images: labels without names count the class",
+    ):
         source.build()
 
 
@@ -282,14 +344,46 @@ def test_a_label_in_a_list_beyond_the_number_of_images_makes_no_classes(label: i
         ([[0], [7], [1]], ["a", "b"], r"has the label 7, its classes are 0 to 1: correct it\.$"),
         ([[0], [1], [-1]], ["a", "b"], r"has the label -1, its classes are 0 to 1: correct it\.$"),
         ([["a"], ["z"]], ["a", "b"], r"has the label z, its class names are a, b: correct one\.$"),
-        ([[0], [None]], None, r"train.parquet: column label has lists with empty values: remove these rows\.$"),
-        ([["a"], [None]], None, r"train.parquet: column label has lists with empty values: remove these rows\.$"),
-        ([[[0]], [[1]]], None, r"train.parquet: column label holds list<.*list<.*: it must hold numbers, text, or l"),
-        ([[{"a": 1}]], None, r"train.parquet: column label holds list<.*struct<.*: it must hold numbers, text, or l"),
-        ([[b"a"], [b"b"]], None, r"train.parquet: column label holds list<.*binary>: it must hold numbers, text, or"),
-        ([[date(2020, 1, 1)]], None, r"train.parquet: column label holds list<.*date32.*>: it must hold numbers, tex"),
-        ([[0.5], [1.0]], None, r"has the label 0.5 in a list, and lists of labels .* set data\.kind=regression"),
-        ([[True], [False]], None, r"has the label True in a list, and lists of labels are of integers or of text"),
+        (
+            [[0], [None]],
+            None,
+            r"train.parquet: column label has lists with empty values: remove these rows\.$",
+        ),
+        (
+            [["a"], [None]],
+            None,
+            r"train.parquet: column label has lists with empty values: remove these rows\.$",
+        ),
+        (
+            [[[0]], [[1]]],
+            None,
+            r"train.parquet: column label holds list<.*list<.*: it must hold numbers, text, or l",
+        ),
+        (
+            [[{"a": 1}]],
+            None,
+            r"train.parquet: column label holds list<.*struct<.*: it must hold numbers, text, or l",
+        ),
+        (
+            [[b"a"], [b"b"]],
+            None,
+            r"train.parquet: column label holds list<.*binary>: it must hold numbers, text, or",
+        ),
+        (
+            [[date(2020, 1, 1)]],
+            None,
+            r"train.parquet: column label holds list<.*date32.*>: it must hold numbers, tex",
+        ),
+        (
+            [[0.5], [1.0]],
+            None,
+            r"has the label 0.5 in a list, and lists of labels .* set data\.kind=regression",
+        ),
+        (
+            [[True], [False]],
+            None,
+            r"has the label True in a list, and lists of labels are of integers or of text",
+        ),
     ],
 )
 def test_what_a_list_of_labels_may_not_hold_is_named(
@@ -307,8 +401,16 @@ def test_what_a_list_of_labels_may_not_hold_is_named(
         (SETS, INTS, r"int64, but .*train.parquet holds list<.*: int64>"),
         (INTS, SETS, r"list<.*: int64>, but .*train.parquet holds int64"),
         (TEXTS, [["a"]], r"list<.*: string>, but .*train.parquet holds string"),
-        (INTS, FLOATS, r"double, but .*train.parquet holds int64: use one for all files, or set data\.kind=regression"),
-        (FLOATS, INTS, r"int64, but .*train.parquet holds double: use one for all files, or set data\.kind=regression"),
+        (
+            INTS,
+            FLOATS,
+            r"double, but .*train.parquet holds int64: use one for all files, or set data\.kind=regression",
+        ),
+        (
+            FLOATS,
+            INTS,
+            r"int64, but .*train.parquet holds double: use one for all files, or set data\.kind=regression",
+        ),
         (SETS, [[0.5]], r"list<.*: double>, but .*train.parquet holds list<.*: int64>"),
     ],
 )
@@ -319,7 +421,9 @@ def test_labels_of_one_file_that_are_not_as_the_others_are_named(
         write_labels(tmp_path, train, test).build()
 
 
-@pytest.mark.parametrize("other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())])
+@pytest.mark.parametrize(
+    "other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())]
+)
 def test_lists_of_labels_may_be_stored_in_several_ways(other: pa.DataType, tmp_path: Path) -> None:
     built = write_labels(tmp_path, [[0], [0, 2], []], pa.array([[2], [1]], other)).build()
     assert built.kind == "multilabel" and built.class_names == ["0", "1", "2"]
@@ -329,7 +433,12 @@ def test_lists_of_labels_may_be_stored_in_several_ways(other: pa.DataType, tmp_p
 def test_a_file_in_which_no_image_has_a_label_goes_with_any_lists(tmp_path: Path) -> None:
     for labels, names in (([["b"], ["a"]], ["a", "b"]), ([[1], [0]], ["0", "1"])):
         built = write_labels(tmp_path, [[], []], labels).build()
-        assert built.class_names == names and built.labels.tolist() == [[0, 0], [0, 0], [0, 1], [1, 0]]
+        assert built.class_names == names and built.labels.tolist() == [
+            [0, 0],
+            [0, 0],
+            [0, 1],
+            [1, 0],
+        ]
 
 
 def test_three_files_of_which_one_has_no_label_are_still_of_one_kind(tmp_path: Path) -> None:
@@ -337,17 +446,24 @@ def test_three_files_of_which_one_has_no_label_are_still_of_one_kind(tmp_path: P
     (tmp_path / "test.parquet").rename(tmp_path / "test-0.parquet")
     pq.write_table(pa.table({"x": [0.0], "label": [["a"]]}), tmp_path / "test-1.parquet")
     with pytest.raises(
-        ValueError, match=r"test-1.parquet: column label holds .*string>, but .*test-0.parquet holds li"
+        ValueError,
+        match=r"test-1.parquet: column label holds .*string>, but .*test-0.parquet holds li",
     ):
         source.build()
 
 
-def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_every_file(tmp_path: Path) -> None:
+def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_every_file(
+    tmp_path: Path,
+) -> None:
     train = pa.array([[0, 1, 1]], pa.list_(pa.int64(), 3))
-    assert write_labels(tmp_path, train, [[1, 0, 0]]).build().labels.tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert write_labels(tmp_path, train, [[1, 0, 0]]).build().labels.tolist() == [
+        [0, 1, 1],
+        [1, 0, 0],
+    ]
     for test in ([[1, 0]], pa.array([[1, 0]], pa.list_(pa.int64(), 2)), [[1, 0, 0], [1]], [[]]):
         with pytest.raises(
-            ValueError, match=r"test.parquet: column label has a list of \d labels, and .*train.* of 3: m"
+            ValueError,
+            match=r"test.parquet: column label has a list of \d labels, and .*train.* of 3: m",
         ):
             write_labels(tmp_path, train, test).build()
 
@@ -355,14 +471,18 @@ def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_eve
 def test_unsigned_labels_go_with_signed_ones(tmp_path: Path) -> None:
     built = write_labels(tmp_path, INTS, pa.array([1], pa.uint64())).build()
     assert built.kind == "classification" and built.labels.tolist() == [0, 1, 1]
-    with pytest.raises(ValueError, match=rf"test.parquet: column label has the label {2**63}, and .* below {2**63}"):
+    with pytest.raises(
+        ValueError, match=rf"test.parquet: column label has the label {2**63}, and .* below {2**63}"
+    ):
         write_labels(tmp_path, SETS, pa.array([[2**63]], pa.list_(pa.uint64()))).build()
 
 
 def test_values_may_be_integers_in_one_file_where_the_kind_is_said(tmp_path: Path) -> None:
     source = replace(write_labels(tmp_path, INTS, FLOATS), kind="regression")
     assert source.build().labels.tolist() == [[0.0], [1.0], [0.0], [1.0]]
-    with pytest.raises(ValueError, match=r"has labels of type text .* data\.kind=regression needs numbers"):
+    with pytest.raises(
+        ValueError, match=r"has labels of type text .* data\.kind=regression needs numbers"
+    ):
         replace(write_labels(tmp_path, [["a"], ["b"]]), kind="regression").build()
     with pytest.raises(ValueError, match=r"has lists of 1 to 2 numbers: make them equal"):
         replace(write_labels(tmp_path, [[0.5], [1.5, 2.5]]), kind="regression").build()
@@ -378,7 +498,9 @@ def test_an_image_folder_of_domains_splits_every_class_of_every_domain(tmp_path:
                 write_picture(tmp_path / domain / name / f"{number}.png", picture(6, 4, 3))
     built = ImageFolder(root=str(tmp_path)).build()
     assert (
-        built.shape == (3, 6, 4) and built.class_names == ["cat", "dog"] and built.domain_names == ["photo", "sketch"]
+        built.shape == (3, 6, 4)
+        and built.class_names == ["cat", "dog"]
+        and built.domain_names == ["photo", "sketch"]
     )
     assert built.train_rows == 16
     assert np.bincount(built.domains[16:] * 2 + built.labels[16:]).tolist() == [1, 1, 1, 1]
@@ -390,13 +512,17 @@ def test_an_image_folder_of_classes_is_one_domain(tmp_path: Path) -> None:
         write_picture(tmp_path / f"class{number % 2}" / f"{number}.png", one)
     built = ImageFolder(root=str(tmp_path), test_fraction=0.5).build()
     assert built.domain_names == [tmp_path.name] and built.labels.tolist() == [0, 1, 0, 1]
-    assert np.array_equal(built.inputs[:, 0], np.stack([pixels[0], pixels[1], pixels[2], pixels[3]]))
+    assert np.array_equal(
+        built.inputs[:, 0], np.stack([pixels[0], pixels[1], pixels[2], pixels[3]])
+    )
 
 
 def test_a_split_file_decides_what_is_test(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/x/1.png", picture())
     write_picture(tmp_path / "a/x/2.png", picture())
-    (tmp_path / "split.csv").write_text("path,domain,class,split\na/x/1.png,a,x,test\na/x/2.png,a,x,train\n")
+    (tmp_path / "split.csv").write_text(
+        "path,domain,class,split\na/x/1.png,a,x,test\na/x/2.png,a,x,train\n"
+    )
     assert ImageFolder(root=str(tmp_path)).build().train_rows == 1
     (tmp_path / "split.csv").write_text("path,domain,class,split\na/x/3.png,a,x,test\n")
     with pytest.raises(ValueError, match=r"split.csv names a/x/3.png, which is not there"):
@@ -416,12 +542,18 @@ def test_folders_train_and_test_say_what_is_for_testing(tmp_path: Path) -> None:
     assert built.class_names == ["ill", "normal"] and built.domain_names == ["fundus"]
 
 
-def test_folders_train_and_test_may_hold_domains_and_the_test_set_may_be_common(tmp_path: Path) -> None:
+def test_folders_train_and_test_may_hold_domains_and_the_test_set_may_be_common(
+    tmp_path: Path,
+) -> None:
     for hospital in ("zurich", "basel"):
         write_picture(tmp_path / "covid/train" / hospital / "ill/1.png", picture())
     write_picture(tmp_path / "covid/test/ill/1.png", picture())
     built = ImageFolder(root=str(tmp_path / "covid")).build()
-    assert built.domain_names == ["basel", "zurich", "covid"] and built.domains.tolist() == [0, 1, 2]
+    assert built.domain_names == ["basel", "zurich", "covid"] and built.domains.tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
@@ -460,10 +592,17 @@ def forms(root: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["strips", "parquet", "pictures"])
-def test_a_named_set_is_the_same_in_every_form_and_found_under_any_spelling(form: str, tmp_path: Path) -> None:
+def test_a_named_set_is_the_same_in_every_form_and_found_under_any_spelling(
+    form: str, tmp_path: Path
+) -> None:
     images = forms(tmp_path)
     around = Stored(root=str(tmp_path / form), name="OfficeHome").build()
-    assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [0, 1, 0, 1]
+    assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [
+        0,
+        1,
+        0,
+        1,
+    ]
     assert around.class_names == ["a", "b"] and around.train_rows == 2
     itself = Stored(root=str(next((tmp_path / form).iterdir())), name="OfficeHome").build()
     assert np.array_equal(itself.inputs, around.inputs)
@@ -471,18 +610,29 @@ def test_a_named_set_is_the_same_in_every_form_and_found_under_any_spelling(form
 
 def test_columns_and_fraction_reach_the_parquet_reader(tmp_path: Path) -> None:
     write_parquet(
-        tmp_path / "train.parquet", [picture() for _ in range(4)], [0] * 4, kind=[0, 0, 1, 1], site=list("xyxy")
+        tmp_path / "train.parquet",
+        [picture() for _ in range(4)],
+        [0] * 4,
+        kind=[0, 0, 1, 1],
+        site=list("xyxy"),
     )
     settings = {"label_column": "kind", "domain_column": "site", "test_fraction": 0.0}
     built = Stored(root=str(tmp_path), **settings).build()
-    assert built.labels.tolist() == [0, 0, 1, 1] and built.domain_names == ["x", "y"] and built.train_rows == 4
+    assert (
+        built.labels.tolist() == [0, 0, 1, 1]
+        and built.domain_names == ["x", "y"]
+        and built.train_rows == 4
+    )
 
 
 def test_a_named_set_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.root=None is no folder: name the one with PACS as strips, Parquet"):
+    with pytest.raises(
+        ValueError, match=r"data.root=None is no folder: name the one with PACS as strips, Parquet"
+    ):
         Stored(name="PACS").build()
     with pytest.raises(
-        ValueError, match=rf"data.root={tmp_path} has no folder PACS and is none itself: .* no pictures"
+        ValueError,
+        match=rf"data.root={tmp_path} has no folder PACS and is none itself: .* no pictures",
     ):
         Stored(root=str(tmp_path), name="PACS").build()
     with pytest.raises(ValueError, match=r"data.test_fraction=1.0 must be at least 0 and below 1"):

@@ -62,7 +62,9 @@ Writer = Callable[..., Any]
 @pytest.mark.parametrize("write", WRITERS)
 def test_columns_are_inferred_and_described(write: Writer, tmp_path: Path) -> None:
     dataset = write(tmp_path, COLUMNS).build()
-    expected = np.stack([COLUMNS["age"], COLUMNS["score"], COLUMNS["member"]], axis=1).astype(np.float32)
+    expected = np.stack([COLUMNS["age"], COLUMNS["score"], COLUMNS["member"]], axis=1).astype(
+        np.float32
+    )
     assert np.array_equal(dataset.inputs, expected) and dataset.tokens is None
     assert dataset.class_names == ["no", "yes"] and dataset.domain_names == ["u0", "u1", "u2"]
     for name in COLUMNS:
@@ -72,23 +74,41 @@ def test_columns_are_inferred_and_described(write: Writer, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_settings_name_the_columns(write: Writer, tmp_path: Path) -> None:
-    source = replace(write(tmp_path, COLUMNS), columns=["score"], label="age", user="label", kind="regression")
+    source = replace(
+        write(tmp_path, COLUMNS), columns=["score"], label="age", user="label", kind="regression"
+    )
     dataset = source.build()
-    assert dataset.inputs[:, 0].tolist() == COLUMNS["score"] and dataset.labels[:, 0].tolist() == COLUMNS["age"]
+    assert (
+        dataset.inputs[:, 0].tolist() == COLUMNS["score"]
+        and dataset.labels[:, 0].tolist() == COLUMNS["age"]
+    )
     assert dataset.domain_names == ["no", "yes"]
 
 
 @pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize(("label", "user"), [("y", "client_id"), ("Target", "User_ID"), ("CLASS", "client")])
-def test_usual_names_are_known_in_upper_and_lower_case(write: Writer, label: str, user: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("label", "user"), [("y", "client_id"), ("Target", "User_ID"), ("CLASS", "client")]
+)
+def test_usual_names_are_known_in_upper_and_lower_case(
+    write: Writer, label: str, user: str, tmp_path: Path
+) -> None:
     columns = {"a": COLUMNS["score"], user: COLUMNS["user"], label: COLUMNS["label"]}
     dataset = write(tmp_path, columns).build()
-    assert dataset.shape == (1,) and dataset.class_names == ["no", "yes"] and len(dataset.domain_names) == 3
+    assert (
+        dataset.shape == (1,)
+        and dataset.class_names == ["no", "yes"]
+        and len(dataset.domain_names) == 3
+    )
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_row_numbers_are_left_out_and_told(write: Writer, tmp_path: Path) -> None:
-    columns = {"Unnamed: 0": COLUMNS["age"], "id": COLUMNS["age"], "a": COLUMNS["score"], "label": COLUMNS["label"]}
+    columns = {
+        "Unnamed: 0": COLUMNS["age"],
+        "id": COLUMNS["age"],
+        "a": COLUMNS["score"],
+        "label": COLUMNS["label"],
+    }
     dataset = write(tmp_path, columns).build()
     assert dataset.shape == (1,) and "left out: Unnamed: 0, id" in dataset.columns
 
@@ -97,7 +117,9 @@ def test_row_numbers_are_left_out_and_told(write: Writer, tmp_path: Path) -> Non
 def test_thirty_columns_need_no_list(write: Writer, tmp_path: Path) -> None:
     columns = {f"f{number}": COLUMNS["score"] for number in range(30)} | {"label": COLUMNS["label"]}
     dataset = write(tmp_path, columns).build()
-    assert dataset.shape == (30,) and "30 columns: f0 " in dataset.columns and "f29" in dataset.columns
+    assert (
+        dataset.shape == (30,) and "30 columns: f0 " in dataset.columns and "f29" in dataset.columns
+    )
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -108,8 +130,15 @@ def test_text_alone_becomes_tokens(write: Writer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_text_next_to_numbers_is_refused_with_both_choices(write: Writer, tmp_path: Path) -> None:
-    columns = {"age": COLUMNS["age"], "city": ["x", "y"] * 6, "score": COLUMNS["score"], "label": COLUMNS["label"]}
-    with pytest.raises(ValueError, match=r"column city .*data\.columns=age\+score, .*data\.columns=city"):
+    columns = {
+        "age": COLUMNS["age"],
+        "city": ["x", "y"] * 6,
+        "score": COLUMNS["score"],
+        "label": COLUMNS["label"],
+    }
+    with pytest.raises(
+        ValueError, match=r"column city .*data\.columns=age\+score, .*data\.columns=city"
+    ):
         write(tmp_path, columns).build()
 
 
@@ -128,7 +157,9 @@ def test_large_integers_as_labels_name_the_kind_to_set(tmp_path: Path) -> None:
     assert replace(source, kind="regression").build().kind == "regression"  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"])
+@pytest.mark.parametrize(
+    "column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"]
+)
 def test_pictures_under_another_name_are_told_by_their_key(column: list, tmp_path: Path) -> None:
     columns = {"img": column, "age": COLUMNS["age"], "label": COLUMNS["label"]}
     with pytest.raises(ValueError, match=r"data\.image_column=img"):
@@ -152,8 +183,12 @@ def test_a_column_that_is_missing_is_named_by_its_key(
 
 
 @pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize(("key", "value"), [("label", "nope"), ("user", "nope"), ("columns", ["nope"])])
-def test_a_setting_that_names_no_column_is_refused(write: Writer, key: str, value: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("label", "nope"), ("user", "nope"), ("columns", ["nope"])]
+)
+def test_a_setting_that_names_no_column_is_refused(
+    write: Writer, key: str, value: object, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=rf"no column nope, .* set .*data\.{key}"):
         replace(write(tmp_path, COLUMNS), **{key: value}).build()
 
@@ -161,7 +196,9 @@ def test_a_setting_that_names_no_column_is_refused(write: Writer, key: str, valu
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("name", ["age", "label", "user"])
 def test_empty_values_are_named(write: Writer, name: str, tmp_path: Path) -> None:
-    columns = COLUMNS | {name: [COLUMNS[name][0], "" if write is write_csv else None, *COLUMNS[name][2:]]}
+    columns = COLUMNS | {
+        name: [COLUMNS[name][0], "" if write is write_csv else None, *COLUMNS[name][2:]]
+    }
     with pytest.raises(ValueError, match=f"column {name} has empty values"):
         write(tmp_path, columns).build()
 
@@ -189,11 +226,15 @@ def test_a_test_file_holds_the_test_rows(write: Writer, tmp_path: Path) -> None:
         source.build()
 
 
-def test_without_a_test_file_a_share_of_each_class_of_each_user_is_for_testing(tmp_path: Path) -> None:
+def test_without_a_test_file_a_share_of_each_class_of_each_user_is_for_testing(
+    tmp_path: Path,
+) -> None:
     source = replace(write_csv(tmp_path, COLUMNS), test_fraction=0.5)  # type: ignore[type-var]
     dataset = source.build()
     assert dataset.train_rows == 6
-    assert np.bincount(dataset.domains[6:]).tolist() == [2, 2, 2] and np.bincount(dataset.labels[6:]).tolist() == [3, 3]
+    assert np.bincount(dataset.domains[6:]).tolist() == [2, 2, 2] and np.bincount(
+        dataset.labels[6:]
+    ).tolist() == [3, 3]
 
 
 # ---- CSV -----------------------------------------------------------------------------------------------------------
@@ -230,7 +271,14 @@ def test_quoted_text_is_no_missing_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"a,label\n", b"a,label\n1,2,3\n", b"a,a,label\n1,2,0\n", b"\xff\xfe\x00a", b'a,label\n"1,0\n'],
+    [
+        b"",
+        b"a,label\n",
+        b"a,label\n1,2,3\n",
+        b"a,a,label\n1,2,0\n",
+        b"\xff\xfe\x00a",
+        b'a,label\n"1,0\n',
+    ],
     ids=["empty", "no rows", "long row", "name twice", "no text", "open quote"],
 )
 def test_csv_files_that_cannot_be_read_are_named(content: bytes, tmp_path: Path) -> None:
@@ -263,13 +311,17 @@ def test_settings_of_csv_are_checked(key: str, value: Any) -> None:
 
 # ---- JSON lines ----------------------------------------------------------------------------------------------------
 def test_lists_in_json_lines_are_vectors_tokens_and_labels(tmp_path: Path) -> None:
-    vectors = write_json_lines(tmp_path, {"x": [[0.5, 1.0]] * 4, "y": [["a"], ["b", "a"], [], ["b"]]}).build()
+    vectors = write_json_lines(
+        tmp_path, {"x": [[0.5, 1.0]] * 4, "y": [["a"], ["b", "a"], [], ["b"]]}
+    ).build()
     assert vectors.inputs.tolist() == [[0.5, 1.0]] * 4 and vectors.kind == "multilabel"
     tokens = write_json_lines(tmp_path, {"x": [[3, 1], [2], [1], [1]], "y": [0, 1, 0, 1]}).build()
     assert tokens.tokens == (4, 0) and tokens.inputs[:2].tolist() == [[3, 1], [2, 0]]
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2]", '{"a": 1', '{"a": 1, "label": 0}\n{"a": "b", "label": 0}'])
+@pytest.mark.parametrize(
+    "content", ["", "[1, 2]", '{"a": 1', '{"a": 1, "label": 0}\n{"a": "b", "label": 0}']
+)
 def test_json_lines_that_cannot_be_read_are_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"train\.jsonl"):
@@ -291,7 +343,11 @@ def test_an_archive_for_each_client_makes_clients(tmp_path: Path) -> None:
     data = federate(Npz(str(tmp_path)), Natural(test_fraction=0.0), 0)
     dataset = data.open()
     assert sorted(dataset.domain_names, key=int) == [str(client) for client in range(12)]
-    assert dataset.shape == (1, 2, 2) and len(data.central) == 24 and data.partition.train.counts.tolist() == [4] * 12
+    assert (
+        dataset.shape == (1, 2, 2)
+        and len(data.central) == 24
+        and data.partition.train.counts.tolist() == [4] * 12
+    )
     for client in range(12):
         rows = data.partition.train.rows(client)
         assert (dataset.inputs[rows] == int(dataset.domain_names[dataset.domains[rows[0]]])).all()

@@ -84,7 +84,9 @@ READ_AS_TEXT = {
 @pytest.mark.parametrize("name", READ_AS_INTEGERS)
 def test_columns_of_integers_are_read(name: str) -> None:
     values = plain_array(READ_AS_INTEGERS[name], "labels")
-    assert values.dtype.kind in "iu" and values.tolist() == (list(range(6)) if name == "range" else INTEGERS)
+    assert values.dtype.kind in "iu" and values.tolist() == (
+        list(range(6)) if name == "range" else INTEGERS
+    )
 
 
 @pytest.mark.parametrize("name", READ_AS_FLOATS)
@@ -154,7 +156,11 @@ UNREADABLE = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_types_that_cannot_be_read_are_refused(name: str) -> None:
-    for parts in ((TABLE, UNREADABLE[name]), (UNREADABLE[name], INTEGERS), (TABLE, INTEGERS, UNREADABLE[name])):
+    for parts in (
+        (TABLE, UNREADABLE[name]),
+        (UNREADABLE[name], INTEGERS),
+        (TABLE, INTEGERS, UNREADABLE[name]),
+    ):
         with pytest.raises(ValueError, match=r"^data[: ]"):
             arrays(parts)
 
@@ -177,7 +183,17 @@ def frame(**columns: Any) -> pd.DataFrame:
         pa.table({str(number): TABLE[:, number] for number in range(4)}),
         pa.array(TABLE.tolist()),
     ],
-    ids=["object", "lists", "frame", "series", "tensor", "sparse tensor", "sparse matrix", "table", "Arrow lists"],
+    ids=[
+        "object",
+        "lists",
+        "frame",
+        "series",
+        "tensor",
+        "sparse tensor",
+        "sparse matrix",
+        "table",
+        "Arrow lists",
+    ],
 )
 def test_inputs_of_any_type_are_the_same_data(inputs: object) -> None:
     dataset = arrays((inputs, INTEGERS)).build()
@@ -195,7 +211,9 @@ def test_text_in_a_frame_is_named() -> None:
         arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
 
 
-@pytest.mark.parametrize("inputs", [np.full((6, 2), 1e300), np.full((6, 2), -1e39), [[1e300, 0.0]] * 6])
+@pytest.mark.parametrize(
+    "inputs", [np.full((6, 2), 1e300), np.full((6, 2), -1e39), [[1e300, 0.0]] * 6]
+)
 def test_arrays_beyond_float32_are_refused(inputs: object) -> None:
     with pytest.raises(ValueError, match=r"inputs .* float32"):
         arrays((inputs, INTEGERS))
@@ -270,12 +288,16 @@ def test_arrow_text_is_labels_and_users(column: pa.Array, tmp_path: Path) -> Non
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_arrow_columns_that_cannot_be_read_are_named(column: pa.Array, name: str, tmp_path: Path) -> None:
+def test_arrow_columns_that_cannot_be_read_are_named(
+    column: pa.Array, name: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"column {name} "):
         read_parquet(tmp_path, **{name: column})
 
 
-@pytest.mark.parametrize("column", [pa.array([1e300] * 6), pa.array([[1e300]] * 6)], ids=["numbers", "vectors"])
+@pytest.mark.parametrize(
+    "column", [pa.array([1e300] * 6), pa.array([[1e300]] * 6)], ids=["numbers", "vectors"]
+)
 def test_parquet_beyond_float32_is_refused(column: pa.Array, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"column x .*float32"):
         read_parquet(tmp_path, x=column)

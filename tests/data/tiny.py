@@ -28,13 +28,20 @@ def encoded(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def write_parquet(path: Path, pixels: list[np.ndarray], labels: list, struct: bool = True, **columns: list) -> None:
+def write_parquet(
+    path: Path, pixels: list[np.ndarray], labels: list, struct: bool = True, **columns: list
+) -> None:
     """One Parquet file in the layout of Hugging Face."""
     content = [encoded(one) for one in pixels]
-    images = pa.array([{"bytes": one, "path": None} for one in content]) if struct else pa.array(content)
+    images = (
+        pa.array([{"bytes": one, "path": None} for one in content]) if struct else pa.array(content)
+    )
     metadata = columns.pop("metadata", None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"image": images, "label": labels, **columns}).replace_schema_metadata(metadata), path)
+    pq.write_table(
+        pa.table({"image": images, "label": labels, **columns}).replace_schema_metadata(metadata),
+        path,
+    )
 
 
 def write_picture(path: Path, pixels: np.ndarray) -> None:
@@ -55,11 +62,15 @@ def write_strips(
     folder.mkdir(parents=True, exist_ok=True)
     images = np.stack([picture(size, size, channels) for _ in range(sum(rows))])
     for split, part in (("train", images[: rows[0]]), ("test", images[rows[0] :])):
-        np.save(folder / f"{split}-labels.npy", (np.arange(len(part)) % len(classes)).astype(np.uint8))
+        np.save(
+            folder / f"{split}-labels.npy", (np.arange(len(part)) % len(classes)).astype(np.uint8)
+        )
         for number, start in enumerate(range(0, len(part), per_strip)):
             strip = part[start : start + per_strip]
             write_picture(folder / f"{split}-{number:03d}.png", strip.reshape(-1, *strip.shape[2:]))
-    (folder / "meta.json").write_text(json.dumps({"classes": classes, "height": size, "width": size}))
+    (folder / "meta.json").write_text(
+        json.dumps({"classes": classes, "height": size, "width": size})
+    )
     return images
 
 
@@ -70,7 +81,11 @@ def write_mnist(folder: Path, train: int = 6, test: int = 3) -> np.ndarray:
     (folder / "MNIST/raw").mkdir(parents=True)
     for name, rows in (("train", slice(0, train)), ("t10k", slice(train, None))):
         header = np.array([2051, len(images[rows]), 28, 28], ">i4").tobytes()
-        (folder / f"MNIST/raw/{name}-images-idx3-ubyte").write_bytes(header + images[rows].tobytes())
+        (folder / f"MNIST/raw/{name}-images-idx3-ubyte").write_bytes(
+            header + images[rows].tobytes()
+        )
         header = np.array([2049, len(images[rows])], ">i4").tobytes()
-        (folder / f"MNIST/raw/{name}-labels-idx1-ubyte").write_bytes(header + labels[rows].tobytes())
+        (folder / f"MNIST/raw/{name}-labels-idx1-ubyte").write_bytes(
+            header + labels[rows].tobytes()
+        )
     return images

@@ -21,8 +21,21 @@ from raysim.runtime.placement import NoRoom, RayOptions, Size
 from raysim.simulation.events import Event, ProcessLost, Round, Waiting
 
 QUICK = [
-    *("runtime=inprocess", "tracking=none", "data=synthetic", "data.samples=100", "partition=iid", "model=mlp"),
-    *("partition.clients=5", "schedule.cohort=3", "local.epochs=1", "rounds=5", "checkpoint.every=2"),
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "data.samples=100",
+        "partition=iid",
+        "model=mlp",
+    ),
+    *(
+        "partition.clients=5",
+        "schedule.cohort=3",
+        "local.epochs=1",
+        "rounds=5",
+        "checkpoint.every=2",
+    ),
 ]
 
 
@@ -52,7 +65,9 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rounds
 
 
-def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(fails: list[int], tmp_path: Path) -> None:
+def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(
+    fails: list[int], tmp_path: Path
+) -> None:
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [1, 3, 3, 5]
     console, waited = Console(file=(out := io.StringIO()), width=999), Waited()
@@ -60,12 +75,19 @@ def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(fails: list[int], 
     assert not fails and waited.times == 4
     assert found.summary["model_sha256"] == straight.summary["model_sha256"]
     assert [row["round"] for row in read_history(tmp_path / "b/history.parquet")] == [1, 2, 3, 4, 5]
-    assert out.getvalue().count("a node is gone. The run goes back to its last checkpoint and on by itself") == 4
+    assert (
+        out.getvalue().count(
+            "a node is gone. The run goes back to its last checkpoint and on by itself"
+        )
+        == 4
+    )
 
 
 def test_one_that_gets_no_further_gives_up(fails: list[int], tmp_path: Path) -> None:
     fails += [3] * 9
-    with pytest.raises(ProcessLost, match="a node is gone; resume=latest goes on from the last checkpoint"):
+    with pytest.raises(
+        ProcessLost, match="a node is gone; resume=latest goes on from the last checkpoint"
+    ):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
 
@@ -89,7 +111,12 @@ def test_after_a_node_is_lost_as_many_hosts_as_fit_go_on_and_before_it_too_many_
         room = 1  # from now on
         yield from inprocess.run(spec, schedule, fleet, *rest[2:])
 
-    parts = {"fit": fit, "run": run, "connected": lambda _: nullcontext(), "has_gpus": lambda: False}
+    parts = {
+        "fit": fit,
+        "run": run,
+        "connected": lambda _: nullcontext(),
+        "has_gpus": lambda: False,
+    }
     for name, part in parts.items():
         monkeypatch.setattr(on_ray, name, part)
     monkeypatch.setattr("raysim.experiment.execute.listen_on_loopback", lambda _: None)

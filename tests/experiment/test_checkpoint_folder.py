@@ -33,7 +33,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(where: str | None = None, **settings: Any) -> dict[str, Any]:
-    found = raysim.run(WORDS, quiet=True, checkpoint={"every": 2, "folder": where}, **settings).summary
+    found = raysim.run(
+        WORDS, quiet=True, checkpoint={"every": 2, "folder": where}, **settings
+    ).summary
     return {key: found[key] for key in ("rounds", "model_sha256", "state_sha256")}
 
 
@@ -59,11 +61,16 @@ def test_a_run_may_change_where_its_checkpoints_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "place"), [("/dev/null", "/dev/null"), ("letter/a", "letter"), ("file://letter", "letter")]
+    ("where", "place"),
+    [("/dev/null", "/dev/null"), ("letter/a", "letter"), ("file://letter", "letter")],
 )
-def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_written(where: str, place: str) -> None:
+def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_written(
+    where: str, place: str
+) -> None:
     Path("letter").touch()
-    with pytest.raises(Refused, match=rf"checkpoint.folder=.* cannot be made because .*{place} is a file"):
+    with pytest.raises(
+        Refused, match=rf"checkpoint.folder=.* cannot be made because .*{place} is a file"
+    ):
         run(where, out="a", rounds=2)
     assert not Path("a").exists()
     with pytest.raises(Refused, match=r"^out=letter/a cannot be made because .*letter is a file"):
@@ -75,7 +82,9 @@ def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
     before = store(where).names()
     with pytest.raises(Refused, match=f"checkpoint.folder={where} holds something already"):
         run(where, out="b")
-    with pytest.raises(Refused, match=r"local.lr=0.5 differs from local.lr=.* of the run in memory://runs/a"):
+    with pytest.raises(
+        Refused, match=r"local.lr=0.5 differs from local.lr=.* of the run in memory://runs/a"
+    ):
         run(where, out="b", resume="latest", local={"lr": 0.5})
     assert store(where).names() == before and not Path("b").exists()
 
@@ -100,14 +109,19 @@ def test_a_damaged_file_behind_a_url_is_one_sentence() -> None:
     name = max(files.ls("/runs/a/log", detail=False))
     files.pipe_file(name, files.cat_file(name)[:-1] + b"x")
     with pytest.raises(
-        Refused, match=r"memory://runs/a/round-000004 is damaged \(log/states-.* does not have the check"
+        Refused,
+        match=r"memory://runs/a/round-000004 is damaged \(log/states-.* does not have the check",
     ):
         run(where, out="a", rounds=6, resume="latest")
 
 
-def test_a_search_has_no_one_place_for_its_trials_and_each_run_of_a_study_has_one_of_its_own() -> None:
+def test_a_search_has_no_one_place_for_its_trials_and_each_run_of_a_study_has_one_of_its_own() -> (
+    None
+):
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(Refused, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)
     cells = plan([*words, "seed=0,1"]).cells
-    assert [cell.config["checkpoint"]["folder"] for cell in cells] == [f"memory://runs/a/{cell.name}" for cell in cells]
+    assert [cell.config["checkpoint"]["folder"] for cell in cells] == [
+        f"memory://runs/a/{cell.name}" for cell in cells
+    ]

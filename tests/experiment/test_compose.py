@@ -12,7 +12,16 @@ import yaml
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.method import Method
-from raysim.experiment.compose import compose, conf_folder, groups, load_yaml, plain, spread, to_yaml, without_set
+from raysim.experiment.compose import (
+    compose,
+    conf_folder,
+    groups,
+    load_yaml,
+    plain,
+    spread,
+    to_yaml,
+    without_set,
+)
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import TARGET, build as build_object, defaults, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
@@ -49,7 +58,9 @@ def test_a_methods_file_says_what_its_constructors_say(name: str) -> None:
         assert issubclass(cls, Method)
         assert cls.name == key
         # what follows the run is told by the run
-        following = {k for k, v in load_yaml(groups().files["method"][name])[key].items() if v == "${rounds}"}
+        following = {
+            k for k, v in load_yaml(groups().files["method"][name])[key].items() if v == "${rounds}"
+        }
         assert {k: None if k in following else v for k, v in values.items()} == defaults(cls)
 
 
@@ -63,7 +74,18 @@ def test_an_options_file_has_exactly_the_keys_of_its_class(group: str) -> None:
 @pytest.mark.parametrize("group", ["schedule", "fleet", "data"])
 def test_what_a_class_has_a_default_for_stands_in_its_file(group: str) -> None:
     # of a data set
-    own = {"mean", "std", "augment", "only", "name", "size", "channels", "domains", "crop_area", "rotate_degrees"}
+    own = {
+        "mean",
+        "std",
+        "augment",
+        "only",
+        "name",
+        "size",
+        "channels",
+        "domains",
+        "crop_area",
+        "rotate_degrees",
+    }
     for name in options(group):
         values = node(f"{group}={name}")[group]
         for key, value in defaults(resolve(values.pop(TARGET), group)).items():
@@ -75,7 +97,12 @@ def test_what_a_class_has_a_default_for_stands_in_its_file(group: str) -> None:
 
 @pytest.mark.parametrize(
     ("group", "cls"),
-    [("evaluate", Evaluation), ("runtime", RuntimeOptions), ("tracking", Tracking), ("checkpoint", Checkpoint)],
+    [
+        ("evaluate", Evaluation),
+        ("runtime", RuntimeOptions),
+        ("tracking", Tracking),
+        ("checkpoint", Checkpoint),
+    ],
 )
 def test_groups_without_classes_agree_with_their_dataclasses(group: str, cls: type) -> None:
     values = node()[group]
@@ -90,7 +117,9 @@ def test_the_primary_file_agrees_with_its_dataclasses() -> None:
     assert values["faults"] == defaults(Faults)
 
 
-def test_local_training_agrees_with_its_dataclass_apart_from_the_default_study(tmp_path: Path) -> None:
+def test_local_training_agrees_with_its_dataclass_apart_from_the_default_study(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "bare.yaml").write_text("{}\n")
     assert plain(compose(["experiment=bare"], [tmp_path]))["local"] == defaults(Local)
@@ -107,7 +136,11 @@ def test_the_preset_of_fedbr_has_the_papers_settings() -> None:
     assert list(values["method"]) == ["fedbr"]
     assert values["choices"]["model"] == "mnist_cnn"
     assert (values["rounds"], values["weighting"]) == (1000, "uniform")
-    assert (values["local"]["steps"], values["local"]["batch"], values["local"]["lr"]) == (50, 64, 0.001)
+    assert (values["local"]["steps"], values["local"]["batch"], values["local"]["lr"]) == (
+        50,
+        64,
+        0.001,
+    )
     assert values["local"]["epochs"] is None
     assert (values["partition"]["clients"], values["partition"]["alpha"]) == (10, 0.1)
 
@@ -175,13 +208,18 @@ def test_counting_is_upwards_and_ends(word: str) -> None:
 
 def test_no_option_of_ones_own_takes_the_name_of_an_empty_list(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "fedavg.yaml").write_text("fedavg:\n  _target_: raysim.methods.fedprox.FedProx\n")
+    (tmp_path / "method" / "fedavg.yaml").write_text(
+        "fedavg:\n  _target_: raysim.methods.fedprox.FedProx\n"
+    )
     with pytest.raises(Refused, match=r"fedavg\.yaml: method=fedavg means that there is none"):
         compose([], [tmp_path])
 
 
 def test_an_empty_list_undoes_a_presets_methods_wherever_it_stands() -> None:
-    for words in (["experiment=fedbr/rotated_mnist", "method=fedavg"], ["method=[]", "experiment=fedbr/rotated_mnist"]):
+    for words in (
+        ["experiment=fedbr/rotated_mnist", "method=fedavg"],
+        ["method=[]", "experiment=fedbr/rotated_mnist"],
+    ):
         values = node(*words)
         assert values["method"] == {}
         assert values["choices"]["method"] == []
@@ -193,7 +231,9 @@ def test_a_chosen_option_keeps_only_those_keys_of_a_preset_that_it_has() -> None
     assert "concentration" not in values
 
 
-@pytest.mark.parametrize("word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"])
+@pytest.mark.parametrize(
+    "word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"]
+)
 def test_a_chosen_option_keeps_only_those_keys_of_the_default_study_that_it_has(word: str) -> None:
     group = word.partition("=")[0]
     values = node(word)[group]
@@ -208,12 +248,16 @@ def test_giving_steps_empties_epochs_and_the_other_way_round() -> None:
 
 def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "soft.yaml").write_text("soft:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n")
+    (tmp_path / "method" / "soft.yaml").write_text(
+        "soft:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n"
+    )
     assert plain(compose(["method=[soft]"], [tmp_path]))["method"]["soft"]["mu"] == 0.5
 
 
 def test_values_reach_the_objects() -> None:
-    experiment = build([*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"])
+    experiment = build(
+        [*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"]
+    )
     assert vars(experiment.spec.methods[0]) == {"mu": 0.3}
     assert experiment.spec.settings.local.lr == 1.0
     assert experiment.spec.settings.evaluate.clients == 3
@@ -222,7 +266,10 @@ def test_values_reach_the_objects() -> None:
 def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() -> None:
     assert build(QUICK).spec.settings.weighting == "samples"
     assert build([*QUICK, "method=[scaffold]"]).spec.settings.weighting == "uniform"
-    assert build([*QUICK, "method=[scaffold]", "weighting=samples"]).spec.settings.weighting == "samples"
+    assert (
+        build([*QUICK, "method=[scaffold]", "weighting=samples"]).spec.settings.weighting
+        == "samples"
+    )
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -238,10 +285,16 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["method=[fedproxx]"], ["method=fedproxx", "did you mean fedprox?"]),
         (["method=fedavgg"], ["method=fedavgg", "did you mean fedavg?"]),
         (["method=zzz"], ["method=zzz", "the valid ones are fedavg, ace, "]),
-        (["method=fedbr+fedprox", "mu=1"], ["mu does not exist", "did you mean method.fedbr.mu or method.fedprox.mu?"]),
+        (
+            ["method=fedbr+fedprox", "mu=1"],
+            ["mu does not exist", "did you mean method.fedbr.mu or method.fedprox.mu?"],
+        ),
         (["method=[fedprox,fedprox]"], ["fedprox 2 times"]),
         (["method.fedprox.mu=1"], ["fedprox is not in method=fedavg", "write method=fedprox"]),
-        (["method=mixup", "method.fedprox.mu=1"], ["fedprox is not in method=mixup", "write method=mixup+fedprox"]),
+        (
+            ["method=mixup", "method.fedprox.mu=1"],
+            ["fedprox is not in method=mixup", "write method=mixup+fedprox"],
+        ),
         (["method=fedbr+fedproxx"], ["method=fedproxx", "did you mean fedprox?"]),
         (["method=fedavg+fedprox"], ["method=fedavg+fedprox", "leave it out"]),
         (["seed=0..4"], ["'seed=0..4'", "raysim study seed=0..4"]),
@@ -249,7 +302,10 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["mnist_fedprox"], ["write the name of a setting"]),
         (["method=fedavg,fedprox"], ["raysim study method=fedavg,fedprox", "a+b"]),
         (["thresholds=a+b"], ["thresholds[0]=a", "a number"]),
-        (["method.fedavg.mu=1"], ["method.fedavg.mu does not exist", "fedavg has no values of its own"]),
+        (
+            ["method.fedavg.mu=1"],
+            ["method.fedavg.mu does not exist", "fedavg has no values of its own"],
+        ),
         (["hydra/launcher=ray"], ["hydra/launcher does not exist", "--parallel"]),
         (["hydra.sweeper.n_jobs=2"], ["raysim sweep"]),
         (["local.lr=loguniform(1e-4,1)"], ["Ray Tune", "local.lr='tag(log, interval(LOW, HIGH))'"]),
@@ -258,9 +314,18 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["method=[fedprox]", "method.fedprox.mu=abc"], ["method.fedprox.mu=abc", "a number"]),
         (["method=[fedprox]", "method.fedprox.mu=-1"], ["method.fedprox.mu=-1", "at least 0"]),
         (["method=[fedavgm,fedadam]"], ["'fedavgm'", "'fedadam'", "(step)"]),
-        (["method=[fedprox]", "method.fedprox._target_=os.system"], ["os.system", "outside raysim, in Python itself"]),
-        (["method=[fedprox]", "method.fedprox._target_=numpy.a"], ["numpy.a", "outside raysim", "--allow numpy"]),
-        (["method=[fedprox]", "method.fedprox._target_=raysim.simulation.fleet.Ideal"], ["is no method"]),
+        (
+            ["method=[fedprox]", "method.fedprox._target_=os.system"],
+            ["os.system", "outside raysim, in Python itself"],
+        ),
+        (
+            ["method=[fedprox]", "method.fedprox._target_=numpy.a"],
+            ["numpy.a", "outside raysim", "--allow numpy"],
+        ),
+        (
+            ["method=[fedprox]", "method.fedprox._target_=raysim.simulation.fleet.Ideal"],
+            ["is no method"],
+        ),
         (["fleet._target_=raysim.simulation.schedule.Buffered"], ["fleet._target_", "is no fleet"]),
         (["+method.fedprox.mu=1"], ["method.fedprox.mu"]),
         (["+seed=1"], ["write seed=1"]),
@@ -309,11 +374,17 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["evaluate.clients=some"], ["evaluate.clients=some", "all"]),
         (["evaluate.every=0"], ["evaluate.every=0"]),
         (["faults.tolerate=2"], ["faults.tolerate=2"]),
-        (["fleet=lognormal", "fleet.sigma=nan"], ["fleet.sigma=nan must be a number, not infinite or nan"]),
+        (
+            ["fleet=lognormal", "fleet.sigma=nan"],
+            ["fleet.sigma=nan must be a number, not infinite or nan"],
+        ),
         (["fleet=lognormal", "fleet.sigma=-1"], ["fleet.sigma=-1", "from 0 to 10"]),
         (["local.lr=inf"], ["local.lr=inf", "not infinite"]),
         (["state.budget=inf"], ["state.budget=inf must be a number or null, not infinite"]),
-        (["method=[fedprox]", "method.fedprox.mu=nan"], ["method.fedprox.mu=nan", "not infinite or nan"]),
+        (
+            ["method=[fedprox]", "method.fedprox.mu=nan"],
+            ["method.fedprox.mu=nan", "not infinite or nan"],
+        ),
         (["thresholds=[0.5,nan]"], ["thresholds[1]=nan"]),
         (["checkpoint.every=-1"], ["checkpoint.every=-1"]),
         (["summation=0"], ["summation=0"]),
@@ -327,12 +398,18 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         ([f"rounds=1{'0' * 400}"], ["rounds=1000", "64 bits"]),
         ([f"local.lr=1{'0' * 400}"], ["local.lr=1000", "64 bits"]),
         ([f"thresholds=[1{'0' * 400}]"], ["thresholds[0]=1000", "64 bits"]),
-        (["partition=iid", f"partition.clients={10**12}"], [f"partition.clients={10**12}", "GiB", "ask for less"]),
+        (
+            ["partition=iid", f"partition.clients={10**12}"],
+            [f"partition.clients={10**12}", "GiB", "ask for less"],
+        ),
         (["data=synthetic", f"data.samples={10**12}"], [f"data.samples={10**12}", "GiB"]),
         (["data=synthetic", f"data.test_samples={10**12}"], [f"data.test_samples={10**12}", "GiB"]),
         (["data=synthetic", f"data.classes={10**12}"], [f"data.classes={10**12}", "GiB"]),
         (["data=synthetic", f"data.domains={10**12}"], [f"data.domains={10**12}", "GiB"]),
-        (["data=synthetic", "data.shape=[1,1000000,1000000]"], ["data.shape=[1, 1000000, 1000000]", "GiB"]),
+        (
+            ["data=synthetic", "data.shape=[1,1000000,1000000]"],
+            ["data.shape=[1, 1000000, 1000000]", "GiB"],
+        ),
         ([f"data.size={10**12}"], [f"data.size={10**12}"]),
         (["data.size=30000"], ["data.size=30000", "GiB"]),
         (["data.only=['1','1']"], ["data.only=['1', '1']", "different"]),
@@ -341,18 +418,26 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         ([f"device=cuda:1{'0' * 5000}"], ["device=cuda:1000"]),
         (["device=cpu:7"], ["device=cpu:7", "device=cpu"]),
         (["model=mlp", f"model.widths=[{10**12}]"], ["memory"]),
-        (["partition=shards", f"partition.shards_per_client={10**12}"], ["partition.shards_per_client=10 or less"]),
+        (
+            ["partition=shards", f"partition.shards_per_client={10**12}"],
+            ["partition.shards_per_client=10 or less"],
+        ),
         (["data=parquet", "data.root='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["data.cache='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["fleet=trace", "fleet.file='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
         (["tracking=mlflow", "tracking.uri='~nosuchuser/x'"], ["~nosuchuser/x names a user"]),
-        (["tracking=mlflow", "tracking.uri='sqlite:///~nosuchuser/x.db'"], ["~nosuchuser/x.db names a user"]),
+        (
+            ["tracking=mlflow", "tracking.uri='sqlite:///~nosuchuser/x.db'"],
+            ["~nosuchuser/x.db names a user"],
+        ),
         (["experiment=fedbr/rotatedmnist"], ["did you mean fedbr/rotated_mnist?"]),
         (["method=fedprox", "method.mu=1"], ["did you mean method.fedprox.mu?"]),
         (["method=nope"], ["method=nope does not exist: the valid ones are"]),
         (["rounds=2 seed=1"], ["these are 2 settings. Give each a word of its own"]),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else "",
+    ids=lambda value: (
+        " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else ""
+    ),
 )
 def test_a_wrong_word_is_answered_in_one_sentence(words: list[str], parts: list[str]) -> None:
     text = sentence(*words)
@@ -380,7 +465,9 @@ def test_folders_that_vanish_while_options_are_looked_for_are_passed_by(
     assert "fleeting/other" not in found["method"] and "gone" not in found
 
 
-@pytest.mark.parametrize("path", ["~nosuchuser", "~nosuchuser/x", "a\0b", "/dev/full", "loop", "a/b"])
+@pytest.mark.parametrize(
+    "path", ["~nosuchuser", "~nosuchuser/x", "a\0b", "/dev/full", "loop", "a/b"]
+)
 def test_what_is_no_folder_or_file_of_configuration_is_refused(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,9 +480,22 @@ def test_what_is_no_folder_or_file_of_configuration_is_refused(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"3", b"[1, 2]", b"- fedprox", b"1: 2", b"\xff\xfe", b"a\0b", b"a: [", b"a: " + b"[" * 20_000, b"&a [*a]"],
+    [
+        b"",
+        b"3",
+        b"[1, 2]",
+        b"- fedprox",
+        b"1: 2",
+        b"\xff\xfe",
+        b"a\0b",
+        b"a: [",
+        b"a: " + b"[" * 20_000,
+        b"&a [*a]",
+    ],
 )
-def test_options_of_ones_own_that_cannot_be_read_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_options_of_ones_own_that_cannot_be_read_are_refused(
+    content: bytes, tmp_path: Path
+) -> None:
     for group in ("method", "data", "schedule"):
         (tmp_path / group).mkdir()
         (tmp_path / group / "mine.yaml").write_bytes(content)
@@ -453,28 +553,42 @@ def test_a_stored_configuration_that_is_none_is_refused(content: str, tmp_path: 
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
-def test_no_file_copies_the_environment_into_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_copies_the_environment_into_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     content = plain(compose(QUICK)) | {"out": "${oc.env:SECRET}"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content | {"device": "${ oc.env : SECRET }"}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(content | {"device": "${ oc.env : SECRET }"})
+    )
     with pytest.raises(Refused, match="it reads the environment"):
         compose([], stored=tmp_path / "config.yaml")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/mine.yaml").write_text("_target_: raysim.data.sources.Digits\ncache: ${oc.env:SECRET}\n")
+    (tmp_path / "data/mine.yaml").write_text(
+        "_target_: raysim.data.sources.Digits\ncache: ${oc.env:SECRET}\n"
+    )
     with pytest.raises(Refused, match="it reads the environment"):
         compose(["data=mine"], [tmp_path])
 
 
-@pytest.mark.parametrize("choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}])
-def test_a_stored_configuration_with_other_choices_is_refused(choices: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}]
+)
+def test_a_stored_configuration_with_other_choices_is_refused(
+    choices: dict[str, Any], tmp_path: Path
+) -> None:
     content = plain(compose(QUICK))
-    content["choices"] = {key: value for key, value in (content["choices"] | choices).items() if value is not None}
+    content["choices"] = {
+        key: value for key, value in (content["choices"] | choices).items() if value is not None
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(Refused, match="is no complete configuration"):
         compose([], stored=tmp_path / "config.yaml")
 
 
-def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(tmp_path: Path) -> None:
+def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(
+    tmp_path: Path,
+) -> None:
     content = plain(compose(QUICK)) | {"local": [1, 2]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(Refused, match=r"no place for local\.epochs"):
@@ -488,9 +602,12 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["method", "data", "seed", "choices", "schedule", "model", "local", "partition", "runtime"]
+    "key",
+    ["method", "data", "seed", "choices", "schedule", "model", "local", "partition", "runtime"],
 )
-@pytest.mark.parametrize("value", ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "1.5", None])
+@pytest.mark.parametrize(
+    "value", ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "1.5", None]
+)
 def test_a_stored_configuration_with_another_value_runs_or_is_refused(
     key: str, value: str | None, tmp_path: Path
 ) -> None:
@@ -510,7 +627,9 @@ def test_a_missing_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
         compose([], [tmp_path / "nowhere"])
 
 
-def test_a_target_of_ones_own_needs_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_of_ones_own_needs_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "theirs.py").write_text(
         "from raysim.methods.fedprox import FedProx\nclass Mine(FedProx):\n    name = 'fedprox'\n"
     )
@@ -522,7 +641,9 @@ def test_a_target_of_ones_own_needs_permission(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_constructor_is_called_with_checked_values_only() -> None:
-    assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(2, "all")
+    assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(
+        2, "all"
+    )
     with pytest.raises(Refused, match=r"evaluate\.every=null must be an integer"):
         build_object(Evaluation, {"every": None}, "evaluate")
 
@@ -531,8 +652,18 @@ def test_the_configuration_files_are_found() -> None:
     assert (conf_folder() / "config.yaml").is_file()
 
 
-def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(tmp_path: Path) -> None:
-    stored = compose(["method=[fedprox]", "method.fedprox.mu=0.3", "rounds=7", "local.steps=4", f"out={tmp_path}"])
+def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(
+    tmp_path: Path,
+) -> None:
+    stored = compose(
+        [
+            "method=[fedprox]",
+            "method.fedprox.mu=0.3",
+            "rounds=7",
+            "local.steps=4",
+            f"out={tmp_path}",
+        ]
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(plain(stored)))
     again = plain(compose([f"out={tmp_path}", "resume=latest", "rounds=9"]))
     assert without_set(again) == without_set(plain(stored)) | {"resume": "latest", "rounds": 9}

@@ -49,8 +49,14 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
 def test_a_class_has_the_defaults_of_its_file(path: Path) -> None:
     for node in objects(values(path)):
         for name, parameter in parameters(node[TARGET]).items():
-            default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
-            simple = default is None or isinstance(default, (str, int, float, list))  # not made by a function
+            default = (
+                list(parameter.default)
+                if isinstance(parameter.default, tuple)
+                else parameter.default
+            )
+            simple = default is None or isinstance(
+                default, (str, int, float, list)
+            )  # not made by a function
             if simple and name in node and "${" not in str(node[name]):
                 assert node[name] == default, name
 
@@ -59,17 +65,26 @@ def test_a_methods_functions_have_the_defaults_of_its_classes() -> None:
     """None is no default of a value: it says that the caller has none."""
     found = 0
     for module in (
-        importlib.import_module(f"raysim.methods.{each.name}") for each in pkgutil.iter_modules(methods.__path__)
+        importlib.import_module(f"raysim.methods.{each.name}")
+        for each in pkgutil.iter_modules(methods.__path__)
     ):
-        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+        own = [
+            each
+            for each in vars(module).values()
+            if getattr(each, "__module__", "") == module.__name__
+        ]
         classes = [each for each in own if inspect.isclass(each) and issubclass(each, Method)]
         for function in filter(inspect.isfunction, own):
             for name, parameter in inspect.signature(function).parameters.items():
                 theirs = [
-                    given[name].default for each in classes if name in (given := inspect.signature(each).parameters)
+                    given[name].default
+                    for each in classes
+                    if name in (given := inspect.signature(each).parameters)
                 ]
                 if theirs and parameter.default not in (parameter.empty, None):
-                    assert parameter.default in theirs, f"{module.__name__}.{function.__name__}({name}=...)"
+                    assert parameter.default in theirs, (
+                        f"{module.__name__}.{function.__name__}({name}=...)"
+                    )
                     found += 1
     assert found > 40
 
@@ -80,4 +95,6 @@ def test_a_servers_step_has_the_defaults_of_its_method(name: str) -> None:
     step = parameters(f"raysim.methods.fedopt.fed{name}_step")
     shared = {key for key in ("beta1", "beta2", "tau") if key in step}
     assert shared >= {"beta1", "tau"}
-    assert {key: step[key].default for key in shared} == {key: method[key].default for key in shared}
+    assert {key: step[key].default for key in shared} == {
+        key: method[key].default for key in shared
+    }

@@ -17,7 +17,14 @@ from raysim.experiment.execute import build, run
 from raysim.primitives.errors import Refused
 from raysim.simulation.availability import Intervals
 
-SMALL = ["data=synthetic", "model=mlp", "runtime=inprocess", "tracking=none", "rounds=1", "schedule.cohort=3"]
+SMALL = [
+    "data=synthetic",
+    "model=mlp",
+    "runtime=inprocess",
+    "tracking=none",
+    "rounds=1",
+    "schedule.cohort=3",
+]
 
 
 def lines(*words: str) -> dict[str, str]:
@@ -31,7 +38,13 @@ def test_the_overview_of_centralized_training_says_what_runs(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["method=[centralized]", budget, "partition.clients=7", "local.batch=10", "local.sampling=replacement"]
+    words = [
+        "method=[centralized]",
+        budget,
+        "partition.clients=7",
+        "local.batch=10",
+        "local.sampling=replacement",
+    ]
     experiment = build([*SMALL, *words])
     text = overview(experiment, Path("somewhere"))
     trained = run(experiment, quiet=True).rows[0]["samples"]
@@ -42,11 +55,16 @@ def test_the_overview_of_centralized_training_says_what_runs(
 
 def test_the_overview_of_a_federated_run_says_its_clients_budget() -> None:
     found = lines("local.epochs=5", "local.batch=10", "local.lr=0.3")
-    assert found["rounds"].endswith("5 epochs of batch 10, sgd lr 0.3") and found["folder"] == "somewhere"
+    assert (
+        found["rounds"].endswith("5 epochs of batch 10, sgd lr 0.3")
+        and found["folder"] == "somewhere"
+    )
 
 
 def test_the_overview_says_how_unlike_the_clients_are() -> None:
-    text = lines("partition=shards", "partition.clients=10", "partition.shards_per_client=1")["split"]
+    text = lines("partition=shards", "partition.clients=10", "partition.shards_per_client=1")[
+        "split"
+    ]
     assert text.startswith(
         "label entropy 0.000 ± 0.000 nats, commonest class 100%, 1.00 effective classes, Jensen-Shan"
     )
@@ -60,7 +78,10 @@ def test_the_overview_says_what_an_input_is() -> None:
 
 
 def test_the_overview_says_what_columns_are_read_as() -> None:
-    assert lines("data=synthetic")["columns"] == "inputs: images; labels: 10 classes (data.kind=classification)"
+    assert (
+        lines("data=synthetic")["columns"]
+        == "inputs: images; labels: 10 classes (data.kind=classification)"
+    )
     words = ["data=diabetes", "partition=iid", "partition.clients=5"]
     assert lines(*words)["columns"] == "inputs: numbers; labels: 1 value (data.kind=regression)"
 
@@ -73,9 +94,17 @@ def test_of_data_without_classes_it_does_not(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
-    stale = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5", "fleet=lognormal", "rounds=30"]
+    stale = [
+        "schedule=buffered",
+        "schedule.concurrency=20",
+        "schedule.size=5",
+        "fleet=lognormal",
+        "rounds=30",
+    ]
     words = [word for word in SMALL if not word.startswith("schedule.")]
-    text = overview(build([*words, *stale, "method=[fedbuff]", "schedule.max_staleness=3"]), Path("somewhere"))
+    text = overview(
+        build([*words, *stale, "method=[fedbuff]", "schedule.max_staleness=3"]), Path("somewhere")
+    )
     line = next(line for line in text.splitlines() if line.startswith("schedule"))
     assert re.fullmatch(
         r"schedule  about 20\.0 of 20 clients at work, an aggregation every \S+ s of virtual time; "
@@ -92,10 +121,16 @@ def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
         ("null", 20, "enough for 2 busy hosts"),
         ("null", 7, "enough for 1 busy host"),
         ("2", 4, "2 hosts busy for 100% of the time"),
-        ("2", 3, "2 hosts busy for 75% of the time"),  # each round two of three equal jobs, and then one
+        (
+            "2",
+            3,
+            "2 hosts busy for 75% of the time",
+        ),  # each round two of three equal jobs, and then one
     ],
 )
-def test_the_overview_says_how_many_hosts_the_clients_at_work_keep_busy(hosts: str, cohort: int, said: str) -> None:
+def test_the_overview_says_how_many_hosts_the_clients_at_work_keep_busy(
+    hosts: str, cohort: int, said: str
+) -> None:
     found = lines("runtime=local", f"runtime.hosts={hosts}", f"schedule.cohort={cohort}")
     assert found["schedule"].endswith(said)
 

@@ -19,7 +19,13 @@ from raysim.experiment.compose import compose, load_yaml
 from raysim.experiment.execute import Experiment, Refused, build
 from raysim.training.run_spec import build_networks
 
-WORDS = ["data=synthetic", "partition=iid", "partition.clients=4", "schedule.cohort=2", "runtime=inprocess"]
+WORDS = [
+    "data=synthetic",
+    "partition=iid",
+    "partition.clients=4",
+    "schedule.cohort=2",
+    "runtime=inprocess",
+]
 WORDS += ["tracking=none", "rounds=2"]
 MLP = [*WORDS, "model=mlp"]
 NORMED = [*WORDS, "model=small_cnn", "model.norm=batch", "data.samples=200"]
@@ -36,7 +42,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(experiment: Experiment) -> dict[str, Tensor]:
     """Every tensor at which a run starts, by full name."""
     networks, _ = build_networks(experiment.spec)
-    return {f"{name}.{path}": t for name, net in networks.items() for path, t in net.state_dict().items()}
+    return {
+        f"{name}.{path}": t
+        for name, net in networks.items()
+        for path, t in net.state_dict().items()
+    }
 
 
 def assert_starts(experiment: Experiment, expected: Mapping[str, Tensor]) -> None:
@@ -69,28 +79,39 @@ def test_run_starts_from_model_of_another(trained: Path) -> None:
 def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
     """With a rate of almost nothing the model stays where it started."""
     file = trained / "model.safetensors"
-    result = raysim.run([*MLP, "local.lr=1e-30", f"init={file}", f"out={tmp_path / 'run'}"], quiet=True)
+    result = raysim.run(
+        [*MLP, "local.lr=1e-30", f"init={file}", f"out={tmp_path / 'run'}"], quiet=True
+    )
     for name, tensor in load_file(tmp_path / "run" / "model.safetensors").items():
         torch.testing.assert_close(tensor, load_file(file)[name])
-    assert result.summary["identity"]["init_sha256"] == load_yaml(tmp_path / "run" / "config.yaml")["init"]["sha256"]
+    assert (
+        result.summary["identity"]["init_sha256"]
+        == load_yaml(tmp_path / "run" / "config.yaml")["init"]["sha256"]
+    )
 
 
 @pytest.mark.parametrize(
-    "write", [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))]
+    "write",
+    [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))],
 )
 @pytest.mark.parametrize("prefix", ["model.", ""])
 def test_state_dicts_with_and_without_prefix(
     write: Callable[..., None], prefix: str, trained: Path, tmp_path: Path
 ) -> None:
     stored = load_file(trained / "model.safetensors")
-    write({prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()}, tmp_path / "weights.pt")
+    write(
+        {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()},
+        tmp_path / "weights.pt",
+    )
     (file,) = tmp_path.iterdir()
     assert_starts(build([*MLP, f"init={file}"]), stored)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_floats_are_converted(dtype: torch.dtype, trained: Path, tmp_path: Path) -> None:
-    stored = {name: tensor.to(dtype) for name, tensor in load_file(trained / "model.safetensors").items()}
+    stored = {
+        name: tensor.to(dtype) for name, tensor in load_file(trained / "model.safetensors").items()
+    }
     torch.save(stored, tmp_path / "weights.pt")
     expected = {name: tensor.float() for name, tensor in stored.items()}
     assert_starts(build([*MLP, f"init={tmp_path / 'weights.pt'}"]), expected)
@@ -115,12 +136,18 @@ def test_names_of_own_network(tmp_path: Path) -> None:
     tensors = start(experiment)
     assert torch.equal(tensors["model.head.weight"], own.classify.weight)
     assert torch.equal(tensors["model.extractor.body.1.weight"], own.body[1].weight)  # type: ignore[arg-type]
-    redrawn = start(build(WORDS, model=fresh, init={"file": str(tmp_path / "weights.pt"), "redraw": ["classify"]}))
+    redrawn = start(
+        build(
+            WORDS, model=fresh, init={"file": str(tmp_path / "weights.pt"), "redraw": ["classify"]}
+        )
+    )
     assert torch.equal(redrawn["model.head.weight"], fresh.classify.weight)
     assert torch.equal(redrawn["model.extractor.body.1.weight"], own.body[1].weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", ["fedbr", "fedbn", "scaffold", "fedrep", "dann", "moon", "fraug", "vhl", "fedrs"])
+@pytest.mark.parametrize(
+    "method", ["fedbr", "fedbn", "scaffold", "fedrep", "dann", "moon", "fraug", "vhl", "fedrs"]
+)
 def test_every_method_starts_from_weights_of_its_own_run(method: str, tmp_path: Path) -> None:
     words = [*NORMED, f"method={method}"]
     if method == "fedrep":
@@ -145,7 +172,9 @@ def test_model_of_plain_run_starts_method_with_more_networks(trained: Path) -> N
 
 
 # --- by part ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]])
+@pytest.mark.parametrize(
+    "words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]]
+)
 def test_parts_are_drawn_as_without_file(words: list[str], trained: Path) -> None:
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}", *words])
     stored, drawn = load_file(trained / "model.safetensors"), start(build([*MLP, "seed=5"]))
@@ -161,7 +190,9 @@ def test_head_of_other_classes_is_redrawn(trained: Path, tmp_path: Path) -> None
     words = [*MLP, f"init={tmp_path / 'other.safetensors'}"]
     with pytest.raises(Refused, match=r"^init\.file=.*model\.head\.extra"):
         build(words)
-    assert_starts(build([*words, "init.redraw=head"]), {k: t for k, t in stored.items() if "extractor" in k})
+    assert_starts(
+        build([*words, "init.redraw=head"]), {k: t for k, t in stored.items() if "extractor" in k}
+    )
     del stored["model.head.extra"]
     save_file(stored, tmp_path / "other.safetensors")
     with pytest.raises(Refused, match=r"^init\.file=.*model\.head\.weight.*\[77, "):
@@ -182,9 +213,18 @@ def written(tmp_path: Path, change: Callable[[dict[str, Tensor]], object], train
         (lambda d: d.pop("model.head.bias"), "model.head.bias"),
         (lambda d: d.update({"model.other": torch.zeros(2)}), "model.other"),
         (lambda d: d["model.head.bias"].fill_(float("nan")), "model.head.bias"),
-        (lambda d: d.update({"model.head.bias": torch.full((10,), 1e300, dtype=torch.float64)}), "model.head.bias"),
-        (lambda d: d.update({"model.head.bias": torch.zeros(10, dtype=torch.int64)}), "model.head.bias"),
-        (lambda d: d.update({k: d.pop(k)[:1].clone() for k in ["model.head.bias"]}), "model.head.bias"),
+        (
+            lambda d: d.update({"model.head.bias": torch.full((10,), 1e300, dtype=torch.float64)}),
+            "model.head.bias",
+        ),
+        (
+            lambda d: d.update({"model.head.bias": torch.zeros(10, dtype=torch.int64)}),
+            "model.head.bias",
+        ),
+        (
+            lambda d: d.update({k: d.pop(k)[:1].clone() for k in ["model.head.bias"]}),
+            "model.head.bias",
+        ),
         (lambda d: d.update({f"{k}.x": d.pop(k) for k in [*d]}), "none of its tensors"),
     ],
 )
@@ -275,11 +315,18 @@ def test_changed_file_is_refused_on_resume(trained: Path, tmp_path: Path) -> Non
     raysim.run([*again, f"init={moved}"], quiet=True)  # the same content in another place
     save_file({k: t + 1 for k, t in load_file(moved).items()}, file)
     with pytest.raises(Refused, match=r"init\.sha256"):
-        raysim.run([f"out={tmp_path / 'run'}", "resume=latest", "rounds=4", f"init={file}"], quiet=True)
+        raysim.run(
+            [f"out={tmp_path / 'run'}", "resume=latest", "rounds=4", f"init={file}"], quiet=True
+        )
 
 
 def test_other_parts_are_another_run(trained: Path, tmp_path: Path) -> None:
-    words = [*MLP, f"init={trained / 'model.safetensors'}", f"out={tmp_path / 'run'}", "checkpoint.every=1"]
+    words = [
+        *MLP,
+        f"init={trained / 'model.safetensors'}",
+        f"out={tmp_path / 'run'}",
+        "checkpoint.every=1",
+    ]
     raysim.run(words, quiet=True)
     with pytest.raises(Refused, match=r"^init\.redraw"):
         raysim.run([*words, "init.redraw=head", "resume=latest", "rounds=3"], quiet=True)
@@ -298,7 +345,9 @@ def test_short_name_sets_file(tmp_path: Path) -> None:
     for words in (["init=a/b.pt"], ["init.file=a/b.pt"]):
         assert compose(words).init.file == "a/b.pt"
     assert compose([], settings={"init": Path("a/b.pt")}).init.file == "a/b.pt"
-    assert compose([], settings={"init": {"file": "x.pt", "redraw": ["head"]}}).init.redraw == ["head"]
+    assert compose([], settings={"init": {"file": "x.pt", "redraw": ["head"]}}).init.redraw == [
+        "head"
+    ]
     assert compose(["init=null"]).init.file is None
 
 

@@ -13,7 +13,9 @@ from raysim.primitives.version import __version__
 
 
 def test_class_of_earlier_version_is_refused_with_the_version() -> None:
-    with pytest.raises(Refused, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"):
+    with pytest.raises(
+        Refused, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
+    ):
         resolve("raysim.fleet.Ideal", "group")
 
 

@@ -49,10 +49,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_losses_are_those_of_pytorch() -> None:
     outputs, classes, values = torch.randn(6, 3), torch.arange(6) % 3, torch.randn(6, 3)
     assert torch.equal(
-        Smoothed(0.2)(outputs, classes), cross_entropy(outputs, classes, reduction="none", label_smoothing=0.2)
+        Smoothed(0.2)(outputs, classes),
+        cross_entropy(outputs, classes, reduction="none", label_smoothing=0.2),
     )
-    assert torch.allclose(Huber(0.5)(outputs, values).mean(), huber_loss(outputs, values, delta=0.5))
-    usual, right = cross_entropy(outputs, classes, reduction="none"), outputs.softmax(1)[range(6), classes]
+    assert torch.allclose(
+        Huber(0.5)(outputs, values).mean(), huber_loss(outputs, values, delta=0.5)
+    )
+    usual, right = (
+        cross_entropy(outputs, classes, reduction="none"),
+        outputs.softmax(1)[range(6), classes],
+    )
     assert torch.allclose(Focal(2.0)(outputs, classes), (1 - right) ** 2 * usual, atol=1e-6)
 
 
@@ -76,12 +82,27 @@ def test_a_function_of_ones_own_is_descended_scored_stored_and_resumed() -> None
     ("given", "sentence"),
     [
         ({"loss": "huber"}, "loss=huber is for regression, and this data is for classification"),
-        ({"loss": "focal", "methods": ["fedlc"]}, "method 'fedlc' brings a loss of its own, and loss=focal would"),
-        ({"loss": cross_entropy}, r"loss=cross_entropy gives \[\] values of two samples: give one for each"),
+        (
+            {"loss": "focal", "methods": ["fedlc"]},
+            "method 'fedlc' brings a loss of its own, and loss=focal would",
+        ),
+        (
+            {"loss": cross_entropy},
+            r"loss=cross_entropy gives \[\] values of two samples: give one for each",
+        ),
         ({"loss": Huber}, r"loss=Huber is a class: give an object of it"),
-        ({"loss": lambda outputs: outputs}, r"loss=<lambda> cannot take outputs \[2, 10\] and labels \[2\]"),
-        ({"loss": lambda outputs, labels: None}, "loss=<lambda> returns nothing: give one value for each sample"),
-        ({"loss": lambda outputs, labels: 0.5}, "loss=<lambda> returns a float and no tensor: give one value for each"),
+        (
+            {"loss": lambda outputs: outputs},
+            r"loss=<lambda> cannot take outputs \[2, 10\] and labels \[2\]",
+        ),
+        (
+            {"loss": lambda outputs, labels: None},
+            "loss=<lambda> returns nothing: give one value for each sample",
+        ),
+        (
+            {"loss": lambda outputs, labels: 0.5},
+            "loss=<lambda> returns a float and no tensor: give one value for each",
+        ),
         ({"loss": CrossEntropyLoss()}, r"loss=CrossEntropyLoss gives \[\] values of two samples"),
         ({"loss": "focl"}, "loss=focl does not exist: did you mean focal"),
     ],

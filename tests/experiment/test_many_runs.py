@@ -33,7 +33,9 @@ def test_a_value_is_shown_as_a_person_reads_it() -> None:
     assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
 
 
-def test_two_folders_of_one_second_have_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_folders_of_one_second_have_different_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("time.strftime", lambda text: "now")
     names = []
     for _ in range(2):
@@ -45,14 +47,20 @@ def test_two_folders_of_one_second_have_different_names(tmp_path: Path, monkeypa
 
 def test_a_folder_that_exists_is_not_written_into_unless_it_is_continued(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
-    with pytest.raises(Refused, match="exists already: choose another folder, or continue it with resume=latest"):
+    with pytest.raises(
+        Refused, match="exists already: choose another folder, or continue it with resume=latest"
+    ):
         check_free(tmp_path)
 
 
 def test_what_is_continued_is_named_by_its_folder_alone() -> None:
     assert asked_to_continue(["out=s", "resume=latest"], "study")
     assert not asked_to_continue(["out=s"], "study")
-    for words in (["resume=latest"], ["out=s", "resume=s/round-1"], ["out=s", "resume=latest", "resume=latest"]):
+    for words in (
+        ["resume=latest"],
+        ["out=s", "resume=s/round-1"],
+        ["out=s", "resume=latest", "resume=latest"],
+    ):
         with pytest.raises(Refused, match="a search is continued with out=DIR resume=latest"):
             asked_to_continue(words, "search")
 
@@ -69,7 +77,9 @@ def test_what_is_continued_is_named_by_its_folder_alone() -> None:
         ({"best5_mean": float("nan")}, "best5_mean", None),
     ],
 )
-def test_a_metric_is_a_number_of_the_summary(summary: dict[str, Any], metric: str, value: float | None) -> None:
+def test_a_metric_is_a_number_of_the_summary(
+    summary: dict[str, Any], metric: str, value: float | None
+) -> None:
     assert score(summary, metric) == value
 
 
@@ -98,8 +108,18 @@ def test_the_first_line_of_an_error_is_that_of_its_cause_in_another_process() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["raysim.experiment.many_runs", "raysim.commands.sweep.search", "raysim.commands.submit.job_server"]
+    "module",
+    [
+        "raysim.experiment.many_runs",
+        "raysim.commands.sweep.search",
+        "raysim.commands.submit.job_server",
+    ],
 )
 def test_words_are_read_without_torch(module: str) -> None:
     program = f"import {module}, sys; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True
+        ).stdout.strip()
+        == "False"
+    )

@@ -33,7 +33,13 @@ from raysim.simulation.events import Event, Finished, Round, Saved, Started
 from raysim.training.run_spec import declare_run
 
 QUICK = (
-    *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "partition=iid",
+        "partition.clients=10",
+    ),
     *("schedule.cohort=3", "local.epochs=1", "rounds=4", "checkpoint.every=2"),
 )
 
@@ -102,14 +108,18 @@ def test_an_observer_is_told_every_moment_of_a_run_and_of_its_continuation() -> 
     assert never.pages == []  # the run had finished
 
 
-def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_the_same_bits() -> None:
+def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_the_same_bits() -> (
+    None
+):
     def picky(row: dict[str, Any]) -> None:
         if row["round"] == 3:
             raise ZeroDivisionError("nothing to divide by")
 
     straight = raysim.run([*QUICK, "out=straight"], quiet=True)
     diary = Diary()
-    with pytest.raises(ObserverFailed, match=r"on_round=.*picky raised ZeroDivisionError .*: nothing to") as caught:
+    with pytest.raises(
+        ObserverFailed, match=r"on_round=.*picky raised ZeroDivisionError .*: nothing to"
+    ) as caught:
         raysim.run([*QUICK, "out=a"], quiet=True, on_round=picky, observers=[diary])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "after round 3" in str(caught.value)
@@ -122,7 +132,9 @@ def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_t
 
 
 def test_an_observer_that_fails_at_the_end_leaves_a_finished_run() -> None:
-    with pytest.raises(ObserverFailed, match=r"your observer Diary .*in on_finish.*The run itself had finished"):
+    with pytest.raises(
+        ObserverFailed, match=r"your observer Diary .*in on_finish.*The run itself had finished"
+    ):
         raysim.run([*QUICK, "out=a", "rounds=1"], quiet=True, observers=[Diary("finish")])
     assert json.loads(Path("a/summary.json").read_text())["rounds"] == 1
 
@@ -155,7 +167,13 @@ ASYNCHRONOUS = (
         "partition.clients=10",
         "fleet=lognormal",
     ),
-    *("schedule=buffered", "schedule.concurrency=6", "schedule.size=2", "schedule.max_staleness=2", "method=[fedbuff]"),
+    *(
+        "schedule=buffered",
+        "schedule.concurrency=6",
+        "schedule.size=2",
+        "schedule.max_staleness=2",
+        "method=[fedbuff]",
+    ),
     *("local.epochs=1", "checkpoint.every=2"),
 )
 
@@ -209,9 +227,13 @@ def played(count: int, lasts: bool = True) -> Iterator[Event]:
 
 def test_observers_are_told_in_their_order(tmp_path: Path) -> None:
     pages: list[str] = []
-    follower = Follower(CurrentRun(tmp_path, 2), played(2), [Diary(pages=pages, name=name) for name in ("a ", "b ")])
+    follower = Follower(
+        CurrentRun(tmp_path, 2), played(2), [Diary(pages=pages, name=name) for name in ("a ", "b ")]
+    )
     follower.to_the_end()
-    assert pages == [f"{name} {what}" for what in ("start at 0", "round 1", "round 2", "finish") for name in "ab"]
+    assert pages == [
+        f"{name} {what}" for what in ("start at 0", "round 1", "round 2", "finish") for name in "ab"
+    ]
 
 
 def test_a_run_is_followed_only_as_far_as_it_is_asked_for(tmp_path: Path) -> None:
@@ -223,7 +245,9 @@ def test_a_run_is_followed_only_as_far_as_it_is_asked_for(tmp_path: Path) -> Non
     assert diary.pages[3:] == ["round 3"]
 
 
-def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second_one_does(tmp_path: Path) -> None:
+def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second_one_does(
+    tmp_path: Path,
+) -> None:
     others = [Diary("stop by RuntimeError"), HistoryFile(), last := Diary()]
     with pytest.raises(ZeroDivisionError) as caught:
         Follower(CurrentRun(tmp_path, 3), played(2, lasts=False), others).to_the_end()
@@ -236,22 +260,32 @@ def test_the_history_of_a_long_run_is_not_written_anew_at_every_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    monkeypatch.setattr("raysim.results.observers.write_history", lambda rows, _: written.append(len(rows)))
+    monkeypatch.setattr(
+        "raysim.results.observers.write_history", lambda rows, _: written.append(len(rows))
+    )
     run, observer = CurrentRun(tmp_path, 9), HistoryFile()
     for number in range(1, 10_001):
         run.rows.append({"round": number})
         observer.on_checkpoint(run, Saved(number, ""))
     assert written[: observer.LONG] == list(range(1, observer.LONG + 1)), "a short one is"
-    assert sum(written[observer.LONG :]) < 12 * len(run.rows), "rows are written a dozen times at most, later on"
+    assert sum(written[observer.LONG :]) < 12 * len(run.rows), (
+        "rows are written a dozen times at most, later on"
+    )
     observer.on_finish(run, Finished("", "", 0))
     assert written[-1] == 10_000
 
 
 @pytest.mark.parametrize(
     ("fails", "told"),
-    [("start at 0", [True, False, False]), ("round 1", [True, True, True]), ("finish", [False, True, True])],
+    [
+        ("start at 0", [True, False, False]),
+        ("round 1", [True, True, True]),
+        ("finish", [False, True, True]),
+    ],
 )
-def test_only_who_has_started_and_not_finished_is_told_of_a_stop(tmp_path: Path, fails: str, told: list[bool]) -> None:
+def test_only_who_has_started_and_not_finished_is_told_of_a_stop(
+    tmp_path: Path, fails: str, told: list[bool]
+) -> None:
     observers = [Diary(), Diary(fails), Diary()]
     with pytest.raises(ZeroDivisionError):
         Follower(CurrentRun(tmp_path, 1), played(1), observers).to_the_end()
@@ -259,11 +293,17 @@ def test_only_who_has_started_and_not_finished_is_told_of_a_stop(tmp_path: Path,
 
 
 # --- what is said -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("deaths", "text"), [(0, ""), (1, "1 host process died and was"), (2, "2 host processes")])
-def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(tmp_path: Path, deaths: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("deaths", "text"), [(0, ""), (1, "1 host process died and was"), (2, "2 host processes")]
+)
+def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(
+    tmp_path: Path, deaths: int, text: str
+) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=400)
-    HostDeaths(console.print).on_round(CurrentRun(tmp_path, 9), Round({"round": 3, "host_deaths": deaths}, ()))
+    HostDeaths(console.print).on_round(
+        CurrentRun(tmp_path, 9), Round({"round": 3, "host_deaths": deaths}, ())
+    )
     said = stream.getvalue()
     assert text in said
     assert ("no result changes" in said and said.startswith("round 3: ")) == bool(deaths)

@@ -69,7 +69,10 @@ def test_values_keep_their_types(value: str, expected: Any) -> None:
 
 
 def test_values_of_a_study_keep_their_letters() -> None:
-    assert spread("data.root=/ü/a,/日/b=c") == ("data.root", ["data.root=/ü/a", "data.root=/日/b=c"])
+    assert spread("data.root=/ü/a,/日/b=c") == (
+        "data.root",
+        ["data.root=/ü/a", "data.root=/日/b=c"],
+    )
     assert spread("x='ü,1',é") == ("x", ["x='ü,1'", "x=é"])
 
 
@@ -82,12 +85,24 @@ def test_values_of_a_search_keep_their_letters() -> None:
 
 def test_options_and_files_of_any_language(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "größe.yaml").write_text("_target_: raysim.data.sources.Mnist\nroot: null\n")
+    (tmp_path / "data" / "größe.yaml").write_text(
+        "_target_: raysim.data.sources.Mnist\nroot: null\n"
+    )
     assert compose(["data=größe", "data.root=/ä"], [tmp_path]).choices.data == "größe"
 
 
 @pytest.mark.parametrize(
-    "text", ["out=a(b", "größe=1", "out=größe,klein", "ü", "rounds=3 seed=ü", "out=\udcff", "~out", "+out=ü"]
+    "text",
+    [
+        "out=a(b",
+        "größe=1",
+        "out=größe,klein",
+        "ü",
+        "rounds=3 seed=ü",
+        "out=\udcff",
+        "~out",
+        "+out=ü",
+    ],
 )
 def test_refused_override_is_shown_as_it_was_written(text: str) -> None:
     with pytest.raises(Refused) as refused:

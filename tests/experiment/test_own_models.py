@@ -32,7 +32,13 @@ def make(width, num_classes, input_shape):
 NAMES = [1, 2]
 """
 SMALL = [
-    *("data=synthetic", "data.samples=80", "data.test_samples=20", "data.classes=3", "partition.clients=4"),
+    *(
+        "data=synthetic",
+        "data.samples=80",
+        "data.test_samples=20",
+        "data.classes=3",
+        "partition.clients=4",
+    ),
     *("schedule.cohort=2", "rounds=2", "runtime=inprocess", "tracking=none"),
 ]
 
@@ -64,7 +70,12 @@ def test_a_class_and_a_function_are_models_by_their_names(package: str) -> None:
     for name in ("Net", "make"):
         words = option(name.lower(), f"_target_: {package}.{name}\nwidth: 6\nhead: fc\n")
         result = raysim.run(composed([*words, f"out={name}"]), allow=[package], quiet=True)
-        assert set(result.model().state_dict()) == {"body.1.weight", "body.1.bias", "fc.weight", "fc.bias"}
+        assert set(result.model().state_dict()) == {
+            "body.1.weight",
+            "body.1.bias",
+            "fc.weight",
+            "fc.bias",
+        }
         found.append(result.summary["model_sha256"])
     assert found[0] == found[1]
 
@@ -75,7 +86,10 @@ def test_a_class_and_a_function_are_models_by_their_names(package: str) -> None:
         ("_target_: nets_of_mine.Net\nwide: 6\n", r"model\.wide does not exist"),
         ("_target_: nets_of_mine.make\n", r"model\.width has no default"),
         ("_target_: nets_of_mine.NAMES\n", r"model\._target_=nets_of_mine\.NAMES is no class"),
-        ("_target_: nets_of_mine.Net\nhead: body\n", r"model\.head=body is no linear layer of Net; it has body\.1, fc"),
+        (
+            "_target_: nets_of_mine.Net\nhead: body\n",
+            r"model\.head=body is no linear layer of Net; it has body\.1, fc",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(package: str, text: str, sentence: str) -> None:
@@ -83,22 +97,42 @@ def test_what_does_not_fit_is_one_sentence(package: str, text: str, sentence: st
         raysim.build(composed(option("mine", text)), allow=[package])
 
 
-def test_a_module_from_python_is_where_training_starts_and_what_a_result_gives_back(package: str) -> None:
+def test_a_module_from_python_is_where_training_starts_and_what_a_result_gives_back(
+    package: str,
+) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3))
     before = {key: value.clone() for key, value in net.state_dict().items()}
     result = raysim.run([*SMALL, "out=module"], model=net, quiet=True)
     after = result.model().state_dict()
-    assert after.keys() == before.keys() and any(not torch.equal(after[key], before[key]) for key in after)
-    assert all(torch.equal(net.state_dict()[key], before[key]) for key in before)  # the user's own stays as it was
+    assert after.keys() == before.keys() and any(
+        not torch.equal(after[key], before[key]) for key in after
+    )
+    assert all(
+        torch.equal(net.state_dict()[key], before[key]) for key in before
+    )  # the user's own stays as it was
     predicted = result.predictions()
-    assert (predicted.classes == predicted.labels).mean() == pytest.approx(result.summary["accuracy_global"])
+    assert (predicted.classes == predicted.labels).mean() == pytest.approx(
+        result.summary["accuracy_global"]
+    )
 
 
 def test_values_are_learnt_from_python(package: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(60, 4, generator=rng)
-    words = [*SMALL[5:], "partition=iid", "partition.clients=3", "model=mlp", "local.lr=0.05", "rounds=4", "out=values"]
+    words = [
+        *SMALL[5:],
+        "partition=iid",
+        "partition.clients=3",
+        "model=mlp",
+        "local.lr=0.05",
+        "rounds=4",
+        "out=values",
+    ]
     words.remove("rounds=2")
     result = raysim.run(words, data=((x, x.sum(1)), (x[:20], x[:20].sum(1))), quiet=True)
     errors = [row["mae_global"] for row in result.rows]
-    assert errors[-1] < errors[0] and "mae_global" in repr(result) and result.summary["metric"] == "mae"
+    assert (
+        errors[-1] < errors[0]
+        and "mae_global" in repr(result)
+        and result.summary["metric"] == "mae"
+    )

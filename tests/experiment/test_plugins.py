@@ -71,7 +71,9 @@ def install(package: Path) -> None:
     sys.path.insert(0, str(package.parent))
 
 
-def test_an_installed_package_needs_no_option(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installed_package_needs_no_option(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(package)
     assert installed() == ("quietly",)
     assert groups().files["method"]["quiet"] == package / "conf" / "method" / "quiet.yaml"
@@ -110,7 +112,10 @@ def test_a_package_that_is_not_installed_is_allowed_for_a_command(
     assert cli.call(["run", "--allow", "quietly", "method=quiet", *SMALL]) == 0
     assert cli.call(["run", "out=run", "resume=latest", "rounds=2"]) == 2
     assert "allow its code to run with --allow quietly" in capsys.readouterr().err
-    assert cli.call(["study", "--allow", "quietly", "method=[],[quiet]", *SMALL[:-1], "out=study"]) == 0
+    assert (
+        cli.call(["study", "--allow", "quietly", "method=[],[quiet]", *SMALL[:-1], "out=study"])
+        == 0
+    )
     assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
 
 
@@ -130,10 +135,14 @@ def test_a_forgotten_option_names_the_package_that_is_here(
     assert capsys.readouterr().err == told
     (package / "__init__.py").unlink()
     assert cli.call(["run", "method=quiet"]) == 2
-    assert "--allow" not in capsys.readouterr().err, "what Python does not take for a package is none"
+    assert "--allow" not in capsys.readouterr().err, (
+        "what Python does not take for a package is none"
+    )
 
 
-def test_a_package_that_is_nowhere_is_named(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_that_is_nowhere_is_named(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2
     assert capsys.readouterr().err.startswith("raysim: there is no package quitely to allow: ")
     with pytest.raises(Refused, match=r"there is no package quitely\.parts to allow"):
@@ -149,7 +158,9 @@ def test_a_package_is_allowed_from_the_current_folder_in_python_too(
     around = package.parent / "around" / "quietly"
     around.mkdir(parents=True)
     inner = package.rename(around / "quietly")
-    monkeypatch.setattr(sys, "path", [str(around.parent), *(each for each in sys.path if each)])  # of `python ../t.py`
+    monkeypatch.setattr(
+        sys, "path", [str(around.parent), *(each for each in sys.path if each)]
+    )  # of `python ../t.py`
     with pytest.raises(Refused, match=f"is one folder further in, {inner}: go to {around} first"):
         build("method=quiet", allow=["quietly"])
     monkeypatch.chdir(around)
@@ -160,7 +171,10 @@ def test_a_package_is_allowed_from_the_current_folder_in_python_too(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bad:\n  _target_: quietly.Quiet\n   mu: 1\n", r"cannot be read \(line 3, column 6: mapping .*\): mend it"),
+        (
+            "bad:\n  _target_: quietly.Quiet\n   mu: 1\n",
+            r"cannot be read \(line 3, column 6: mapping .*\): mend it",
+        ),
         (
             "_target_: quietly.Quiet\n",
             r"begins with _target_: a file of the group method begins with a name, such as bad",
@@ -172,7 +186,9 @@ def test_a_package_is_allowed_from_the_current_folder_in_python_too(
         ),
     ],
 )
-def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(text: str, said: str, package: Path) -> None:
+def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(
+    text: str, said: str, package: Path
+) -> None:
     (package / "conf" / "method" / "bad.yaml").write_text(text)
     assert build(["method=quiet", *SMALL], allow=["quietly"]).spec.methods
     with pytest.raises(Refused, match=said):
@@ -182,17 +198,26 @@ def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(text: str, sa
 
 
 def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -> None:
-    (package / "conf" / "method" / "fedprox.yaml").write_text("fedprox: {_target_: quietly.Quiet}\n")
+    (package / "conf" / "method" / "fedprox.yaml").write_text(
+        "fedprox: {_target_: quietly.Quiet}\n"
+    )
     install(package)
-    with pytest.raises(Refused, match=r"quietly/conf/method/fedprox\.yaml has the name of .*: rename it, or uninstall"):
+    with pytest.raises(
+        Refused,
+        match=r"quietly/conf/method/fedprox\.yaml has the name of .*: rename it, or uninstall",
+    ):
         compose(["method=[]"])
 
 
 def test_of_two_folders_with_one_option_the_later_one_counts(tmp_path: Path) -> None:
     for name, speed in (("one", 11.0), ("two", 12.0)):
         (folder := tmp_path / name / "fleet").mkdir(parents=True)
-        (folder / "ideal.yaml").write_text(f"_target_: raysim.simulation.fleet.Ideal\nspeed: {speed}\n")
-        (tmp_path / name / "config.yaml").write_text("rounds: 1\n")  # the user's own file is no part of it
+        (folder / "ideal.yaml").write_text(
+            f"_target_: raysim.simulation.fleet.Ideal\nspeed: {speed}\n"
+        )
+        (tmp_path / name / "config.yaml").write_text(
+            "rounds: 1\n"
+        )  # the user's own file is no part of it
     found = plain(compose([], [tmp_path / "one", tmp_path / "two"]))
     assert found["fleet"]["speed"] == 12.0 and found["rounds"] > 1
     assert groups([tmp_path / "one"]).files["fleet"]["ideal"] == tmp_path / "one/fleet/ideal.yaml"
@@ -211,7 +236,9 @@ def test_an_observer_by_its_name_follows_the_run_and_its_continuation(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (package / "conf" / "observer").mkdir()
-    (package / "conf" / "observer" / "diary.yaml").write_text("diary: {_target_: quietly.Diary, word: round}\n")
+    (package / "conf" / "observer" / "diary.yaml").write_text(
+        "diary: {_target_: quietly.Diary, word: round}\n"
+    )
     (package / "__init__.py").write_text(OBSERVER)
     allowed = ("run", "--quiet", "--allow", "quietly")
     assert cli.call([*allowed, "observer=diary", "observer.diary.word=lap", *SMALL]) == 0
@@ -221,7 +248,12 @@ def test_an_observer_by_its_name_follows_the_run_and_its_continuation(
     assert cli.call([*allowed, "out=run", "resume=latest", "rounds=3", "observer=[]"]) == 0
     assert capsys.readouterr().out == ""
     assert cli.call(["run", "observer=diary", *SMALL]) == 2
-    assert "quietly/conf/observer/diary.yaml is here: add --allow quietly\n" in capsys.readouterr().err
+    assert (
+        "quietly/conf/observer/diary.yaml is here: add --allow quietly\n" in capsys.readouterr().err
+    )
     (package / "conf" / "observer" / "diary.yaml").unlink()
     assert cli.call(["run", "observer=diary", *SMALL]) == 2
-    assert "observer=diary does not exist: the valid ones are tensorboard, wandb\n" in capsys.readouterr().err
+    assert (
+        "observer=diary does not exist: the valid ones are tensorboard, wandb\n"
+        in capsys.readouterr().err
+    )

@@ -45,7 +45,12 @@ RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 3
 TESTS = IMAGES[:12], LABELS[:12]
 DATA = ((IMAGES, LABELS), TESTS)
-PARTS: dict[str, Any] = {"data": DATA, "partition": IID(clients=4), "schedule": {"cohort": 2}, "model": Mlp((8,))}
+PARTS: dict[str, Any] = {
+    "data": DATA,
+    "partition": IID(clients=4),
+    "schedule": {"cohort": 2},
+    "model": Mlp((8,)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +92,15 @@ def test_objects_run_as_the_words_that_they_are_stored_as() -> None:
     words = raysim.run(
         "method=fedprox method.fedprox.mu=0.25 data=synthetic data.samples=60 data.test_samples=12 data.classes=3 "
         "partition=iid partition.clients=4 partition.test_fraction=0.2 model=mlp model.widths=[8] fleet=lognormal",
-        **(SMALL | {"schedule": "buffered", "schedule.concurrency": 2, "schedule.size": 1, "out": "words"}),
+        **(
+            SMALL
+            | {
+                "schedule": "buffered",
+                "schedule.concurrency": 2,
+                "schedule.size": 1,
+                "out": "words",
+            }
+        ),
     )
     assert objects.summary["model_sha256"] == words.summary["model_sha256"]
     stored, said = (load_yaml(Path(out, "config.yaml")) for out in ("objects", "words"))
@@ -99,7 +112,9 @@ def test_objects_run_as_the_words_that_they_are_stored_as() -> None:
     again = raysim.run(["out=objects", "resume=latest", "rounds=3"], quiet=True)
     assert (
         again.summary["model_sha256"]
-        == raysim.run(["out=words", "resume=latest", "rounds=3"], quiet=True).summary["model_sha256"]
+        == raysim.run(["out=words", "resume=latest", "rounds=3"], quiet=True).summary[
+            "model_sha256"
+        ]
     )
 
 
@@ -123,12 +138,17 @@ def test_lists_of_rows_are_a_partition_that_is_repeated_and_goes_on() -> None:
 
 def test_lists_of_rows_may_have_names() -> None:
     found = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
-    assert found.summary["model_sha256"] == ran("b", partition=[[0, 1, 9], [2, 3, 4, 5]]).summary["model_sha256"]
+    assert (
+        found.summary["model_sha256"]
+        == ran("b", partition=[[0, 1, 9], [2, 3, 4, 5]]).summary["model_sha256"]
+    )
     stored = Path(load_yaml(Path("a/config.yaml"))["partition"]["file"])
     assert json.loads(stored.read_text()) == {"alice": [0, 1, 9], "bob": [2, 3, 4, 5]}
 
 
-@pytest.mark.parametrize("part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)])
+@pytest.mark.parametrize(
+    "part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)]
+)
 def test_a_part_with_plain_values_is_written_by_its_class_and_arguments(part: object) -> None:
     node = written(part)
     assert OBJECT not in node
@@ -148,17 +168,32 @@ def test_a_part_that_no_file_can_hold_is_told_from_one_that_it_can() -> None:
 
     changed = FedProx(0.1)
     changed.more = 1  # type: ignore[attr-defined]
-    unfound = type("Unfound", (FedProx,), {"__module__": "nowhere"})  # as a notebook's magic may make it
-    for part in (Local(0.1), Holding(what=lambda: 0), Holding(what=torch.ones(2)), Twice(0.1), changed, unfound(0.1)):
+    unfound = type(
+        "Unfound", (FedProx,), {"__module__": "nowhere"}
+    )  # as a notebook's magic may make it
+    for part in (
+        Local(0.1),
+        Holding(what=lambda: 0),
+        Holding(what=torch.ones(2)),
+        Twice(0.1),
+        changed,
+        unfound(0.1),
+    ):
         assert OBJECT in written(part), part
 
 
-def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = Holding(what=lambda: 0)
     raysim.run(**(SMALL | PARTS | {"model": model, "out": "a", "quiet": False, "rounds": 1}))
-    assert "model: config.yaml cannot hold this object; give it again to go on" in capsys.readouterr().out
+    assert (
+        "model: config.yaml cannot hold this object; give it again to go on"
+        in capsys.readouterr().out
+    )
     with pytest.raises(
-        Refused, match=r"model: .*Holding was an object from Python: give it again to go on, raysim.run"
+        Refused,
+        match=r"model: .*Holding was an object from Python: give it again to go on, raysim.run",
     ):
         raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=model, quiet=True)
@@ -170,7 +205,9 @@ def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(capsys:
 
 def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
     found = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
-    with pytest.raises(Refused, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."):
+    with pytest.raises(
+        Refused, match=r"method\.fedprox: .*Twice was an object from Python: .*methods=\.\.\."
+    ):
         raysim.load("a").client_model(0)
     loaded = raysim.load("a", methods=[FedBN(), Twice(0.1)])
     assert (loaded.predictions(0).scores == found.predictions(0).scores).all()
@@ -180,7 +217,10 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
     ("given", "sentence"),
     [
         ({"methods": FedProx()}, "methods=.* is no list"),
-        ({"methods": [FedProx]}, r"methods=FedProx is a class: give an object of it, FedProx\(...\)"),
+        (
+            {"methods": [FedProx]},
+            r"methods=FedProx is a class: give an object of it, FedProx\(...\)",
+        ),
         ({"methods": [FedProx(), "fedprox"]}, "methods holds fedprox twice"),
         ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
         ({"methods": [IID(clients=2)]}, "it is no raysim.Method"),
@@ -195,35 +235,83 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"rounds": "many"}, "rounds=many must be an integer"),
         ({"data": 3}, "data=int is not understood"),
         ({"data": (IMAGES, LABELS, LABELS, LABELS)}, "data=tuple of 4 is not understood"),
-        ({"data": (IMAGES, LABELS, LABELS[:3])}, r"users of shape \(3,\) .* for 60 samples: give each sample one"),
-        ({"data": (IMAGES, LABELS, LABELS / 2)}, "float64.* give each sample one, an integer or text"),
-        ({"data": ((IMAGES, LABELS, LABELS), (IMAGES, LABELS))}, "users are given .* alone: give them for both"),
-        ({"data": (IMAGES, LABELS), "partition": "natural"}, "makes a client of each user, and all samples are of one"),
+        (
+            {"data": (IMAGES, LABELS, LABELS[:3])},
+            r"users of shape \(3,\) .* for 60 samples: give each sample one",
+        ),
+        (
+            {"data": (IMAGES, LABELS, LABELS / 2)},
+            "float64.* give each sample one, an integer or text",
+        ),
+        (
+            {"data": ((IMAGES, LABELS, LABELS), (IMAGES, LABELS))},
+            "users are given .* alone: give them for both",
+        ),
+        (
+            {"data": (IMAGES, LABELS), "partition": "natural"},
+            "makes a client of each user, and all samples are of one",
+        ),
         ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
         ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
-        ({"data": (IMAGES[:0], LABELS[:0])}, r"train has inputs of shape \(0, 8, 8\) .* no samples: give it some"),
+        (
+            {"data": (IMAGES[:0], LABELS[:0])},
+            r"train has inputs of shape \(0, 8, 8\) .* no samples: give it some",
+        ),
         ({"data": ([], [])}, r"train has inputs of shape \(0,\) .* no samples: give it some"),
-        ({"data": ([[1.0, 2.0], [3.0]], [0, 1])}, "data: the inputs for train are not all of one shape: fill short"),
-        ({"data": ([torch.ones(2), torch.ones(3)], [0, 1])}, "the inputs for train are not all of one shape"),
-        ({"data": torch.utils.data.DataLoader([(0.0, 1)])}, "data=DataLoader .*: give .* loader.dataset"),  # type: ignore[arg-type]
+        (
+            {"data": ([[1.0, 2.0], [3.0]], [0, 1])},
+            "data: the inputs for train are not all of one shape: fill short",
+        ),
+        (
+            {"data": ([torch.ones(2), torch.ones(3)], [0, 1])},
+            "the inputs for train are not all of one shape",
+        ),
+        (
+            {"data": torch.utils.data.DataLoader([(0.0, 1)])},
+            "data=DataLoader .*: give .* loader.dataset",
+        ),  # type: ignore[arg-type]
         (
             {"data": {"x": IMAGES}},
             r'data=dict is not understood: .* or \{"train": ..., "test": ...\}, or a torch Dataset',
         ),
-        ({"data": (IMAGES, LABELS + 1000.0), "partition": Dirichlet(4, 1.0)}, r"set data\.kind=classification where"),  # type: ignore[misc]
-        ({"data": (IMAGES.astype(int), LABELS)}, "has token numbers: set model=gru .* or give floats where they are"),
-        ({"data": (IMAGES / 255, LABELS), "model": "cnn"}, r"shape \[8, 8\]: .*; or give grey images one channel"),
-        ({"partition": {"a": [0, 1, 2], "b": [3, 1000]}}, "^partition gives row 1000 to client b, and the training"),
-        ({"partition": {"a": [0, 1], "b": [1, 2]}}, "^partition gives row 1 to client a and to client b: give it"),
-        ({"partition": {"a": [0, 1], "b": [0.5]}}, "^partition, client b has no list of row numbers"),
+        (
+            {"data": (IMAGES, LABELS + 1000.0), "partition": Dirichlet(4, 1.0)},
+            r"set data\.kind=classification where",
+        ),  # type: ignore[misc]
+        (
+            {"data": (IMAGES.astype(int), LABELS)},
+            "has token numbers: set model=gru .* or give floats where they are",
+        ),
+        (
+            {"data": (IMAGES / 255, LABELS), "model": "cnn"},
+            r"shape \[8, 8\]: .*; or give grey images one channel",
+        ),
+        (
+            {"partition": {"a": [0, 1, 2], "b": [3, 1000]}},
+            "^partition gives row 1000 to client b, and the training",
+        ),
+        (
+            {"partition": {"a": [0, 1], "b": [1, 2]}},
+            "^partition gives row 1 to client a and to client b: give it",
+        ),
+        (
+            {"partition": {"a": [0, 1], "b": [0.5]}},
+            "^partition, client b has no list of row numbers",
+        ),
         ({"seed": None}, "seed=null must be an integer"),
         (
             {"model": lambda depth: flat(3, depth)},
             r"<lambda> cannot be called \(missing a required argument: 'depth'\)",
         ),
-        ({"model": functools.partial(nn.Linear, width=3)}, r"Linear cannot be called \(missing .*'in_features'\)"),
+        (
+            {"model": functools.partial(nn.Linear, width=3)},
+            r"Linear cannot be called \(missing .*'in_features'\)",
+        ),
         ({"model": lambda: flat(7)}, "set its number of outputs to 3, as functools.partial"),
-        ({"model": 3}, "model=3 does not fit there: give a torch.nn.Module, its class or a function that makes one"),
+        (
+            {"model": 3},
+            "model=3 does not fit there: give a torch.nn.Module, its class or a function that makes one",
+        ),
         ({"model": Mlp}, r"model=Mlp is a class: give an object of it, Mlp\(...\)"),
         ({"model": nn.Linear(3, 3)}, "the model Linear cannot take inputs of shape"),
         ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
@@ -254,7 +342,10 @@ def test_an_experiment_says_what_it_is_on_one_line() -> None:
 # --- data -----------------------------------------------------------------------------------------------------------
 def test_arrays_tensors_and_torch_data_sets_are_the_same_data() -> None:
     tensors = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
-    halves = torch.utils.data.TensorDataset(*tensors), torch.utils.data.TensorDataset(tensors[0][:12], tensors[1][:12])
+    halves = (
+        torch.utils.data.TensorDataset(*tensors),
+        torch.utils.data.TensorDataset(tensors[0][:12], tensors[1][:12]),
+    )
     rows = [*zip(IMAGES, LABELS, strict=True)]
 
     class Rows(torch.utils.data.Dataset[Any]):
@@ -264,9 +355,16 @@ def test_arrays_tensors_and_torch_data_sets_are_the_same_data() -> None:
         def __getitem__(self, row: int) -> Any:
             return rows[row]
 
-    given = [DATA, {"train": tensors, "test": TESTS}, halves, (Rows(), TESTS), ((IMAGES[:, None], LABELS), TESTS)]
+    given = [
+        DATA,
+        {"train": tensors, "test": TESTS},
+        halves,
+        (Rows(), TESTS),
+        ((IMAGES[:, None], LABELS), TESTS),
+    ]
     digests = {
-        raysim.build(**(_without(SMALL, "quiet") | PARTS | {"data": data})).config["data"]["digest"] for data in given
+        raysim.build(**(_without(SMALL, "quiet") | PARTS | {"data": data})).config["data"]["digest"]
+        for data in given
     }
     assert len(digests) == 1
 
@@ -275,7 +373,9 @@ def test_arrays_tensors_and_torch_data_sets_are_the_same_data() -> None:
 def test_users_beside_the_samples_are_clients(kind: type) -> None:
     users = np.array([kind(f"{100 + 7 * row % 5}") for row in range(60)])
     data = {"train": (IMAGES, LABELS, users), "test": (*TESTS, users[:12])}
-    built = raysim.build(**(_without(SMALL, "quiet") | PARTS | {"data": data, "partition": "natural"}))
+    built = raysim.build(
+        **(_without(SMALL, "quiet") | PARTS | {"data": data, "partition": "natural"})
+    )
     split = built.spec.data.partition
     for client, user in enumerate(sorted({*users.tolist()})):
         rows = np.concatenate([split.train.rows(client), split.test.rows(client)])
@@ -315,7 +415,9 @@ def test_floats_tokens_and_labels_of_other_kinds_are_told_apart() -> None:
         return raysim.build(**given).spec.task
 
     numbers, tokens = RNG.standard_normal((40, 6)), RNG.integers(0, 5000, (40, 6))
-    assert (found := task(numbers, np.arange(40) % 4)).kind == "classification" and found.shape == (6,)
+    assert (found := task(numbers, np.arange(40) % 4)).kind == "classification" and found.shape == (
+        6,
+    )
     assert task(numbers, RNG.standard_normal(40)).kind == "regression"
     assert task(numbers, RNG.integers(0, 2, (40, 3))).kind == "multilabel"
     assert task(tokens, np.arange(40) % 4).tokens.size == tokens.max() + 1
@@ -336,7 +438,9 @@ class Flat(nn.Module):
 
 def flat(num_classes: int, width: int = 7) -> nn.Module:
     """One that lies here."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes)
+    )
 
 
 def passing(num_classes: int, **more: int) -> nn.Module:
@@ -344,14 +448,20 @@ def passing(num_classes: int, **more: int) -> nn.Module:
     return flat(num_classes, **more)
 
 
-def test_a_function_that_makes_a_network_is_stored_by_its_name_and_keys_stay_those_of_the_network() -> None:
+def test_a_function_that_makes_a_network_is_stored_by_its_name_and_keys_stay_those_of_the_network() -> (
+    None
+):
     found = ran(model=flat)
     stored = load_yaml(Path("a/config.yaml"))
-    assert stored["model"] == {"_target_": f"{__name__}.flat"} and stored["choices"]["model"] == "flat"
+    assert (
+        stored["model"] == {"_target_": f"{__name__}.flat"} and stored["choices"]["model"] == "flat"
+    )
     assert list(found.model().state_dict()) == list(flat(3).state_dict())
     again = raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True, allow=[__name__])
     assert again.summary["model_sha256"] == ran("b", model=flat, rounds=3).summary["model_sha256"]
-    assert torch.equal(again.model()[1].weight, raysim.load("a", allow=[__name__]).client_model(0)[1].weight)
+    assert torch.equal(
+        again.model()[1].weight, raysim.load("a", allow=[__name__]).client_model(0)[1].weight
+    )
 
 
 def test_a_function_with_some_arguments_given_is_stored_with_them() -> None:
@@ -395,7 +505,10 @@ def test_the_table_of_clients_is_the_file_in_the_folder() -> None:
     (path := Path("a/clients.parquet")).unlink(missing_ok=True)
     with pytest.raises(Refused, match=r"a has no clients\.parquet"):
         _ = found.clients
-    pq.write_table(pa.table({"client": [0, 1], "samples": [3, 4], "tests": [1, 0], "accuracy": [1.0, None]}), path)
+    pq.write_table(
+        pa.table({"client": [0, 1], "samples": [3, 4], "tests": [1, 0], "accuracy": [1.0, None]}),
+        path,
+    )
     assert found.clients.index.name == "client" and found.clients.loc[1, "samples"] == 4
     assert raysim.load("a").clients["accuracy"].isna().tolist() == [False, True]
 
@@ -415,7 +528,10 @@ def test_predictions_are_shown_by_their_shapes() -> None:
     scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
     shown = repr(Predictions(np.array([0, 1, 1]), scores, np.arange(3)))
     assert shown == "Predictions(3 rows, scores [3, 2], 0.6667 of them right)"
-    assert repr(Predictions(np.zeros((3, 1)), scores, np.arange(3))) == "Predictions(3 rows, scores [3, 2])"
+    assert (
+        repr(Predictions(np.zeros((3, 1)), scores, np.arange(3)))
+        == "Predictions(3 rows, scores [3, 2])"
+    )
 
 
 def test_the_model_of_a_result_has_the_final_weights_and_predicts() -> None:
@@ -428,7 +544,9 @@ def test_the_model_of_a_result_has_the_final_weights_and_predicts() -> None:
     assert repr(loaded) == repr(found)
     for name, tensor in loaded.model().state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
-    assert torch.equal(found.client_model(2).state_dict()["head.weight"], model.state_dict()["head.weight"])
+    assert torch.equal(
+        found.client_model(2).state_dict()["head.weight"], model.state_dict()["head.weight"]
+    )
 
 
 def test_a_clients_own_model_holds_what_it_keeps_to_itself() -> None:
@@ -439,7 +557,10 @@ def test_a_clients_own_model_holds_what_it_keeps_to_itself() -> None:
         found.predictions()
     own = [found.client_model(client) for client in range(4)]
     layers = [next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d)) for model in own]
-    assert len({float(layer.running_mean.sum()) for layer in layers if layer.running_mean is not None}) > 1
+    assert (
+        len({float(layer.running_mean.sum()) for layer in layers if layer.running_mean is not None})
+        > 1
+    )
     hits = [found.predictions(client) for client in range(4)]
     accuracy = np.mean([(own.classes == own.labels).mean() for own in hits])
     assert accuracy == pytest.approx(found.rows[-1]["accuracy"], abs=1e-12)
@@ -449,7 +570,9 @@ def test_a_clients_own_model_holds_what_it_keeps_to_itself() -> None:
 
 def test_without_a_checkpoint_there_is_the_shared_model_alone() -> None:
     plain = ran("plain", checkpoint={"every": 0})
-    assert (plain.predictions().classes == plain.predictions().labels).mean() == plain.rows[-1]["accuracy_global"]
+    assert (plain.predictions().classes == plain.predictions().labels).mean() == plain.rows[-1][
+        "accuracy_global"
+    ]
     found = ran("own", methods=[FedBN()], model=NormedMlp(), checkpoint={"every": 0})
     with pytest.raises(Refused, match=r"set checkpoint\.every above 0"):
         found.client_model(0)
@@ -470,8 +593,15 @@ def test_looking_at_a_result_leaves_torch_as_it_was() -> None:
 # --- the package ------------------------------------------------------------------------------------------------------
 def test_every_name_of_the_package_is_there_and_says_what_it_is() -> None:
     code = "import raysim; print(*sorted({*raysim.__all__} - {*dir(raysim)}))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
-    assert {"TooManyFailures", "ObserverFailed", "Interrupted"} <= {*raysim.__all__}, "what `run` says that it raises"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "\n"
+    )
+    assert {"TooManyFailures", "ObserverFailed", "Interrupted"} <= {*raysim.__all__}, (
+        "what `run` says that it raises"
+    )
     for name in set(raysim.__all__) - {"__version__"}:
         found = getattr(raysim, name)
         assert found.__doc__, name

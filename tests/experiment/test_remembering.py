@@ -17,11 +17,21 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
 from raysim.primitives.errors import Refused
 
-TEXT = (Path(__file__).parents[2] / "docs" / "extending.md").read_text().partition("## A method that remembers")[2]
+TEXT = (
+    (Path(__file__).parents[2] / "docs" / "extending.md")
+    .read_text()
+    .partition("## A method that remembers")[2]
+)
 NAMES: dict[str, Any] = {"__name__": __name__}
 exec(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0], NAMES)
 Steady: Any = NAMES["Steady"]
-FEW: dict[str, Any] = {"runtime": "inprocess", "tracking": "none", "quiet": True, "rounds": 3, "out": "a"}
+FEW: dict[str, Any] = {
+    "runtime": "inprocess",
+    "tracking": "none",
+    "quiet": True,
+    "rounds": 3,
+    "out": "a",
+}
 FEW |= {"checkpoint": {"every": 1}}
 
 
@@ -41,7 +51,11 @@ def test_it_keeps_to_what_every_method_must(check: Any) -> None:
 
 def test_it_is_drawn_to_where_it_was_and_reports_how_far_it_went() -> None:
     found, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
-    assert free.summary["model_sha256"] == ran(out="c").summary["model_sha256"] != found.summary["model_sha256"]
+    assert (
+        free.summary["model_sha256"]
+        == ran(out="c").summary["model_sha256"]
+        != found.summary["model_sha256"]
+    )
     assert (found.history["steady.moved"] > 0).all()
 
 
@@ -54,14 +68,19 @@ def test_what_clients_keep_is_told_by_name_of_those_that_never_trained_too() -> 
     trained, idle = by_participation[True], by_participation[False]
     assert len(trained) == len(idle) == 10
     names = {"steady.last", "steady.known", "scaffold.control"}
-    assert all(names < kept.keys() and any(key.startswith("model.") for key in kept) for kept in [*trained, *idle])
+    assert all(
+        names < kept.keys() and any(key.startswith("model.") for key in kept)
+        for kept in [*trained, *idle]
+    )
     assert all(kept["scaffold.control"].any() for kept in trained)
     assert not any(kept["scaffold.control"].any() for kept in idle)
     with pytest.raises(Refused, match="client 20 does not exist"):
         found.client_state(20)
 
 
-def test_clients_without_a_memory_keep_nothing_and_one_that_no_checkpoint_holds_is_refused() -> None:
+def test_clients_without_a_memory_keep_nothing_and_one_that_no_checkpoint_holds_is_refused() -> (
+    None
+):
     assert ran().client_state(0) == {}
     with pytest.raises(Refused, match=r"set checkpoint\.every above 0"):
         ran(Scaffold(), out="b", checkpoint={"every": 0}).client_state(0)

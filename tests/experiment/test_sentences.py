@@ -42,10 +42,14 @@ class TestUnknownKeys:
         assert "loss=focal has it" in sentence
 
     def test_method_without_settings_says_so(self) -> None:
-        assert "method.scaffold has no settings" in refused("method=scaffold", "method.scaffold.mu=1")
+        assert "method.scaffold has no settings" in refused(
+            "method=scaffold", "method.scaffold.mu=1"
+        )
 
     def test_options_that_have_the_key_are_named(self) -> None:
-        assert "partition=shards has it" in refused("partition=iid", "partition.shards_per_client=2")
+        assert "partition=shards has it" in refused(
+            "partition=iid", "partition.shards_per_client=2"
+        )
 
     def test_resumed_run_is_asked_about_its_own_options(self) -> None:
         raysim.run([*WORDS, "out=run", "data=synthetic", "model=mlp", "method=fedprox"], quiet=True)
@@ -56,8 +60,12 @@ class TestUnknownKeys:
 
     def test_resumed_run_is_asked_about_its_own_network(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
-        raysim.run([*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True)
-        with pytest.raises(Refused, match=r"model\.norm does not exist: model=sequential has") as error:
+        raysim.run(
+            [*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True
+        )
+        with pytest.raises(
+            Refused, match=r"model\.norm does not exist: model=sequential has"
+        ) as error:
             compose(["out=run", "resume=latest", "model.norm=batch"])
         assert "small_cnn has norm" not in str(error.value)
 
@@ -74,7 +82,9 @@ class TestPartitions:
         assert "partition.clients" not in sentence
 
     def test_too_many_users_are_refused_by_the_key_that_asks_for_them(self) -> None:
-        sentence = refused("partition=natural", "partition.clients=9", data=(*DATA, np.arange(30) % 3))
+        sentence = refused(
+            "partition=natural", "partition.clients=9", data=(*DATA, np.arange(30) % 3)
+        )
         assert sentence.startswith("partition.clients=9")
 
     def test_default_minimum_is_no_setting_of_the_user(self) -> None:
@@ -116,6 +126,8 @@ class TestData:
 
 def test_network_without_batchnorm_is_not_told_to_set_a_key_that_it_lacks() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
-    warnings = build([*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}).warnings
+    warnings = build(
+        [*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}
+    ).warnings
     (sentence,) = (text for text in warnings if "method 'fedbn'" in text)
     assert "model=small_cnn" in sentence, "model.norm is a key of models of this kind only"

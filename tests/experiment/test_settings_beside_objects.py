@@ -29,7 +29,11 @@ IMAGES = RNG.integers(0, 256, (60, 8, 8), dtype=np.uint8)
 CLASSES = np.arange(60) % 3
 LISTS = [list(range(0, 30)), list(range(30, 60))]
 WORDS = ["runtime=inprocess", "tracking=none", "rounds=1", "local.epochs=1", "schedule.cohort=2"]
-PARTS: dict[str, Any] = {"data": (NUMBERS, CLASSES), "model": Mlp((8,)), "partition": IID(clients=3)}
+PARTS: dict[str, Any] = {
+    "data": (NUMBERS, CLASSES),
+    "model": Mlp((8,)),
+    "partition": IID(clients=3),
+}
 
 
 class Wide(nn.Module):
@@ -58,7 +62,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(*words: str, **parts: Any) -> Experiment:
     chosen = {key: part for key, part in (PARTS | parts).items() if part is not None}
-    schedule = [word for word in WORDS if not ("schedule" in parts and word.startswith("schedule."))]
+    schedule = [
+        word for word in WORDS if not ("schedule" in parts and word.startswith("schedule."))
+    ]
     return build([*schedule, *words], **chosen)
 
 
@@ -82,7 +88,12 @@ class TestArrays:
         assert torch.equal(data.pipeline.normalise(inputs), expected)
 
     def test_image_settings_reach_arrays_of_images(self) -> None:
-        words = ["data.size=4", "data.channels=3", "data.augment=[flip]", "data.rotation.per=client"]
+        words = [
+            "data.size=4",
+            "data.channels=3",
+            "data.augment=[flip]",
+            "data.rotation.per=client",
+        ]
         data = built(*words, data=(IMAGES, CLASSES)).spec.data
         assert data.open().shape == (3, 4, 4)
         assert data.pipeline.augment == ("flip",)
@@ -111,16 +122,26 @@ class TestArrays:
 
 class TestListsOfRows:
     def test_shares_held_out_are_those_that_were_set(self) -> None:
-        assert not len(built("partition.test_fraction=0", partition=LISTS).spec.data.partition.test.indices)
-        partition = built("partition.validation_fraction=0.5", "partition.test_fraction=0", partition=LISTS)
+        assert not len(
+            built("partition.test_fraction=0", partition=LISTS).spec.data.partition.test.indices
+        )
+        partition = built(
+            "partition.validation_fraction=0.5", "partition.test_fraction=0", partition=LISTS
+        )
         assert partition.spec.data.partition.train.counts.tolist() == [15, 15]
 
     def test_fraction_keeps_a_share(self) -> None:
-        data = built("partition.fraction=0.5", **{"partition.test_fraction": 0}, partition=LISTS).spec.data
+        data = built(
+            "partition.fraction=0.5", **{"partition.test_fraction": 0}, partition=LISTS
+        ).spec.data
         assert data.partition.train.counts.tolist() == [15, 15]
 
     def test_settings_hold_on_resume(self) -> None:
-        raysim.run([*WORDS, "partition.test_fraction=0", "out=run"], **PARTS | {"partition": LISTS}, quiet=True)
+        raysim.run(
+            [*WORDS, "partition.test_fraction=0", "out=run"],
+            **PARTS | {"partition": LISTS},
+            quiet=True,
+        )
         again = raysim.run(["out=run", "resume=latest", "rounds=2"], partition=LISTS, quiet=True)
         assert again.experiment.config["partition"]["test_fraction"] == 0
 
@@ -194,7 +215,10 @@ def test_object_next_to_whole_configuration_takes_the_place_of_its_part() -> Non
 
 def test_value_of_another_part_still_has_its_effect() -> None:
     experiment = built(
-        "local.lr=0.5", "method=fedbn", methods=None, model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+        "local.lr=0.5",
+        "method=fedbn",
+        methods=None,
+        model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
     )
     assert experiment.spec.settings.local.lr == 0.5
     assert [method.name for method in experiment.spec.methods] == ["fedbn"]

@@ -33,7 +33,14 @@ NUMBERS = np.arange(ROWS) % 12
 SHIFTED = 5 - NUMBERS
 TEXTS = np.array([f"user{number}" for number in NUMBERS])
 IN_ORDER = [str(number) for number in range(12)]
-WORDS = ["runtime=inprocess", "tracking=none", "rounds=1", "local.epochs=1", "schedule.cohort=2", "model=mlp"]
+WORDS = [
+    "runtime=inprocess",
+    "tracking=none",
+    "rounds=1",
+    "local.epochs=1",
+    "schedule.cohort=2",
+    "model=mlp",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +99,13 @@ class TestOrder:
 
 class TestListedNames:
     def test_keys_of_a_mapping_are_names_in_its_order(self) -> None:
-        data = build(WORDS, data=(INPUTS, CLASSES), partition={"zoe": range(9), "al": range(10, 19)}).spec.data
+        data = build(
+            WORDS, data=(INPUTS, CLASSES), partition={"zoe": range(9), "al": range(10, 19)}
+        ).spec.data
         assert names(data) == ["zoe", "al"]
-        data = build(WORDS, data=(INPUTS, CLASSES), partition={7: range(9), 3: range(10, 19)}).spec.data
+        data = build(
+            WORDS, data=(INPUTS, CLASSES), partition={7: range(9), 3: range(10, 19)}
+        ).spec.data
         assert names(data) == ["7", "3"]
 
     def test_keys_of_a_file_are_names(self) -> None:
@@ -103,7 +114,12 @@ class TestListedNames:
         assert names(data) == ["zoe", "al"]
 
     def test_lists_have_no_names(self) -> None:
-        assert build(WORDS, data=(INPUTS, CLASSES), partition=[range(9), range(10, 19)]).spec.data.users is None
+        assert (
+            build(
+                WORDS, data=(INPUTS, CLASSES), partition=[range(9), range(10, 19)]
+            ).spec.data.users
+            is None
+        )
 
 
 def test_clients_that_are_no_users_have_no_names() -> None:
@@ -118,7 +134,9 @@ def test_pooled_client_is_no_user() -> None:
 
 def trained(*words: str, **parts: Any) -> raysim.Result:
     data = (INPUTS, CLASSES, 100 + NUMBERS)
-    return raysim.run([*WORDS, "out=run", *words], data=data, partition=Natural(), quiet=True, **parts)
+    return raysim.run(
+        [*WORDS, "out=run", *words], data=data, partition=Natural(), quiet=True, **parts
+    )
 
 
 class Failing(Method):
@@ -141,7 +159,10 @@ class TestNamesInResults:
     def test_summary_has_names(self) -> None:
         summary = trained().summary
         assert summary["split"]["users"][10] == "110"
-        assert json.loads(Path("run/summary.json").read_text())["split"]["users"] == summary["split"]["users"]
+        assert (
+            json.loads(Path("run/summary.json").read_text())["split"]["users"]
+            == summary["split"]["users"]
+        )
 
     def test_failures_have_names(self) -> None:
         trained("schedule.cohort=12", methods=[Failing()])
@@ -166,7 +187,9 @@ class TestNamesInResults:
     @pytest.mark.slow
     def test_report_has_names(self) -> None:
         result = trained("schedule.cohort=12", methods=[Failing()])
-        text = page.compare(report.grouped([report.load_run(Path("run"))]), Path("page")).read_text()
+        text = page.compare(
+            report.grouped([report.load_run(Path("run"))]), Path("page")
+        ).read_text()
         assert "client 3 (user 103)" in text  # in the failures
         lowest = int(result.clients["accuracy"].argmin())
         assert f"{lowest} (user {100 + lowest})" in text

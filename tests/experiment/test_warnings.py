@@ -13,7 +13,14 @@ from raysim.api.method import Method
 from raysim.experiment.execute import build
 from raysim.primitives.errors import Refused
 
-DATA = ["runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=6", "model=mlp"]
+DATA = [
+    "runtime=inprocess",
+    "tracking=none",
+    "data=synthetic",
+    "partition=iid",
+    "partition.clients=6",
+    "model=mlp",
+]
 ROUNDS = ["schedule=synchronous", "schedule.cohort=3"]
 BUFFER = ["schedule=buffered", "schedule.size=3", "schedule.concurrency=4"]
 ONE_BY_ONE = ["schedule=buffered", "schedule.size=1", "schedule.concurrency=3"]
@@ -25,7 +32,9 @@ def warnings(*overrides: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT])
-def test_fedasync_warns_of_rounds_in_which_the_last_result_counts_most(schedule: Sequence[str]) -> None:
+def test_fedasync_warns_of_rounds_in_which_the_last_result_counts_most(
+    schedule: Sequence[str],
+) -> None:
     found = warnings("method=[fedasync]", *schedule)
     assert [text for text in found if "the up to 3 models of a round" in text] == list(found)
     assert len(found) == (schedule is ROUNDS)
@@ -41,11 +50,16 @@ def test_a_cache_beside_scaffold_corrects_one_bias_twice(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "local"),
     [
-        *((name, ()) for name in ("fedexp", "fedgh", "fedgh_hierarchical", "fedld_principal", "groupdro")),
+        *(
+            (name, ())
+            for name in ("fedexp", "fedgh", "fedgh_hierarchical", "fedld_principal", "groupdro")
+        ),
         ("fedpac", ("local.epochs=2",)),
     ],
 )
-def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(name: str, local: Sequence[str]) -> None:
+def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(
+    name: str, local: Sequence[str]
+) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):
         (sentence,) = warnings(f"method=[{name}]", *local, *schedule)
         assert sentence.startswith(f"method '{name}' compares the updates of an aggregation")
@@ -53,15 +67,24 @@ def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(name:
 
 
 @pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
-def test_fedbuff_warns_where_other_weights_change_the_length_of_the_step(normalization: str, count: int) -> None:
+def test_fedbuff_warns_where_other_weights_change_the_length_of_the_step(
+    normalization: str, count: int
+) -> None:
     for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
-        found = warnings(f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER)
+        found = warnings(
+            f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER
+        )
         assert len(found) == count
-        assert all("'groupdro'" in text and "set method.fedbuff.normalization=weights" in text for text in found)
+        assert all(
+            "'groupdro'" in text and "set method.fedbuff.normalization=weights" in text
+            for text in found
+        )
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raysim.methods.fedprox import FedProx
 
     seen: list[Any] = []
@@ -69,7 +92,9 @@ def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(monkeypat
     for schedule in (ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT):
         warnings("method=[fedprox,mixup]", *schedule)
     settings = {(run.size, run.stale): [*run.methods] for run in seen}
-    assert settings == {key: ["fedprox", "mixup"] for key in [(3, False), (3, True), (1, True), (1, False)]}
+    assert settings == {
+        key: ["fedprox", "mixup"] for key in [(3, False), (3, True), (1, True), (1, False)]
+    }
 
 
 def test_client_state_with_the_name_of_a_private_tensor_is_refused() -> None:
@@ -81,7 +106,9 @@ def test_client_state_with_the_name_of_a_private_tensor_is_refused() -> None:
 
 def test_the_median_of_two_is_told_to_be_their_mean() -> None:
     def of(cohort: int) -> tuple[str, ...]:
-        return warnings("method=[coordinate_median]", "schedule=synchronous", f"schedule.cohort={cohort}")
+        return warnings(
+            "method=[coordinate_median]", "schedule=synchronous", f"schedule.cohort={cohort}"
+        )
 
     (sentence,) = of(2)
     assert "is the mean where an aggregation has no more than two updates" in sentence
@@ -90,18 +117,28 @@ def test_the_median_of_two_is_told_to_be_their_mean() -> None:
 
 def test_krum_warns_below_the_number_of_updates_that_its_promise_needs() -> None:
     def of(cohort: int) -> tuple[str, ...]:
-        words = ("method=[krum]", "method.krum.byzantine=1", "schedule=synchronous", f"schedule.cohort={cohort}")
+        words = (
+            "method=[krum]",
+            "method.krum.byzantine=1",
+            "schedule=synchronous",
+            f"schedule.cohort={cohort}",
+        )
         return warnings(*words)
 
     (sentence,) = of(4)
-    assert "withstands method.krum.byzantine=1 from 5 updates on, and an aggregation has at most 4" in sentence
+    assert (
+        "withstands method.krum.byzantine=1 from 5 updates on, and an aggregation has at most 4"
+        in sentence
+    )
     assert of(5) == ()
 
 
 # --- hooks of a user's own methods ------------------------------------------------------------------------------------
 def own(name: str = "mine", **attributes: Any) -> Method:
     """A method of a class of the user's own."""
-    return cast(Method, type("Mine", (Method,), {"__module__": __name__, "name": name, **attributes})())
+    return cast(
+        Method, type("Mine", (Method,), {"__module__": __name__, "name": name, **attributes})()
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,25 +158,40 @@ def own(name: str = "mine", **attributes: Any) -> Method:
             r"'mine' has the hook begin\(job\), .* Write def begin\(self, job\)",
         ),
         (own(loss=0.5), "method 'mine' has loss=0.5, the name of a hook"),
-        (own(finish=lambda self, ctx: None), "method 'mine': the hook 'finish' was renamed to 'end'"),
+        (
+            own(finish=lambda self, ctx: None),
+            "method 'mine': the hook 'finish' was renamed to 'end'",
+        ),
     ],
 )
-def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(method: Method, sentence: str) -> None:
+def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(
+    method: Method, sentence: str
+) -> None:
     with pytest.raises(Refused, match=sentence):
         build([*DATA, *ROUNDS], methods=[method])
 
 
 def test_a_hook_may_take_more_than_it_is_given() -> None:
     fine = own(gradient=lambda self, job, grad, at, scale=2.0: None, end=lambda *given: None)
-    assert not [text for text in build([*DATA, *ROUNDS], methods=[fine]).warnings if "'mine'" in text]
+    assert not [
+        text for text in build([*DATA, *ROUNDS], methods=[fine]).warnings if "'mine'" in text
+    ]
 
 
 @pytest.mark.parametrize(("step", "sentences"), [(1, 0), (2, 0), (10, 1)])
-def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(step: int, sentences: int) -> None:
+def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(
+    step: int, sentences: int
+) -> None:
     data = (np.zeros((80, 3), np.float32), np.arange(80) % 4 * step)
-    found = [text for text in build([*DATA[:2], *DATA[3:], *ROUNDS], data=data).warnings if "have no sample" in text]
+    found = [
+        text
+        for text in build([*DATA[:2], *DATA[3:], *ROUNDS], data=data).warnings
+        if "have no sample" in text
+    ]
     assert len(found) == sentences
-    assert not found or found[0].startswith("27 of 31 classes have no sample, and each is an output of the model")
+    assert not found or found[0].startswith(
+        "27 of 31 classes have no sample, and each is an output of the model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,11 +206,17 @@ def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(step: int, sen
         ((16, 8, 3), np.int64, 0),  # tokens
     ],
 )
-def test_images_whose_channels_are_last_are_pointed_at(shape: Sequence[int], dtype: type, sentences: int) -> None:
+def test_images_whose_channels_are_last_are_pointed_at(
+    shape: Sequence[int], dtype: type, sentences: int
+) -> None:
     data = (np.ones((80, *shape), dtype), np.arange(80) % 4)
-    model = type("Flat", (torch.nn.Flatten,), {"forward": lambda self, x: x.flatten(1)[:, :4] * 1.0})()
+    model = type(
+        "Flat", (torch.nn.Flatten,), {"forward": lambda self, x: x.flatten(1)[:, :4] * 1.0}
+    )()
     found = [
-        text for text in build([*DATA[:2], *DATA[3:-1], *ROUNDS], data=data, model=model).warnings if "are read" in text
+        text
+        for text in build([*DATA[:2], *DATA[3:-1], *ROUNDS], data=data, model=model).warnings
+        if "are read" in text
     ]
     assert len(found) == sentences
     assert not found or found[0].startswith(
@@ -178,7 +236,9 @@ def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> Non
         "nothing will be scored: none of 10 clients (of at most 4 training samples) has a test sample of its own, and "
         "there are no central ones: use fewer clients, raise partition.test_fraction, or give a test set"
     )
-    assert of("partition.clients=8") == of("partition.clients=10", "partition.test_fraction=0.3") == []
+    assert (
+        of("partition.clients=8") == of("partition.clients=10", "partition.test_fraction=0.3") == []
+    )
     assert of("partition.clients=10", test=True) == []
 
 
@@ -199,5 +259,7 @@ def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
         "method 'empty' fills no hook and does nothing: help(raysim.Method) lists the hooks",
     ]
     assert not [
-        text for text in build([*DATA, *ROUNDS], methods=[own(weighting="uniform")]).warnings if "does nothing" in text
+        text
+        for text in build([*DATA, *ROUNDS], methods=[own(weighting="uniform")]).warnings
+        if "does nothing" in text
     ]

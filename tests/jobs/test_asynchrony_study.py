@@ -38,7 +38,10 @@ def test_the_page_is_made_of_the_store(study: ModuleType) -> None:
     for runs in store.values():
         assert set(runs) == set(study.ALGORITHMS)
         for run in (run for by_seed in runs.values() for run in by_seed.values()):
-            assert re.fullmatch("[0-9a-f]{64}", run["model_sha256"]) and run["curve"][-1][0] <= run["seconds"] + 0.005
+            assert (
+                re.fullmatch("[0-9a-f]{64}", run["model_sha256"])
+                and run["curve"][-1][0] <= run["seconds"] + 0.005
+            )
 
 
 def test_a_mean_says_how_many_runs_got_there(study: ModuleType) -> None:

@@ -10,7 +10,19 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED, NORMED_MLP, Spy, coordinate, even, ran, run, run_spec, server_of, sized
+from tiny_runs import (
+    BUFFER,
+    NORMED,
+    NORMED_MLP,
+    Spy,
+    coordinate,
+    even,
+    ran,
+    run,
+    run_spec,
+    server_of,
+    sized,
+)
 from torch import Tensor
 
 from raysim.api.declarations import Task
@@ -19,7 +31,13 @@ from raysim.api.method import Method
 from raysim.methods.ace import ACE, active_clients, all_client_step
 from raysim.methods.ca2fl import CA2FL, calibrated_step
 from raysim.methods.fadas import FADAS, amsgrad_step, delay_adaptive_lr
-from raysim.methods.fedasync import FedAsync, apply_arrivals, arrival_rates, mixed_params, staleness_weight
+from raysim.methods.fedasync import (
+    FedAsync,
+    apply_arrivals,
+    arrival_rates,
+    mixed_params,
+    staleness_weight,
+)
 from raysim.methods.fedbuff import FedBuff, buffered_step
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
@@ -35,30 +53,57 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
 
 
-def server(method: Method, clients: int = 5, weighting: Any = "uniform", counts: Sequence[int] = ()) -> Server:
+def server(
+    method: Method, clients: int = 5, weighting: Any = "uniform", counts: Sequence[int] = ()
+) -> Server:
     layout = Layout((), (), WIDTH - 1, WIDTH, WIDTH, 0, 0)
     counts, nothing = counts or (10,) * clients, torch.empty(0, dtype=torch.int64)
     task = Task((1, 1, 1), 2, len(counts))
-    return server_of(layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, weighting)
+    return server_of(
+        layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, weighting
+    )
 
 
-def arrive(at: Server, *arrivals: tuple[int, Any], bases: dict[int, Tensor] | None = None, version: int = -1) -> None:
+def arrive(
+    at: Server,
+    *arrivals: tuple[int, Any],
+    bases: dict[int, Tensor] | None = None,
+    version: int = -1,
+) -> None:
     """An aggregation of (client, change) pairs from one version, the current one if -1. bases: vectors by version."""
     base = at.version if version < 0 else version
     known = bases if bases is not None else {}
     known[at.version] = at.vector.clone()
     empty = np.empty(0, np.int64)
     updates = [
-        Update(number, client, base, 10, 10, 1, 0.0, 0.0, empty, delta=np.full(WIDTH, change, np.float32))
+        Update(
+            number,
+            client,
+            base,
+            10,
+            10,
+            1,
+            0.0,
+            0.0,
+            empty,
+            delta=np.full(WIDTH, change, np.float32),
+        )
         for number, (client, change) in enumerate(arrivals)
     ]
-    at.step(updates, {}, [at.version - base] * len(updates), {base: Published(base, known[base].numpy(), empty)})
+    at.step(
+        updates,
+        {},
+        [at.version - base] * len(updates),
+        {base: Published(base, known[base].numpy(), empty)},
+    )
 
 
 # --- FedAsync -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"kind": "constant"}, {"kind": "hinge", "a": 10.0}, {"a": 2.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"kind": "constant"}, {"kind": "hinge", "a": 10.0}, {"a": 2.0}]
+)
 def test_a_fresh_model_counts_in_full_and_a_staler_one_never_more(settings: dict[str, Any]) -> None:
     weights = [staleness_weight(staleness=s, **settings) for s in range(30)]
     assert weights[0] == 1.0 and all(later <= earlier for earlier, later in pairwise(weights))
@@ -83,13 +128,20 @@ def test_mixing_is_exact_at_both_ends() -> None:
 def test_after_arrivals_at_a_constant_rate_each_has_what_the_later_ones_left_of_it() -> None:
     x, models = random(6), random(4, 6, seed=1)
     found = apply_arrivals(
-        params=x, client_params=models, base_versions=torch.tensor([7, 2, 5, 0]), version=8, alpha=0.3, kind="constant"
+        params=x,
+        client_params=models,
+        base_versions=torch.tensor([7, 2, 5, 0]),
+        version=8,
+        alpha=0.3,
+        kind="constant",
     )
     parts = [0.3 * 0.7 ** (4 - m) for m in range(1, 5)]
     torch.testing.assert_close(found["params"], 0.7**4 * x + torch.tensor(parts).double() @ models)
     assert found["version"] == 12
     everything = torch.stack([x, *models])
-    assert (found["params"] <= everything.amax(0)).all() and (found["params"] >= everything.amin(0)).all()
+    assert (found["params"] <= everything.amax(0)).all() and (
+        found["params"] >= everything.amin(0)
+    ).all()
 
 
 def test_rates_by_samples_end_at_1_and_those_of_old_models_at_0() -> None:
@@ -141,11 +193,20 @@ def test_clients_count_by_their_samples_only_where_that_is_asked_for() -> None:
 # --- CA2FL ----------------------------------------------------------------------------------------------------------
 
 
-def flush(deltas: Tensor, clients: Sequence[int], cache: Tensor, server_lr: float = 1.0) -> dict[str, Tensor]:
-    given = {"params": random(6, seed=9), "deltas": deltas, "clients": torch.tensor(clients), "cache": cache}
+def flush(
+    deltas: Tensor, clients: Sequence[int], cache: Tensor, server_lr: float = 1.0
+) -> dict[str, Tensor]:
+    given = {
+        "params": random(6, seed=9),
+        "deltas": deltas,
+        "clients": torch.tensor(clients),
+        "cache": cache,
+    }
     copies = {name: tensor.clone() for name, tensor in given.items()}
     found = calibrated_step(**given, server_lr=server_lr)
-    assert all(torch.equal(given[name], copies[name]) for name in given), "arguments stay as they were"
+    assert all(torch.equal(given[name], copies[name]) for name in given), (
+        "arguments stay as they were"
+    )
     return found
 
 
@@ -153,7 +214,11 @@ def test_with_an_empty_cache_it_is_fedbuff_without_staleness_weights() -> None:
     deltas = random(3, 6)
     found = flush(deltas, [0, 2, 4], torch.zeros(5, 6).double(), 0.7)
     plain = buffered_step(
-        params=random(6, seed=9), deltas=deltas, staleness=torch.tensor([0, 3, 9]), server_lr=0.7, exponent=0.0
+        params=random(6, seed=9),
+        deltas=deltas,
+        staleness=torch.tensor([0, 3, 9]),
+        server_lr=0.7,
+        exponent=0.0,
     )
     torch.testing.assert_close(found["params"], plain)
 
@@ -172,13 +237,17 @@ def test_when_all_clients_arrive_the_cache_does_not_matter() -> None:
 def test_a_step_is_linear_in_updates_and_cache_together() -> None:
     clients, (d1, d2), (c1, c2) = [1, 1, 3], random(2, 3, 6), random(2, 5, 6, seed=1)
     both = flush(2 * d1 - d2, clients, 2 * c1 - c2)["update"]
-    torch.testing.assert_close(both, 2 * flush(d1, clients, c1)["update"] - flush(d2, clients, c2)["update"])
+    torch.testing.assert_close(
+        both, 2 * flush(d1, clients, c1)["update"] - flush(d2, clients, c2)["update"]
+    )
 
 
 def test_of_a_client_that_arrives_twice_the_later_update_is_kept() -> None:
     deltas, cache = random(3, 6), random(5, 6, seed=1)
     found = flush(deltas, [2, 0, 2], cache)["cache"]
-    assert torch.equal(found[[2, 0]], deltas[[2, 1]]) and torch.equal(found[[1, 3, 4]], cache[[1, 3, 4]])
+    assert torch.equal(found[[2, 0]], deltas[[2, 1]]) and torch.equal(
+        found[[1, 3, 4]], cache[[1, 3, 4]]
+    )
 
 
 @pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
@@ -199,14 +268,18 @@ def test_in_rounds_with_everybody_ca2fl_and_ace_are_uniform_fedavg() -> None:
     for method in (CA2FL(), ACE(1.0)):
         found = run(run_spec(method, model=NORMED), **settings)
         for name, values in found.tensors.items():
-            np.testing.assert_allclose(values, fedavg.tensors[name], rtol=1e-3, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                values, fedavg.tensors[name], rtol=1e-3, atol=1e-5, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("method", [CA2FL(), ACE(0.3), ACE(0.3, 3)], ids=repr)
 def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Method) -> None:
     spy = Spy(study := run_spec(method, data=even(clients=12)))
     found = ran(coordinate(study, BUFFER, runtime=spy, rounds=7))
-    state = {name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()}
+    state = {
+        name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()
+    }
     gone = found.in_flight
     last = {u.client: u for u in sorted(spy.updates, key=lambda u: u.job) if u.job not in gone}
     assert set(state["clients"].tolist()) == set(last) and len(last) < 12, "some were never seen"
@@ -214,16 +287,22 @@ def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Metho
     for client, row in zip(state["clients"].tolist(), state["cache"], strict=True):
         assert np.array_equal(row.numpy(), last[client].delta[:trained]), "bit for bit"
     counted = state.get("counted", torch.ones(len(last), dtype=torch.bool))
-    torch.testing.assert_close(state["total"], state["cache"][counted].double().sum(0), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        state["total"], state["cache"][counted].double().sum(0), rtol=1e-12, atol=1e-13
+    )
     if "versions" in state:
-        assert state["versions"].tolist() == [last[client].version for client in state["clients"].tolist()]
+        assert state["versions"].tolist() == [
+            last[client].version for client in state["clients"].tolist()
+        ]
 
 
 # --- FADAS ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 5])
-def test_a_late_update_never_makes_the_rate_larger_and_one_within_the_threshold_leaves_it(threshold: int) -> None:
+def test_a_late_update_never_makes_the_rate_larger_and_one_within_the_threshold_leaves_it(
+    threshold: int,
+) -> None:
     for late in range(12):
         asked: dict[str, Any] = {"server_lr": 0.3, "max_staleness": late, "threshold": threshold}
         cap, scale = (delay_adaptive_lr(**asked, rule=rule) for rule in ("cap", "scale"))
@@ -233,18 +312,24 @@ def test_a_late_update_never_makes_the_rate_larger_and_one_within_the_threshold_
             assert scale <= cap <= min(0.3, 1 / late) and scale == 0.3 / late
 
 
-def adapted(delta: Tensor, state: Sequence[Tensor] | None = None, **settings: Any) -> dict[str, Tensor]:
+def adapted(
+    delta: Tensor, state: Sequence[Tensor] | None = None, **settings: Any
+) -> dict[str, Tensor]:
     moments = state or [torch.zeros_like(delta)] * 3
     names = ("first_moment", "second_moment", "max_second_moment")
     zero = torch.zeros_like(delta)
-    return amsgrad_step(params=zero, delta=delta, **dict(zip(names, moments, strict=True)), **settings)
+    return amsgrad_step(
+        params=zero, delta=delta, **dict(zip(names, moments, strict=True)), **settings
+    )
 
 
 def test_the_first_step_goes_by_signs_alone() -> None:
     delta = random(8)
     found = adapted(delta, server_lr=0.3, beta1=0.6, beta2=0.8, eps=1e-15)["params"]
     torch.testing.assert_close(found, 0.3 * 0.4 / 0.2**0.5 * delta.sign())
-    torch.testing.assert_close(adapted(delta, server_lr=0.3, eps=1e-15, step=1)["params"], 0.3 * delta.sign())
+    torch.testing.assert_close(
+        adapted(delta, server_lr=0.3, eps=1e-15, step=1)["params"], 0.3 * delta.sign()
+    )
 
 
 def test_by_default_the_moments_forget_as_in_the_released_code() -> None:
@@ -257,7 +342,10 @@ def test_by_default_the_moments_forget_as_in_the_released_code() -> None:
 
 def test_without_an_update_nothing_moves() -> None:
     for step in (None, 1):
-        assert all(not tensor.any() for tensor in adapted(torch.zeros(5), server_lr=0.3, step=step).values())
+        assert all(
+            not tensor.any()
+            for tensor in adapted(torch.zeros(5), server_lr=0.3, step=step).values()
+        )
 
 
 def test_the_largest_second_moment_is_never_forgotten() -> None:
@@ -283,18 +371,31 @@ def test_only_the_step_knows_of_late_updates_and_only_where_a_threshold_is_set()
 
 def test_the_history_has_the_rate_and_the_length_of_every_step() -> None:
     found = run(run_spec(FADAS(0.05)), BUFFER, rounds=6)
-    assert {row["fadas.rate"] for row in found.rows} >= {0.05} and all(row["fadas.moved"] > 0 for row in found.rows)
+    assert {row["fadas.rate"] for row in found.rows} >= {0.05} and all(
+        row["fadas.moved"] > 0 for row in found.rows
+    )
 
 
 # --- ACE and ACED ---------------------------------------------------------------------------------------------------
 
 
-def entry(cache: Tensor, versions: Sequence[int], delta: Tensor, limit: int | None = None) -> dict[str, Tensor]:
+def entry(
+    cache: Tensor, versions: Sequence[int], delta: Tensor, limit: int | None = None
+) -> dict[str, Tensor]:
     """Client 1 arrives at version 9 with an update from version 7."""
-    given = {"params": random(6, seed=9), "cache": cache, "dispatch_versions": torch.tensor(versions), "delta": delta}
+    given = {
+        "params": random(6, seed=9),
+        "cache": cache,
+        "dispatch_versions": torch.tensor(versions),
+        "delta": delta,
+    }
     copies = {name: tensor.clone() for name, tensor in given.items()}
-    found = all_client_step(**given, client=1, dispatch_version=7, version=9, server_lr=0.5, max_staleness=limit)
-    assert all(torch.equal(given[name], copies[name]) for name in given), "arguments stay as they were"
+    found = all_client_step(
+        **given, client=1, dispatch_version=7, version=9, server_lr=0.5, max_staleness=limit
+    )
+    assert all(torch.equal(given[name], copies[name]) for name in given), (
+        "arguments stay as they were"
+    )
     assert torch.equal(found["cache"][1], delta) and found["dispatch_versions"][1] == 7
     others = [row for row in range(len(cache)) if row != 1]
     assert torch.equal(found["cache"][others], cache[others])
@@ -312,21 +413,34 @@ def test_one_client_is_asynchronous_sgd_and_clients_without_an_entry_do_not_coun
     delta = random(6)
     found = entry(random(3, 6, seed=1), [-1, 4, -1], delta)["params"]
     torch.testing.assert_close(found, random(6, seed=9) + 0.5 * delta)
-    assert active_clients(dispatch_versions=torch.tensor([-1, 0]), version=0).tolist() == [False, True]
+    assert active_clients(dispatch_versions=torch.tensor([-1, 0]), version=0).tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_a_limit_above_all_ages_is_none_and_one_below_all_leaves_the_parameters() -> None:
     cache, delta, versions = random(3, 6), random(6, seed=1), [3, 4, 0]
-    assert torch.equal(entry(cache, versions, delta, 9)["params"], entry(cache, versions, delta)["params"])
+    assert torch.equal(
+        entry(cache, versions, delta, 9)["params"], entry(cache, versions, delta)["params"]
+    )
     assert torch.equal(entry(cache, versions, delta, 1)["params"], random(6, seed=9))
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_the_running_sum_is_that_of_the_entries_after_a_thousand_arrivals(limit: int | None) -> None:
-    at, bases, draw = server(ACE(0.1, limit), clients=7), dict[int, Tensor](), np.random.default_rng(0)
+def test_the_running_sum_is_that_of_the_entries_after_a_thousand_arrivals(
+    limit: int | None,
+) -> None:
+    at, bases, draw = (
+        server(ACE(0.1, limit), clients=7),
+        dict[int, Tensor](),
+        np.random.default_rng(0),
+    )
     for number in range(1000):
         version = int(draw.integers(max(0, number - 8), number + 1))
-        arrive(at, (int(draw.integers(7)), draw.standard_normal(WIDTH)), bases=bases, version=version)
+        arrive(
+            at, (int(draw.integers(7)), draw.standard_normal(WIDTH)), bases=bases, version=version
+        )
     assert not (limit and at.state["ace.counted"].all())
     total = at.state["ace.cache"][at.state["ace.counted"]].double().sum(0)
     torch.testing.assert_close(at.state["ace.total"], total, rtol=1e-6, atol=1e-6)
@@ -365,17 +479,23 @@ def test_with_initialise_nothing_moves_before_every_client_with_samples_has_come
 
 
 @pytest.mark.parametrize("make", [CA2FL, ACE])
-def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_it_may_take(make: Callable[..., Method]) -> None:
+def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_it_may_take(
+    make: Callable[..., Method],
+) -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     most = 4 * (WIDTH - 1) * 4 / 2**30
     server(make(budget=most), counts=counts)
-    with pytest.raises(ValueError, match=rf"method.{make.name} may keep .* of 4 clients.*{make.name}.budget=0.01"):
+    with pytest.raises(
+        ValueError, match=rf"method.{make.name} may keep .* of 4 clients.*{make.name}.budget=0.01"
+    ):
         server(make(budget=most * 0.99), counts=counts)
 
 
 @pytest.mark.parametrize("method", [CA2FL(), ACE()], ids=lambda method: method.name)
 def test_weights_by_samples_are_refused(method: Method) -> None:
-    with pytest.raises(ValueError, match=f"weighting=samples has no effect on method '{method.name}'"):
+    with pytest.raises(
+        ValueError, match=f"weighting=samples has no effect on method '{method.name}'"
+    ):
         coordinate(run_spec(method, data=sized((3, 3, 3, 3))), weighting="samples")
 
 
@@ -406,7 +526,9 @@ def test_weights_by_samples_are_refused(method: Method) -> None:
         (FedBuff, {"normalization": "mean"}),
     ],
 )
-def test_settings_out_of_range_are_refused(make: Callable[..., Method], settings: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_refused(
+    make: Callable[..., Method], settings: dict[str, Any]
+) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=f"method.{make.name}.{key}="):
         make(**settings)
@@ -430,7 +552,9 @@ class OneByOne:
     def __init__(self, method: Method, size: int = 1):
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
         start, nothing = torch.zeros(5, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
-        self.server = server_of(layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform")
+        self.server = server_of(
+            layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform"
+        )
         self.size, self.waiting = size, list[Update]()
         self.bases: dict[int, Published] = {}
 
@@ -478,10 +602,15 @@ def distance(rule: Rule, arrivals: int = 1000) -> float:
     return float(np.mean(gaps))
 
 
-def test_fast_clients_pull_fedasync_and_fadas_aside_and_leave_ca2fl_and_ace_where_they_are() -> None:
+def test_fast_clients_pull_fedasync_and_fadas_aside_and_leave_ca2fl_and_ace_where_they_are() -> (
+    None
+):
     ca2fl, ace = distance(OneByOne(CA2FL(), 3)), distance(OneByOne(ACE(0.3)))
     assert max(ca2fl, ace) < 0.01
-    aced, fadas = distance(OneByOne(ACE(0.3, 20))), distance(OneByOne(FADAS(0.02, 3, "cap"), 3), 3000)
+    aced, fadas = (
+        distance(OneByOne(ACE(0.3, 20))),
+        distance(OneByOne(FADAS(0.02, 3, "cap"), 3), 3000),
+    )
     assert 0.3 < aced < fadas < distance(OneByOne(FedAsync()))
 
 

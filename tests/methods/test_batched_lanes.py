@@ -58,7 +58,15 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "local",
         [
-            Local(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, batch=8, epochs=2, lr_decay=0.7),
+            Local(
+                lr=0.05,
+                momentum=0.9,
+                nesterov=True,
+                weight_decay=0.01,
+                batch=8,
+                epochs=2,
+                lr_decay=0.7,
+            ),
             Local(lr=0.01, optimizer="adam", batch=8, epochs=2),
             Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
             Local(lr=0.05, batch=64, epochs=2),  # no client has a full batch
@@ -71,7 +79,9 @@ class TestNumbers:
     def test_every_local_option_means_the_same(self, local: Local) -> None:
         assert_as_in_loop(study(local=local), rounds=4)
 
-    @pytest.mark.parametrize("methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"])
+    @pytest.mark.parametrize(
+        "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
+    )
     def test_methods_outside_the_step_mean_the_same(self, methods: Sequence[Method]) -> None:
         assert_as_in_loop(study(*methods), rounds=4)
 
@@ -81,7 +91,8 @@ class TestNumbers:
 
     def test_products_in_bfloat16_train_a_float32_vector(self) -> None:
         fine, coarse = (
-            run(study(lanes=3, dtype=torch.float32, precision=kind), rounds=2) for kind in ("float32", "bfloat16")
+            run(study(lanes=3, dtype=torch.float32, precision=kind), rounds=2)
+            for kind in ("float32", "bfloat16")
         )
         assert coarse.bits != fine.bits and not coarse.failures
         for name, values in coarse.tensors.items():
@@ -101,11 +112,15 @@ def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
 
 
 def jobs_of(count: int) -> list[Job]:
-    return [Job(number, client, 0, 0, -1, 1.0 + number) for number, client in enumerate(range(count))]
+    return [
+        Job(number, client, 0, 0, -1, 1.0 + number) for number, client in enumerate(range(count))
+    ]
 
 
 class TestBits:
-    @pytest.mark.parametrize("local", [EPOCHS, Local(lr=0.01, optimizer="adam", batch=8)], ids=["sgd", "adam"])
+    @pytest.mark.parametrize(
+        "local", [EPOCHS, Local(lr=0.01, optimizer="adam", batch=8)], ids=["sgd", "adam"]
+    )
     def test_no_other_client_changes_a_clients_bits(self, local: Local) -> None:
         spec, jobs = study(lanes=3, dtype=torch.float32, local=local), jobs_of(6)
         together = trained(spec, jobs)
@@ -121,7 +136,9 @@ class TestBits:
         hosts = ran(coordinate(spec(), BUFFER, runtime=several(spec(), 3), rounds=6))
         assert (hosts.bits, hosts.history) == (straight.bits, straight.history)
         run(spec(), BUFFER, rounds=6, checkpoint_every=3, folder=str(tmp_path))
-        resumed = run(spec(), BUFFER, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003"))
+        resumed = run(
+            spec(), BUFFER, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003")
+        )
         assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
     def test_a_sum_is_folded_in_the_order_of_its_group(self) -> None:
@@ -158,10 +175,18 @@ class Failing(Method):
 
 @pytest.mark.parametrize("hook", ["begin", "end"])
 def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
-    loop, lanes = (run(study(Failing(hook), lanes=count), rounds=3, tolerate=1.0) for count in (1, 3))
-    assert [failure.client for failure in lanes.failures] == [failure.client for failure in loop.failures] != []
+    loop, lanes = (
+        run(study(Failing(hook), lanes=count), rounds=3, tolerate=1.0) for count in (1, 3)
+    )
+    assert (
+        [failure.client for failure in lanes.failures]
+        == [failure.client for failure in loop.failures]
+        != []
+    )
     for name, values in loop.tensors.items():
-        np.testing.assert_allclose(lanes.tensors[name], values, rtol=EXACT, atol=EXACT, err_msg=name)
+        np.testing.assert_allclose(
+            lanes.tensors[name], values, rtol=EXACT, atol=EXACT, err_msg=name
+        )
 
 
 class Dropping(ModelRecipe):
@@ -177,7 +202,9 @@ class TestWhatQualifies:
         "model",
         [
             Mlp((5, 4)).build((1, 2, 3), 3, 0),
-            Classifier(nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 4), nn.GELU())), 4, 3),
+            Classifier(
+                nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 4), nn.GELU())), 4, 3
+            ),
             Whole(nn.Sequential(nn.Flatten(), nn.Linear(6, 3, bias=False)), 3),
         ],
         ids=["mlp", "nested", "logistic regression"],
@@ -201,7 +228,9 @@ class TestWhatQualifies:
         assert [linear_chain({"model": Whole(net, 4)}, 1) for net in others] == [None] * len(others)
         whole = Whole(nn.Linear(4, 4), 4)
         assert linear_chain({"model": whole}, 1) is not None
-        assert linear_chain({"model": whole}, 2) is None, "rows of an input would be its own samples"
+        assert linear_chain({"model": whole}, 2) is None, (
+            "rows of an input would be its own samples"
+        )
         assert linear_chain({"model": whole, "other": nn.Linear(1, 1)}, 1) is None
         assert linear_chain({"model": linear}, 1) is None, "its forward pass is unknown"
 

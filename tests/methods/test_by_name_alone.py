@@ -127,7 +127,10 @@ def test_repeating_a_stored_run_sets_nothing_again(tmp_path: Path) -> None:
 
 def test_search_over_a_needed_key_is_refused_and_others_are_not() -> None:
     search = plan([*HERE, "method=fedrep", "local.lr=0.1,0.2", "sweep.search=grid"])
-    assert [build(search.node(point)).spec.settings.local.epochs for point in search.points()] == [11, 11]
+    assert [build(search.node(point)).spec.settings.local.epochs for point in search.points()] == [
+        11,
+        11,
+    ]
     search = plan([*HERE, "method=fedrep", "local.epochs=2,11", "sweep.search=grid"])
     with pytest.raises(Refused, match=r"local\.epochs"):
         build(search.node(search.points()[0]))

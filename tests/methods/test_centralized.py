@@ -37,9 +37,14 @@ def test_it_asks_for_pooled_data_and_does_nothing_else() -> None:
     assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 
 
-@pytest.mark.parametrize("method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")])
+@pytest.mark.parametrize(
+    "method", [FedBN(), LocalTraining(), PartialFed(), PFedAvg(), PFedAvg("finetune")]
+)
 def test_what_gives_every_client_its_own_model_is_refused(method: Any) -> None:
-    with pytest.raises(ValueError, match=f"'{method.name}' does not combine with method 'centralized': .* one for all"):
+    with pytest.raises(
+        ValueError,
+        match=f"'{method.name}' does not combine with method 'centralized': .* one for all",
+    ):
         check_composition([Centralized(), method])
 
 
@@ -61,7 +66,9 @@ def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
     data = federate(SOURCE, Dirichlet(clients=4, alpha=1.0, minimum=5), SEED)
     assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
     local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
-    found = run(run_spec(Centralized(), model=MLP, data=pooled(data), local=local), Synchronous(1), rounds=1)
+    found = run(
+        run_spec(Centralized(), model=MLP, data=pooled(data), local=local), Synchronous(1), rounds=1
+    )
     fedsgd = run(run_spec(model=MLP, data=data, local=local), Synchronous(4), rounds=1)
     mine, its = found.coordinator.server.vector, fedsgd.coordinator.server.vector
     moved = (its - fedsgd.coordinator.initial.shared).abs().max()
@@ -74,7 +81,9 @@ def test_neither_the_order_of_clients_nor_the_split_matters() -> None:
     rows = [train.rows(client) for client in order]
     shuffled = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     other = replace(data, partition=Partition(shuffled, data.partition.test))
-    first, second = (run(run_spec(Centralized(), data=pooled(each)), Synchronous(1)) for each in (data, other))
+    first, second = (
+        run(run_spec(Centralized(), data=pooled(each)), Synchronous(1)) for each in (data, other)
+    )
     assert first.bits == second.bits
 
 

@@ -178,7 +178,9 @@ TABLE: dict[str, Row] = {
         lambda: PartialFed("adaptive", policy_steps=2, policy_batch=8),
         {
             "loading everything": Plain(lambda: PartialFed("all")),
-            "with a client's first participation": Plain(lambda: PartialFed("none"), run={"rounds": 1}),
+            "with a client's first participation": Plain(
+                lambda: PartialFed("none"), run={"rounds": 1}
+            ),
         },
         private=True,
     ),
@@ -192,21 +194,29 @@ TABLE: dict[str, Row] = {
         private=True,
         as_fedavg=True,
     ),
-    "centralized": Row(Centralized, {"on data that is not pooled": Plain(Centralized)}, as_fedavg=True),
+    "centralized": Row(
+        Centralized, {"on data that is not pooled": Plain(Centralized)}, as_fedavg=True
+    ),
     "fedbss": Row(
         lambda: FedBSS(warmup_rounds=1),
         {
-            "with a warm-up as long as the run": Plain(lambda: FedBSS(3), study={"local": EPOCHS}, run=UNIFORM),
+            "with a warm-up as long as the run": Plain(
+                lambda: FedBSS(3), study={"local": EPOCHS}, run=UNIFORM
+            ),
             "kind=all": Plain(lambda: FedBSS(0, kind="all"), study={"local": EPOCHS}, run=UNIFORM),
         },
         private=True,
     ),
-    "fedbr": Row(small_fedbr, {"lam=mu=0": Plain(lambda: small_fedbr(lam=0.0, mu=0.0))}, contributes=True),
+    "fedbr": Row(
+        small_fedbr, {"lam=mu=0": Plain(lambda: small_fedbr(lam=0.0, mu=0.0))}, contributes=True
+    ),
     "moon": Row(
         lambda: Moon(out=8),
         {
             "mu=0": Plain(lambda: Moon(0.0, head="none")),
-            "before a client has a previous model": Plain(lambda: Moon(head="none"), run={"rounds": 1}),
+            "before a client has a previous model": Plain(
+                lambda: Moon(head="none"), run={"rounds": 1}
+            ),
         },
         private=True,
     ),
@@ -220,22 +230,33 @@ TABLE: dict[str, Row] = {
         FedCM,
         {
             "alpha=1": Plain(lambda: FedCM(1.0), run=UNIFORM),
-            "in the first round with a warm start": Plain(lambda: FedCM(warm_start=True), run=UNIFORM | {"rounds": 1}),
+            "in the first round with a warm start": Plain(
+                lambda: FedCM(warm_start=True), run=UNIFORM | {"rounds": 1}
+            ),
         },
     ),
     "feddecorr": Row(FedDecorr, {"beta=0": Plain(lambda: FedDecorr(0.0))}),
     "fedntd": Row(FedNTD, {"beta=0": Plain(lambda: FedNTD(0.0))}),
     "fedmix": Row(
         lambda: FedMix(means=4, samples_per_mean=3),
-        {"lam=0": Plain(lambda: FedMix(0.0)), "lam=0, naive": Plain(lambda: FedMix(0.0, naive=True))},
+        {
+            "lam=0": Plain(lambda: FedMix(0.0)),
+            "lam=0, naive": Plain(lambda: FedMix(0.0, naive=True)),
+        },
         contributes=True,
     ),
     "vhl": Row(
         lambda: Vhl(virtual_batch=6, virtual=20),
-        {"alpha=gamma=kappa=0, shared labels": Plain(lambda: Vhl(0.0, 0.0, 0.0, label_mode="shared"))},
+        {
+            "alpha=gamma=kappa=0, shared labels": Plain(
+                lambda: Vhl(0.0, 0.0, 0.0, label_mode="shared")
+            )
+        },
     ),
     "fedlc": Row(FedLC, {"tau=0 without exclusion": Plain(lambda: FedLC(0.0, count_floor=1.0))}),
-    "fedrs": Row(lambda: FedRS(0.1), {"alpha=1": Plain(lambda: FedRS(1.0), study={"model": Bare()})}),
+    "fedrs": Row(
+        lambda: FedRS(0.1), {"alpha=1": Plain(lambda: FedRS(1.0), study={"model": Bare()})}
+    ),
     "fedexp": Row(
         lambda: FedExP(1e-6),
         {
@@ -253,10 +274,12 @@ TABLE: dict[str, Row] = {
     "fedld_margin": Row(MarginControl, {"lam=0": Plain(lambda: MarginControl(0.0))}),
     "fedld_damped": Row(DampedMargin),
     "fedld_principal": Row(
-        PrincipalGradient, {"with one client": Plain(PrincipalGradient, run={"schedule": Synchronous(1)})}
+        PrincipalGradient,
+        {"with one client": Plain(PrincipalGradient, run={"schedule": Synchronous(1)})},
     ),
     "fedgh": Row(
-        lambda: FedGH(granularity="tensor"), {"with one client": Plain(FedGH, run={"schedule": Synchronous(1)})}
+        lambda: FedGH(granularity="tensor"),
+        {"with one client": Plain(FedGH, run={"schedule": Synchronous(1)})},
     ),
     "fedgh_hierarchical": Row(
         HierarchicalFedGH,
@@ -270,7 +293,9 @@ TABLE: dict[str, Row] = {
         lambda: FRAug(4, noise_dim=6),
         {
             "weight=0 without generator, on a model without BatchNorm": Plain(
-                lambda: FRAug(4, noise_dim=6, weight=0.0, use_generator=False, keep_optimizer=False),
+                lambda: FRAug(
+                    4, noise_dim=6, weight=0.0, use_generator=False, keep_optimizer=False
+                ),
                 study={"model": MLP},
             )
         },
@@ -280,7 +305,8 @@ TABLE: dict[str, Row] = {
     "fedpac": Row(
         FedPAC,
         uploads=frozenset(
-            f"fedpac.{name}" for name in ("head", "class_means", "weighted_means", "class_counts", "variance")
+            f"fedpac.{name}"
+            for name in ("head", "class_means", "weighted_means", "class_counts", "variance")
         ),
         personal=True,
     ),
@@ -298,18 +324,30 @@ TABLE: dict[str, Row] = {
     "ace": Row(lambda: ACE(0.5, max_staleness=3)),
     "fadas": Row(lambda: FADAS(0.05, eps=1e-6, bias_correction=True)),
     "coordinate_median": Row(
-        CoordinateMedian, {"with one client": Plain(CoordinateMedian, run=UNIFORM | {"schedule": Synchronous(1)})}
+        CoordinateMedian,
+        {"with one client": Plain(CoordinateMedian, run=UNIFORM | {"schedule": Synchronous(1)})},
     ),
-    "trimmed_mean": Row(lambda: TrimmedMean(0.3), {"share=0": Plain(lambda: TrimmedMean(0.0), run=UNIFORM)}),
+    "trimmed_mean": Row(
+        lambda: TrimmedMean(0.3), {"share=0": Plain(lambda: TrimmedMean(0.0), run=UNIFORM)}
+    ),
     "krum": Row(
         lambda: Krum(1, 2),
-        {"selecting all": Plain(lambda: Krum(0, 9), run=UNIFORM), "f=0": Plain(lambda: Krum(0, None), run=UNIFORM)},
+        {
+            "selecting all": Plain(lambda: Krum(0, 9), run=UNIFORM),
+            "f=0": Plain(lambda: Krum(0, None), run=UNIFORM),
+        },
     ),
     "geometric_median": Row(GeometricMedian, {"steps=0": Plain(lambda: GeometricMedian(0))}),
-    "norm_clipping": Row(lambda: NormClipping(0.1), {"a large bound": Plain(lambda: NormClipping(1e9))}),
+    "norm_clipping": Row(
+        lambda: NormClipping(0.1), {"a large bound": Plain(lambda: NormClipping(1e9))}
+    ),
     "dp_fedavg": Row(
         lambda: DPFedAvg(noise=0.3, clip=0.2),
-        {"no noise, a large bound that stays": Plain(lambda: DPFedAvg(0.0, 1e9, None), {"model": MLP}, UNIFORM)},
+        {
+            "no noise, a large bound that stays": Plain(
+                lambda: DPFedAvg(0.0, 1e9, None), {"model": MLP}, UNIFORM
+            )
+        },
         model=MLP,  # it refuses shared statistics
     ),
     "fedavgm": Row(
@@ -325,7 +363,9 @@ TABLE: dict[str, Row] = {
     "feddyn": Row(FedDyn, {"alpha=0": Plain(lambda: FedDyn(0.0), run=UNIFORM)}, private=True),
     "fedsam": Row(lambda: FedSAM(0.1), {"rho=0": Plain(lambda: FedSAM(0.0))}),
     "fedspeed": Row(FedSpeed, private=True),
-    "ditto": Row(Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True),
+    "ditto": Row(
+        Ditto, {"any lam": Plain(lambda: Ditto(0.3))}, personal=True, private=True, as_fedavg=True
+    ),
     "fedrep": Row(lambda: FedRep(head_epochs=1), personal=True, private=True),
     "fednova": Row(
         FedNova,
@@ -346,7 +386,9 @@ TABLE: dict[str, Row] = {
         frozenset({"afl.loss"}),
     ),
     "fedbabu": Row(lambda: FedBABU(1), personal=True, private=True),
-    "apfl": Row(APFL, {"any alpha": Plain(lambda: APFL(0.3))}, personal=True, private=True, as_fedavg=True),
+    "apfl": Row(
+        APFL, {"any alpha": Plain(lambda: APFL(0.3))}, personal=True, private=True, as_fedavg=True
+    ),
     "fedproto": Row(
         lambda: FedProto(predict="prototype"),
         uploads=frozenset({"fedproto.class_means", "fedproto.class_counts"}),
@@ -354,7 +396,9 @@ TABLE: dict[str, Row] = {
         private=True,
     ),
     "fedala": Row(
-        FedALA, {"in a client's first participation": Plain(FedALA, run={"rounds": 1})}, private=True
+        FedALA,
+        {"in a client's first participation": Plain(FedALA, run={"rounds": 1})},
+        private=True,
     ),
     "ifca": Row(IFCA, {"clusters=1": Plain(lambda: IFCA(1))}, frozenset({"ifca.cluster"})),
     "pfedme": Row(lambda: PFedMe(2, beta=0.9), private=True),
@@ -402,7 +446,11 @@ def test_a_method_has_a_name_a_paper_and_no_parameter_with_the_name_of_a_hook(na
 
 
 def references() -> Iterable[Any]:
-    return [pytest.param(plain, id=f"{name} {at}") for name, row in TABLE.items() for at, plain in row.plain.items()]
+    return [
+        pytest.param(plain, id=f"{name} {at}")
+        for name, row in TABLE.items()
+        for at, plain in row.plain.items()
+    ]
 
 
 @pytest.mark.parametrize("plain", references())
@@ -421,7 +469,8 @@ def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
     schedule = BUFFER if name == "fedbuff" else ROUNDS
     row = TABLE[name]
     found, fedavg = (
-        run(study(*methods, model=row.model), schedule, rounds=4, **UNIFORM) for methods in ([row.make()], [])
+        run(study(*methods, model=row.model), schedule, rounds=4, **UNIFORM)
+        for methods in ([row.make()], [])
     )
     assert (found.finished.model_sha256 != fedavg.finished.model_sha256) is not row.as_fedavg
 
@@ -431,7 +480,9 @@ def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", ["fedavg", *TABLE])
-def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(name: str, schedule: Any) -> None:
+def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
+    name: str, schedule: Any
+) -> None:
     agreement.resumed(fresh(name), schedule)
 
 
@@ -445,13 +496,17 @@ def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_proc
 
 # --- staleness ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
-def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_counts(name: str) -> None:
+def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_counts(
+    name: str,
+) -> None:
     spec = study(TABLE[name].make(), model=TABLE[name].model)
     spy = Spy(spec)
     leaving = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
     found = ran(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
     jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
-    assert any(any(each.staleness) for each in found.aggregations) and any(each.lost for each in found.aggregations)
+    assert any(any(each.staleness) for each in found.aggregations) and any(
+        each.lost for each in found.aggregations
+    )
     left = {job.number: flat(state) for (job, _), state in zip(spy.sent, spy.states, strict=True)}
     aggregated = [job.number for each in found.aggregations for job in each.aggregated]
     assert left.keys() == set(aggregated), "nobody else trains"
@@ -460,7 +515,9 @@ def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_cou
         assert same(flat(found.state(client)), left[number])
     latest: dict[int, int] = {}
     for job, _ in sorted(spy.sent, key=lambda each: each[0].number):
-        assert job.state == latest.get(job.client, -1), "a client that is sent off again starts from its own latest"
+        assert job.state == latest.get(job.client, -1), (
+            "a client that is sent off again starts from its own latest"
+        )
         latest[job.client] = job.number
 
 
@@ -479,10 +536,14 @@ class Failing(Method):
     "name", ["fedavg", "scaffold", "fedbr", "fedbss", "fraug", "fedpac", "fedcm", "fedcda", "moon"]
 )
 def test_no_result_of_training_moves_the_clock(name: str) -> None:
-    whole, failing = (run(study(*made(name), *more), BUFFER, rounds=6, tolerate=1.0) for more in ([], [Failing()]))
+    whole, failing = (
+        run(study(*made(name), *more), BUFFER, rounds=6, tolerate=1.0) for more in ([], [Failing()])
+    )
     assert failing.failures and not whole.failures
     for row, other in zip(whole.rows, failing.rows, strict=True):
-        assert all(row[key] == other[key] for key in ("virtual_seconds", "floats_down", "floats_up"))
+        assert all(
+            row[key] == other[key] for key in ("virtual_seconds", "floats_down", "floats_up")
+        )
 
 
 # --- what travels -------------------------------------------------------------------------------------------------
@@ -528,7 +589,10 @@ def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
     size = int(np.prod(spied.task.shape)) * 4
     clients, jobs = {job.client for job, _ in spy.sent}, len(spy.sent)
     assert len(clients) < jobs
-    assert found.rows[-1]["floats_down"] == jobs * found.coordinator.layout.shared + len(clients) * size
+    assert (
+        found.rows[-1]["floats_down"]
+        == jobs * found.coordinator.layout.shared + len(clients) * size
+    )
     assert spy.kept["fedbr.pseudo"].size == size
     assert not any("fedbr.pseudo" in published.extras for _, published in spy.sent)
 
@@ -575,7 +639,9 @@ def legal() -> set[frozenset[str]]:
     return {frozenset(pair) for pair in pairs(list(TABLE)) if not clash(*pair)}
 
 
-def covering(names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 6) -> list[list[str]]:
+def covering(
+    names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 6
+) -> list[list[str]]:
     """Lists of `least` to `most` names that hold each allowed pair at least once; greedy, and always the same ones.
 
     A list begins with the first pair that is missing and takes, again and again, the name with the most missing pairs.
@@ -613,36 +679,81 @@ def test_methods_that_form_a_list_train_together(names: list[str]) -> None:
 
 # Methods of which a list may hold one.
 ALTERNATIVES = [
-    ["fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas", "feddyn"],  # the server's step
+    [
+        "fedavgm",
+        "fedadagrad",
+        "fedadam",
+        "fedyogi",
+        "fedexp",
+        "fadas",
+        "feddyn",
+    ],  # the server's step
     # FedCDA sets the model itself.
-    *(["fedcda", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")),
+    *(
+        ["fedcda", name]
+        for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fadas")
+    ),
     *(["fedcda", name] for name in ("fedbuff", "groupdro", "inco")),
-    *(["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")),  # the mean of one round's updates
-    ["fedbr", "dann", "fedpac", "fraug", "fedsr", "fedrep", "fedbabu", "apfl"],  # the stages of a step
+    *(
+        ["feddyn", name] for name in ("fedcda", "fedasync", "ca2fl", "ace")
+    ),  # the mean of one round's updates
+    [
+        "fedbr",
+        "dann",
+        "fedpac",
+        "fraug",
+        "fedsr",
+        "fedrep",
+        "fedbabu",
+        "apfl",
+    ],  # the stages of a step
     ["fedsam", "fedspeed", "pfedme"],  # the points at which gradients are taken
     # One extractor, or one model to be drawn to, for all.
     *([first, second] for first in ("local", "fedproto") for second in ("fedpac", "ditto")),
     ["local", "apfl"],
-    *(["mixup", name] for name in ("fedmix", "fraug", "fedproto")),  # soft labels and a need for integer ones
+    *(
+        ["mixup", name] for name in ("fedmix", "fraug", "fedproto")
+    ),  # soft labels and a need for integer ones
     *(["pfedme", name] for name in ("ditto", "fedpac")),  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     ["fedproto", "fedrs"],  # a head with a bias and one without
     # The combination of updates.
     [
         *("fedcda", "fedld_principal", "fedgh", "fedgh_hierarchical", "fedasync", "ca2fl", "ace"),
-        *("coordinate_median", "trimmed_mean", "krum", "geometric_median", "norm_clipping", "dp_fedavg"),
+        *(
+            "coordinate_median",
+            "trimmed_mean",
+            "krum",
+            "geometric_median",
+            "norm_clipping",
+            "dp_fedavg",
+        ),
         "fednova",
         "ifca",
     ],
     # One of several models is trained: values for one model, or a part of it on the client, do not fit.
-    *(["ifca", name] for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")),
+    *(
+        ["ifca", name]
+        for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
+    ),
     *(["ifca", name] for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedproto", "local")),
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
-    *(["fedasync", name] for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")),
-    *([first, second] for first in ("fedasync", "ca2fl", "ace") for second in ("fedexp", "fedbuff", "groupdro")),
-    *(["qfedavg", name] for name in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace")),  # the divisor
+    *(
+        ["fedasync", name]
+        for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")
+    ),
+    *(
+        [first, second]
+        for first in ("fedasync", "ca2fl", "ace")
+        for second in ("fedexp", "fedbuff", "groupdro")
+    ),
+    *(
+        ["qfedavg", name] for name in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace")
+    ),  # the divisor
     *(["afl", name] for name in ("fedasync", "fedcda", "ca2fl", "ace")),  # weights of clients
-    *(["dp_fedavg", name] for name in ("fedexp", "centralized")),  # single updates, and nobody to hide among
+    *(
+        ["dp_fedavg", name] for name in ("fedexp", "centralized")
+    ),  # single updates, and nobody to hide among
     # They send or read more than clipped updates; FRAug's generator shares statistics of BatchNorm.
     *(["dp_fedavg", name] for name in ("scaffold", "fedcm", "groupdro", "inco", "fedbuff")),
     *(["dp_fedavg", name] for name in ("fedbr", "fedmix", "fedpac", "fraug")),
@@ -652,7 +763,17 @@ ALTERNATIVES = [
     *(
         ["centralized", name]
         for name in (
-            *("fedbn", "local", "partialfed", "pfedavg", "fedpac", "fraug", "fedsr", "ditto", "fedrep"),
+            *(
+                "fedbn",
+                "local",
+                "partialfed",
+                "pfedavg",
+                "fedpac",
+                "fraug",
+                "fedsr",
+                "ditto",
+                "fedrep",
+            ),
             *("fedproto", "pfedme", "fedala", "fedbabu", "apfl", "ifca"),
         )
     ),
@@ -667,7 +788,9 @@ def test_methods_exclude_each_other_only_where_they_own_one_slot() -> None:
 def test_three_methods_run_together() -> None:
     found = run(study(FedBN(), FedProx(0.1), FedAdam()), rounds=2)
     assert not found.failures
-    assert found.rows[-1]["accuracy_global"] is None, "with personal parameters there is no model to score centrally"
+    assert found.rows[-1]["accuracy_global"] is None, (
+        "with personal parameters there is no model to score centrally"
+    )
 
 
 def test_a_method_that_appears_twice_is_refused() -> None:

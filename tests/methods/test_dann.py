@@ -30,7 +30,9 @@ class Present(Dann):
 
 @pytest.mark.parametrize("mode", ["alternate", "grl"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_domain_is_client_number_on_every_worker(workers: int, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domain_is_client_number_on_every_worker(
+    workers: int, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method, original = Present(0.5, width=4, mode=mode), dann.discriminator_loss
     labels: dict[tuple[int, int], list[int]] = {}
 
@@ -103,7 +105,9 @@ def test_reversal_with_second_rate_or_steps_is_refused(settings: dict[str, Any])
         Dann(mode="grl", **settings)
 
 
-@pytest.mark.parametrize("settings", [{"lam": -0.1}, {"width": 0}, {"discriminator_steps": 0}, {"rate": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"lam": -0.1}, {"width": 0}, {"discriminator_steps": 0}, {"rate": 0.0}], ids=str
+)
 def test_setting_out_of_range_is_refused_by_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.dann\.{key}="):

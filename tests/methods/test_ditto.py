@@ -20,14 +20,18 @@ from raysim.simulation.fleet import Ideal
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("model", [NORMED, Dropping()], ids=["BatchNorm", "dropout"])
-@pytest.mark.parametrize("others", [(), (FedProx(0.1), Scaffold())], ids=["alone", "with fedprox and scaffold"])
+@pytest.mark.parametrize(
+    "others", [(), (FedProx(0.1), Scaffold())], ids=["alone", "with fedprox and scaffold"]
+)
 def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
     others: tuple[Method, ...], model: Any, schedule: Any
 ) -> None:
     # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the order of the sum.
     found = run(run_spec(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
     plain = run(run_spec(*others, model=model), schedule, Ideal(), rounds=4)
-    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(found.tensors, plain.tensors)
+    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(
+        found.tensors, plain.tensors
+    )
     for row, reference in zip(found.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
         for key in ("train_loss", "accuracy_global", "loss_global", "floats_down", "floats_up"):
@@ -40,14 +44,19 @@ def test_nothing_of_a_personal_model_travels() -> None:
     shared = ran(coordinate(spied, runtime=spy)).coordinator.layout.shared
     assert shared == coordinate(plain).layout.shared
     assert all(not update.extras for update in spy.updates)
-    assert all(published.vector.size == shared and not published.extras for _, published in spy.sent)
+    assert all(
+        published.vector.size == shared and not published.extras for _, published in spy.sent
+    )
 
 
 def test_beside_fedbn_personal_layers_of_the_shared_model_are_not_pulled_to() -> None:
     found = run(run_spec(FedBN(), Ditto(), model=NORMED_MLP))
     plain = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal())
     assert not found.failures
-    assert run(run_spec(FedBN(), Ditto(), model=NORMED_MLP), fleet=Ideal()).tensors.keys() == plain.tensors.keys()
+    assert (
+        run(run_spec(FedBN(), Ditto(), model=NORMED_MLP), fleet=Ideal()).tensors.keys()
+        == plain.tensors.keys()
+    )
 
 
 @pytest.mark.parametrize("settings", [{"lam": -1.0}, {"lr_factor": 0.0}], ids=str)
@@ -57,7 +66,9 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
         Ditto(**settings)
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(1, [1] * 5), (2, [2] * 5), (3, [3, 2, 3, 2, 3]), (9, [5] * 5)])
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [(1, [1] * 5), (2, [2] * 5), (3, [3, 2, 3, 2, 3]), (9, [5] * 5)]
+)
 def test_batches_use_all_samples_before_any_again(batch: int, sizes: list[int]) -> None:
     rows = np.array([3, 5, 8, 11, 12])
     job: Any = SimpleNamespace(

@@ -166,7 +166,9 @@ def test_clients_start_different_in_private_tensors_only(scope: Any) -> None:
 # --- clients that never trained ---------------------------------------------------------------
 
 
-def personalised(trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP) -> tuple[Host, Mapping[str, Tensor]]:
+def personalised(
+    trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP
+) -> tuple[Host, Mapping[str, Tensor]]:
     """Return a host after `personalise` for client 0, and its tensors from before."""
     host = Host(study(method, model=model))
     host.trainer.training(False)

@@ -44,7 +44,9 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Ran
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_pseudo_data_are_counted_whenever_they_are_new(make: Callable[..., FedBR], schedule: Any, refresh: Any) -> None:
+def test_pseudo_data_are_counted_whenever_they_are_new(
+    make: Callable[..., FedBR], schedule: Any, refresh: Any
+) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)
     shared, jobs = found.coordinator.layout.shared, found.coordinator.planner.dispatched
     clients = len(found.participations)
@@ -89,11 +91,18 @@ def test_cost_is_a_pass_and_a_forward_where_data_change(method: FedBR, passes: f
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_rows_by_samples_draws_what_numpy_does(counts: list[int], each: int, seed: int, data: st.DataObject) -> None:
+def test_rows_by_samples_draws_what_numpy_does(
+    counts: list[int], each: int, seed: int, data: st.DataObject
+) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
     shares = np.array(counts) / sum(counts)
-    wanted = stream(seed, "pool").choice(len(counts) * each, size, replace=False, p=np.repeat(shares / each, each))
-    assert rows_by_samples(np.cumsum(shares), each, size, stream(seed, "pool")).tolist() == wanted.tolist()
+    wanted = stream(seed, "pool").choice(
+        len(counts) * each, size, replace=False, p=np.repeat(shares / each, each)
+    )
+    assert (
+        rows_by_samples(np.cumsum(shares), each, size, stream(seed, "pool")).tolist()
+        == wanted.tolist()
+    )
 
 
 def test_rows_by_samples_needs_no_array_over_clients() -> None:
@@ -118,7 +127,9 @@ def test_rows_by_samples_needs_no_array_over_clients() -> None:
     ],
     ids=str,
 )
-def test_projector_exists_where_something_is_projected(settings: dict[str, Any], adds: bool) -> None:
+def test_projector_exists_where_something_is_projected(
+    settings: dict[str, Any], adds: bool
+) -> None:
     assert (PROJECTOR in declare_run(run_spec(small(**settings))).networks) == adds
 
 
@@ -126,7 +137,9 @@ def test_projector_exists_where_something_is_projected(settings: dict[str, Any],
     ("projection", "sizes"),
     [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])],
 )
-def test_projector_has_the_widths_of_its_source(projection: Any, sizes: list[tuple[int, int]]) -> None:
+def test_projector_has_the_widths_of_its_source(
+    projection: Any, sizes: list[tuple[int, int]]
+) -> None:
     projector = declare_run(run_spec(small(projection=projection))).networks[PROJECTOR]
     assert [tuple(p.shape) for p in projector.parameters() if p.dim() == 2] == sizes
 
@@ -195,7 +208,13 @@ NODE = {"_target_": "raysim.methods.fedbr.FedBR", "pseudo": "mixture"}
 
 
 def test_proxy_is_configured_as_the_data_are() -> None:
-    proxy = {"_target_": "raysim.data.sources.Synthetic", "samples": 40, "classes": 7, "mean": [0.2], "std": [0.6]}
+    proxy = {
+        "_target_": "raysim.data.sources.Synthetic",
+        "samples": 40,
+        "classes": 7,
+        "mean": [0.2],
+        "std": [0.6],
+    }
     method = build(FedBR, NODE | {"proxy": proxy}, "method.fedbr")
     assert method.proxy == Synthetic(samples=40, classes=7, mean=[0.2], std=[0.6])
     assert build(FedBR, {}, "method.fedbr").proxy is None

@@ -50,7 +50,10 @@ def networks(args: dict[str, Any]) -> dict[str, nn.Module]:
     layers: list[nn.Module] = []
     for layer in args["projection"]:
         layers += [dense(layer), nn.ReLU()]
-    return {"model": Net(args["feature"], args["classifier"]), PROJECTOR: nn.Sequential(*layers[:-1])}
+    return {
+        "model": Net(args["feature"], args["classifier"]),
+        PROJECTOR: nn.Sequential(*layers[:-1]),
+    }
 
 
 class Watched(FedBR):
@@ -76,7 +79,9 @@ def test_one_step_of_fedbr_follows_the_trace(
 ) -> None:
     assert len(cases) == 4
     args, expected = cases[number]["args"], cases[number]["expected"]
-    method = Watched(**{key: args[key] for key in ("lam", "mu", "tau1", "tau2", "temperature_mode", "max_step")})
+    method = Watched(
+        **{key: args[key] for key in ("lam", "mu", "tau1", "tau2", "temperature_mode", "max_step")}
+    )
     pseudo_losses: list[Tensor] = []
     # Pseudo-data of the class are means, whose targets are uniform; a case with others gives them here.
     targets = args["pseudo_targets"] and tensor(args["pseudo_targets"])
@@ -141,4 +146,6 @@ def agree(found: Any, expected: Any, where: str) -> None:
             agree(found[key], expected[key], f"{where}.{key}")
     else:
         want = tensor(expected) if isinstance(expected, dict) else expected
-        np.testing.assert_allclose(found.detach().numpy(), want, rtol=1e-9, atol=1e-12, err_msg=where)
+        np.testing.assert_allclose(
+            found.detach().numpy(), want, rtol=1e-9, atol=1e-12, err_msg=where
+        )

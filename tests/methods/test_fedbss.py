@@ -32,14 +32,18 @@ def test_ranking_pass_is_charged_from_first_selecting_version() -> None:
         ("filter", {"epochs": 1}, None),
     ],
 )
-def test_single_epoch_or_phase_is_warned_of(kind: Any, change: dict[str, Any], key: str | None) -> None:
+def test_single_epoch_or_phase_is_warned_of(
+    kind: Any, change: dict[str, Any], key: str | None
+) -> None:
     spec = run_spec(FedBSS(kind=kind), local=replace(LOCAL, **change))
     warnings = list(declare_run(spec).warnings)
     assert len(warnings) == (key is not None)
     assert key is None or key in warnings[0]
 
 
-@pytest.mark.parametrize("settings", [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}], ids=str
+)
 def test_setting_out_of_range_is_refused_by_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedbss\.{key}="):

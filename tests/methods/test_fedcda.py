@@ -49,7 +49,9 @@ from raysim.vectors.layout import Layout
 UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 
 
-def case(seed: int, clients: int = 4, memory: int = 3, fixed: int = 2, size: int = 5) -> dict[str, Any]:
+def case(
+    seed: int, clients: int = 4, memory: int = 3, fixed: int = 2, size: int = 5
+) -> dict[str, Any]:
     """Random arguments of a selection, around a model far from zero."""
     draw = np.random.default_rng(seed)
     return {
@@ -80,7 +82,9 @@ def combinations(given: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("smoothness", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("fixed", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_one_batch_finds_the_best_of_all_combinations(seed: int, fixed: int, smoothness: float) -> None:
+def test_one_batch_finds_the_best_of_all_combinations(
+    seed: int, fixed: int, smoothness: float
+) -> None:
     given = case(seed, fixed=fixed) | {"smoothness": smoothness}
     best = min(combinations(given), key=lambda choice: objective(choice, given))
     assert select_models(**given).tolist() == list(best)
@@ -90,14 +94,19 @@ def test_more_batches_never_beat_one_and_sometimes_lose() -> None:
     gaps = []
     for seed in range(8):
         given = case(seed)
-        one, three = (objective(greedy_selection(**given, num_batches=many).tolist(), given) for many in (1, 3))
+        one, three = (
+            objective(greedy_selection(**given, num_batches=many).tolist(), given)
+            for many in (1, 3)
+        )
         gaps.append(three - one)
     assert min(gaps) >= -1e-12 and max(gaps) > 1e-3
 
 
 def test_a_batch_does_not_see_the_later_ones() -> None:
     given = case(1)
-    first = {key: value[:2] if key.startswith(("cand", "num")) else value for key, value in given.items()}
+    first = {
+        key: value[:2] if key.startswith(("cand", "num")) else value for key, value in given.items()
+    }
     assert greedy_selection(**given, num_batches=2).tolist()[:2] == select_models(**first).tolist()
 
 
@@ -119,14 +128,21 @@ def test_the_choice_is_the_same_for_shifted_models_and_shifted_losses() -> None:
 def test_permuted_clients_choose_alike() -> None:
     given = case(4)
     order = [2, 0, 3, 1]
-    permuted = {key: value[order] if key.startswith(("cand", "num")) else value for key, value in given.items()}
+    permuted = {
+        key: value[order] if key.startswith(("cand", "num")) else value
+        for key, value in given.items()
+    }
     assert select_models(**permuted).tolist() == select_models(**given)[order].tolist()
 
 
 def test_without_smoothness_each_client_takes_its_lowest_loss() -> None:
     given = case(5) | {"smoothness": 0.0, "num_candidates": torch.full((4,), 3)}
     expected = given["candidate_losses"].argmin(1).tolist()
-    assert select_models(**given).tolist() == greedy_selection(**given, num_batches=3).tolist() == expected
+    assert (
+        select_models(**given).tolist()
+        == greedy_selection(**given, num_batches=3).tolist()
+        == expected
+    )
 
 
 def test_of_equal_combinations_the_first_is_chosen() -> None:
@@ -160,26 +176,41 @@ def server(method: FedCDA, counts: Sequence[int] = (10,) * 5) -> Server:
     layout = Layout((), (), WIDTH - 1, WIDTH, WIDTH, 0, 0)
     nothing = torch.empty(0, dtype=torch.int64)
     task = Task((1, 1, 1), 2, len(counts))
-    return server_of(layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, "uniform")
+    return server_of(
+        layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, "uniform"
+    )
 
 
 def step(
-    at: Server, models: Sequence[tuple[int, Sequence[float]]], losses: dict[int, float] | None = None, base: int = -1
+    at: Server,
+    models: Sequence[tuple[int, Sequence[float]]],
+    losses: dict[int, float] | None = None,
+    base: int = -1,
 ) -> None:
     """An aggregation of (client, model) pairs; base: the version that they were trained from, the current one if -1."""
     version = at.version if base < 0 else base
     origin = at.vector.numpy() if base < 0 else np.full(WIDTH, 100, np.float32)
-    updates = [_update(number, client, version, model, origin, losses) for number, (client, model) in enumerate(models)]
+    updates = [
+        _update(number, client, version, model, origin, losses)
+        for number, (client, model) in enumerate(models)
+    ]
     bases = {version: Published(version, origin, np.empty(0, np.int64))}
     at.step(updates, {}, [at.version - version] * len(updates), bases)
 
 
 def _update(
-    number: int, client: int, version: int, model: Sequence[float], origin: np.ndarray, losses: dict[int, float] | None
+    number: int,
+    client: int,
+    version: int,
+    model: Sequence[float],
+    origin: np.ndarray,
+    losses: dict[int, float] | None,
 ) -> Update:
     loss = {"fedcda.loss": np.array([(losses or {}).get(client, 0.0)], np.float32)}
     delta = np.array(model, np.float32) - origin
-    return Update(number, client, version, 10, 10, 1, 0.0, 0.0, np.empty(0, np.int64), loss, delta=delta)
+    return Update(
+        number, client, version, 10, 10, 1, 0.0, 0.0, np.empty(0, np.int64), loss, delta=delta
+    )
 
 
 def cached(at: Server, client: int) -> list[list[float]]:
@@ -187,7 +218,10 @@ def cached(at: Server, client: int) -> list[list[float]]:
     state = {key.removeprefix("fedcda."): value for key, value in at.state.items()}
     row = state["clients"].tolist().index(client)
     memory, pushes = state["models"].shape[1], int(state["pushes"][row])
-    return [state["models"][row, (pushes - 1 - back) % memory].tolist() for back in range(min(pushes, memory))]
+    return [
+        state["models"][row, (pushes - 1 - back) % memory].tolist()
+        for back in range(min(pushes, memory))
+    ]
 
 
 def selected(at: Server) -> Tensor:
@@ -207,7 +241,9 @@ def test_a_cache_holds_the_last_models_newest_first_and_that_of_an_absent_client
     step(at, [(3, model(4)), (0, model(5))])
     assert cached(at, 3) == [model(4), model(3)]
     assert cached(at, 1) == [model(2)] and cached(at, 0) == [model(5)]
-    assert at.state["fedcda.clients"].tolist() == [3, 1, 0], "a row each, in the order of first arrival"
+    assert at.state["fedcda.clients"].tolist() == [3, 1, 0], (
+        "a row each, in the order of first arrival"
+    )
 
 
 def test_everybody_seen_counts_with_the_selected_model_and_nobody_else() -> None:
@@ -301,21 +337,26 @@ def test_with_one_model_each_and_every_client_in_every_round_it_is_uniform_fedav
 def test_a_warm_up_as_long_as_the_run_is_uniform_fedavg_bit_for_bit(group: int) -> None:
     settings: dict[str, Any] = {"fleet": Ideal(), "summation": group} | UNIFORM
     found, fedavg = (
-        run(run_spec(*methods, model=NORMED), Synchronous(6), **settings) for methods in ([FedCDA(warmup_rounds=3)], [])
+        run(run_spec(*methods, model=NORMED), Synchronous(6), **settings)
+        for methods in ([FedCDA(warmup_rounds=3)], [])
     )
     assert found.finished.model_sha256 == fedavg.finished.model_sha256
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_a_killed_run_resumes_to_the_same_bits_and_caches(schedule: Any, place: Any, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bits_and_caches(
+    schedule: Any, place: Any, tmp_path: Path
+) -> None:
     def study() -> Any:
         return run_spec(FedCDA(warmup_rounds=2, cache=place), model=NORMED_MLP)
 
     straight = run(study(), schedule, rounds=8)
     killed = coordinate(study(), schedule, rounds=8, checkpoint_every=2, folder=str(tmp_path))
     next(event for event in killed.run() if isinstance(event, Round) and event.row["round"] == 7)
-    resumed = run(study(), schedule, rounds=8, resume=str(tmp_path / "checkpoints" / "round-000006"))
+    resumed = run(
+        study(), schedule, rounds=8, resume=str(tmp_path / "checkpoints" / "round-000006")
+    )
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
     caches = straight.coordinator.server.state, resumed.coordinator.server.state
     assert caches[0].keys() == caches[1].keys()
@@ -330,11 +371,18 @@ def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_p
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))
     spy = Spy(study)
     resumed = coordinate(
-        study, Synchronous(3), runtime=spy, rounds=4, resume=str(tmp_path / "checkpoints/round-000003")
+        study,
+        Synchronous(3),
+        runtime=spy,
+        rounds=4,
+        resume=str(tmp_path / "checkpoints/round-000003"),
     )
     events = resumed.run()
     next(events)
-    before = {client: cached(resumed.server, client) for client in resumed.server.state["fedcda.clients"].tolist()}
+    before = {
+        client: cached(resumed.server, client)
+        for client in resumed.server.state["fedcda.clients"].tolist()
+    }
     list(events)
     busy = {update.client for update in spy.updates}
     assert len(busy) == 3 and set(before) - busy
@@ -344,7 +392,9 @@ def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_p
 
 
 def test_the_model_is_the_mean_of_the_selected_ones_and_the_selection_is_the_best() -> None:
-    found = run(run_spec(FedCDA(batches=1, warmup_rounds=1), model=NORMED_MLP), Synchronous(3), rounds=6)
+    found = run(
+        run_spec(FedCDA(batches=1, warmup_rounds=1), model=NORMED_MLP), Synchronous(3), rounds=6
+    )
     at = found.coordinator.server
     state, trained = at.state, found.coordinator.layout.trained
     np.testing.assert_allclose(at.vector, selected(at).double().mean(0), rtol=1e-5, atol=1e-6)
@@ -356,8 +406,13 @@ def test_the_model_is_the_mean_of_the_selected_ones_and_the_selection_is_the_bes
         chosen = state["fedcda.selected"].clone()
         chosen[busy] = torch.tensor(places)
         every = torch.arange(len(chosen))
-        models, losses = state["fedcda.models"][every, chosen], state["fedcda.losses"][every, chosen]
-        return float(selection_objective(models=models[:, :trained].double(), losses=losses, smoothness=1.0))
+        models, losses = (
+            state["fedcda.models"][every, chosen],
+            state["fedcda.losses"][every, chosen],
+        )
+        return float(
+            selection_objective(models=models[:, :trained].double(), losses=losses, smoothness=1.0)
+        )
 
     kept = [range(min(3, int(state["fedcda.pushes"][row]))) for row in busy]
     values = [value(places) for places in itertools.product(*kept)]
@@ -375,7 +430,11 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
     at = found.coordinator.server
     running = found.in_flight
     for client in at.state["fedcda.clients"].tolist():
-        mine = [update for update in spy.updates if update.client == client and update.job not in running]
+        mine = [
+            update
+            for update in spy.updates
+            if update.client == client and update.job not in running
+        ]
         models = [published[update.job].vector + update.delta for update in mine]
         assert cached(at, client) == [trained.tolist() for trained in models[:-3:-1]]
 
@@ -384,13 +443,19 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_would_do(schedule: Any) -> None:
+def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_would_do(
+    schedule: Any,
+) -> None:
     data = sized((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
-    with pytest.raises(Refused, match=r"method.fedcda.batches=2 makes 4.8e\+06 combinations .* set it to 3"):
+    with pytest.raises(
+        Refused, match=r"method.fedcda.batches=2 makes 4.8e\+06 combinations .* set it to 3"
+    ):
         coordinate(run_spec(FedCDA(batches=2), data=data), schedule)
     assert 3**9 <= LIMIT < 3**14
     coordinate(run_spec(FedCDA(batches=3), data=data), schedule)
-    coordinate(run_spec(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=24))
+    coordinate(
+        run_spec(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=24)
+    )
 
 
 def test_a_search_of_exactly_the_limit_is_taken() -> None:
@@ -407,7 +472,9 @@ def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)
-    with pytest.raises(ValueError, match=r"memory=3\) of 4 clients, more than method.fedcda.budget.*memory=2, or"):
+    with pytest.raises(
+        ValueError, match=r"memory=3\) of 4 clients, more than method.fedcda.budget.*memory=2, or"
+    ):
         server(FedCDA(budget=all_three * 0.99), counts)
     server(FedCDA(memory=2, budget=all_three * 0.99), counts)
     with pytest.raises(ValueError, match=r"set method.fedcda.memory=1, or"):
@@ -423,7 +490,11 @@ def test_weights_by_samples_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"memory": 0}, "memory=0"), ({"batches": 0}, "batches=0"), ({"smoothness": -1.0}, "smoothness=-1.0")],
+    [
+        ({"memory": 0}, "memory=0"),
+        ({"batches": 0}, "batches=0"),
+        ({"smoothness": -1.0}, "smoothness=-1.0"),
+    ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"method.fedcda.{text}"):

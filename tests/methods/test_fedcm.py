@@ -14,7 +14,10 @@ from raysim.training.run_spec import declare_run
 
 
 def test_direction_is_free_of_the_servers_own_rate() -> None:
-    one, other = (run(run_spec(FedCM(), FedAvgM(rate, 0.0)), rounds=1).coordinator.server for rate in (1.0, 0.3))
+    one, other = (
+        run(run_spec(FedCM(), FedAvgM(rate, 0.0)), rounds=1).coordinator.server
+        for rate in (1.0, 0.3)
+    )
     assert torch.equal(one.state["fedcm.direction"], other.state["fedcm.direction"])
     assert one.state["fedcm.direction"].any() and not torch.equal(one.vector, other.vector)
 

@@ -32,7 +32,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> None:
-    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), f"{got} is not {want}"
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), (
+        f"{got} is not {want}"
+    )
 
 
 GRADIENTS = random(6, 4)  # many conflicts: six directions in four dimensions
@@ -54,7 +56,9 @@ def by_hand(gradients: Tensor, order: Sequence[Sequence[int]], conflict_test: st
         for own, other in ((i, j), (j, i)):
             inner = running[own] @ gradients[other]
             if opposed if conflict_test == "original" else inner < 0:
-                new[own] = running[own] - inner / (gradients[other] @ gradients[other]) * gradients[other]
+                new[own] = (
+                    running[own] - inner / (gradients[other] @ gradients[other]) * gradients[other]
+                )
         running = new
         states.append(running.clone())
     return states
@@ -67,11 +71,17 @@ PAIRS = [[i, j] for i in range(6) for j in range(i + 1, 6)]
 
 
 @pytest.mark.parametrize("conflict_test", TESTS)
-@pytest.mark.parametrize("order", [PAIRS, PAIRS[::-1], PAIRS[7:] + PAIRS[:7]], ids=["forward", "backward", "turned"])
-def test_coefficients_give_what_the_vectors_give(order: list[list[int]], conflict_test: str) -> None:
+@pytest.mark.parametrize(
+    "order", [PAIRS, PAIRS[::-1], PAIRS[7:] + PAIRS[:7]], ids=["forward", "backward", "turned"]
+)
+def test_coefficients_give_what_the_vectors_give(
+    order: list[list[int]], conflict_test: str
+) -> None:
     want = by_hand(GRADIENTS, order, conflict_test)[-1]
     close(harmonized(order=order, conflict_test=conflict_test), want)
-    got = fedgh.harmonized_aggregate(gradients=GRADIENTS, weights=WEIGHTS, order=order, conflict_test=conflict_test)
+    got = fedgh.harmonized_aggregate(
+        gradients=GRADIENTS, weights=WEIGHTS, order=order, conflict_test=conflict_test
+    )
     close(got, WEIGHTS.double() @ want / WEIGHTS.sum())
 
 
@@ -82,7 +92,9 @@ def test_pairs_come_in_lexicographic_order_unless_told() -> None:
 
 @pytest.mark.parametrize("conflict_test", TESTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_a_conflict_updates_and_their_mean_keep_their_bits(dtype: torch.dtype, conflict_test: str) -> None:
+def test_without_a_conflict_updates_and_their_mean_keep_their_bits(
+    dtype: torch.dtype, conflict_test: str
+) -> None:
     rows, weights = AGREEING.to(dtype), torch.tensor([5.0, 1, 3, 2, 4])
     assert torch.equal(harmonized(rows, conflict_test=conflict_test), rows)
     total = torch.zeros_like(rows[0])
@@ -93,7 +105,9 @@ def test_without_a_conflict_updates_and_their_mean_keep_their_bits(dtype: torch.
 
 
 def test_only_rows_with_a_conflict_change() -> None:
-    rows = torch.tensor([[1.0, 0, 0], [-1.0, 2, 0], [0, 0.1, 7]]).double()  # the first two oppose each other
+    rows = torch.tensor(
+        [[1.0, 0, 0], [-1.0, 2, 0], [0, 0.1, 7]]
+    ).double()  # the first two oppose each other
     got = harmonized(rows)
     assert torch.equal(got[2], rows[2]) and not torch.equal(got[:2], rows[:2])
 
@@ -118,7 +132,9 @@ def test_exactly_opposite_clients_cancel() -> None:
         row = random(length).float()
         got = harmonized(torch.stack([row, -3 * row]))
         assert got.abs().max() < 1e-5
-        mean = fedgh.harmonized_aggregate(gradients=torch.stack([row, -3 * row]), weights=torch.tensor([1.0, 4.0]))
+        mean = fedgh.harmonized_aggregate(
+            gradients=torch.stack([row, -3 * row]), weights=torch.tensor([1.0, 4.0])
+        )
         assert mean.abs().max() < 1e-5
 
 
@@ -128,7 +144,9 @@ def test_a_zero_update_conflicts_with_nobody() -> None:
     assert not harmonized(rows)[-1].any()
 
 
-def test_asking_the_running_updates_norms_never_grow_and_used_directions_are_no_longer_opposed() -> None:
+def test_asking_the_running_updates_norms_never_grow_and_used_directions_are_no_longer_opposed() -> (
+    None
+):
     states = by_hand(GRADIENTS, PAIRS, "current")
     for number, (i, j) in enumerate(PAIRS, 1):
         now = harmonized(order=PAIRS[:number], conflict_test="current")
@@ -139,19 +157,30 @@ def test_asking_the_running_updates_norms_never_grow_and_used_directions_are_no_
 
 @pytest.mark.parametrize("conflict_test", TESTS)
 def test_the_rule_is_odd_and_a_common_factor_passes_through(conflict_test: str) -> None:
-    close(harmonized(-GRADIENTS, conflict_test=conflict_test), -harmonized(conflict_test=conflict_test))
-    close(harmonized(1e-3 * GRADIENTS, conflict_test=conflict_test), 1e-3 * harmonized(conflict_test=conflict_test))
+    close(
+        harmonized(-GRADIENTS, conflict_test=conflict_test),
+        -harmonized(conflict_test=conflict_test),
+    )
+    close(
+        harmonized(1e-3 * GRADIENTS, conflict_test=conflict_test),
+        1e-3 * harmonized(conflict_test=conflict_test),
+    )
 
 
 def test_order_has_no_part_in_it_as_long_as_nobody_is_in_two_conflicts() -> None:
     rows = torch.zeros(4, 4).double()
-    rows[:2, :2], rows[2:, 2:] = torch.tensor([[1.0, 0], [-1, 2]]), torch.tensor([[1.0, 1], [0, -1]])
+    rows[:2, :2], rows[2:, 2:] = (
+        torch.tensor([[1.0, 0], [-1, 2]]),
+        torch.tensor([[1.0, 1], [0, -1]]),
+    )
     pairs = [[i, j] for i in range(4) for j in range(i + 1, 4)]
     assert torch.equal(harmonized(rows), harmonized(rows, order=pairs[::-1]))
 
 
 def test_an_unknown_conflict_test_is_refused_with_the_ones_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"conflict_test='running' does not exist.*'original'.*'current'"):
+    with pytest.raises(
+        ValueError, match=r"conflict_test='running' does not exist.*'original'.*'current'"
+    ):
         harmonized(conflict_test="running")
 
 
@@ -244,17 +273,23 @@ PARTS = [slice(entry.start, entry.stop) for entry in LAYOUT.entries if entry.sto
 
 def server(*methods: Method, weighting: Any = "samples", seed: int = 0) -> Server:
     start, counter = torch.zeros(LAYOUT.shared), torch.zeros(1, dtype=torch.int64)
-    return server_of(LAYOUT, start, counter, methods, COUNTS, seed, Task((1, 2, 2), 3, 8), weighting)
+    return server_of(
+        LAYOUT, start, counter, methods, COUNTS, seed, Task((1, 2, 2), 3, 8), weighting
+    )
 
 
 def step(target: Server, clients: Sequence[int], deltas: np.ndarray = DELTAS) -> Server:
     version = target.version
-    updates = [Update(c, c, version, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=deltas[c]) for c in clients]
+    updates = [
+        Update(c, c, version, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=deltas[c]) for c in clients
+    ]
     target.step(updates, {}, [0] * len(updates), {})
     return target
 
 
-def rows(clients: Sequence[int], part: slice = slice(0, LAYOUT.trained), deltas: np.ndarray = DELTAS) -> Tensor:
+def rows(
+    clients: Sequence[int], part: slice = slice(0, LAYOUT.trained), deltas: np.ndarray = DELTAS
+) -> Tensor:
     return torch.from_numpy(deltas[list(clients)][:, part]).double()
 
 
@@ -265,7 +300,9 @@ ARRIVED = [5, 2, 7, 0, 3]
 def test_pairs_are_ordered_by_client_whatever_the_order_of_arrival(conflict_test: Any) -> None:
     ordered = sorted(ARRIVED)
     weights = torch.from_numpy(COUNTS[ordered])
-    want = fedgh.harmonized_aggregate(gradients=rows(ordered), weights=weights, conflict_test=conflict_test)
+    want = fedgh.harmonized_aggregate(
+        gradients=rows(ordered), weights=weights, conflict_test=conflict_test
+    )
     for clients in (ARRIVED, ordered):
         close(step(server(FedGH(conflict_test=conflict_test)), clients).params.double(), want, 1e-5)
 
@@ -281,7 +318,10 @@ def test_a_random_order_is_drawn_from_the_servers_stream() -> None:
 def test_each_tensor_may_be_treated_for_itself() -> None:
     clients = sorted(ARRIVED)
     got = step(server(FedGH(granularity="tensor"), weighting="uniform"), clients).params.double()
-    each = [fedgh.harmonized_aggregate(gradients=rows(clients, part), weights=torch.ones(5)) for part in PARTS]
+    each = [
+        fedgh.harmonized_aggregate(gradients=rows(clients, part), weights=torch.ones(5))
+        for part in PARTS
+    ]
     close(got, torch.cat(each), 1e-5)
 
 
@@ -322,14 +362,20 @@ def test_weights_count_in_the_hierarchy_where_a_run_asks_for_them() -> None:
     before = target.params.clone()
     step(target, ARRIVED, agreeing)
     weights = torch.from_numpy(COUNTS[ARRIVED]).double()
-    close((target.params - before).double(), weights @ rows(ARRIVED, deltas=agreeing) / weights.sum(), 1e-5)
+    close(
+        (target.params - before).double(),
+        weights @ rows(ARRIVED, deltas=agreeing) / weights.sum(),
+        1e-5,
+    )
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [FedGH, HierarchicalFedGH])
-def test_it_composes_with_clients_methods_personal_parameters_and_a_server_optimiser(make: Any) -> None:
+def test_it_composes_with_clients_methods_personal_parameters_and_a_server_optimiser(
+    make: Any,
+) -> None:
     for methods in ([make(), FedBN(), FedProx(0.1), Scaffold(), FedAdam()], [make(), FedExP()]):
         check_composition(methods)
         found = run(run_spec(*methods, model=NORMED_MLP), rounds=3)
@@ -339,12 +385,17 @@ def test_it_composes_with_clients_methods_personal_parameters_and_a_server_optim
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_rounds_without_a_conflict_are_fedavgs_and_others_are_not(schedule: Any) -> None:
-    found, fedavg = (run(run_spec(*methods), schedule, rounds=5) for methods in ([FedGH(granularity="tensor")], []))
+    found, fedavg = (
+        run(run_spec(*methods), schedule, rounds=5)
+        for methods in ([FedGH(granularity="tensor")], [])
+    )
     conflicts = [row["fedgh.conflicts"] for row in found.rows]
     assert any(conflicts)
     assert found.finished.model_sha256 != fedavg.finished.model_sha256
     early = next(number for number, count in enumerate(conflicts) if count)
-    same = [a["train_loss"] == b["train_loss"] for a, b in zip(found.rows, fedavg.rows, strict=True)]
+    same = [
+        a["train_loss"] == b["train_loss"] for a, b in zip(found.rows, fedavg.rows, strict=True)
+    ]
     assert all(same[: early + 1]), "the first conflict shows in the round after it"
 
 
@@ -366,7 +417,9 @@ def test_settings_without_a_meaning_are_refused(make: Any, says: str) -> None:
 # --- updates at right angles ------------------------------------------------------------------------------------------
 def test_updates_at_right_angles_are_in_no_conflict_whatever_became_of_them_meanwhile() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
-    assert harmonized(gradients)[0].tolist() == [0.5, 0.5], "the third is at right angles to the first as it came"
+    assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (
+        "the third is at right angles to the first as it came"
+    )
     assert harmonized(gradients, conflict_test="current")[0].tolist() == [0.5, 0.5]
 
 
@@ -377,4 +430,8 @@ def test_updates_at_right_angles_count_as_no_conflict(method: type[Method]) -> N
     target = server(method(), weighting="uniform")
     for _ in range(2):
         step(target, [0, 1], deltas)
-    assert target.report[f"{method.name}.conflicts"] == target.report[f"{method.name}.projections"] == 0.0
+    assert (
+        target.report[f"{method.name}.conflicts"]
+        == target.report[f"{method.name}.projections"]
+        == 0.0
+    )

@@ -49,8 +49,16 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 LOGITS = random(7, 5)
 
 
-def loss(logits: Tensor, labels: Tensor = LABELS, counts: Tensor = COUNTS, tau: float = 1.0, **others: Any) -> Tensor:
-    return fedlc.calibrated_cross_entropy(logits=logits, labels=labels, class_counts=counts, tau=tau, **others)
+def loss(
+    logits: Tensor,
+    labels: Tensor = LABELS,
+    counts: Tensor = COUNTS,
+    tau: float = 1.0,
+    **others: Any,
+) -> Tensor:
+    return fedlc.calibrated_cross_entropy(
+        logits=logits, labels=labels, class_counts=counts, tau=tau, **others
+    )
 
 
 def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> Tensor:
@@ -97,7 +105,9 @@ def test_the_loss_over_all_classes_by_its_pairwise_form() -> None:
 def test_the_printed_loss_follows_from_the_other_sample_by_sample() -> None:
     for z, y in zip(LOGITS, LABELS, strict=True):
         one = (z.unsqueeze(0), y.unsqueeze(0))
-        assert loss(*one, denominator="others").item() == pytest.approx(loss(*one).expm1().log().item(), rel=1e-9)
+        assert loss(*one, denominator="others").item() == pytest.approx(
+            loss(*one).expm1().log().item(), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
@@ -107,7 +117,9 @@ def test_a_constant_added_to_a_samples_logits_changes_nothing(denominator: str) 
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_no_gradient_reaches_missing_classes_and_that_of_a_sample_sums_to_zero(denominator: str) -> None:
+def test_no_gradient_reaches_missing_classes_and_that_of_a_sample_sums_to_zero(
+    denominator: str,
+) -> None:
     found = gradient(lambda z: loss(z, denominator=denominator))
     missing = COUNTS == 0
     assert torch.equal(found[:, missing], torch.zeros(7, 2, dtype=torch.float64))
@@ -116,7 +128,9 @@ def test_no_gradient_reaches_missing_classes_and_that_of_a_sample_sums_to_zero(d
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_the_loss_rises_with_the_true_classs_margin_and_falls_with_the_others(denominator: str) -> None:
+def test_the_loss_rises_with_the_true_classs_margin_and_falls_with_the_others(
+    denominator: str,
+) -> None:
     logits, label = LOGITS[:1], torch.tensor([2])
 
     def at(*counts: int) -> float:
@@ -134,7 +148,9 @@ def test_a_tiny_floor_agrees_with_leaving_classes_out() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_a_client_with_one_class_has_loss_and_gradient_zero(denominator: str, dtype: torch.dtype) -> None:
+def test_a_client_with_one_class_has_loss_and_gradient_zero(
+    denominator: str, dtype: torch.dtype
+) -> None:
     logits = LOGITS.to(dtype).repeat(40, 1)
     labels = SAME.repeat(40)
     assert loss(logits, labels, ONE, denominator=denominator).item() == 0.0
@@ -182,14 +198,18 @@ SKEWED = partitioned({0, 1}, {1, 2, 3}, {4, 0}, {2, 3, 4})
 def test_a_client_with_one_class_sends_what_it_received_and_is_counted() -> None:
     plain = Local(lr=0.5, momentum=0.9, batch=8)
     for denominator in DENOMINATORS:
-        study = run_spec(FedLC(denominator=denominator), data=partitioned({0}, {1}, {2}, {3}), local=plain)  # type: ignore[arg-type]
+        study = run_spec(
+            FedLC(denominator=denominator), data=partitioned({0}, {1}, {2}, {3}), local=plain
+        )  # type: ignore[arg-type]
         coordinator = coordinate(study)
         before = coordinator.server.vector.clone()
         found = ran(coordinator)
         assert torch.equal(found.coordinator.server.vector, before)
         assert [row["fedlc.one_class"] for row in found.rows] == [1.0] * 3
         assert [row["train_loss"] for row in found.rows] == [0.0] * 3
-    mixed = run(run_spec(FedLC(), data=partitioned({0}, {1, 2}, {3, 4}, {1, 4}), local=plain), rounds=1)
+    mixed = run(
+        run_spec(FedLC(), data=partitioned({0}, {1, 2}, {3, 4}, {1, 4}), local=plain), rounds=1
+    )
     assert mixed.rows[0]["fedlc.one_class"] == 0.25
 
 
@@ -200,7 +220,10 @@ def test_without_margins_and_exclusion_it_is_fedavg_bit_for_bit() -> None:
     )
     assert zero.finished.model_sha256 == fedavg.finished.model_sha256
     assert same(zero.tensors, fedavg.tensors)
-    assert run(run_spec(FedLC(0.0), data=SKEWED, model=NORMED_MLP)).finished.model_sha256 != zero.finished.model_sha256
+    assert (
+        run(run_spec(FedLC(0.0), data=SKEWED, model=NORMED_MLP)).finished.model_sha256
+        != zero.finished.model_sha256
+    )
 
 
 def test_output_without_class_has_no_margin() -> None:
@@ -217,13 +240,21 @@ def test_output_without_class_has_no_margin() -> None:
 
 
 def others() -> list[Any]:
-    given = {"alone": [], "fedprox": [FedProx(0.1)], "scaffold": [Scaffold()], "fedbn": [FedBN()], "mixup": [Mixup()]}
+    given = {
+        "alone": [],
+        "fedprox": [FedProx(0.1)],
+        "scaffold": [Scaffold()],
+        "fedbn": [FedBN()],
+        "mixup": [Mixup()],
+    }
     return [pytest.param(methods, id=name) for name, methods in given.items()]
 
 
 @pytest.mark.parametrize("methods", others())
 @pytest.mark.parametrize("settings", [{}, {"denominator": "others"}, {"count_floor": 1.0}], ids=str)
-def test_it_trains_with_other_methods_where_clients_lack_classes(settings: Any, methods: list[Method]) -> None:
+def test_it_trains_with_other_methods_where_clients_lack_classes(
+    settings: Any, methods: list[Method]
+) -> None:
     found = run(run_spec(FedLC(**settings), *methods, data=SKEWED, model=NORMED_MLP))
     fedavg = run(run_spec(*methods, data=SKEWED, model=NORMED_MLP))
     assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
@@ -235,7 +266,9 @@ def test_methods_that_change_the_same_loss_are_refused(other: Method) -> None:
         check_composition([FedLC(), other])
 
 
-@pytest.mark.parametrize("settings", [{"tau": -0.1}, {"denominator": "other"}, {"count_floor": -1.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"tau": -0.1}, {"denominator": "other"}, {"count_floor": -1.0}], ids=str
+)
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedlc\.{key}="):

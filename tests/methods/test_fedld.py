@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import BUFFER, LOCAL, NORMED_MLP, ROUNDS, check_composition, run, run_spec, same, server_of
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    NORMED_MLP,
+    ROUNDS,
+    check_composition,
+    run,
+    run_spec,
+    same,
+    server_of,
+)
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
@@ -40,7 +50,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
-    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), f"{got} is not {want}"
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), (
+        f"{got} is not {want}"
+    )
 
 
 # --- the penalties --------------------------------------------------------------------------------------------------
@@ -48,7 +60,9 @@ LOGITS, LABELS = 2 * random(6, 4), torch.tensor([0, 3, 1, 1, 2, 0])
 
 
 def penalty(kind: str, logits: Tensor = LOGITS, lam: float = 1.0, threshold: float = 0.0) -> Tensor:
-    return fedld.margin_control_penalty(logits=logits, lam=lam, kind=kind, labels=LABELS, threshold=threshold)
+    return fedld.margin_control_penalty(
+        logits=logits, lam=lam, kind=kind, labels=LABELS, threshold=threshold
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +86,14 @@ def test_only_margins_above_the_threshold_cost() -> None:
     logits = torch.tensor([[3.0, 1.0, 0.0], [0.0, 1.5, 1.0], [2.0, 0.0, 9.0]], requires_grad=True)
     labels = torch.tensor([0, 1, 0])
     assert fedld.margins(logits, labels).tolist() == [2.0, 0.5, -7.0]
-    cost = fedld.margin_control_penalty(logits=logits, lam=1.0, kind="threshold", labels=labels, threshold=1.0)
+    cost = fedld.margin_control_penalty(
+        logits=logits, lam=1.0, kind="threshold", labels=labels, threshold=1.0
+    )
     assert cost.item() == pytest.approx(1 / 3)
     cost.backward()
-    assert logits.grad is not None and logits.grad[0].tolist() == pytest.approx([2 / 3, -2 / 3, 0.0])
+    assert logits.grad is not None and logits.grad[0].tolist() == pytest.approx(
+        [2 / 3, -2 / 3, 0.0]
+    )
     assert not logits.grad[1:].any()
 
 
@@ -85,7 +103,9 @@ def test_an_unknown_kind_is_refused_with_the_ones_that_exist() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_for_two_classes_the_damped_loss_is_the_log_loss_of_a_damped_margin(temperature: float) -> None:
+def test_for_two_classes_the_damped_loss_is_the_log_loss_of_a_damped_margin(
+    temperature: float,
+) -> None:
     logits, labels = LOGITS[:, :2], LABELS % 2
     rho = fedld.margins(logits, labels)
     want = F.softplus(-rho * (1 - torch.sigmoid(rho / temperature))).mean()
@@ -103,15 +123,22 @@ def test_gradients_flow_through_the_damping_factor() -> None:
 
 
 # --- principal gradients --------------------------------------------------------------------------------------------
-GRADIENTS, WEIGHTS = random(5, 12) * torch.tensor([3.0, 1.0, 0.5, 2.0, 1.5])[:, None], torch.tensor([5.0, 1, 3, 2, 4])
+GRADIENTS, WEIGHTS = (
+    random(5, 12) * torch.tensor([3.0, 1.0, 0.5, 2.0, 1.5])[:, None],
+    torch.tensor([5.0, 1, 3, 2, 4]),
+)
 
 
 def revised(gradients: Tensor = GRADIENTS, components: int = 4, **others: Any) -> Tensor:
     return fedld.revise_gradients(gradients=gradients, num_components=components, **others)
 
 
-def aggregate(gradients: Tensor = GRADIENTS, components: int = 4, weights: Tensor = WEIGHTS, **others: Any) -> Tensor:
-    return fedld.principal_gradient_aggregate(gradients=gradients, weights=weights, num_components=components, **others)
+def aggregate(
+    gradients: Tensor = GRADIENTS, components: int = 4, weights: Tensor = WEIGHTS, **others: Any
+) -> Tensor:
+    return fedld.principal_gradient_aggregate(
+        gradients=gradients, weights=weights, num_components=components, **others
+    )
 
 
 def by_hand(gradients: Tensor, components: int, normalization: str) -> Tensor:
@@ -119,19 +146,31 @@ def by_hand(gradients: Tensor, components: int, normalization: str) -> Tensor:
     _, singular, directions = torch.linalg.svd(gradients, full_matrices=False)
     values = singular.square() / len(gradients)
     kept = values[:components]
-    shares = {"l2": kept / kept.norm(), "sum": kept / values.sum(), "none": torch.ones_like(kept)}[normalization]
+    shares = {"l2": kept / kept.norm(), "sum": kept / values.sum(), "none": torch.ones_like(kept)}[
+        normalization
+    ]
     total = torch.zeros_like(gradients)
     for direction, share in zip(directions, shares, strict=False):
         oriented = direction * torch.sign(direction @ gradients.mean(0))
         projected = (gradients @ oriented)[:, None] * oriented
-        total += share * projected / projected.norm(dim=1, keepdim=True) * gradients.norm(dim=1, keepdim=True)
+        total += (
+            share
+            * projected
+            / projected.norm(dim=1, keepdim=True)
+            * gradients.norm(dim=1, keepdim=True)
+        )
     return total
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("components", [1, 3, 5])
-def test_revised_updates_are_those_of_the_papers_equations(components: int, normalization: str) -> None:
-    close(revised(components=components, normalization=normalization), by_hand(GRADIENTS, components, normalization))
+def test_revised_updates_are_those_of_the_papers_equations(
+    components: int, normalization: str
+) -> None:
+    close(
+        revised(components=components, normalization=normalization),
+        by_hand(GRADIENTS, components, normalization),
+    )
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -148,7 +187,9 @@ def test_updates_keep_their_length_and_never_turn_against_themselves(components:
     assert ((got * GRADIENTS).sum(dim=1) >= 0).all()
 
 
-def test_other_normalisations_stretch_by_the_root_of_the_components_and_shrink_by_their_share() -> None:
+def test_other_normalisations_stretch_by_the_root_of_the_components_and_shrink_by_their_share() -> (
+    None
+):
     values = torch.linalg.svdvals(GRADIENTS).square()
     close(revised(normalization="none").norm(dim=1), 2 * GRADIENTS.norm(dim=1))
     shrunk = values[:4].norm() / values.sum()
@@ -177,12 +218,16 @@ def test_updates_of_zero_give_zero(normalization: str) -> None:
     assert torch.equal(revised(zeros, 3, normalization=normalization), zeros)
     assert torch.equal(aggregate(zeros, 3, torch.ones(4), normalization=normalization), zeros[0])
     one = torch.cat([GRADIENTS, torch.zeros(1, 12)])
-    assert not revised(one, normalization=normalization)[-1].any(), "nor does a single one become noise"
+    assert not revised(one, normalization=normalization)[-1].any(), (
+        "nor does a single one become noise"
+    )
 
 
 def test_an_update_across_all_kept_directions_vanishes_instead_of_becoming_noise() -> None:
     rows = torch.tensor([[3.0, 0, 0], [2.0, 0, 0], [0, 1.0, 0]]).double()
-    assert torch.equal(revised(rows, 1), torch.tensor([[3.0, 0, 0], [2.0, 0, 0], [0, 0, 0]]).double())
+    assert torch.equal(
+        revised(rows, 1), torch.tensor([[3.0, 0, 0], [2.0, 0, 0], [0, 0, 0]]).double()
+    )
 
 
 def test_the_rule_is_odd_and_a_common_factor_passes_through() -> None:
@@ -234,7 +279,9 @@ def rows(clients: list[int], part: slice = slice(0, LAYOUT.trained)) -> Tensor:
 
 
 @pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4, 5, 6, 7], [5, 2], [1, 6, 3]])
-def test_the_server_steps_along_the_aggregate_of_the_updates_that_arrived(clients: list[int]) -> None:
+def test_the_server_steps_along_the_aggregate_of_the_updates_that_arrived(
+    clients: list[int],
+) -> None:
     components = fedld.num_principal_components(num_clients=len(clients), fraction=0.8)
     want = aggregate(rows(clients), components, torch.from_numpy(COUNTS[clients]))
     close(step(clients, PrincipalGradient()).params.double(), want, 1e-5)
@@ -242,13 +289,19 @@ def test_the_server_steps_along_the_aggregate_of_the_updates_that_arrived(client
 
 def test_each_tensor_may_be_treated_for_itself() -> None:
     clients = [0, 2, 4, 5, 7]
-    got = step(clients, PrincipalGradient(granularity="tensor"), weighting="uniform").params.double()
+    got = step(
+        clients, PrincipalGradient(granularity="tensor"), weighting="uniform"
+    ).params.double()
     parts = [slice(e.start, e.stop) for e in LAYOUT.entries if e.stop <= LAYOUT.trained]
-    close(got, torch.cat([aggregate(rows(clients, part), 4, torch.ones(5)) for part in parts]), 1e-5)
+    close(
+        got, torch.cat([aggregate(rows(clients, part), 4, torch.ones(5)) for part in parts]), 1e-5
+    )
 
 
 def test_the_order_of_arrival_changes_nothing_but_rounding() -> None:
-    found = [step(clients, PrincipalGradient()).params for clients in ([0, 2, 4, 5, 7], [7, 4, 0, 5, 2])]
+    found = [
+        step(clients, PrincipalGradient()).params for clients in ([0, 2, 4, 5, 7], [7, 4, 0, 5, 2])
+    ]
     close(*found, 1e-5)
 
 
@@ -291,7 +344,9 @@ def test_labels_that_mixup_made_soft_have_a_margin_too(methods: list[Method]) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_margin_control_makes_logits_smaller(kind: Any) -> None:
-    free, held = (run(run_spec(MarginControl(lam, kind), local=LOCAL), rounds=6) for lam in (0.0, 0.5))
+    free, held = (
+        run(run_spec(MarginControl(lam, kind), local=LOCAL), rounds=6) for lam in (0.0, 0.5)
+    )
 
     def size(found: Any) -> float:
         return float(np.linalg.norm(found.tensors["model.head.weight"]))
@@ -302,9 +357,13 @@ def test_every_kind_of_margin_control_makes_logits_smaller(kind: Any) -> None:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_with_one_client_at_a_time_the_server_does_what_fedavg_does(schedule: Any) -> None:
     alone = Synchronous(1)
-    found, fedavg = (run(run_spec(*methods), alone, fleet=Ideal()) for methods in ([PrincipalGradient()], []))
+    found, fedavg = (
+        run(run_spec(*methods), alone, fleet=Ideal()) for methods in ([PrincipalGradient()], [])
+    )
     assert same(found.tensors, fedavg.tensors)
-    assert not same(run(run_spec(PrincipalGradient()), schedule).tensors, run(run_spec(), schedule).tensors)
+    assert not same(
+        run(run_spec(PrincipalGradient()), schedule).tensors, run(run_spec(), schedule).tensors
+    )
 
 
 # --- configuration --------------------------------------------------------------------------------------------------
@@ -330,9 +389,15 @@ def test_one_name_gives_both_parts_and_each_has_a_name_of_its_own() -> None:
     [
         (lambda: MarginControl(-1.0), "method.fedld_margin.lam=-1.0 must be at least 0"),
         (lambda: MarginControl(kind="log"), "method.fedld_margin.kind='log' does not exist"),  # type: ignore[arg-type]
-        (lambda: MarginControl(threshold=1.0), "threshold=1.0 has no part in kind=marg_log: set kind=threshold"),
+        (
+            lambda: MarginControl(threshold=1.0),
+            "threshold=1.0 has no part in kind=marg_log: set kind=threshold",
+        ),
         (lambda: DampedMargin(0.0), "method.fedld_damped.temperature=0.0 must be above 0"),
-        (lambda: PrincipalGradient(0.0), "method.fedld_principal.fraction=0.0 must be above 0 and at most 1"),
+        (
+            lambda: PrincipalGradient(0.0),
+            "method.fedld_principal.fraction=0.0 must be above 0 and at most 1",
+        ),
         (lambda: PrincipalGradient(tol=-1.0), "method.fedld_principal.tol=-1.0 must be at least 0"),
         (lambda: PrincipalGradient(granularity="layer"), "granularity='layer' does not exist"),  # type: ignore[arg-type]
     ],
@@ -344,6 +409,10 @@ def test_settings_without_a_meaning_are_refused(make: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("function", [revised, aggregate])
-def test_an_unknown_normalization_is_refused_with_the_ones_that_exist(function: Callable[..., Tensor]) -> None:
-    with pytest.raises(ValueError, match="normalization='l1' does not exist: use one of 'l2', 'sum', 'none'"):
+def test_an_unknown_normalization_is_refused_with_the_ones_that_exist(
+    function: Callable[..., Tensor],
+) -> None:
+    with pytest.raises(
+        ValueError, match="normalization='l1' does not exist: use one of 'l2', 'sum', 'none'"
+    ):
         function(normalization="l1")

@@ -71,19 +71,27 @@ class Net(nn.Module):
 
 
 def cases(shared: Path, name: str) -> list[dict[str, Any]]:
-    return json.loads((shared / "vectors" / "traces" / f"fedmix_mlp_loss_{name}.json").read_text())["cases"]
+    return json.loads((shared / "vectors" / "traces" / f"fedmix_mlp_loss_{name}.json").read_text())[
+        "cases"
+    ]
 
 
 def published(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
     """The network of a case and its tensors."""
     net = Net([tensor(each) for each in args["weights"]], [tensor(each) for each in args["biases"]])
-    return net, {key: tensor(args[key]) for key in ("inputs", "labels", "mean_inputs", "mean_targets")}
+    return net, {
+        key: tensor(args[key]) for key in ("inputs", "labels", "mean_inputs", "mean_targets")
+    }
 
 
-def terms_of(net: nn.Module, given: dict[str, Tensor], lam: float, **options: str) -> dict[str, Tensor]:
+def terms_of(
+    net: nn.Module, given: dict[str, Tensor], lam: float, **options: str
+) -> dict[str, Tensor]:
     """The terms for samples x, of which the network sees u = (1 - lam) x."""
     u = ((1 - lam) * given["inputs"]).requires_grad_()
-    return loss_terms(net(u), u, given["labels"], given["mean_inputs"], given["mean_targets"], lam, **options)
+    return loss_terms(
+        net(u), u, given["labels"], given["mean_inputs"], given["mean_targets"], lam, **options
+    )
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -105,12 +113,19 @@ def test_the_gradient_of_the_loss_follows_the_trace(number: int, shared: Path) -
     for key, part in (("weights", "weight"), ("biases", "bias")):
         assert len(layers) == len(case["expected"][key])
         for layer, value in zip(layers, case["expected"][key], strict=True):
-            torch.testing.assert_close(getattr(layer, part).grad, tensor(value), rtol=1e-10, atol=1e-13)
+            torch.testing.assert_close(
+                getattr(layer, part).grad, tensor(value), rtol=1e-10, atol=1e-13
+            )
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, shared: Path) -> None:
-    case, loss = cases(shared, "gradients")[number], cases(shared, "terms")[number]["expected"]["total"]
+def test_one_step_of_the_method_descends_the_gradient_of_the_trace(
+    number: int, shared: Path
+) -> None:
+    case, loss = (
+        cases(shared, "gradients")[number],
+        cases(shared, "terms")[number]["expected"]["total"],
+    )
     net, given = published(case["args"])
     pairs = len(given["mean_inputs"])
     nets: dict[str, nn.Module] = {"model": net}
@@ -130,8 +145,13 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(number: int, 
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)
     layers = [name for name in vector.parameters if name.endswith("weight")]
     for index, name in enumerate(layers):
-        weight, grad = tensor(case["args"]["weights"][index]), tensor(case["expected"]["weights"][index])
-        torch.testing.assert_close(vector.parameters[name].detach(), weight - grad, rtol=1e-10, atol=1e-13)
+        weight, grad = (
+            tensor(case["args"]["weights"][index]),
+            tensor(case["expected"]["weights"][index]),
+        )
+        torch.testing.assert_close(
+            vector.parameters[name].detach(), weight - grad, rtol=1e-10, atol=1e-13
+        )
 
 
 # --- the expansion --------------------------------------------------------------------------------------------------
@@ -158,7 +178,9 @@ def test_the_taylor_term_is_linear_in_the_mean_inputs() -> None:
     first = terms_of(net, given, 0.2)["taylor"]
     other = example(seed=1)[1]["mean_inputs"]
     second = terms_of(net, given | {"mean_inputs": other}, 0.2)["taylor"]
-    both = terms_of(net, given | {"mean_inputs": 2 * given["mean_inputs"] - 3 * other}, 0.2)["taylor"]
+    both = terms_of(net, given | {"mean_inputs": 2 * given["mean_inputs"] - 3 * other}, 0.2)[
+        "taylor"
+    ]
     torch.testing.assert_close(both, 2 * first - 3 * second, rtol=1e-12, atol=1e-14)
     assert terms_of(net, given | {"mean_inputs": torch.zeros(1, 4)}, 0.2)["taylor"] == 0
 
@@ -169,7 +191,9 @@ def test_the_taylor_term_is_the_directional_derivative_of_the_batchs_loss() -> N
     u, step = (1 - lam) * given["inputs"], epsilon * given["mean_inputs"]
     up, down = (F.cross_entropy(net(u + sign * step), given["labels"]) for sign in (1, -1))
     taylor = terms_of(net, given, lam)["taylor"]
-    assert taylor.item() == pytest.approx(lam * (1 - lam) * ((up - down) / (2 * epsilon)).item(), rel=1e-7)
+    assert taylor.item() == pytest.approx(
+        lam * (1 - lam) * ((up - down) / (2 * epsilon)).item(), rel=1e-7
+    )
     assert abs(taylor) > 1e-3
 
 
@@ -190,7 +214,9 @@ def test_the_taylor_term_of_a_linear_model_has_a_closed_form() -> None:
     logits = net((1 - lam) * given["inputs"])
     error = logits.softmax(1) - F.one_hot(given["labels"], 3)
     expected = lam * (1 - lam) * (error * (given["mean_inputs"] @ net.head.weight.T)).sum(1).mean()
-    torch.testing.assert_close(terms_of(net, given, lam)["taylor"], expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        terms_of(net, given, lam)["taylor"], expected, rtol=1e-12, atol=1e-14
+    )
 
 
 def test_repeating_the_batch_changes_no_term_but_the_public_taylor_term() -> None:
@@ -199,15 +225,24 @@ def test_repeating_the_batch_changes_no_term_but_the_public_taylor_term() -> Non
     for key, value in terms_of(net, given, 0.2).items():
         torch.testing.assert_close(terms_of(net, twice, 0.2)[key], value, rtol=1e-12, atol=1e-14)
     public = terms_of(net, given, 0.2, taylor_scale="public")["taylor"]
-    torch.testing.assert_close(public, terms_of(net, given, 0.2)["taylor"] / 5, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(terms_of(net, twice, 0.2, taylor_scale="public")["taylor"], public / 2)
+    torch.testing.assert_close(
+        public, terms_of(net, given, 0.2)["taylor"] / 5, rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(
+        terms_of(net, twice, 0.2, taylor_scale="public")["taylor"], public / 2
+    )
 
 
 def test_outputs_that_a_method_added_have_no_share_in_the_mean_targets() -> None:
-    logits, labels = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.arange(4) % 3
+    logits, labels = (
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
+        torch.arange(4) % 3,
+    )
     targets = torch.full((1, 3), 1 / 3)
     wide = torch.cat([targets, torch.zeros(1, 3)], dim=1).expand(4, 6)
-    assert torch.equal(label_terms(logits, labels, targets, 0.5)[1], 0.5 * F.cross_entropy(logits, wide))
+    assert torch.equal(
+        label_terms(logits, labels, targets, 0.5)[1], 0.5 * F.cross_entropy(logits, wide)
+    )
 
 
 # --- the pool -------------------------------------------------------------------------------------------------------
@@ -220,7 +255,9 @@ def test_a_pair_is_the_mean_of_samples_and_of_their_labels() -> None:
     assert found["targets"].tolist() == [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]
 
 
-def test_raw_rows_of_one_mean_belong_to_one_client_and_no_client_is_left_out_but_the_empty() -> None:
+def test_raw_rows_of_one_mean_belong_to_one_client_and_no_client_is_left_out_but_the_empty() -> (
+    None
+):
     partition = CSR(np.array([7, 3, 5, 1, 9, 2]), np.array([0, 1, 1, 4, 6]))
     rows = raw_rows(partition, 50, 4, 3, np.random.default_rng(0))
     assert rows.shape == (50, 4, 3) and rows.dtype == np.int64
@@ -284,7 +321,9 @@ def test_attention_has_the_second_derivative() -> None:
     (gradient,) = torch.autograd.grad(terms["taylor"], weight)
     assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
     local = replace(LOCAL, epochs=None, steps=1, lr=1e-3)
-    found = run(run_spec(FedMix(**SMALL), model=Cct7(), local=local), replace(ROUNDS, cohort=1), rounds=1)
+    found = run(
+        run_spec(FedMix(**SMALL), model=Cct7(), local=local), replace(ROUNDS, cohort=1), rounds=1
+    )
     assert not found.failures
 
 

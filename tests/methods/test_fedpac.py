@@ -61,7 +61,13 @@ from raysim.training.trainer import private_state
 from raysim.vectors.layout import Vector, plan_layout
 
 TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
-UPLOADS = {"fedpac.head", "fedpac.class_means", "fedpac.weighted_means", "fedpac.class_counts", "fedpac.variance"}
+UPLOADS = {
+    "fedpac.head",
+    "fedpac.class_means",
+    "fedpac.weighted_means",
+    "fedpac.class_counts",
+    "fedpac.variance",
+}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -70,7 +76,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
-    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), f"{got} is not {want}"
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), (
+        f"{got} is not {want}"
+    )
 
 
 # --- statistics and prototypes --------------------------------------------------------------------------------------
@@ -81,7 +89,10 @@ LABELS = torch.tensor([0, 2, 2, 0, 0, 2, 4, 0, 2, 0, 4, 4])  # of 5 classes; not
 def test_statistics_are_those_of_the_definition_and_zero_for_absent_classes() -> None:
     features = random(12, 3) + 2
     found = local_statistics(features=features, labels=LABELS, num_classes=5)
-    assert found["class_counts"].tolist() == [5, 0, 4, 0, 3] and found["class_counts"].dtype == torch.int64
+    assert (
+        found["class_counts"].tolist() == [5, 0, 4, 0, 3]
+        and found["class_counts"].dtype == torch.int64
+    )
     spread, square = 0.0, 0.0
     for k in range(5):
         mine = torch.eq(LABELS, k)
@@ -95,18 +106,30 @@ def test_statistics_are_those_of_the_definition_and_zero_for_absent_classes() ->
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_variance_is_never_negative_and_scales_with_the_square_of_the_features(seed: int) -> None:
+def test_the_variance_is_never_negative_and_scales_with_the_square_of_the_features(
+    seed: int,
+) -> None:
     features, labels = random(6, 4, seed=seed), torch.tensor([0, 1, 1, 2, 2, 2])
-    one, ten = (local_statistics(features=f, labels=labels, num_classes=3) for f in (features, 10 * features))
+    one, ten = (
+        local_statistics(features=f, labels=labels, num_classes=3)
+        for f in (features, 10 * features)
+    )
     assert 0 < one["variance"] == pytest.approx(ten["variance"] / 100, rel=1e-12)
     close(10 * one["weighted_means"], ten["weighted_means"])
     same = features[seed].expand(5, 4)  # nothing varies, and rounding must not make it negative
-    assert 0 <= local_statistics(features=same, labels=labels[:1].expand(5), num_classes=3)["variance"] < 1e-14
+    assert (
+        0
+        <= local_statistics(features=same, labels=labels[:1].expand(5), num_classes=3)["variance"]
+        < 1e-14
+    )
 
 
 def test_prototypes_are_the_pooled_class_means_where_the_extractor_is_the_same() -> None:
     features, owner = random(12, 3), torch.arange(12) % 3
-    parts = [local_statistics(features=features[owner == i], labels=LABELS[owner == i], num_classes=5) for i in (0, 1)]
+    parts = [
+        local_statistics(features=features[owner == i], labels=LABELS[owner == i], num_classes=5)
+        for i in (0, 1)
+    ]
     found = aggregate_prototypes(
         class_means=torch.stack([part["class_means"] for part in parts]),
         class_counts=torch.stack([part["class_counts"] for part in parts]),
@@ -119,7 +142,9 @@ def test_prototypes_are_the_pooled_class_means_where_the_extractor_is_the_same()
 # --- the alignment --------------------------------------------------------------------------------------------------
 
 
-def alignment(features: Tensor, labels: Tensor, present: Sequence[bool], held: Sequence[bool]) -> Tensor:
+def alignment(
+    features: Tensor, labels: Tensor, present: Sequence[bool], held: Sequence[bool]
+) -> Tensor:
     return feature_alignment_loss(
         features=features,
         labels=labels,
@@ -132,7 +157,9 @@ def alignment(features: Tensor, labels: Tensor, present: Sequence[bool], held: S
 
 def test_a_target_is_global_if_there_is_one_else_local_else_the_feature_itself() -> None:
     features, labels = random(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
-    targets = torch.stack([random(3, 4, seed=1)[0], random(3, 4, seed=2)[1], torch.zeros(4)])[labels]
+    targets = torch.stack([random(3, 4, seed=1)[0], random(3, 4, seed=2)[1], torch.zeros(4)])[
+        labels
+    ]
     targets[labels == 2] = features[labels == 2]
     got = alignment(features, labels, [True, False, False], [True, True, False])
     close(got, (features - targets).square().sum() / (6 * 4))
@@ -173,7 +200,9 @@ def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
     weighted = torch.from_numpy(5 + spread * draw.standard_normal((clients, 3, 5)))
     variances = torch.from_numpy(draw.uniform(0.05, 1.0, clients))
-    if kind == "twins":  # columns that depend on each other, and clients that know themselves exactly
+    if (
+        kind == "twins"
+    ):  # columns that depend on each other, and clients that know themselves exactly
         weighted[1::2] = weighted[::2][: clients // 2]
         variances[1::3] = 0.0
     if kind == "mixed":
@@ -188,11 +217,15 @@ KINDS = ["plain", "near", "far", "twins", "mixed"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clients", [1, 2, 5, 20])
 @pytest.mark.parametrize("seed", range(3))
-def test_weights_are_on_the_simplex_and_meet_the_conditions_of_a_minimum(seed: int, clients: int, kind: str) -> None:
+def test_weights_are_on_the_simplex_and_meet_the_conditions_of_a_minimum(
+    seed: int, clients: int, kind: str
+) -> None:
     variances, weighted = case(seed, clients, kind)
     for client in range(clients):
         P = quadratic(variances, weighted, client)
-        a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=client, min_weight=0.0)
+        a = classifier_combination_weights(
+            variances=variances, weighted_means=weighted, client=client, min_weight=0.0
+        )
         assert (a >= 0).all() and float(a.sum()) == pytest.approx(1, abs=1e-12)
         value, slope = a @ P @ a, P @ a
         # P a >= a'Pa everywhere, with equality where a > 0: nothing is gained by moving weight. Up to rounding in P.
@@ -207,7 +240,9 @@ def test_weights_are_those_of_independent_solvers(seed: int, kind: str) -> None:
     variances, weighted = case(seed, 7, kind)
     for client in (0, 4):
         P = quadratic(variances, weighted, client)
-        a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=client, min_weight=0.0)
+        a = classifier_combination_weights(
+            variances=variances, weighted_means=weighted, client=client, min_weight=0.0
+        )
         close(a, projected_gradient(P), 1e-6)
         assert float(a @ P @ a) <= slsqp(P) * (1 + 1e-9)
 
@@ -264,12 +299,18 @@ def test_what_all_means_have_in_common_changes_no_weight() -> None:
 def test_a_distant_client_gets_nothing_and_a_single_one_all() -> None:
     weighted = random(3, 2, 4) * 0.01
     weighted[1] += 100
-    a = classifier_combination_weights(variances=torch.full((3,), 0.1), weighted_means=weighted, client=0)
+    a = classifier_combination_weights(
+        variances=torch.full((3,), 0.1), weighted_means=weighted, client=0
+    )
     assert a[1] == 0 and a[0] > 0 and a[2] > 0
-    alone = classifier_combination_weights(variances=torch.ones(3), weighted_means=weighted, client=1)
+    alone = classifier_combination_weights(
+        variances=torch.ones(3), weighted_means=weighted, client=1
+    )
     assert alone.tolist() == [0, 1, 0]
     for variance in (0.0, 0.3):
-        one = classifier_combination_weights(variances=torch.tensor([variance]), weighted_means=weighted[:1], client=0)
+        one = classifier_combination_weights(
+            variances=torch.tensor([variance]), weighted_means=weighted[:1], client=0
+        )
         assert one.tolist() == [1.0]
 
 
@@ -287,24 +328,34 @@ def test_permuted_clients_have_permuted_weights() -> None:
     variances, weighted = case(2, 6)
     order = torch.tensor([3, 1, 5, 0, 2, 4])
     a = classifier_combination_weights(variances=variances, weighted_means=weighted, client=5)
-    b = classifier_combination_weights(variances=variances[order], weighted_means=weighted[order], client=2)
+    b = classifier_combination_weights(
+        variances=variances[order], weighted_means=weighted[order], client=2
+    )
     close(b, a[order], 1e-10)
 
 
 def test_a_client_without_variance_keeps_its_head_though_others_are_as_good() -> None:
     zero = torch.zeros(4, 2, 3)
     for client in range(4):
-        a = classifier_combination_weights(variances=torch.zeros(4), weighted_means=zero, client=client)
+        a = classifier_combination_weights(
+            variances=torch.zeros(4), weighted_means=zero, client=client
+        )
         assert a.tolist() == F.one_hot(torch.tensor(client), 4).tolist()
 
 
 def test_small_weights_are_cut_off_and_the_rest_sums_to_one() -> None:
     variances = torch.tensor([0.1, 0.1, 0.1, 10.0, 400.0]).double()
-    given: dict[str, Any] = {"variances": variances, "weighted_means": torch.zeros(5, 1, 1), "client": 0}
+    given: dict[str, Any] = {
+        "variances": variances,
+        "weighted_means": torch.zeros(5, 1, 1),
+        "client": 0,
+    }
     full, cut = (classifier_combination_weights(**given, min_weight=least) for least in (0.0, 1e-3))
     assert 0 < full[4] < 1e-3 < full[3] and cut[4] == 0
     close(cut[:4], full[:4] / full[:4].sum())
-    close(classifier_combination_weights(**given, min_weight=0.9), full)  # else nothing would be left
+    close(
+        classifier_combination_weights(**given, min_weight=0.9), full
+    )  # else nothing would be left
 
 
 def test_weight_of_exactly_the_minimum_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +418,9 @@ def train(
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
     state = state or private_state(initial, {})
-    return host.trainer.train(Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, dict(download or {}), state)
+    return host.trainer.train(
+        Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, dict(download or {}), state
+    )
 
 
 def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> dict[str, Tensor]:
@@ -403,7 +456,9 @@ def test_the_head_has_its_passes_and_never_the_extractors_share(
 @pytest.mark.parametrize("others", [[], [FedBSS(warmup_rounds=0)]], ids=["alone", "with FedBSS"])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_each_phase_leaves_the_other_part_alone_to_the_bit(first: bool, epochs: int, others: list[Method]) -> None:
+def test_each_phase_leaves_the_other_part_alone_to_the_bit(
+    first: bool, epochs: int, others: list[Method]
+) -> None:
     watch, method = Watch(), FedPAC(head_epochs=epochs)
     methods = [method, *others] if first else [*others, method]
     found = run(run_spec(*methods, watch, model=NORMED_MLP, local=TWO), rounds=3)
@@ -423,7 +478,9 @@ def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
     ctx = train(Host(study), client=3, download=prototypes())
     model: Any = build_networks(study)[0]["model"]
     inputs, labels = next(ctx.data())
-    local = local_statistics(features=model.eval().features(inputs).detach(), labels=labels, num_classes=5)
+    local = local_statistics(
+        features=model.eval().features(inputs).detach(), labels=labels, num_classes=5
+    )
     known = torch.tensor([True, False, True, True, False])
     assert (local["class_counts"] > 0)[~known].any(), "a class falls back on the client's own mean"
     targets = torch.where(known[:, None], random(5, 12), local["class_means"]).float()
@@ -443,7 +500,10 @@ def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
         body.step()
     for name, value in ctx.model.state_dict().items():
         assert torch.allclose(value, model.state_dict()[name], rtol=1e-4, atol=1e-5), name
-    assert int(ctx.model.state_dict()["extractor.2.num_batches_tracked"]) == len(watch.batches[0]) - many
+    assert (
+        int(ctx.model.state_dict()["extractor.2.num_batches_tracked"])
+        == len(watch.batches[0]) - many
+    )
 
 
 def test_statistics_are_of_the_received_and_class_means_of_the_trained_extractor() -> None:
@@ -469,7 +529,9 @@ def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() ->
     study = run_spec(FedPAC(), watch, model=MLP, local=TWO)
     host = Host(study)
     sent = random(5 * 12 + 5).float()
-    stale: PrivateState[Tensor] = PrivateState(torch.zeros(65), torch.zeros(0, dtype=torch.int64), {})
+    stale: PrivateState[Tensor] = PrivateState(
+        torch.zeros(65), torch.zeros(0, dtype=torch.int64), {}
+    )
     ctx = train(host, download={"fedpac.head": sent}, state=stale)
     first, last = watch.seen[0][0], watch.seen[0][-1]
     assert torch.equal(torch.cat([first["head.weight"].flatten(), first["head.bias"]]), sent)
@@ -535,7 +597,9 @@ class Alternation(Method):
 
 
 @pytest.mark.parametrize("model", [MLP, NORMED_MLP], ids=["mlp", "with BatchNorm"])
-@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"]
+)
 def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_a_shared_extractor(
     schedule: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,9 +617,13 @@ def test_without_alignment_and_mixing_it_alternates_between_a_personal_head_and_
     monkeypatch.setattr(fedpac, "_mixture", identity)
     same, own = finished(FedPAC(0.0))
     assert same.finished.model_sha256 == plain.finished.model_sha256
-    assert (same.finished.model_sha256 != mixed.finished.model_sha256) == isinstance(schedule, Synchronous)
+    assert (same.finished.model_sha256 != mixed.finished.model_sha256) == isinstance(
+        schedule, Synchronous
+    )
     assert [row["train_loss"] for row in same.rows] == [row["train_loss"] for row in plain.rows]
-    assert own.keys() == heads.keys() and all(torch.equal(own[client], heads[client]) for client in own)
+    assert own.keys() == heads.keys() and all(
+        torch.equal(own[client], heads[client]) for client in own
+    )
 
 
 class Recorded(FedPAC):
@@ -582,10 +650,15 @@ def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads
     found = run(run_spec(method, local=TWO), Synchronous(3), rounds=6)
     mixed = sat_out = 0
     for updates, before, after, rows in method._rounds:
-        sent = {name: torch.from_numpy(np.stack([update.extras[name] for update in updates])) for name in UPLOADS}
+        sent = {
+            name: torch.from_numpy(np.stack([update.extras[name] for update in updates]))
+            for name in UPLOADS
+        }
         for i, update in enumerate(updates):
             a = classifier_combination_weights(
-                variances=sent["fedpac.variance"].flatten(), weighted_means=sent["fedpac.weighted_means"], client=i
+                variances=sent["fedpac.variance"].flatten(),
+                weighted_means=sent["fedpac.weighted_means"],
+                client=i,
             )
             assert torch.equal(after[update.client], (a @ sent["fedpac.head"].double()).float())
             mixed += int((a > 0).sum()) > 1
@@ -597,7 +670,9 @@ def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads
             sat_out += 1
     assert mixed > 3 and sat_out > 3
     heads = list(method._rounds[-1][2].values())
-    assert len({tuple(head.tolist()) for head in heads}) == len(heads) > 3, "a head of one's own for everybody"
+    assert len({tuple(head.tolist()) for head in heads}) == len(heads) > 3, (
+        "a head of one's own for everybody"
+    )
     assert 0 < found.rows[-1]["fedpac.own_weight"] < 1  # type: ignore[operator]
 
 
@@ -644,7 +719,9 @@ def sorted_data() -> FederatedData:
     parts = [rows[np.isin(labels, own)] for own in ([0], [0, 1], [2, 3], [4])]
     parts[0], parts[1] = parts[0][::2], np.setdiff1d(parts[1], parts[0][::2])
     train = CSR(np.concatenate(parts), np.cumsum([0, *map(len, parts)]))
-    return replace(data, partition=Partition(train, CSR(np.empty(0, np.int64), np.zeros(5, np.int64))))
+    return replace(
+        data, partition=Partition(train, CSR(np.empty(0, np.int64), np.zeros(5, np.int64)))
+    )
 
 
 def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -> None:
@@ -658,7 +735,9 @@ def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -
     assert "fedpac.prototypes" not in spy.sent[0][1].extras
     for earlier, (_, published) in zip(cohorts, spy.sent[1:], strict=False):
         present = published.extras["fedpac.present"]
-        assert set(np.flatnonzero(present)) == held[earlier], "prototypes are the last participants'"
+        assert set(np.flatnonzero(present)) == held[earlier], (
+            "prototypes are the last participants'"
+        )
         assert not published.extras["fedpac.prototypes"][~present].any()
 
 
@@ -711,7 +790,9 @@ def test_budget_that_the_head_uses_up_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"lam": -1}, {"head_epochs": 0}, {"head_lr_factor": 0}, {"min_weight": 1.5}], ids=str
+    "settings",
+    [{"lam": -1}, {"head_epochs": 0}, {"head_lr_factor": 0}, {"min_weight": 1.5}],
+    ids=str,
 )
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
     (key,) = settings
@@ -729,10 +810,14 @@ def test_local_training_is_refused_beside_it() -> None:
 
 
 @pytest.mark.parametrize("seed", [2235, 2447, 3417])
-def test_weights_are_those_of_the_minimum_where_several_clients_leave_a_mixture_at_once(seed: int) -> None:
+def test_weights_are_those_of_the_minimum_where_several_clients_leave_a_mixture_at_once(
+    seed: int,
+) -> None:
     draw = np.random.default_rng(seed)
     variances = torch.from_numpy(draw.permutation(np.logspace(-6, 2, 20)))
-    weighted = torch.from_numpy(draw.standard_normal((20, 4)) * draw.permutation(np.logspace(-2, 2, 20))[:, None])
+    weighted = torch.from_numpy(
+        draw.standard_normal((20, 4)) * draw.permutation(np.logspace(-2, 2, 20))[:, None]
+    )
     client = int(variances.argmax())
     a = classifier_combination_weights(
         variances=variances, weighted_means=weighted[:, None], client=client, min_weight=0.0

@@ -22,7 +22,12 @@ def pulled(mu: float, stage: Stage) -> list[float]:
 
 def test_the_stage_of_the_task_alone_is_pulled_and_no_projector_that_ascends() -> None:
     assert pulled(0.5, Stage()) == [1.0] * 3
-    assert pulled(0.5, Stage("fedbr.ascent", loss=lambda ctx, out, batch: out.logits.sum(), ascend=True)) == [0.0] * 3
+    assert (
+        pulled(
+            0.5, Stage("fedbr.ascent", loss=lambda ctx, out, batch: out.logits.sum(), ascend=True)
+        )
+        == [0.0] * 3
+    )
 
 
 def test_without_weight_nothing_is_added_to_any_gradient() -> None:

@@ -60,7 +60,9 @@ def test_cost_is_a_second_pass_of_each_batch(method: Method) -> None:
 
 
 def test_personal_layers_take_part_and_return_from_the_shift() -> None:
-    tiny_shift, none = (run(run_spec(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0))
+    tiny_shift, none = (
+        run(run_spec(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0)
+    )
     for name, value in tiny_shift.private.items():
         reference = torch.from_numpy(none.private[name]).double()
         assert torch.allclose(torch.from_numpy(value).double(), reference, atol=1e-4), name

@@ -18,9 +18,13 @@ def first_round(*methods: Method) -> dict[int, np.ndarray]:
     """Each participant's change of the parameters in round 0."""
     study = run_spec(*methods, model=NORMED_MLP)
     spy = Spy(study)
-    trained = ran(coordinate(study, Synchronous(6), runtime=spy, rounds=1)).coordinator.layout.trained
+    trained = ran(
+        coordinate(study, Synchronous(6), runtime=spy, rounds=1)
+    ).coordinator.layout.trained
     assert all(job.weight == 1 for job, _ in spy.sent)
-    return {update.client: update.delta[:trained] for update in spy.updates if update.delta is not None}
+    return {
+        update.client: update.delta[:trained] for update in spy.updates if update.delta is not None
+    }
 
 
 class Single(Method):
@@ -53,7 +57,9 @@ def test_the_mixture_is_linear_and_ends_in_either_gradient() -> None:
 
 def test_the_correction_gathers_what_the_proximal_term_held_back() -> None:
     own, trained, received = torch.ones(3), torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
-    assert torch.equal(updated_correction(own, trained, received, 0.5), torch.tensor([1.0, -1.0, -3.0]))
+    assert torch.equal(
+        updated_correction(own, trained, received, 0.5), torch.tensor([1.0, -1.0, -3.0])
+    )
 
 
 @pytest.mark.parametrize("settings", [{"lam": 0.0}, {"rho": -1.0}, {"alpha": 1.5}], ids=str)

@@ -39,7 +39,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> None:
-    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), f"{got} is not {want}"
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=tolerance, atol=tolerance), (
+        f"{got} is not {want}"
+    )
 
 
 # --- the penalties --------------------------------------------------------------------------------------------------
@@ -47,9 +49,16 @@ MEAN, STD, LABELS = random(6, 4), random(6, 4, seed=1).abs() + 0.1, torch.tensor
 CENTRES, SPREADS = random(3, 4, seed=2), random(3, 4, seed=3)
 
 
-def information(mean: Tensor = MEAN, std: Tensor = STD, scale: Any = 1.0, spreads: Tensor = SPREADS) -> Tensor:
+def information(
+    mean: Tensor = MEAN, std: Tensor = STD, scale: Any = 1.0, spreads: Tensor = SPREADS
+) -> Tensor:
     return fedsr.conditional_information_penalty(
-        mean=mean, std=std, labels=LABELS, reference_mean=CENTRES, reference_std_raw=spreads, scale=scale
+        mean=mean,
+        std=std,
+        labels=LABELS,
+        reference_mean=CENTRES,
+        reference_std_raw=spreads,
+        scale=scale,
     )
 
 
@@ -101,7 +110,9 @@ def test_scores_are_the_log_of_the_mean_softmax_over_twenty_draws() -> None:
     model = network().eval()
     mean, std = model.moments(IMAGES)
     assert model.noise.shape == (20, 12)
-    want = torch.stack([model.head(mean + std * eps).softmax(dim=1) for eps in model.noise]).mean(dim=0)
+    want = torch.stack([model.head(mean + std * eps).softmax(dim=1) for eps in model.noise]).mean(
+        dim=0
+    )
     assert torch.allclose(model(IMAGES).exp(), want, atol=1e-6)
     assert torch.allclose(model(IMAGES).exp().sum(dim=1), torch.ones(9), atol=1e-5)
     assert abs(model.noise.mean()) < 0.2 and abs(model.noise.std() - 1) < 0.2
@@ -120,7 +131,10 @@ def test_every_process_makes_the_same_network_with_the_same_noise_which_does_not
     (one, layout), (two, _) = build_networks(study), build_networks(study)
     models = [cast(Gaussian, networks["model"]) for networks in (one, two)]
     assert torch.equal(models[0].noise, models[1].noise)
-    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)
+    )
     assert layout.shared == sum(p.numel() for p in models[0].parameters())
 
 
@@ -166,7 +180,9 @@ class Mapped(Method):
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         made = cast(Gaussian, Sure().model(task, model))
-        plain = Classifier(nn.Sequential(made.extractor, Half()), made.feature_dim, made.num_classes)
+        plain = Classifier(
+            nn.Sequential(made.extractor, Half()), made.feature_dim, made.num_classes
+        )
         plain.head = made.head
         return plain
 
@@ -189,7 +205,9 @@ def test_a_larger_norm_penalty_gives_shorter_representations() -> None:
         study = run_spec(FedSR(alpha, 0.0), local=LOCAL)
         found = run(study, rounds=6)
         model = cast(Gaussian, build_networks(study)[0]["model"]).eval()
-        model.load_state_dict({name.removeprefix("model."): torch.from_numpy(v) for name, v in found.tensors.items()})
+        model.load_state_dict(
+            {name.removeprefix("model."): torch.from_numpy(v) for name, v in found.tensors.items()}
+        )
         images = torch.from_numpy(study.data.open().inputs[:50]).float() / 255
         return model.features(images).norm(dim=1).mean().item()
 
@@ -208,9 +226,16 @@ def test_shared_references_travel_with_the_model_and_leave_one_model_for_all() -
 def test_fedl2r_is_deterministic_has_no_reference_and_leaves_the_stages_to_others() -> None:
     study = run_spec(FedSR(probabilistic=False))
     networks, layout = build_networks(study)
-    assert list(networks) == ["model"] and layout.personal == 0 and not is_stochastic(networks["model"])
+    assert (
+        list(networks) == ["model"]
+        and layout.personal == 0
+        and not is_stochastic(networks["model"])
+    )
     assert not isinstance(networks["model"], Gaussian)
-    others: list[Method] = [Dann(0.5, width=8), FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)]
+    others: list[Method] = [
+        Dann(0.5, width=8),
+        FedBR(projection="code", pseudo_batch=4, samples_per_mean=3),
+    ]
     for other in others:
         for method in (FedSR(probabilistic=False), FedSR(alpha_cmi=0.0)):
             check_composition([method, other])
@@ -221,7 +246,9 @@ def test_fedl2r_is_deterministic_has_no_reference_and_leaves_the_stages_to_other
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 def test_it_composes_with_soft_labels_batch_norm_and_a_server_optimiser(schedule: Any) -> None:
-    found = run(run_spec(FedSR(), Mixup(), FedBN(), FedAdam(), model=NORMED_MLP), schedule, rounds=3)
+    found = run(
+        run_spec(FedSR(), Mixup(), FedBN(), FedAdam(), model=NORMED_MLP), schedule, rounds=3
+    )
     assert not found.failures and math.isfinite(found.rows[-1]["train_loss"] or math.nan)
 
 

@@ -62,7 +62,9 @@ def bits(tensor: Tensor) -> bytes:
 # --- functions ----------------------------------------------------------------------------------------------------
 
 
-def test_the_discrepancy_of_a_set_from_itself_is_zero_and_the_order_of_two_sets_does_not_matter() -> None:
+def test_the_discrepancy_of_a_set_from_itself_is_zero_and_the_order_of_two_sets_does_not_matter() -> (
+    None
+):
     x, y = random(6, 4), random(9, 4, seed=1) + 1
     assert abs(float(fraug.mmd(x=x, y=x))) < 1e-14
     assert float(fraug.mmd(x=x, y=y)) > 0.1
@@ -71,7 +73,9 @@ def test_the_discrepancy_of_a_set_from_itself_is_zero_and_the_order_of_two_sets_
 
 @pytest.mark.parametrize("kernel", ["gaussian", "moments"])
 @pytest.mark.parametrize("motion", ["shift", "rotation", "scale", "shrinking"])
-def test_the_discrepancy_knows_neither_place_nor_direction_and_with_kernels_no_scale(motion: str, kernel: str) -> None:
+def test_the_discrepancy_knows_neither_place_nor_direction_and_with_kernels_no_scale(
+    motion: str, kernel: str
+) -> None:
     x, y = random(6, 4), random(5, 4, seed=1) + 1
     turn, _ = torch.linalg.qr(random(4, 4, seed=2))
     move: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,7 +100,11 @@ def test_the_width_of_the_kernels_is_a_constant_in_gradients() -> None:
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
         squares = (a[:, None] - b).square().sum(2)
-        return torch.stack([torch.exp(-squares / (width * 2.0**q)) for q in range(-2, 3)]).sum(0).mean()
+        return (
+            torch.stack([torch.exp(-squares / (width * 2.0**q)) for q in range(-2, 3)])
+            .sum(0)
+            .mean()
+        )
 
     (wanted,) = torch.autograd.grad(kernel(x, x) + kernel(y, y) - 2 * kernel(x, y), x)
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
@@ -111,7 +119,9 @@ def test_rows_that_coincide_have_no_discrepancy_and_a_finite_gradient() -> None:
 
 def test_an_absent_class_keeps_its_prototype_and_a_present_one_moves_towards_its_mean() -> None:
     before, features, labels = random(4, 3), random(5, 3, seed=1), torch.tensor([2, 0, 2, 2, 0])
-    after = fraug.class_prototype_ema(prototypes=before, features=features, labels=labels, momentum=0.3)
+    after = fraug.class_prototype_ema(
+        prototypes=before, features=features, labels=labels, momentum=0.3
+    )
     assert bits(after[1]) == bits(before[1]) and bits(after[3]) == bits(before[3])
     for label in (0, 2):
         wanted = 0.7 * before[label] + 0.3 * features[labels == label].mean(0)
@@ -120,14 +130,18 @@ def test_an_absent_class_keeps_its_prototype_and_a_present_one_moves_towards_its
 
 @pytest.mark.parametrize("form", ["exp", "laine_aila", "reciprocal", "constant"])
 def test_a_ramp_never_falls_and_stays_within_one(form: str) -> None:
-    values = [fraug.rampup_coefficient(step=t, total_steps=30, gamma=0.2, form=form) for t in range(31)]
+    values = [
+        fraug.rampup_coefficient(step=t, total_steps=30, gamma=0.2, form=form) for t in range(31)
+    ]
     assert all(0 <= one <= other <= 1 for one, other in pairwise(values))
     assert all(one < other for one, other in pairwise(values)) == (form != "constant")
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])
 @pytest.mark.parametrize(("size", "classes"), [(8, 5), (4, 10), (10, 5)])
-def test_labels_are_balanced_and_go_on_from_step_to_step(size: int, classes: int, step: int) -> None:
+def test_labels_are_balanced_and_go_on_from_step_to_step(
+    size: int, classes: int, step: int
+) -> None:
     labels = fraug.balanced_labels(batch_size=size, num_classes=classes, step=step)
     counts = torch.bincount(labels, minlength=classes)
     assert counts.max() - counts.min() <= 1
@@ -141,7 +155,9 @@ def losses(metric: str) -> dict[str, Callable[[Any], Tensor]]:
     labels = torch.arange(6) % 5
     own = {"head_weight": w, "head_bias": b, "metric": metric}
     return {
-        "generator": lambda lam: fraug.generator_loss(fake_embeddings=x, labels=labels, reference=y, lam=lam, **own),
+        "generator": lambda lam: fraug.generator_loss(
+            fake_embeddings=x, labels=labels, reference=y, lam=lam, **own
+        ),
         "rtnet": lambda lam: fraug.rtnet_loss(
             domain_embeddings=x,
             real_embeddings=y,
@@ -160,11 +176,17 @@ def test_distance_is_a_gain_for_the_generator_and_a_loss_for_the_rtnet(metric: s
 
 
 def test_unknown_kinds_are_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"'linear' does not exist: use one of 'exp', 'laine_aila'"):
+    with pytest.raises(
+        ValueError, match=r"'linear' does not exist: use one of 'exp', 'laine_aila'"
+    ):
         fraug.rampup_coefficient(step=0, total_steps=1, gamma=1.0, form="linear")
-    with pytest.raises(ValueError, match=r"'cosine' does not exist: use one of 'mmd', 'mse', 'mmd_moments'"):
+    with pytest.raises(
+        ValueError, match=r"'cosine' does not exist: use one of 'mmd', 'mse', 'mmd_moments'"
+    ):
         losses("cosine")["generator"](1.0)
-    with pytest.raises(ValueError, match=r"'laplace' does not exist: use one of 'gaussian', 'moments'"):
+    with pytest.raises(
+        ValueError, match=r"'laplace' does not exist: use one of 'gaussian', 'moments'"
+    ):
         fraug.mmd(x=random(2, 2), y=random(2, 2), kernel="laplace")
 
 
@@ -212,7 +234,9 @@ def test_at_weight_zero_the_classifier_is_fedbns_bit_for_bit(
     trained = [name for name in found.tensors if name.startswith(GENERATOR)]
     start = found.coordinator.initial
     first = start.named(start.shared, start.counters)
-    assert trained and any(not np.array_equal(found.tensors[name], first[name].numpy()) for name in trained)
+    assert trained and any(
+        not np.array_equal(found.tensors[name], first[name].numpy()) for name in trained
+    )
     weighed = run(run_spec(small(keep_optimizer=keep), **study), schedule, Ideal(), rounds=4)
     assert not same(of_model(weighed)[0], wanted)
 
@@ -233,7 +257,9 @@ def test_classifier_and_generator_travel_without_batchnorm(norm: Any) -> None:
     generator = features * (noise + classes + features) + 2 * features
     generator += 8 * features if norm == "shared" else 0  # four vectors of two layers
     assert found.coordinator.layout.shared == classifier + generator
-    assert found.rows[0]["floats_down"] == found.rows[0]["floats_up"] == 4 * (classifier + generator)
+    assert (
+        found.rows[0]["floats_down"] == found.rows[0]["floats_up"] == 4 * (classifier + generator)
+    )
 
 
 # --- what stays -------------------------------------------------------------------------------
@@ -302,7 +328,10 @@ def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
     for metric in ("mse", "mmd"):
         method = FRAug(20, noise_dim=6, generator_metric=metric, gamma=0.002)
         rows = run(run_spec(method, model=NORMED_MLP, local=local), ROUNDS, rounds=10).rows
-        last[metric] = [float(row["fraug.generated_norm"] or 0) / float(row["fraug.real_norm"] or 1) for row in rows]
+        last[metric] = [
+            float(row["fraug.generated_norm"] or 0) / float(row["fraug.real_norm"] or 1)
+            for row in rows
+        ]
     # Growth without a bound is chaotic, 5,000 to over 10,000 times by how a machine rounds; the other grows 5 times.
     assert last["mse"][-1] > 1_000 * last["mse"][0] and last["mmd"][-1] < 20 * last["mmd"][0]
 
@@ -336,7 +365,9 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
     seen: set[float] = set()
 
     class Look(FRAug):
-        def _around(self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Any, strength: float) -> Tensor:
+        def _around(
+            self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Any, strength: float
+        ) -> Tensor:
             seen.add(strength)
             return super()._around(job, anchors, source, labels, strength)
 
@@ -445,7 +476,9 @@ def test_ramp_that_ends_needs_the_number_of_rounds(key: str, settings: dict[str,
 
 def test_pace_of_a_ramp_needs_the_number_of_rounds() -> None:
     method = FRAug(ramp="constant", ramp_rounds=300)
-    with pytest.raises(ValueError, match=r"^method\.fraug\.ramp_rounds=300 .*method\.fraug\.rounds"):
+    with pytest.raises(
+        ValueError, match=r"^method\.fraug\.ramp_rounds=300 .*method\.fraug\.rounds"
+    ):
         declare_run(run_spec(method, model=NORMED))
 
 

@@ -44,13 +44,17 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def close(got: Tensor | float | None, want: Tensor | float) -> None:
     """Equal in shape, and in value up to rounding in float64."""
     got, want = (torch.as_tensor(value, dtype=torch.float64) for value in (got, want))
-    assert got.shape == want.shape and torch.allclose(got, want, rtol=1e-12, atol=1e-12), f"{got} is not {want}"
+    assert got.shape == want.shape and torch.allclose(got, want, rtol=1e-12, atol=1e-12), (
+        f"{got} is not {want}"
+    )
 
 
 class TestFedAvg:
     def test_a_common_factor_of_the_weights_changes_nothing(self) -> None:
         vectors, weights = random(4, 5), tensor(1, 2, 3, 4)
-        assert torch.equal(fedavg.weighted_average(vectors, weights), fedavg.weighted_average(vectors, 8 * weights))
+        assert torch.equal(
+            fedavg.weighted_average(vectors, weights), fedavg.weighted_average(vectors, 8 * weights)
+        )
 
     def test_a_client_of_weight_zero_has_no_influence_even_if_it_diverged(self) -> None:
         vectors = torch.stack([tensor(1, 2), tensor(math.nan, math.inf), tensor(3, 6)])
@@ -89,7 +93,10 @@ class TestFedProx:
         close(params.grad, fedprox.proximal_gradient(params.detach(), anchor, 0.3))
 
     def test_at_the_received_model_the_gradient_is_exactly_zero(self) -> None:
-        assert torch.equal(fedprox.proximal_gradient(random(6), random(6), 10.0), torch.zeros(6, dtype=torch.float64))
+        assert torch.equal(
+            fedprox.proximal_gradient(random(6), random(6), 10.0),
+            torch.zeros(6, dtype=torch.float64),
+        )
 
     def test_no_gradient_reaches_the_received_model(self) -> None:
         params, anchor = random(3).requires_grad_(), random(3, seed=1).requires_grad_()
@@ -111,7 +118,9 @@ class TestFedProx:
 
 class TestScaffold:
     @staticmethod
-    def trained(start: Tensor, gradient: Tensor, lr: float, num_steps: int, momentum: float) -> Tensor:
+    def trained(
+        start: Tensor, gradient: Tensor, lr: float, num_steps: int, momentum: float
+    ) -> Tensor:
         params, buffer = start, torch.zeros_like(start)
         for _ in range(num_steps):
             buffer = momentum * buffer + gradient
@@ -120,13 +129,23 @@ class TestScaffold:
 
     @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
     @pytest.mark.parametrize("num_steps", [1, 2, 30])
-    def test_a_constant_gradient_is_its_own_control_variate(self, num_steps: int, momentum: float) -> None:
+    def test_a_constant_gradient_is_its_own_control_variate(
+        self, num_steps: int, momentum: float
+    ) -> None:
         start, gradient, zero = random(4), random(4, seed=1), torch.zeros(4, dtype=torch.float64)
         local = self.trained(start, gradient, 0.1, num_steps, momentum)
-        close(scaffold.updated_control_variate(zero, zero, start, local, 0.1, num_steps, momentum), gradient)
+        close(
+            scaffold.updated_control_variate(zero, zero, start, local, 0.1, num_steps, momentum),
+            gradient,
+        )
 
     def test_one_plain_step_makes_the_batch_gradient_the_control_variate(self) -> None:
-        start, gradient, client, server = random(4), random(4, seed=1), random(4, seed=2), random(4, seed=3)
+        start, gradient, client, server = (
+            random(4),
+            random(4, seed=1),
+            random(4, seed=2),
+            random(4, seed=3),
+        )
         local = start - 0.1 * scaffold.corrected_gradient(gradient, client, server)
         close(scaffold.updated_control_variate(client, server, start, local, 0.1, 1), gradient)
 
@@ -135,10 +154,15 @@ class TestScaffold:
         assert scaffold.effective_steps(1, 0.9) == 1.0
 
     def test_equal_control_variates_leave_the_gradient(self) -> None:
-        assert torch.equal(scaffold.corrected_gradient(tensor(1, 2), tensor(0, 0), tensor(0, 0)), tensor(1, 2))
+        assert torch.equal(
+            scaffold.corrected_gradient(tensor(1, 2), tensor(0, 0), tensor(0, 0)), tensor(1, 2)
+        )
 
     def test_the_server_keeps_the_mean_over_all_clients_while_some_are_idle(self) -> None:
-        controls, server = torch.zeros(5, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        controls, server = (
+            torch.zeros(5, 3, dtype=torch.float64),
+            torch.zeros(3, dtype=torch.float64),
+        )
         for turn, cohort in enumerate(([0, 3], [1], [0, 1, 4])):
             fresh = random(len(cohort), 3, seed=turn)
             server = scaffold.server_control_variate(server, fresh - controls[cohort], 5)
@@ -154,8 +178,12 @@ class TestScaffold:
             y = y - 0.05 * scaffold.corrected_gradient(h * (y - a), controls, tensor(0, 0))
         close(y, minimum.repeat(2))
 
-    @pytest.mark.parametrize(("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)])
-    def test_a_client_that_cannot_have_moved_is_refused(self, lr: float, num_steps: int, momentum: float) -> None:
+    @pytest.mark.parametrize(
+        ("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)]
+    )
+    def test_a_client_that_cannot_have_moved_is_refused(
+        self, lr: float, num_steps: int, momentum: float
+    ) -> None:
         with pytest.raises(ValueError, match="scaffold"):
             scaffold.updated_control_variate(*random(4, 3).unbind(), lr, num_steps, momentum)
 
@@ -165,7 +193,9 @@ class TestFedBN:
 
     def test_only_the_scope_of_a_normalisation_layer_is_personal(self) -> None:
         def personal(scope: str) -> list[str]:
-            split = fedbn.split_parameter_names(names=self.names, norm_modules=["layer.1"], scope=scope)
+            split = fedbn.split_parameter_names(
+                names=self.names, norm_modules=["layer.1"], scope=scope
+            )
             assert sorted(split["shared"] + split["personal"]) == sorted(self.names)
             return split["personal"]
 
@@ -184,7 +214,11 @@ class TestFedBN:
 
 
 class TestMixup:
-    inputs, labels, permutation = random(5, 2, 3), torch.tensor([0, 2, 1, 1, 0]), torch.tensor([3, 0, 4, 2, 1])
+    inputs, labels, permutation = (
+        random(5, 2, 3),
+        torch.tensor([0, 2, 1, 1, 0]),
+        torch.tensor([3, 0, 4, 2, 1]),
+    )
 
     def test_lambda_one_is_the_plain_batch_bit_for_bit(self) -> None:
         batch = mixup.mixed_batch(self.inputs, self.labels, 3, 1.0, self.permutation)
@@ -206,27 +240,41 @@ class TestMixup:
         close(loss, F.cross_entropy(logits, self.labels))
 
     @pytest.mark.parametrize("lam", [0.2, torch.tensor(0.7, dtype=torch.float64)])
-    def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(self, lam: float | Tensor) -> None:
+    def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(
+        self, lam: float | Tensor
+    ) -> None:
         logits = random(5, 3, seed=1)
         targets = mixup.mixed_batch(self.inputs, self.labels, 3, lam, self.permutation)["targets"]
-        close(mixup.mixed_loss(logits, self.labels, lam, self.permutation), F.cross_entropy(logits, targets))
+        close(
+            mixup.mixed_loss(logits, self.labels, lam, self.permutation),
+            F.cross_entropy(logits, targets),
+        )
 
     def test_targets_sum_to_one_and_inputs_stay_between_the_pair(self) -> None:
         batch = mixup.mixed_batch(self.inputs, self.labels, 3, 0.35, self.permutation)
         close(batch["targets"].sum(dim=1), torch.ones(5))
         pair = torch.stack([self.inputs, self.inputs[self.permutation]])
-        assert (batch["inputs"] >= pair.amin(0) - 1e-12).all() and (batch["inputs"] <= pair.amax(0) + 1e-12).all()
+        assert (batch["inputs"] >= pair.amin(0) - 1e-12).all() and (
+            batch["inputs"] <= pair.amax(0) + 1e-12
+        ).all()
 
     def test_soft_labels_are_mixed_like_hard_ones(self) -> None:
         hard = mixup.mixed_batch(self.inputs, self.labels, 3, 0.35, self.permutation)
-        soft = mixup.mixed_batch(self.inputs, F.one_hot(self.labels, 3).double(), 3, 0.35, self.permutation)
+        soft = mixup.mixed_batch(
+            self.inputs, F.one_hot(self.labels, 3).double(), 3, 0.35, self.permutation
+        )
         assert torch.equal(hard["targets"], soft["targets"])
 
 
 class TestFedBSS:
-    losses, uncertainties = tensor(1.2, 0.1, 0.4, 0.4, 3.0, 0.2, 2.0, 0.9), tensor(0.1, 0.2, 0.9, 0.9, 0.3, 0.5, 0.6, 0)
+    losses, uncertainties = (
+        tensor(1.2, 0.1, 0.4, 0.4, 3.0, 0.2, 2.0, 0.9),
+        tensor(0.1, 0.2, 0.9, 0.9, 0.3, 0.5, 0.6, 0),
+    )
 
-    def chosen(self, epoch: int, total: int, kind: str = "cosine", losses: Tensor | None = None) -> list[int]:
+    def chosen(
+        self, epoch: int, total: int, kind: str = "cosine", losses: Tensor | None = None
+    ) -> list[int]:
         chosen: list[int] = fedbss.selected_indices(
             losses=self.losses if losses is None else losses,
             uncertainties=self.uncertainties,
@@ -238,11 +286,16 @@ class TestFedBSS:
 
     def test_inclusion_rises_to_one_and_both_ramps_have_the_same_sum(self) -> None:
         ramps = {
-            kind: [fedbss.inclusion_fraction(epoch=e, total_epochs=10, kind=kind) for e in range(1, 11)]
+            kind: [
+                fedbss.inclusion_fraction(epoch=e, total_epochs=10, kind=kind) for e in range(1, 11)
+            ]
             for kind in fedbss.KINDS
         }
         for kind in ("cosine", "linear"):
-            assert all(a < b for a, b in zip(ramps[kind], ramps[kind][1:], strict=False)) and ramps[kind][-1] == 1.0
+            assert (
+                all(a < b for a, b in zip(ramps[kind], ramps[kind][1:], strict=False))
+                and ramps[kind][-1] == 1.0
+            )
             assert sum(ramps[kind]) == pytest.approx(11 / 2, abs=1e-12)
         assert all(a < b for a, b in zip(ramps["cosine"][:4], ramps["linear"][:4], strict=True))
         assert all(a > b for a, b in zip(ramps["cosine"][5:9], ramps["linear"][5:9], strict=True))
@@ -270,7 +323,9 @@ class TestFedBSS:
     def test_renaming_samples_only_renames_the_selection(self) -> None:
         losses = tensor(1.2, 0.1, 0.4, 0.5, 3.0, 0.2, 2.0, 0.9)
         names = torch.tensor([5, 2, 7, 0, 1, 6, 4, 3])
-        chosen = fedbss.selected_indices(losses=losses, uncertainties=self.uncertainties, epoch=3, total_epochs=7)
+        chosen = fedbss.selected_indices(
+            losses=losses, uncertainties=self.uncertainties, epoch=3, total_epochs=7
+        )
         renamed = fedbss.selected_indices(
             losses=losses[names], uncertainties=self.uncertainties[names], epoch=3, total_epochs=7
         )
@@ -281,7 +336,10 @@ class TestFedBSS:
         assert split["order"].tolist() == [1, 5, 2, 3, 7, 0, 6, 4] and split["num_unbiased"] == 4
 
     def test_losses_that_are_not_finite_sort_last(self) -> None:
-        losses, doubts = tensor(math.nan, 2.0, -math.inf, 1.0, math.inf), tensor(math.nan, 0.1, math.nan, 0.5, 0.2)
+        losses, doubts = (
+            tensor(math.nan, 2.0, -math.inf, 1.0, math.inf),
+            tensor(math.nan, 0.1, math.nan, 0.5, 0.2),
+        )
         split = fedbss.split_by_uncertainty(losses=losses, uncertainties=doubts)
         assert split["order"].tolist() == [3, 1, 0, 2, 4] and split["num_unbiased"] == 1
 
@@ -297,7 +355,10 @@ class TestFedBSS:
 
     def test_with_two_classes_uncertainty_is_one_minus_their_difference(self) -> None:
         probabilities = random(9, 2).softmax(dim=1)
-        close(fedbss.uncertainty(probabilities=probabilities), 1 - (probabilities[:, 0] - probabilities[:, 1]).abs())
+        close(
+            fedbss.uncertainty(probabilities=probabilities),
+            1 - (probabilities[:, 0] - probabilities[:, 1]).abs(),
+        )
 
     def test_unknown_kinds_and_epochs_are_refused(self) -> None:
         with pytest.raises(ValueError, match="did you mean 'cosine'"):
@@ -310,7 +371,9 @@ class TestFedBR:
     local_pseudo, global_pseudo, local = random(3, 6, 4).unbind()
 
     def loss(self, *temperatures: float, mode: str = "multiply") -> Tensor:
-        return fedbr.contrastive_loss(self.local_pseudo, self.global_pseudo, self.local, *temperatures, mode)
+        return fedbr.contrastive_loss(
+            self.local_pseudo, self.global_pseudo, self.local, *temperatures, mode
+        )
 
     def test_equal_local_and_global_features_pull_no_longer(self) -> None:
         z = random(6, 4).requires_grad_()
@@ -320,7 +383,9 @@ class TestFedBR:
         close(positive_only.detach(), math.log1p(math.exp(-2.0)))
 
     def test_temperature_zero_leaves_only_the_attraction(self) -> None:
-        other = fedbr.contrastive_loss(self.local_pseudo, self.global_pseudo, random(6, 4, seed=9), 2.0, 0.0)
+        other = fedbr.contrastive_loss(
+            self.local_pseudo, self.global_pseudo, random(6, 4, seed=9), 2.0, 0.0
+        )
         assert torch.equal(self.loss(2.0, 0.0), other)
         assert math.log1p(math.exp(-2.0)) <= other.item() <= math.log1p(math.exp(2.0))
 
@@ -332,14 +397,20 @@ class TestFedBR:
         close(self.loss(0.5, 4.0, mode="divide"), self.loss(2.0, 0.25))
 
     def test_the_length_of_embeddings_does_not_matter(self) -> None:
-        scaled = fedbr.contrastive_loss(3 * self.local_pseudo, 0.1 * self.global_pseudo, 7 * self.local, 2.0, 1.0)
+        scaled = fedbr.contrastive_loss(
+            3 * self.local_pseudo, 0.1 * self.global_pseudo, 7 * self.local, 2.0, 1.0
+        )
         close(scaled, self.loss(2.0, 1.0))
 
     def test_small_temperatures_do_not_overflow(self) -> None:
         z = self.local_pseudo.float().requires_grad_()
         loss = fedbr.contrastive_loss(z, -z.detach(), z.detach(), 1e-3, 1e-3, "divide")
         loss.backward()
-        assert loss.item() == pytest.approx(2000.0, rel=1e-5) and z.grad is not None and z.grad.isfinite().all()
+        assert (
+            loss.item() == pytest.approx(2000.0, rel=1e-5)
+            and z.grad is not None
+            and z.grad.isfinite().all()
+        )
 
     def test_a_dead_embedding_has_a_finite_gradient(self) -> None:
         z = torch.zeros(2, 3, requires_grad=True)
@@ -371,7 +442,9 @@ class TestFedBR:
 
     def test_mixing_no_samples_returns_the_means_with_uniform_targets(self) -> None:
         means, none = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
-        mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), torch.tensor([0, 1, 2, 3]), none, 4)
+        mixed = fedbr.mixture_pseudo_data(
+            means, random(4, 2, seed=1), torch.tensor([0, 1, 2, 3]), none, 4
+        )
         assert torch.equal(mixed["inputs"], means)
         assert torch.equal(mixed["targets"], torch.full((3, 4), 0.25, dtype=torch.float64))
 
@@ -380,7 +453,9 @@ class TestFedBR:
         indices = torch.arange(2 * per_mean).reshape(2, per_mean) % 4
         soft = random(4, 5, seed=2).softmax(dim=1)
         for labels in (torch.tensor([4, 1, 0, 1]), soft):
-            mixed = fedbr.mixture_pseudo_data(random(2, 3), random(4, 3, seed=1), labels, indices, 5)
+            mixed = fedbr.mixture_pseudo_data(
+                random(2, 3), random(4, 3, seed=1), labels, indices, 5
+            )
             close(mixed["targets"].sum(dim=1), torch.ones(2))
 
 
@@ -388,13 +463,20 @@ class TestFedBuff:
     deltas, staleness = random(4, 3), torch.tensor([0, 3, 8, 0])
 
     def test_without_an_exponent_the_buffer_is_averaged(self) -> None:
-        direction = fedbuff.buffered_aggregate(deltas=self.deltas, staleness=self.staleness, exponent=0.0)
+        direction = fedbuff.buffered_aggregate(
+            deltas=self.deltas, staleness=self.staleness, exponent=0.0
+        )
         close(direction, self.deltas.mean(dim=0))
 
     def test_equal_staleness_shrinks_the_mean_only_when_counting(self) -> None:
         equal = torch.full((4,), 3)
-        close(fedbuff.buffered_aggregate(deltas=self.deltas, staleness=equal), self.deltas.mean(dim=0) / 2)
-        normalised = fedbuff.buffered_aggregate(deltas=self.deltas, staleness=equal, normalization="weights")
+        close(
+            fedbuff.buffered_aggregate(deltas=self.deltas, staleness=equal),
+            self.deltas.mean(dim=0) / 2,
+        )
+        normalised = fedbuff.buffered_aggregate(
+            deltas=self.deltas, staleness=equal, normalization="weights"
+        )
         close(normalised, self.deltas.mean(dim=0))
 
     def test_a_buffer_of_one_is_the_update_times_its_weight(self) -> None:
@@ -409,11 +491,16 @@ class TestFedBuff:
         both = direction(self.deltas, self.staleness) + 2 * direction(other, self.staleness)
         close(direction(self.deltas + 2 * other, self.staleness), both)
         turned = torch.tensor([2, 0, 3, 1])
-        close(direction(self.deltas[turned], self.staleness[turned]), direction(self.deltas, self.staleness))
+        close(
+            direction(self.deltas[turned], self.staleness[turned]),
+            direction(self.deltas, self.staleness),
+        )
 
     def test_no_server_rate_leaves_the_model(self) -> None:
         params = random(3, seed=2)
-        step = fedbuff.buffered_step(params=params, deltas=self.deltas, staleness=self.staleness, server_lr=0.0)
+        step = fedbuff.buffered_step(
+            params=params, deltas=self.deltas, staleness=self.staleness, server_lr=0.0
+        )
         assert torch.equal(step, params)
 
     def test_a_synchronous_buffer_is_fedavg_bit_for_bit(self) -> None:
@@ -424,7 +511,9 @@ class TestFedBuff:
         assert torch.equal(step, params + fedavg.weighted_average(deltas, torch.ones(4)))
 
     def test_sample_weights_multiply_those_of_staleness(self) -> None:
-        weights = fedbuff.arrival_weights(staleness=torch.tensor([0, 3]), sample_weights=torch.tensor([5, 8]))
+        weights = fedbuff.arrival_weights(
+            staleness=torch.tensor([0, 3]), sample_weights=torch.tensor([5, 8])
+        )
         assert weights.tolist() == [5.0, 4.0]
         assert fedbuff.buffer_divisor(weights=weights, normalization="weights") == 9.0
         assert fedbuff.buffer_divisor(weights=weights) == 2.0
@@ -432,7 +521,9 @@ class TestFedBuff:
 
     def test_an_unknown_normalization_is_refused_with_the_nearest_name(self) -> None:
         with pytest.raises(ValueError, match="did you mean 'weights'"):
-            fedbuff.buffered_aggregate(deltas=self.deltas, staleness=self.staleness, normalization="weight")
+            fedbuff.buffered_aggregate(
+                deltas=self.deltas, staleness=self.staleness, normalization="weight"
+            )
 
 
 ADAPTIVE: list[Callable[..., dict[str, Tensor]]] = [
@@ -450,10 +541,14 @@ class TestFedOpt:
         self, rule: Callable[..., dict[str, Tensor]], delta: Tensor, v: Tensor, **more: float
     ) -> dict[str, Tensor]:
         settings = {"server_lr": 0.1, "beta1": 0.9, "tau": 1e-3} | more
-        return rule(params=self.params, delta=delta, first_moment=self.zero, second_moment=v, **settings)
+        return rule(
+            params=self.params, delta=delta, first_moment=self.zero, second_moment=v, **settings
+        )
 
     @pytest.mark.parametrize("nesterov", [False, True])
-    def test_without_momentum_and_at_rate_one_it_is_fedavg_bit_for_bit(self, nesterov: bool) -> None:
+    def test_without_momentum_and_at_rate_one_it_is_fedavg_bit_for_bit(
+        self, nesterov: bool
+    ) -> None:
         step = fedopt.fedavgm_step(
             params=self.params,
             delta=self.delta,
@@ -475,7 +570,11 @@ class TestFedOpt:
     def test_moments_decay_without_movement(self) -> None:
         ones = torch.ones(6)
         step = fedopt.fedadam_step(
-            params=self.params, delta=self.zero, first_moment=ones, second_moment=ones, server_lr=0.1
+            params=self.params,
+            delta=self.zero,
+            first_moment=ones,
+            second_moment=ones,
+            server_lr=0.1,
         )
         assert torch.equal(step["first_moment"], 0.9 * ones)
         momentum = fedopt.fedavgm_step(
@@ -496,7 +595,9 @@ class TestFedOpt:
             v = new
 
     @pytest.mark.parametrize("rule", ADAPTIVE)
-    def test_the_first_step_follows_the_update_and_is_bounded(self, rule: Callable[..., dict[str, Tensor]]) -> None:
+    def test_the_first_step_follows_the_update_and_is_bounded(
+        self, rule: Callable[..., dict[str, Tensor]]
+    ) -> None:
         moved = self.adaptive(rule, self.delta, torch.full((6,), 1e-6))["params"] - self.params
         assert torch.equal(moved.sign(), self.delta.sign())
         assert (moved.abs() <= 0.1 * 0.1 * self.delta.abs() / 1e-3 + 1e-6).all()
@@ -506,7 +607,12 @@ class TestFedOpt:
         self, rule: Callable[..., dict[str, Tensor]]
     ) -> None:
         order, v = torch.tensor([4, 1, 5, 0, 3, 2]), random(6, seed=3).float().square()
-        inputs = {"params": self.params, "delta": self.delta, "first_moment": self.zero, "second_moment": v}
+        inputs = {
+            "params": self.params,
+            "delta": self.delta,
+            "first_moment": self.zero,
+            "second_moment": v,
+        }
         before = {key: value.clone() for key, value in inputs.items()}
         straight = rule(**inputs, server_lr=0.1)
         turned = rule(**{key: value[order] for key, value in inputs.items()}, server_lr=0.1)
@@ -514,9 +620,13 @@ class TestFedOpt:
         assert all(torch.equal(inputs[key], before[key]) for key in inputs)
 
     @pytest.mark.parametrize("rule", ADAPTIVE[1:])
-    def test_bias_correction_only_scales_the_rate(self, rule: Callable[..., dict[str, Tensor]]) -> None:
+    def test_bias_correction_only_scales_the_rate(
+        self, rule: Callable[..., dict[str, Tensor]]
+    ) -> None:
         v = torch.full((6,), 0.04)
-        plain = self.adaptive(rule, self.delta, v, server_lr=0.1 * math.sqrt(1 - 0.99**3) / (1 - 0.9**3))
+        plain = self.adaptive(
+            rule, self.delta, v, server_lr=0.1 * math.sqrt(1 - 0.99**3) / (1 - 0.9**3)
+        )
         assert torch.equal(self.adaptive(rule, self.delta, v, step=3)["params"], plain["params"])
 
 
@@ -528,11 +638,15 @@ class TestMoon:
 
     def test_without_a_previous_model_there_is_no_contrast(self) -> None:
         z = self.z.clone().requires_grad_()
-        loss = moon.model_contrastive_loss(z, self.received, torch.empty(0, 5, 4, dtype=torch.float64), 0.5)
+        loss = moon.model_contrastive_loss(
+            z, self.received, torch.empty(0, 5, 4, dtype=torch.float64), 0.5
+        )
         close(loss, 0.0)
         assert not loss.requires_grad
 
-    def test_a_previous_model_equal_to_the_received_one_costs_log_two_and_pulls_nowhere(self) -> None:
+    def test_a_previous_model_equal_to_the_received_one_costs_log_two_and_pulls_nowhere(
+        self,
+    ) -> None:
         z = self.z.clone().requires_grad_()
         loss = moon.model_contrastive_loss(z, self.received, self.received.unsqueeze(0), 0.5)
         loss.backward()
@@ -541,14 +655,18 @@ class TestMoon:
 
     def test_the_length_of_representations_does_not_matter(self) -> None:
         lengths = random(3, 5, 1, seed=3).exp()
-        scaled = moon.model_contrastive_loss(0.1 * self.z, 7 * self.received, lengths * self.previous, 0.5)
+        scaled = moon.model_contrastive_loss(
+            0.1 * self.z, 7 * self.received, lengths * self.previous, 0.5
+        )
         close(scaled, self.loss(self.previous))
 
     @pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
     @pytest.mark.parametrize("count", [1, 3])
     def test_the_loss_lies_between_its_two_extremes(self, count: int, temperature: float) -> None:
         def extreme(sign: float) -> Tensor:
-            return moon.model_contrastive_loss(self.z, sign * self.z, -sign * self.z.expand(count, 5, 4), temperature)
+            return moon.model_contrastive_loss(
+                self.z, sign * self.z, -sign * self.z.expand(count, 5, 4), temperature
+            )
 
         least, most = (math.log1p(count * math.exp(sign * 2 / temperature)) for sign in (-1, 1))
         close(extreme(1.0), least)
@@ -557,7 +675,10 @@ class TestMoon:
 
     def test_every_previous_model_counts_even_an_identical_one(self) -> None:
         once, twice = (self.loss(self.previous[:1].expand(count, 5, 4)) for count in (1, 2))
-        a, b = (F.cosine_similarity(self.z, other, dim=1) / 0.5 for other in (self.received, self.previous[0]))
+        a, b = (
+            F.cosine_similarity(self.z, other, dim=1) / 0.5
+            for other in (self.received, self.previous[0])
+        )
         close(once, -(a.exp() / (a.exp() + b.exp())).log().mean())
         close(twice, -(a.exp() / (a.exp() + 2 * b.exp())).log().mean())
         assert twice > once
@@ -584,9 +705,13 @@ class TestDann:
         close(domains.grad, torch.zeros(5, 1))
 
     @pytest.mark.parametrize("clients", [2, 7])
-    def test_a_discriminator_that_cannot_tell_costs_the_log_of_the_clients(self, clients: int) -> None:
+    def test_a_discriminator_that_cannot_tell_costs_the_log_of_the_clients(
+        self, clients: int
+    ) -> None:
         for domain in range(clients):
-            close(dann.discriminator_loss(random(5, 1).expand(5, clients), domain), math.log(clients))
+            close(
+                dann.discriminator_loss(random(5, 1).expand(5, clients), domain), math.log(clients)
+            )
 
     def test_the_generators_own_part_is_the_cross_entropy_of_hard_or_soft_labels(self) -> None:
         logits, domains = random(5, 3), random(5, 4, seed=1)
@@ -595,14 +720,21 @@ class TestDann:
         close(loss, F.cross_entropy(logits, self.labels) - adversary)
         soft = F.one_hot(self.labels, 3).double()
         close(dann.generator_loss(logits, soft, domains, 1, 0.7), loss)
-        close(dann.generator_loss(logits, self.labels, domains, 1, 0.0), F.cross_entropy(logits, self.labels))
+        close(
+            dann.generator_loss(logits, self.labels, domains, 1, 0.0),
+            F.cross_entropy(logits, self.labels),
+        )
 
     @pytest.mark.parametrize("ratio", [1, 2, 5])
     def test_a_period_has_as_many_discriminator_steps_as_asked_for(self, ratio: int) -> None:
         for start in (1, 2, 17):
-            period = [dann.is_discriminator_step(step, ratio) for step in range(start, start + 1 + ratio)]
+            period = [
+                dann.is_discriminator_step(step, ratio) for step in range(start, start + 1 + ratio)
+            ]
             assert sum(period) == ratio
-        assert not dann.is_discriminator_step(ratio, ratio), "the one generator step of the first period"
+        assert not dann.is_discriminator_step(ratio, ratio), (
+            "the one generator step of the first period"
+        )
 
     def test_one_to_one_begins_with_the_generator(self) -> None:
         assert [dann.is_discriminator_step(step, 1) for step in range(1, 7)] == [False, True] * 3
@@ -612,7 +744,10 @@ class TestGroupDRO:
     weights = tensor(0.1, 0.4, 0.2, 0.3)
 
     def test_equal_losses_of_all_clients_change_no_weight(self) -> None:
-        close(groupdro.updated_weights(self.weights, tensor(2, 2, 2, 2), torch.arange(4), 0.5), self.weights)
+        close(
+            groupdro.updated_weights(self.weights, tensor(2, 2, 2, 2), torch.arange(4), 0.5),
+            self.weights,
+        )
 
     def test_a_constant_added_to_all_losses_changes_no_weight(self) -> None:
         losses = tensor(0.5, 3, 1, 0)
@@ -627,12 +762,19 @@ class TestGroupDRO:
         close(growth, (0.7 * (own - own[0])).exp())
 
     def test_a_step_size_of_zero_only_normalises(self) -> None:
-        close(groupdro.updated_weights(5 * self.weights, tensor(9, 1), torch.tensor([0, 2]), 0.0), self.weights)
+        close(
+            groupdro.updated_weights(5 * self.weights, tensor(9, 1), torch.tensor([0, 2]), 0.0),
+            self.weights,
+        )
 
     @pytest.mark.parametrize(
-        "losses", [(1e5, 1e5, 1e5, 1e5), (1e5, 99_999, 99_990, 99_995), (1e5, 7e4, 5e4, 6e4), (1e5, 0, 3, 1)], ids=str
+        "losses",
+        [(1e5, 1e5, 1e5, 1e5), (1e5, 99_999, 99_990, 99_995), (1e5, 7e4, 5e4, 6e4), (1e5, 0, 3, 1)],
+        ids=str,
     )
-    def test_weights_stay_finite_and_positive_under_enormous_losses(self, losses: tuple[float, ...]) -> None:
+    def test_weights_stay_finite_and_positive_under_enormous_losses(
+        self, losses: tuple[float, ...]
+    ) -> None:
         clients = torch.tensor([2, 0, 3, 1])
         moved = groupdro.updated_weights(self.weights, tensor(*losses), clients, 0.01)
         assert moved.isfinite().all()
@@ -652,7 +794,9 @@ class TestGroupDRO:
 
     def test_a_single_participant_has_all_the_weight(self) -> None:
         for client in range(4):
-            assert groupdro.aggregation_weights(self.weights, torch.tensor([client])).tolist() == [1.0]
+            assert groupdro.aggregation_weights(self.weights, torch.tensor([client])).tolist() == [
+                1.0
+            ]
 
     def test_the_inputs_are_left_as_they_were(self) -> None:
         before = self.weights.clone()
@@ -663,15 +807,24 @@ class TestGroupDRO:
 class TestFedCM:
     x, gradient, direction = random(6), random(6, seed=1), random(6, seed=2)
 
-    def trained(self, gradient: Tensor, direction: Tensor, num_steps: list[int], alpha: float, lr: float) -> Tensor:
+    def trained(
+        self, gradient: Tensor, direction: Tensor, num_steps: list[int], alpha: float, lr: float
+    ) -> Tensor:
         """Clients that took so many plain steps along one and the same mix."""
         v = fedcm.update_direction(gradient, direction, alpha)
         return torch.stack([self.x - lr * steps * v for steps in num_steps])
 
     def test_the_mix_lies_between_gradient_and_direction(self) -> None:
-        assert torch.equal(fedcm.update_direction(self.gradient, self.direction, 1.0), self.gradient)
-        assert torch.equal(fedcm.update_direction(self.gradient, self.direction, 0.0), self.direction)
-        close(fedcm.update_direction(self.gradient, self.direction, 0.1), 0.1 * self.gradient + 0.9 * self.direction)
+        assert torch.equal(
+            fedcm.update_direction(self.gradient, self.direction, 1.0), self.gradient
+        )
+        assert torch.equal(
+            fedcm.update_direction(self.gradient, self.direction, 0.0), self.direction
+        )
+        close(
+            fedcm.update_direction(self.gradient, self.direction, 0.1),
+            0.1 * self.gradient + 0.9 * self.direction,
+        )
 
     def test_under_a_constant_gradient_the_direction_goes_to_it_geometrically(self) -> None:
         delta, steps, weights = torch.zeros(6, dtype=torch.float64), [3, 1, 7], tensor(1, 1, 2)
@@ -680,14 +833,21 @@ class TestFedCM:
             delta = fedcm.server_direction(self.x, clients, 0.1, torch.tensor(steps), weights)
             close(delta, (1 - 0.75**turn) * self.gradient)
 
-    def test_a_direction_equal_to_the_gradient_is_a_fixed_point_and_steps_are_those_of_sgd(self) -> None:
+    def test_a_direction_equal_to_the_gradient_is_a_fixed_point_and_steps_are_those_of_sgd(
+        self,
+    ) -> None:
         close(fedcm.update_direction(self.gradient, self.gradient, 0.1), self.gradient)
         clients = self.trained(self.gradient, self.gradient, [2, 5], 0.1, 0.1)
         close(clients, torch.stack([self.x - 0.1 * steps * self.gradient for steps in (2, 5)]))
-        close(fedcm.server_direction(self.x, clients, 0.1, torch.tensor([2, 5]), tensor(1, 1)), self.gradient)
+        close(
+            fedcm.server_direction(self.x, clients, 0.1, torch.tensor([2, 5]), tensor(1, 1)),
+            self.gradient,
+        )
 
     def test_clients_that_did_not_move_give_no_direction(self) -> None:
-        delta = fedcm.server_direction(self.x, self.x.expand(3, 6), 0.1, torch.tensor([1, 2, 3]), tensor(1, 2, 3))
+        delta = fedcm.server_direction(
+            self.x, self.x.expand(3, 6), 0.1, torch.tensor([1, 2, 3]), tensor(1, 2, 3)
+        )
         assert torch.equal(delta, torch.zeros(6, dtype=torch.float64))
 
     def test_the_direction_is_the_movement_per_step_and_rate(self) -> None:
@@ -706,7 +866,9 @@ VARIANTS = ["authors", "paper", "fedbr"]
 class TestFedDecorr:
     features = random(7, 4)
     # Columns with mean 0 that are orthogonal to each other.
-    uncorrelated = torch.stack([tensor(1, 1, -1, -1), tensor(1, -1, 1, -1), tensor(2, -2, -2, 2)], dim=1)
+    uncorrelated = torch.stack(
+        [tensor(1, 1, -1, -1), tensor(1, -1, 1, -1), tensor(2, -2, -2, 2)], dim=1
+    )
 
     @staticmethod
     def about(got: Tensor, want: Tensor | float) -> None:
@@ -718,12 +880,16 @@ class TestFedDecorr:
         penalty = feddecorr.decorrelation_penalty(self.features, variant)
         shifted = feddecorr.decorrelation_penalty(self.features + tensor(1, -2, 30, 4), variant)
         assert shifted.item() == pytest.approx(penalty.item(), rel=1e-9)
-        self.about(feddecorr.decorrelation_penalty(self.features * tensor(2, -3, 50, 1), variant), penalty)
+        self.about(
+            feddecorr.decorrelation_penalty(self.features * tensor(2, -3, 50, 1), variant), penalty
+        )
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_the_order_of_rows_and_columns_does_not_matter(self, variant: str) -> None:
         penalty = feddecorr.decorrelation_penalty(self.features, variant)
-        close(feddecorr.decorrelation_penalty(self.features[[3, 0, 6, 1, 5, 2, 4]], variant), penalty)
+        close(
+            feddecorr.decorrelation_penalty(self.features[[3, 0, 6, 1, 5, 2, 4]], variant), penalty
+        )
         close(feddecorr.decorrelation_penalty(self.features[:, [2, 0, 3, 1]], variant), penalty)
 
     def test_correlated_columns_cost_most_and_uncorrelated_ones_least(self) -> None:
@@ -734,7 +900,9 @@ class TestFedDecorr:
         close(feddecorr.decorrelation_penalty(self.uncorrelated, "authors"), 0.0)
 
     @pytest.mark.parametrize(("rows", "columns"), [(7, 4), (2, 5), (64, 3)])
-    def test_the_authors_penalty_follows_from_the_printed_one(self, rows: int, columns: int) -> None:
+    def test_the_authors_penalty_follows_from_the_printed_one(
+        self, rows: int, columns: int
+    ) -> None:
         features = random(rows, columns, seed=4)
         printed = feddecorr.decorrelation_penalty(features, "paper")
         authors = feddecorr.decorrelation_penalty(features, "authors")
@@ -750,7 +918,11 @@ class TestFedDecorr:
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_dead_units_cost_nothing_and_have_a_finite_gradient(self, variant: str) -> None:
-        features = torch.cat([self.features, torch.zeros(7, 2, dtype=torch.float64)], dim=1).float().requires_grad_()
+        features = (
+            torch.cat([self.features, torch.zeros(7, 2, dtype=torch.float64)], dim=1)
+            .float()
+            .requires_grad_()
+        )
         penalty = feddecorr.decorrelation_penalty(features, variant)
         penalty.backward()
         assert features.grad is not None and features.grad.isfinite().all()
@@ -769,8 +941,16 @@ class TestFedDecorr:
         # Centred columns (-2, 0, 2) and (-2, -2, 4): unbiased variances 4 and 12, product 12.
         features = torch.stack([tensor(1, 3, 5), tensor(2, 2, 8)], dim=1)
         one, other = 2 + 1e-4, math.sqrt(12) + 1e-4
-        entries = [8 / one**2 / 3, 24 / other**2 / 3, 12 / (one * other) / 3, 12 / (one * other) / 3]
-        close(feddecorr.decorrelation_penalty(features, "fedbr"), sum(entry**2 for entry in entries) / 4)
+        entries = [
+            8 / one**2 / 3,
+            24 / other**2 / 3,
+            12 / (one * other) / 3,
+            12 / (one * other) / 3,
+        ]
+        close(
+            feddecorr.decorrelation_penalty(features, "fedbr"),
+            sum(entry**2 for entry in entries) / 4,
+        )
 
     def test_in_the_third_form_a_variance_is_at_least_its_smallest_one(self) -> None:
         # Centred (-a, 0, a): the variance is a squared, and 1e-16 where that is smaller.
@@ -780,7 +960,9 @@ class TestFedDecorr:
             assert penalty.item() == pytest.approx(expected, rel=1e-9, abs=0)
 
     def test_an_unknown_variant_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"variant='papers' does not exist: .* did you mean 'paper'"):
+        with pytest.raises(
+            ValueError, match=r"variant='papers' does not exist: .* did you mean 'paper'"
+        ):
             feddecorr.decorrelation_penalty(self.features, "papers")
 
 
@@ -797,21 +979,31 @@ class TestFedNTD:
             rest = [c for c in range(4) if c != label]
             p, q = ((logits[rest] / temperature).softmax(dim=0) for logits in (other, own))
             rows.append((p * (p / q).log()).sum())
-        close(self.loss(self.student, self.teacher, temperature), temperature**2 * torch.stack(rows).mean())
+        close(
+            self.loss(self.student, self.teacher, temperature),
+            temperature**2 * torch.stack(rows).mean(),
+        )
 
     def test_the_true_class_has_no_part_in_it(self) -> None:
         student = self.student.clone().requires_grad_()
         loss = self.loss(student, self.teacher)
         loss.backward()
         true = F.one_hot(self.labels, 4).bool()
-        assert student.grad is not None and torch.equal(student.grad[true], torch.zeros(5, dtype=torch.float64))
+        assert student.grad is not None and torch.equal(
+            student.grad[true], torch.zeros(5, dtype=torch.float64)
+        )
         assert (student.grad[~true] != 0).all()
         for change in (50.0, -math.inf):
-            changed = (torch.where(true, logits + change, logits) for logits in (self.student, self.teacher))
+            changed = (
+                torch.where(true, logits + change, logits)
+                for logits in (self.student, self.teacher)
+            )
             assert torch.equal(self.loss(*changed), loss.detach())
 
     def test_a_constant_added_to_a_row_changes_nothing(self) -> None:
-        shifted = self.loss(self.student + random(5, 1, seed=2), self.teacher + random(5, 1, seed=3), 2.0)
+        shifted = self.loss(
+            self.student + random(5, 1, seed=2), self.teacher + random(5, 1, seed=3), 2.0
+        )
         close(shifted, self.loss(self.student, self.teacher, 2.0))
 
     def test_the_loss_is_positive_unless_both_agree(self) -> None:
@@ -828,12 +1020,18 @@ class TestFedNTD:
         assert teacher.grad is None
 
     def test_at_a_high_temperature_it_is_the_variance_of_the_differences(self) -> None:
-        others = torch.tensor([[c for c in range(4) if c != label] for label in self.labels.tolist()])
+        others = torch.tensor(
+            [[c for c in range(4) if c != label] for label in self.labels.tolist()]
+        )
         delta = (self.student - self.teacher).gather(1, others)
         limit = ((delta - delta.mean(dim=1, keepdim=True)) ** 2).sum(dim=1).mean() / (2 * 3)
-        far, near = (abs(self.loss(self.student, self.teacher, tau) - limit) / limit for tau in (1e2, 1e4))
+        far, near = (
+            abs(self.loss(self.student, self.teacher, tau) - limit) / limit for tau in (1e2, 1e4)
+        )
         assert near < 1e-3 < far * 50
 
     def test_with_two_classes_there_is_nothing_to_distil(self) -> None:
         labels = torch.tensor([0, 1, 1])
-        close(fedntd.not_true_distillation_loss(random(3, 2), random(3, 2, seed=1), labels, 1.0), 0.0)
+        close(
+            fedntd.not_true_distillation_loss(random(3, 2), random(3, 2, seed=1), labels, 1.0), 0.0
+        )

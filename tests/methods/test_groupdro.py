@@ -76,7 +76,9 @@ class Watch(GroupDRO):
         self.vectors.append(server.vector)
 
 
-def watched(*methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any) -> Watch:
+def watched(
+    *methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any
+) -> Watch:
     """Run the methods with a watched GroupDRO in place of theirs, which comes last."""
     *others, groupdro = methods
     assert isinstance(groupdro, GroupDRO)
@@ -89,7 +91,9 @@ def watched(*methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **se
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_a_clients_weight_grows_with_its_loss_and_lasts_while_it_is_idle(schedule: Schedule) -> None:
+def test_a_clients_weight_grows_with_its_loss_and_lasts_while_it_is_idle(
+    schedule: Schedule,
+) -> None:
     watch = watched(GroupDRO(0.5), schedule=schedule, fleet=Ideal())
     assert torch.equal(watch.log_weights[0], torch.full((6,), -math.log(6), dtype=torch.float64))
     for turn, (clients, losses) in enumerate(zip(watch.clients, watch.losses, strict=True)):
@@ -107,7 +111,9 @@ def test_the_participants_are_averaged_with_their_updated_weights(prior: Any) ->
     watch = watched(GroupDRO(2.0, prior=prior))
     for turn, clients in enumerate(watch.clients):
         shares = aggregation_weights(watch.log_weights[turn + 1].exp(), torch.tensor(clients))
-        assert torch.allclose(watch.weights[turn] / watch.weights[turn].sum(), shares, rtol=1e-12, atol=0)
+        assert torch.allclose(
+            watch.weights[turn] / watch.weights[turn].sum(), shares, rtol=1e-12, atol=0
+        )
         mean = (shares.unsqueeze(1) * watch.deltas[turn].double()).sum(dim=0)
         found = watch.vectors[turn + 1] - watch.vectors[turn]
         assert torch.allclose(found.double(), mean, rtol=0, atol=1e-6)
@@ -118,7 +124,9 @@ def test_the_participants_are_averaged_with_their_updated_weights(prior: Any) ->
 def test_with_samples_as_prior_and_no_step_it_is_fedavg_by_samples() -> None:
     watch = watched(GroupDRO(0.0, prior="samples"))
     counts = torch.from_numpy(tiny().partition.train.counts).double()
-    assert all(torch.allclose(each.exp(), counts / counts.sum(), rtol=1e-12) for each in watch.log_weights)
+    assert all(
+        torch.allclose(each.exp(), counts / counts.sum(), rtol=1e-12) for each in watch.log_weights
+    )
     prior = run(run_spec(GroupDRO(0.0, prior="samples"), local=LOCAL))
     fedavg = run(run_spec(local=LOCAL), weighting="samples")
     for name, value in fedavg.tensors.items():
@@ -164,7 +172,9 @@ def test_weights_that_no_float_holds_do_not_break_a_run() -> None:
 def test_weights_are_in_a_checkpoint(tmp_path: Path) -> None:
     watch = watched(GroupDRO(0.5), rounds=4, checkpoint_every=2, folder=str(tmp_path))
     for version in (2, 4):
-        saved = checkpoint.read(tmp_path / "checkpoints" / f"round-{version:06d}").server[f"state/{LOG_WEIGHTS}"]
+        saved = checkpoint.read(tmp_path / "checkpoints" / f"round-{version:06d}").server[
+            f"state/{LOG_WEIGHTS}"
+        ]
         assert saved.dtype == np.float64
         assert torch.equal(torch.tensor(saved).log_softmax(0), watch.log_weights[version])
     resumed = Watch(GroupDRO(0.5))
@@ -178,7 +188,9 @@ def test_weights_are_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixup"])
-def test_the_upload_is_the_received_models_loss_on_the_first_batch_as_it_is_trained_on(mixed: bool) -> None:
+def test_the_upload_is_the_received_models_loss_on_the_first_batch_as_it_is_trained_on(
+    mixed: bool,
+) -> None:
     watch = watched(*([Mixup(5.0)] if mixed else []), GroupDRO(0.5))
     for version, (clients, losses) in enumerate(zip(watch.clients, watch.losses, strict=True)):
         expected = [watch.first[client, version] for client in clients]
@@ -200,7 +212,11 @@ def test_the_mean_over_all_batches_is_uploaded_on_demand() -> None:
 
 
 def test_a_client_that_never_trained_its_classifier_uploads_zero() -> None:
-    study = run_spec(Dann(0.5, width=4, discriminator_steps=9), GroupDRO(0.5), local=replace(LOCAL, epochs=1, batch=32))
+    study = run_spec(
+        Dann(0.5, width=4, discriminator_steps=9),
+        GroupDRO(0.5),
+        local=replace(LOCAL, epochs=1, batch=32),
+    )
     found = run(study, rounds=1)
     assert not found.failures
     weights = found.coordinator.server.state[LOG_WEIGHTS]

@@ -44,14 +44,18 @@ from raysim.vectors.layout import plan_layout
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 KERNELS = (4, 3, 3, 3)
 TARGET, SOURCE = random(*KERNELS), random(*KERNELS, seed=1)
 
 
-def mixed(target: Tensor = TARGET, source: Tensor = SOURCE, value_clip: float | None = None, **others: Any) -> Tensor:
+def mixed(
+    target: Tensor = TARGET, source: Tensor = SOURCE, value_clip: float | None = None, **others: Any
+) -> Tensor:
     return inco.cross_layer_gradient(target=target, source=source, value_clip=value_clip, **others)
 
 
@@ -89,12 +93,16 @@ def test_kernels_of_one_number_are_mixed_as_one_tensor() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_kernels_of_two_numbers_are_mixed_each_for_itself(granularity: str) -> None:
     target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
-    alike = torch.equal(mixed(target, source, granularity=granularity), mixed(target, source, granularity="tensor"))
+    alike = torch.equal(
+        mixed(target, source, granularity=granularity), mixed(target, source, granularity="tensor")
+    )
     assert alike == (granularity == "tensor")
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_source_of_zero_leaves_half_and_one_equal_to_the_target_doubles_it(granularity: str) -> None:
+def test_a_source_of_zero_leaves_half_and_one_equal_to_the_target_doubles_it(
+    granularity: str,
+) -> None:
     # Half, for the length of the result is the mean of both lengths.
     close(mixed(source=torch.zeros(KERNELS), granularity=granularity), TARGET / 2)
     close(mixed(source=TARGET, granularity=granularity), 2 * TARGET)
@@ -163,7 +171,9 @@ def test_the_arguments_are_left_as_they_were() -> None:
 
 
 def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> dict[str, str]:
-    names = {name: list(value.shape) for name, value in model.build(shape, 10, 0).named_parameters()}
+    names = {
+        name: list(value.shape) for name, value in model.build(shape, 10, 0).named_parameters()
+    }
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
@@ -172,7 +182,9 @@ def test_in_basic_blocks_both_convolutions_have_the_first_blocks_second_one() ->
     assert len(found) == 8
     for stage in range(1, 5):
         for conv in (1, 2):
-            target, source = (f"extractor.layer{stage}.{at}.weight" for at in (f"1.conv{conv}", "0.conv2"))
+            target, source = (
+                f"extractor.layer{stage}.{at}.weight" for at in (f"1.conv{conv}", "0.conv2")
+            )
             assert found[target] == source
 
 
@@ -184,7 +196,9 @@ def test_in_bottlenecks_the_last_two_convolutions_have_their_like() -> None:
 
 
 @pytest.mark.parametrize("model", [NORMED, MLP, Cct7()], ids=["cnn", "mlp", "cct"])
-def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(model: ModelRecipe) -> None:
+def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(
+    model: ModelRecipe,
+) -> None:
     assert paired(model) == {}
     network = {"model": model.build((3, 32, 32), 10, 0)}
     (warning,) = declared_for([InCo()], network, plan_layout(network)).warnings
@@ -194,13 +208,23 @@ def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(model
 
 
 def test_a_prefix_and_the_norms_of_a_transformer() -> None:
-    names = ["net.blocks.3.norm1.weight", "net.blocks.3.norm2.weight", "net.blocks.3.norm2.bias", "norm2.weight"]
+    names = [
+        "net.blocks.3.norm1.weight",
+        "net.blocks.3.norm2.weight",
+        "net.blocks.3.norm2.bias",
+        "norm2.weight",
+    ]
     found = inco.source_parameters(names=names, shapes=[[8]] * 4)
     assert found == {"net.blocks.3.norm2.weight": "net.blocks.3.norm1.weight"}
 
 
 def test_a_target_takes_no_source_of_another_shape_prefix_or_stage() -> None:
-    names = ["a.layer1.1.conv1.weight", "b.layer1.0.conv1.weight", "a.layer2.0.conv1.weight", "a.layer1.0.conv2.weight"]
+    names = [
+        "a.layer1.1.conv1.weight",
+        "b.layer1.0.conv1.weight",
+        "a.layer2.0.conv1.weight",
+        "a.layer1.0.conv2.weight",
+    ]
     assert inco.source_parameters(names=names, shapes=[[4, 4, 3, 3]] * 3 + [[8, 4, 3, 3]]) == {}
 
 
@@ -252,7 +276,9 @@ def test_it_mixes_the_targets_of_a_runs_mean_update_and_nothing_else(granularity
                 source = entries["extractor.layer1.0.conv2.weight"]
                 settings = {"granularity": granularity, "value_clip": 0.01}
                 origin = old[source.start : source.stop].view(source.shape)
-                assert torch.equal(other, inco.cross_layer_gradient(target=one, source=origin, **settings))
+                assert torch.equal(
+                    other, inco.cross_layer_gradient(target=one, source=origin, **settings)
+                )
                 assert not torch.equal(one, other)
             else:
                 assert torch.equal(one, other)
@@ -272,11 +298,15 @@ def test_personal_tensors_are_neither_targets_nor_sources() -> None:
     _, before, after = watched(InCo(), Keep("extractor.layer1.0.conv2.weight"))
     # What is left as a source: the first block's conv1, of conv1.
     layout = build_networks(run_spec(Keep("extractor.layer1.0.conv2.weight"), model=BLOCKS))[1]
-    moved = {entry.path for entry in layout.entries if entry.parameter and _differs(before, after, entry)}
+    moved = {
+        entry.path for entry in layout.entries if entry.parameter and _differs(before, after, entry)
+    }
     assert moved == {TARGETS[0]}
     _, before, after = watched(InCo(), Keep(TARGETS[0]))
     layout = build_networks(run_spec(Keep(TARGETS[0]), model=BLOCKS))[1]
-    moved = {entry.path for entry in layout.entries if entry.parameter and _differs(before, after, entry)}
+    moved = {
+        entry.path for entry in layout.entries if entry.parameter and _differs(before, after, entry)
+    }
     assert moved == {TARGETS[1]}
 
 
@@ -288,7 +318,8 @@ def _differs(before: Watch, after: Watch, entry: Any) -> bool:
 @pytest.mark.parametrize("model", [NORMED, NORMED_MLP], ids=["cnn", "mlp"])
 def test_without_a_pair_it_is_uniform_fedavg_bit_for_bit(model: ModelRecipe) -> None:
     found, fedavg = (
-        run(run_spec(*methods, model=model), fleet=Ideal(), weighting="uniform") for methods in ([InCo()], [])
+        run(run_spec(*methods, model=model), fleet=Ideal(), weighting="uniform")
+        for methods in ([InCo()], [])
     )
     assert found.finished.model_sha256 == fedavg.finished.model_sha256
     assert same(found.tensors, fedavg.tensors)
@@ -319,7 +350,9 @@ def test_it_trains_with_other_methods(methods: list[Method]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(schedule: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_and_the_history_of_a_straight_one(
+    schedule: Any, tmp_path: Path
+) -> None:
     study = run_spec(InCo(), model=BLOCKS)
     straight = run(study, schedule, rounds=5)
     run(study, schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path))
@@ -339,7 +372,13 @@ def test_methods_without_a_mean_update_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"granularity": "kernels"}, {"align": "never"}, {"clamp_max": -1.0}, {"value_clip": 0.0}, {"eps": 0.0}],
+    [
+        {"granularity": "kernels"},
+        {"align": "never"},
+        {"clamp_max": -1.0},
+        {"value_clip": 0.0},
+        {"eps": 0.0},
+    ],
     ids=str,
 )
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:

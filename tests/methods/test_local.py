@@ -47,7 +47,11 @@ class Watch(Method):
 
     def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
         """By turn."""
-        return [ended for (who, _), ended in sorted(self.ended.items(), key=lambda item: item[0]) if who == client]
+        return [
+            ended
+            for (who, _), ended in sorted(self.ended.items(), key=lambda item: item[0])
+            if who == client
+        ]
 
 
 # --- nothing travels ----------------------------------------------------------------------------------------------
@@ -56,7 +60,9 @@ class Watch(Method):
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 @pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_no_float_travels_in_either_direction(schedule: Any, model: ModelRecipe, keep: bool) -> None:
+def test_no_float_travels_in_either_direction(
+    schedule: Any, model: ModelRecipe, keep: bool
+) -> None:
     study = run_spec(LocalTraining(keep), model=model)
     spy = Spy(study)
     found = ran(coordinate(study, schedule, runtime=spy, rounds=4))
@@ -84,7 +90,11 @@ POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
 def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep: bool) -> None:
     def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
         watch = Watch()
-        run(run_spec(LocalTraining(keep), watch, model=NORMED, data=population(*clients)), schedule, rounds=rounds)
+        run(
+            run_spec(LocalTraining(keep), watch, model=NORMED, data=population(*clients)),
+            schedule,
+            rounds=rounds,
+        )
         return watch
 
     alone, other = trained((0, 1, 2), Synchronous(3), 3), trained(*POPULATIONS[name])
@@ -141,4 +151,6 @@ def test_kept_optimizers_follow_the_setting_of_the_run() -> None:
     by_setting = run(run_spec(LocalTraining(), local=replace(local, keep_optimizer=True)), rounds=3)
     fresh = run(run_spec(LocalTraining(), local=local), rounds=3)
     assert same(by_method.private, by_setting.private)
-    assert any(not np.array_equal(values, by_method.private[key]) for key, values in fresh.private.items())
+    assert any(
+        not np.array_equal(values, by_method.private[key]) for key, values in fresh.private.items()
+    )

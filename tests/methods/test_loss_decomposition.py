@@ -11,7 +11,9 @@ RNG = np.random.default_rng(0)
 MATRIX, AFTER, WEIGHTS = RNG.random((5, 5)) * 3, RNG.random(5) * 3, np.array([3.0, 1, 7, 2, 2])
 
 
-def parts(matrix: np.ndarray = MATRIX, after: np.ndarray = AFTER, weights: np.ndarray = WEIGHTS) -> dict[str, float]:
+def parts(
+    matrix: np.ndarray = MATRIX, after: np.ndarray = AFTER, weights: np.ndarray = WEIGHTS
+) -> dict[str, float]:
     return loss_decomposition(loss_matrix=matrix, global_losses=after, weights=weights)
 
 
@@ -19,7 +21,9 @@ def parts(matrix: np.ndarray = MATRIX, after: np.ndarray = AFTER, weights: np.nd
 @pytest.mark.parametrize("clients", [1, 2, 6])
 def test_the_signed_parts_add_up_to_the_global_loss(clients: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    found = parts(rng.normal(size=(clients, clients)), rng.normal(size=clients), rng.random(clients) + 0.1)
+    found = parts(
+        rng.normal(size=(clients, clients)), rng.normal(size=clients), rng.random(clients) + 0.1
+    )
     total = found["local_loss"] + found["distribution_shift"] + found["aggregation"]
     assert total == pytest.approx(found["global_loss"], abs=1e-14)
     assert found["distribution_shift_loss"] == abs(found["distribution_shift"])
@@ -53,5 +57,7 @@ def test_one_client_has_no_shift_and_all_change_is_aggregation() -> None:
 
 def test_permuted_clients_and_scaled_weights_change_nothing() -> None:
     order = np.array([4, 2, 0, 1, 3])
-    assert parts(MATRIX[np.ix_(order, order)], AFTER[order], WEIGHTS[order]) == pytest.approx(parts())
+    assert parts(MATRIX[np.ix_(order, order)], AFTER[order], WEIGHTS[order]) == pytest.approx(
+        parts()
+    )
     assert parts(weights=0.01 * WEIGHTS) == pytest.approx(parts())

@@ -26,7 +26,9 @@ LOCAL = Local(lr=0.05, batch=8)
 MIXES = {"mixup", "fedmix", "fedbr"}  # they add inputs up
 DATA = {
     "tokens": lambda: federate(
-        Markov(users=5, samples=20, test_samples=4, vocabulary=6, length=6, shortest=3), Natural(), 0
+        Markov(users=5, samples=20, test_samples=4, vocabulary=6, length=6, shortest=3),
+        Natural(),
+        0,
     ),
     "values": lambda: federate(Tabular("diabetes"), IID(clients=5), 0),
 }
@@ -51,7 +53,9 @@ def test_a_method_trains_or_says_by_name_why_it_cannot(name: str, kind: str) -> 
     try:
         ended = run(spec, rounds=2)
     except ValueError as error:  # of a check of the method's own
-        assert re.match(f"method '?{method.name}'?", str(error)) or f"method.{method.name}" in str(error)
+        assert re.match(f"method '?{method.name}'?", str(error)) or f"method.{method.name}" in str(
+            error
+        )
     else:
         assert not ended.failures and ended.rows[-1]["train_loss"] is not None
 
@@ -60,8 +64,12 @@ def test_the_methods_that_add_inputs_up_are_those_that_say_so() -> None:
     assert {name for name in TABLE if "numbers" in declared(name).needs} == MIXES
 
 
-@pytest.mark.parametrize("model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr)
-def test_token_runs_have_the_same_bits_on_one_host_and_on_two(model: ModelRecipe, hosts: Hosts) -> None:
+@pytest.mark.parametrize(
+    "model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr
+)
+def test_token_runs_have_the_same_bits_on_one_host_and_on_two(
+    model: ModelRecipe, hosts: Hosts
+) -> None:
     spec = run_spec(FedProx(0.1), Scaffold(), model=model, data=data("tokens"), local=LOCAL)
     here = run(spec)
     there = ran(coordinate(spec, runtime=hosts.runtime(changed(spec), 2)))
@@ -79,25 +87,36 @@ def test_adapters_travel_alone_and_learn() -> None:
 def test_a_user_is_scored_on_its_own_sequences() -> None:
     spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
     row = run(spec).rows[-1]
-    assert {f"accuracy.user {user}" for user in range(5)} <= row.keys() and "accuracy_worst_domain" in row
+    assert {
+        f"accuracy.user {user}" for user in range(5)
+    } <= row.keys() and "accuracy_worst_domain" in row
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
 def test_errors_take_the_place_of_accuracy_and_the_largest_is_the_worst() -> None:
-    rows = run(run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), Synchronous(5), rounds=8).rows
+    rows = run(
+        run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), Synchronous(5), rounds=8
+    ).rows
     assert not any(key.startswith("accuracy") for key in rows[0])
-    assert rows[-1]["mae_worst"] > rows[-1]["mae"] and rows[-1]["mae_global"] < rows[0]["mae_global"]  # type: ignore[operator]
+    assert (
+        rows[-1]["mae_worst"] > rows[-1]["mae"] and rows[-1]["mae_global"] < rows[0]["mae_global"]
+    )  # type: ignore[operator]
     evaluate = Evaluation(metric="mse")
-    rows = run(run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), rounds=1, evaluate=evaluate).rows
+    rows = run(
+        run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), rounds=1, evaluate=evaluate
+    ).rows
     assert rows[0]["mse_global"] == pytest.approx(rows[0]["loss_global"])
 
 
 def test_a_metric_of_another_kind_and_looks_at_classes_are_refused() -> None:
     spec = run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL)
-    with pytest.raises(ValueError, match=r"evaluate\.metric=accuracy does not score regression: use mae or mse"):
+    with pytest.raises(
+        ValueError, match=r"evaluate\.metric=accuracy does not score regression: use mae or mse"
+    ):
         run(spec, evaluate=Evaluation(metric="accuracy"))
     with pytest.raises(
-        ValueError, match=r"evaluate\.probe=1 looks at features and classes, and this data is for regression"
+        ValueError,
+        match=r"evaluate\.probe=1 looks at features and classes, and this data is for regression",
     ):
         run(spec, evaluate=Evaluation(probe=1))
     tuned = run(spec, evaluate=Evaluation(finetune=Finetune(1, head=True))).rows[-1]

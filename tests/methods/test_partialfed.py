@@ -61,7 +61,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def population(clients: int = 4) -> FederatedData:
     """Clients with test rows of their own."""
-    return federate(Synthetic(samples=120, test_samples=20, classes=5), IID(clients=clients, test_fraction=0.2), SEED)
+    return federate(
+        Synthetic(samples=120, test_samples=20, classes=5),
+        IID(clients=clients, test_fraction=0.2),
+        SEED,
+    )
 
 
 class Watch(Method):
@@ -86,7 +90,9 @@ class Watch(Method):
 class Client:
     """Client 0, which trains from whatever it is given."""
 
-    def __init__(self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL) -> None:
+    def __init__(
+        self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL
+    ) -> None:
         self.host = Host(run_spec(*methods, model=model, local=local))
         self.initial = self.host.vector.shared.clone()
         self.counters = self.host.vector.counters.clone()
@@ -134,19 +140,27 @@ def test_bottom_up_loads_the_first_layers_and_top_down_the_last(loaded: int) -> 
 
 
 def test_more_layers_than_there_are_cannot_be_loaded() -> None:
-    with pytest.raises(ValueError, match=r"num_loaded=6 does not fit a model of 5 layers: set it to 5 or less"):
+    with pytest.raises(
+        ValueError, match=r"num_loaded=6 does not fit a model of 5 layers: set it to 5 or less"
+    ):
         partialfed.fixed_loading_mask(num_layers=5, strategy="bottom_up", num_loaded=6)
 
 
-def sampled(temperature: float, logits: Tensor | None = None, gumbel: Tensor | None = None) -> dict[str, Tensor]:
+def sampled(
+    temperature: float, logits: Tensor | None = None, gumbel: Tensor | None = None
+) -> dict[str, Tensor]:
     logits = random(7, 2) if logits is None else logits
     return partialfed.sample_loading_policy(
-        logits=logits, gumbel=random(7, 2, seed=1) if gumbel is None else gumbel, temperature=temperature
+        logits=logits,
+        gumbel=random(7, 2, seed=1) if gumbel is None else gumbel,
+        temperature=temperature,
     )
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 0.1, 1.0, 5.0, 1e4])
-def test_shares_sum_to_one_and_the_decision_does_not_depend_on_the_temperature(temperature: float) -> None:
+def test_shares_sum_to_one_and_the_decision_does_not_depend_on_the_temperature(
+    temperature: float,
+) -> None:
     found = sampled(temperature)
     assert torch.allclose(found["soft"].sum(1), torch.ones(7, dtype=torch.float64))
     assert torch.equal(found["load_global"], sampled(1.0)["load_global"])
@@ -194,7 +208,9 @@ def test_a_layer_is_a_module_with_entries_of_its_own() -> None:
     networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
     networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
-    assert model_layers(layout, networks["model"]) == LAYERS, "what stays on the client counts, other networks do not"
+    assert model_layers(layout, networks["model"]) == LAYERS, (
+        "what stays on the client counts, other networks do not"
+    )
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -244,7 +260,9 @@ def test_other_networks_are_loaded_whatever_the_strategy() -> None:
     client.train(received)
     for entry in client.host.layout.entries:
         there = slice(entry.start, entry.stop)
-        assert torch.equal(watch.started[1][1][there], received[there]) == (entry.network != "model")
+        assert torch.equal(watch.started[1][1][there], received[there]) == (
+            entry.network != "model"
+        )
 
 
 def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start() -> None:
@@ -271,7 +289,9 @@ def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
             model = job.frozen()["model"]
             seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 
-    client = Client(PartialFed("none"), FedBSS(0), Look(), model=MLP, local=replace(LOCAL, epochs=2))
+    client = Client(
+        PartialFed("none"), FedBSS(0), Look(), model=MLP, local=replace(LOCAL, epochs=2)
+    )
     trained = client.train().vector.shared.clone()
     client.state["fedbss.losses"] = torch.zeros(0)
     client.train(torch.zeros_like(client.initial))
@@ -279,7 +299,10 @@ def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
     model, losses = client.host.vector.networks["model"], client.state["fedbss.losses"]
     client.host.vector.shared.copy_(trained)
     with torch.no_grad():
-        own = [torch.nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in client.host.trainer.own(0)]
+        own = [
+            torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+            for x, y in client.host.trainer.own(0)
+        ]
     assert torch.allclose(losses, torch.cat(own)), "FedBSS is listed behind PartialFed"
 
 
@@ -306,7 +329,9 @@ def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
         client.train()
         client.state["partialfed.model"] = client.initial
         client.train(torch.zeros_like(client.initial))
-    assert torch.equal(with_term.gradients[1], without.gradients[1]) and with_term.gradients[1].any()
+    assert (
+        torch.equal(with_term.gradients[1], without.gradients[1]) and with_term.gradients[1].any()
+    )
 
 
 # --- what the settings make of it ---------------------------------------------------------------------------------
@@ -314,7 +339,11 @@ def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
 
 def states(found: Any, key: str) -> dict[int, np.ndarray]:
     ends = f"/{key}"
-    return {int(name.partition("/")[0]): value for name, value in found.private.items() if name.endswith(ends)}
+    return {
+        int(name.partition("/")[0]): value
+        for name, value in found.private.items()
+        if name.endswith(ends)
+    }
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
@@ -374,7 +403,9 @@ def test_the_policys_steps_change_its_logits_and_nothing_else(model: ModelRecipe
     assert int(ctx.state["partialfed.adam['steps']"]) == 10
     for buffer in ("first", "second"):
         assert ctx.state[f"partialfed.adam['{buffer}']"].shape == (2 * layers,)
-    assert torch.equal(received, client.initial + 0.01) and not torch.equal(previous, ctx.state["partialfed.model"])
+    assert torch.equal(received, client.initial + 0.01) and not torch.equal(
+        previous, ctx.state["partialfed.model"]
+    )
 
 
 def test_the_policys_optimiser_goes_on_in_the_next_participation() -> None:
@@ -392,7 +423,9 @@ def test_the_policy_without_a_difference_between_the_models_has_no_gradient() ->
 
 
 def test_the_policy_keeps_what_the_received_model_spoils() -> None:
-    client = Client(PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10))
+    client = Client(
+        PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10)
+    )
     client.train()
     spoilt = client.state["partialfed.model"].clone()
     for entry in client.host.layout.entries:
@@ -432,12 +465,18 @@ def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivativ
     # By the statistics alone.
     for entry in client.host.layout.entries:
         if "running" not in entry.path:
-            ctx.base[entry.start : entry.stop] = ctx.state["partialfed.model"][entry.start : entry.stop]
+            ctx.base[entry.start : entry.stop] = ctx.state["partialfed.model"][
+                entry.start : entry.stop
+            ]
     leaf = shares.clone().requires_grad_()
     (grad,) = torch.autograd.grad(relaxed(leaf), [leaf])
     step = torch.tensor([0.0, 1e-2, 0.0])
     slope = (relaxed(shares + step) - relaxed(shares - step)) / 2e-2
-    assert grad[1] == pytest.approx(slope.item(), rel=1e-2) and grad[1] != 0 and grad[0] == 0 == grad[2]
+    assert (
+        grad[1] == pytest.approx(slope.item(), rel=1e-2)
+        and grad[1] != 0
+        and grad[0] == 0 == grad[2]
+    )
 
 
 def test_policy_costs_its_batches_from_the_second_job() -> None:
@@ -493,7 +532,11 @@ def test_a_client_whose_first_participation_failed_is_scored_with_the_shared_mod
 
 def test_own_and_shared_models_are_columns_of_their_own() -> None:
     row = run(run_spec(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
-    assert row["accuracy"] is not None and row["accuracy_shared"] is not None and row["accuracy_global"] is not None
+    assert (
+        row["accuracy"] is not None
+        and row["accuracy_shared"] is not None
+        and row["accuracy_global"] is not None
+    )
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -533,12 +576,16 @@ def test_strategy_is_checked_against_the_model() -> None:
 
 
 def test_every_client_of_the_tiny_data_keeps_a_model() -> None:
-    found = run(run_spec(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3)
+    found = run(
+        run_spec(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3
+    )
     assert len(states(found, "partialfed.model")) == len(tiny().partition.train) == 6
     assert all(0 <= row["partialfed.loaded"] <= 1 for row in found.rows)  # type: ignore[operator]
 
 
-def test_a_decision_that_is_not_drawn_is_that_of_the_larger_logit_however_little_it_is_larger() -> None:
+def test_a_decision_that_is_not_drawn_is_that_of_the_larger_logit_however_little_it_is_larger() -> (
+    None
+):
     client = Client(PartialFed("adaptive", policy_lr=1e-9))
     client.train()
     spoilt = client.state["partialfed.model"].clone()

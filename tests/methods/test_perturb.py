@@ -26,7 +26,12 @@ class Dropping(NormedMlp):
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         width = self.width
-        layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), width), nn.Dropout(0.3), nn.BatchNorm1d(width)]
+        layers = [
+            nn.Flatten(),
+            nn.Linear(math.prod(input_shape), width),
+            nn.Dropout(0.3),
+            nn.BatchNorm1d(width),
+        ]
         return nn.Sequential(*layers, nn.ReLU(), nn.Dropout(0.3)), width
 
 
@@ -46,7 +51,9 @@ def beside(name: str, *more: Method) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", ["fedavg", *PARTNERS])
-def test_beside_every_method_a_second_pass_sees_the_same_and_leaves_nothing_behind(name: str) -> None:
+def test_beside_every_method_a_second_pass_sees_the_same_and_leaves_nothing_behind(
+    name: str,
+) -> None:
     alone = beside(name)
     same, elsewhere = Asking(), Asking(0.3, take=False)
     assert beside(name, same) == alone

@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, LOCAL, NORMED, NORMED_MLP, ROUNDS, SEED, check_composition, private, run, run_spec, same
+from tiny_runs import (
+    BUFFER,
+    LOCAL,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    SEED,
+    check_composition,
+    private,
+    run,
+    run_spec,
+    same,
+)
 
 from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.local_job import LocalJob, PersonalModel
@@ -34,7 +46,11 @@ MODES: dict[str, PFedAvg] = {
 
 def population(clients: int = 5) -> FederatedData:
     """Clients with test rows of their own."""
-    return federate(Synthetic(samples=150, test_samples=20, classes=5), IID(clients=clients, test_fraction=0.2), SEED)
+    return federate(
+        Synthetic(samples=150, test_samples=20, classes=5),
+        IID(clients=clients, test_fraction=0.2),
+        SEED,
+    )
 
 
 def study(*methods: Method, **others: Any) -> Any:
@@ -52,9 +68,18 @@ def test_the_shared_model_is_that_of_the_other_methods_in_every_round_of_every_m
 ) -> None:
     found = run(study(MODES[mode], *others, model=NORMED), schedule, rounds=4)
     plain = run(study(*others, model=NORMED), schedule, rounds=4)
-    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(found.tensors, plain.tensors)
+    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(
+        found.tensors, plain.tensors
+    )
     for row, reference in zip(found.rows, plain.rows, strict=True):
-        for key in ("train_loss", "accuracy_global", "loss_global", "virtual_seconds", "floats_down", "floats_up"):
+        for key in (
+            "train_loss",
+            "accuracy_global",
+            "loss_global",
+            "virtual_seconds",
+            "floats_down",
+            "floats_up",
+        ):
             assert row[key] == reference[key], key
 
 
@@ -80,7 +105,9 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago(others: tuple[Method, ...]) -> None:
+def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago(
+    others: tuple[Method, ...],
+) -> None:
     watch = Watch()
     here = study(PFedAvg(), *others, watch)
     found = run(here, Synchronous(2), rounds=5)
@@ -92,7 +119,9 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
     for client in range(5):
         weights = watch.last.get(client)
         if weights is not None:
-            assert np.array_equal(states[f"{client}/pfedavg.model"], weights[: layout.shared].numpy())
+            assert np.array_equal(
+                states[f"{client}/pfedavg.model"], weights[: layout.shared].numpy()
+            )
             host.vector.data.copy_(weights)
         else:
             host.vector.shared.copy_(found.coordinator.server.vector)
@@ -101,7 +130,9 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
         host.trainer.training(False)
         inputs, labels = host.trainer.gather(tests.rows(client))
         with torch.no_grad():
-            hits.append(float((host.vector.networks["model"](inputs).argmax(1) == labels).double().mean()))
+            hits.append(
+                float((host.vector.networks["model"](inputs).argmax(1) == labels).double().mean())
+            )
     assert found.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
 
 
@@ -162,7 +193,9 @@ def test_fine_tuning_is_that_of_the_evaluation(head: bool) -> None:
     asked = Evaluation(finetune=Finetune(2, head=head))
     by_method = run(study(PFedAvg("finetune", 2, head_only=head))).rows
     by_setting = run(study(), evaluate=asked).rows
-    assert [row["accuracy_finetuned"] for row in by_method] == [row["accuracy_finetuned"] for row in by_setting]
+    assert [row["accuracy_finetuned"] for row in by_method] == [
+        row["accuracy_finetuned"] for row in by_setting
+    ]
     assert any(row["accuracy_finetuned"] != row["accuracy"] for row in by_method)
 
 
@@ -178,7 +211,9 @@ def test_no_epoch_of_fine_tuning_leaves_the_shared_model_for_everybody() -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_they_were(mode: str) -> None:
+def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_they_were(
+    mode: str,
+) -> None:
     here = study(MODES[mode], model=NORMED)
 
     def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, Published]:
@@ -191,7 +226,11 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
                 rows = here.data.partition.test.rows(client)
                 host.evaluate([Task(client, rows, finetune=finetuning(MODES[mode]))], published)
         ctx = host.trainer.train(
-            Job(0, 0, 0, 0, -1, 1.0), torch.from_numpy(vector), torch.from_numpy(counters), {}, state
+            Job(0, 0, 0, 0, -1, 1.0),
+            torch.from_numpy(vector),
+            torch.from_numpy(counters),
+            {},
+            state,
         )
         return ctx.vector.data.clone(), ctx.vector.counters.clone(), published
 

@@ -39,7 +39,18 @@ from raysim.training.step_mode import uses_graph
 
 NEAR = 1e-8  # in float64, of the loop: a rate that is a tensor is multiplied with another rounding
 DRAWING = "fedsr"
-QUICK = ("scaffold", "groupdro", "dann", "fedmix", "fedpac", "moon", "fedbss", "local", "fedbr", "vhl")
+QUICK = (
+    "scaffold",
+    "groupdro",
+    "dann",
+    "fedmix",
+    "fedpac",
+    "moon",
+    "fedbss",
+    "local",
+    "fedbr",
+    "vhl",
+)
 
 
 def study(*methods: Method | str, **others: Any) -> RunSpec:
@@ -50,7 +61,9 @@ def study(*methods: Method | str, **others: Any) -> RunSpec:
         row = TABLE.get(method) if isinstance(method, str) else None
         parts += [method] if isinstance(method, Method) else [row.make()] if row else []
         model = row.model if row else model
-    return run_spec(*parts, **({"model": model, "local": EPOCHS, "lanes": 3, "graph": True} | others))
+    return run_spec(
+        *parts, **({"model": model, "local": EPOCHS, "lanes": 3, "graph": True} | others)
+    )
 
 
 def loop_of(ended: Ran) -> RecordedLanes:
@@ -81,15 +94,27 @@ def quick_and_slow(names: list[str]) -> list[Any]:
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING]))
+    @pytest.mark.parametrize(
+        "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
+    )
     def test_every_method_ends_where_the_loop_ends(self, name: str) -> None:
         ended = assert_as_in_loop(study(name), rounds=3)
-        assert 0 < len(loop_of(ended).recordings) <= 32, "few kinds of iterations, whatever the number of rounds"
+        assert 0 < len(loop_of(ended).recordings) <= 32, (
+            "few kinds of iterations, whatever the number of rounds"
+        )
 
     @pytest.mark.parametrize(
         "local",
         [
-            Local(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, batch=8, epochs=2, lr_decay=0.7),
+            Local(
+                lr=0.05,
+                momentum=0.9,
+                nesterov=True,
+                weight_decay=0.01,
+                batch=8,
+                epochs=2,
+                lr_decay=0.7,
+            ),
             Local(lr=0.01, optimizer="adam", batch=8, epochs=2, lr_decay=0.7),
             Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
             Local(lr=0.05, batch=8, epochs=None, steps=7, sampling="replacement"),
@@ -101,7 +126,9 @@ class TestNumbers:
     @pytest.mark.parametrize("lanes", [1, 3])
     def test_rates_and_counts_of_steps_are_inputs(self, local: Local, lanes: int) -> None:
         ended = assert_as_in_loop(study(local=local, lanes=lanes), rounds=4)
-        assert 1 <= len(loop_of(ended).recordings) <= 8, "one for each size of a batch and each lane, whatever the rate"
+        assert 1 <= len(loop_of(ended).recordings) <= 8, (
+            "one for each size of a batch and each lane, whatever the rate"
+        )
 
     def test_convolutions_and_batch_norm_end_where_the_loop_ends(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
@@ -114,7 +141,10 @@ class TestNumbers:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
     def test_clients_may_start_from_different_vectors(self) -> None:
-        assert_as_in_loop(study(TABLE["partialfed"].make(), FedProx(0.5), model=TABLE["partialfed"].model), rounds=3)
+        assert_as_in_loop(
+            study(TABLE["partialfed"].make(), FedProx(0.5), model=TABLE["partialfed"].model),
+            rounds=3,
+        )
 
     def test_clients_may_be_sent_different_things(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
@@ -122,7 +152,11 @@ class TestNumbers:
     @pytest.mark.parametrize("name", quick_and_slow(["fedavg", *TABLE]))
     def test_products_in_bfloat16_train_a_float32_vector(self, name: str) -> None:
         ways = [{"lanes": 1, "graph": False}, {"lanes": 3, "graph": True}]
-        coarse = [run(study(name, precision="bfloat16", **way), rounds=2) for way in ways if name != DRAWING]
+        coarse = [
+            run(study(name, precision="bfloat16", **way), rounds=2)
+            for way in ways
+            if name != DRAWING
+        ]
         fine = run(study(name, lanes=1, graph=False), rounds=2)
         for ended in coarse:
             assert not ended.failures, ended.failures[0].error
@@ -166,7 +200,9 @@ class TestBits:
         assert (there.bits, there.history) == (here.bits, here.history)
 
     @pytest.mark.parametrize("name", ["fedavg", "scaffold", "dann"])
-    def test_computing_without_recording_changes_no_bit(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_computing_without_recording_changes_no_bit(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         replayed = run(study(name), rounds=3)
         monkeypatch.setattr(RecordedLanes, "_is_recorded", lambda loop, lane: False)
         computed = run(study(name), rounds=3)
@@ -184,14 +220,22 @@ class TestInputs:
 
     def test_only_what_a_step_reads_is_an_input(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
-        assert list(loop.reads.entries) == [("state", "scaffold.control"), ("download", "scaffold.control")]
+        assert list(loop.reads.entries) == [
+            ("state", "scaffold.control"),
+            ("download", "scaffold.control"),
+        ]
         assert not loop.reads.facts
 
     def test_what_all_lanes_share_is_copied_once(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
-        together = next(recording for recording in loop.recordings.values() if len(recording._lanes) == 3)
+        together = next(
+            recording for recording in loop.recordings.values() if len(recording._lanes) == 3
+        )
         owners = {(table, owner) for owner, table, _ in together._inputs}
-        assert ("download", recorded_lanes.SHARED) in owners and ("rate", recorded_lanes.SHARED) in owners
+        assert ("download", recorded_lanes.SHARED) in owners and (
+            "rate",
+            recorded_lanes.SHARED,
+        ) in owners
         assert {owner for table, owner in owners if table == "state"} == {0, 1, 2}
 
     def test_a_python_value_that_is_read_decides_the_recording(self) -> None:
@@ -288,10 +332,14 @@ class Undeclaring(Method):
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros])
+    @pytest.mark.parametrize(
+        "read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros]
+    )
     def test_a_method_that_reads_a_value_is_named(self, read: Callable[[Tensor], Any]) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
-        with pytest.raises(NotInLanes, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"):
+        with pytest.raises(
+            NotInLanes, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"
+        ):
             run(study(Asking(read)), rounds=1)
 
     def test_a_method_that_reports_in_a_step_is_named(self) -> None:
@@ -305,15 +353,23 @@ class TestRefusals:
         assert not isinstance(refused.value, NotInLanes)
 
     def test_a_model_that_draws_is_refused(self) -> None:
-        with pytest.raises(Refused, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"):
+        with pytest.raises(
+            Refused, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
+        ):
             Host(study(model=Dropping()))
 
 
 @pytest.mark.parametrize("hook", ["begin", "end"])
 def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
     ways = [{"lanes": 1, "graph": False}, {"lanes": 3, "graph": True}]
-    loop, lanes = (run(study(Failing(hook), dtype=float64, **way), rounds=3, tolerate=1.0) for way in ways)
-    assert [failure.client for failure in lanes.failures] == [failure.client for failure in loop.failures] != []
+    loop, lanes = (
+        run(study(Failing(hook), dtype=float64, **way), rounds=3, tolerate=1.0) for way in ways
+    )
+    assert (
+        [failure.client for failure in lanes.failures]
+        == [failure.client for failure in loop.failures]
+        != []
+    )
     for name, values in loop.tensors.items():
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
@@ -321,7 +377,11 @@ def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
 def test_modes_that_are_set_later_win() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
-    assert list(after.items()) == [("model.extractor", False), ("fedbr.projector", True), ("model", False)]
+    assert list(after.items()) == [
+        ("model.extractor", False),
+        ("fedbr.projector", True),
+        ("model", False),
+    ]
 
 
 def recorded(*methods: Method, asked: bool | None = None, **others: Any) -> bool:
@@ -331,7 +391,11 @@ def recorded(*methods: Method, asked: bool | None = None, **others: Any) -> bool
 
 class TestUsual:
     def test_built_in_parts_are_recorded_on_a_gpu(self) -> None:
-        assert recorded(device="cuda") and recorded(TABLE["fedbr"].make(), device="cuda") and not recorded()
+        assert (
+            recorded(device="cuda")
+            and recorded(TABLE["fedbr"].make(), device="cuda")
+            and not recorded()
+        )
         assert not recorded(asked=False, device="cuda") and recorded(asked=True)
 
     def test_parts_of_others_and_draws_are_not_recorded(self) -> None:

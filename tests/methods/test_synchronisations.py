@@ -18,11 +18,22 @@ from raysim.training.recorded_lanes import RecordedLanes
 
 # Operations whose result a device has to hand to Python before anything else can happen.
 WAITING = (
-    *(torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default),
-    *(torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default, torch.ops.aten.is_nonzero.default),
+    *(
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.nonzero.default,
+    ),
+    *(
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten._unique2.default,
+        torch.ops.aten.is_nonzero.default,
+    ),
 )
 
-DRAWS, LACKS = ("fedsr",), ("dp_fedavg",)  # what is not recorded, and what needs a package of its own
+DRAWS, LACKS = (
+    ("fedsr",),
+    ("dp_fedavg",),
+)  # what is not recorded, and what needs a package of its own
 CONVOLVED = [name for name in ("fedavg", *gpu.every_method()) if name not in (*DRAWS, *LACKS)]
 
 
@@ -38,7 +49,9 @@ class Counter(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in WAITING and args[0].dtype != torch.uint8:  # where torch's generator stands is known on the CPU
+        if (
+            func in WAITING and args[0].dtype != torch.uint8
+        ):  # where torch's generator stands is known on the CPU
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -77,7 +90,10 @@ def test_a_step_that_waits_is_counted() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("dann", "fedbr", "fraug") else pytest.mark.slow) for name in CONVOLVED],
+    [
+        pytest.param(name, marks=() if name in ("dann", "fedbr", "fraug") else pytest.mark.slow)
+        for name in CONVOLVED
+    ],
 )
 def test_what_a_graph_records_of_a_network_with_convolutions_waits_for_no_value(
     name: str, monkeypatch: pytest.MonkeyPatch

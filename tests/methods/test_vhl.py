@@ -63,7 +63,9 @@ def by_definition(features: Tensor, labels: list[int], temperature: float) -> Te
         whole = sum(torch.exp(own @ rows[j] / temperature) for j in others)
         positive = [j for j in others if labels[j] == labels[i]]
         for j in positive:
-            total = total - torch.log(torch.exp(own @ rows[j] / temperature) / whole) / len(positive)
+            total = total - torch.log(torch.exp(own @ rows[j] / temperature) / whole) / len(
+                positive
+            )
     return total / len(rows)
 
 
@@ -79,14 +81,20 @@ def test_the_gradient_of_the_contrast_is_that_of_its_definition() -> None:
     features, labels = random(6, 4).requires_grad_(), [0, 1, 0, 2, 1, 0]
     gradients = [
         torch.autograd.grad(value, features)[0]
-        for value in (contrast(features, torch.tensor(labels), 0.5), by_definition(features, labels, 0.5))
+        for value in (
+            contrast(features, torch.tensor(labels), 0.5),
+            by_definition(features, labels, 0.5),
+        )
     ]
     torch.testing.assert_close(*gradients)
 
 
 def test_the_contrast_does_not_depend_on_the_length_of_features_nor_on_their_order() -> None:
     features, labels = random(7, 3), torch.tensor([0, 1, 0, 2, 1, 0, 3])
-    order, lengths = torch.tensor([3, 0, 6, 2, 5, 1, 4]), torch.tensor([0.1, 2, 3, 0.5, 1, 7, 4]).unsqueeze(1)
+    order, lengths = (
+        torch.tensor([3, 0, 6, 2, 5, 1, 4]),
+        torch.tensor([0.1, 2, 3, 0.5, 1, 7, 4]).unsqueeze(1),
+    )
     expected = contrast(features, labels)
     torch.testing.assert_close(contrast(lengths * features, labels), expected)
     torch.testing.assert_close(contrast(1e-10 * lengths * features, labels), expected)
@@ -114,7 +122,9 @@ def test_alignment_moves_virtual_features_by_their_own_contrast_only(weight: flo
     labels, own = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 0, 1, 2])
     value = alignment_loss(real, labels, virtual, own, 0.5, 1.0, weight)
     moved, pulled = torch.autograd.grad(value, [virtual, real])
-    torch.testing.assert_close(moved, weight * torch.autograd.grad(contrast(virtual, own, 0.5), virtual)[0])
+    torch.testing.assert_close(
+        moved, weight * torch.autograd.grad(contrast(virtual, own, 0.5), virtual)[0]
+    )
     assert pulled.abs().sum() > 0
 
 
@@ -164,7 +174,10 @@ def test_virtual_images_scatter_around_the_mean_of_their_class() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(400) % 2
     images = virtual_images(
-        torch.randn(2, 3, 8, 8, generator=generator), torch.randn(400, 3, 8, 8, generator=generator), labels, (8, 8)
+        torch.randn(2, 3, 8, 8, generator=generator),
+        torch.randn(400, 3, 8, 8, generator=generator),
+        labels,
+        (8, 8),
     )
     between = torch.stack([images[labels == c].mean(0) for c in (0, 1)])
     inside = images - between[labels]
@@ -176,7 +189,11 @@ def test_virtual_images_scatter_around_the_mean_of_their_class() -> None:
 
 def test_a_crop_in_the_middle_is_the_image_and_a_flip_its_mirror() -> None:
     images = random(3, 2, 4, 5)
-    middle, zeros, ones = torch.full((3,), 2), torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    middle, zeros, ones = (
+        torch.full((3,), 2),
+        torch.zeros(3, dtype=torch.int64),
+        torch.ones(3, dtype=torch.int64),
+    )
     assert torch.equal(shifted(images, middle, middle, zeros, 2), images)
     assert torch.equal(shifted(images, middle, middle, ones, 2), images.flip(3))
     corner = shifted(images, zeros, 2 * middle, torch.tensor([0, 1, 0]), 2)
@@ -205,7 +222,10 @@ def test_step_draws_different_images_and_all_offsets() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"virtual_batch": 32, "virtual": 20}, r"virtual_batch=32 .* method\.vhl\.virtual_batch=20 "),
+        (
+            {"virtual_batch": 32, "virtual": 20},
+            r"virtual_batch=32 .* method\.vhl\.virtual_batch=20 ",
+        ),
         ({"virtual_batch": 2, "virtual": 4}, r"virtual=4 .* method\.vhl\.virtual=5 "),
     ],
 )

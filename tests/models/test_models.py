@@ -54,22 +54,40 @@ class Row:
 
 
 NONE = (0, BN + GN + LN, 0, 0)
-MNIST, CIFAR, LARGE, XRAY, LIGHT = (1, 28, 28), (3, 32, 32), (3, 224, 224), (3, 384, 384), (3, 64, 64)
+MNIST, CIFAR, LARGE, XRAY, LIGHT = (
+    (1, 28, 28),
+    (3, 32, 32),
+    (3, 224, 224),
+    (3, 384, 384),
+    (3, 64, 64),
+)
 BN18, BN50, BN_DIGITS = (20, BN, 9_600, 9_620), (53, BN, 53_120, 53_173), (5, BN, 5_632, 5_637)
 IMAGENET18, IMAGENET50 = ResNet(18, stem="imagenet"), ResNet(50, stem="imagenet")
 TABLE = {
-    "mnist_cnn": Row(MnistCnn(), MNIST, 10, 128, 370_560, 1_290, (4, GN, 896, 0), 73, positive=False),
+    "mnist_cnn": Row(
+        MnistCnn(), MNIST, 10, 128, 370_560, 1_290, (4, GN, 896, 0), 73, positive=False
+    ),
     "vgg11": Row(Vgg11(), CIFAR, 10, 512, 9_220_480, 5_130, NONE, 153),
     "vgg11 pacs": Row(Vgg11(), CIFAR, 7, 512, 9_220_480, 3_591, NONE, 153),
-    "cct7_3x1": Row(Cct7(), CIFAR, 100, 256, 3_757_569, 25_700, (15, LN, 7_680, 0), 1_182, positive=False),
-    "resnet18 gn": Row(ResNet(18, norm="group"), CIFAR, 10, 512, 11_168_832, 5_130, (20, GN, 9_600, 0), 555),
+    "cct7_3x1": Row(
+        Cct7(), CIFAR, 100, 256, 3_757_569, 25_700, (15, LN, 7_680, 0), 1_182, positive=False
+    ),
+    "resnet18 gn": Row(
+        ResNet(18, norm="group"), CIFAR, 10, 512, 11_168_832, 5_130, (20, GN, 9_600, 0), 555
+    ),
     "resnet18 bn": Row(ResNet(18), CIFAR, 10, 512, 11_168_832, 5_130, BN18, 555),
     "resnet18 cifar100": Row(ResNet(18), CIFAR, 100, 512, 11_168_832, 51_300, BN18, 555),
-    "resnet18 imagenet": Row(IMAGENET18, LARGE, 65, 512, 11_176_512, 33_345, BN18, 1_814, light=LIGHT),
+    "resnet18 imagenet": Row(
+        IMAGENET18, LARGE, 65, 512, 11_176_512, 33_345, BN18, 1_814, light=LIGHT
+    ),
     "resnet50 bn": Row(ResNet(50), CIFAR, 10, 2048, 23_500_352, 20_490, BN50, 1_298),
-    "resnet50 imagenet": Row(IMAGENET50, XRAY, 2, 2048, 23_508_032, 4_098, BN50, 12_011, light=LIGHT),
+    "resnet50 imagenet": Row(
+        IMAGENET50, XRAY, 2, 2048, 23_508_032, 4_098, BN50, 12_011, light=LIGHT
+    ),
     "digits_cnn": Row(DigitsCnn(), CIFAR, 10, 512, 18_146_240, 5_130, BN_DIGITS, 62),
-    "digits_cnn fedbn": Row(DigitsCnn("fedbn"), (3, 28, 28), 10, 512, 14_214_080, 5_130, BN_DIGITS, 48),
+    "digits_cnn fedbn": Row(
+        DigitsCnn("fedbn"), (3, 28, 28), 10, 512, 14_214_080, 5_130, BN_DIGITS, 48
+    ),
     "cnn": Row(Cnn(), MNIST, 10, 512, 1_658_240, 5_130, NONE, 12),
     "cnn pool 2": Row(Cnn(pool=2), MNIST, 10, 512, 1_658_240, 5_130, NONE, 12),
     "mlp 64": Row(Mlp([64]), MNIST, 10, 64, 50_240, 650, NONE, 0.05),
@@ -79,14 +97,20 @@ TABLE = {
     "small_cnn gn": Row(SmallCnn("group"), (1, 8, 8), 10, 64, 13_152, 650, (2, GN, 96, 0), 0.09),
 }
 # one per kind of network is run for real; the others differ from one of these in sizes only
-RUN = [name for name in TABLE if name not in ("vgg11 pacs", "resnet18 cifar100", "resnet50 bn", "mlp 2700")]
+RUN = [
+    name
+    for name in TABLE
+    if name not in ("vgg11 pacs", "resnet18 cifar100", "resnet50 bn", "mlp 2700")
+]
 
 
 def count(parameters: object) -> int:
     return sum(p.numel() for p in parameters)  # type: ignore[attr-defined]
 
 
-def outputs(net: nn.Module, kind: tuple[type[nn.Module], ...], shape: tuple[int, int, int]) -> list[tuple[int, ...]]:
+def outputs(
+    net: nn.Module, kind: tuple[type[nn.Module], ...], shape: tuple[int, int, int]
+) -> list[tuple[int, ...]]:
     """Shapes, without the batch axis, of what the modules of these types put out, in order of execution."""
     seen: list[tuple[int, ...]] = []
     for module in net.modules():
@@ -110,19 +134,33 @@ def test_counts_and_cost_are_those_of_the_table(name: str) -> None:
     norms = [m for m in net.modules() if isinstance(m, kinds)]
     with FlopCounterMode(display=False) as counter:
         z = net.eval().features(torch.empty(1, *row.shape, device="meta"))
-    assert z.shape == (1, row.feature_dim) and (net.feature_dim, net.num_classes) == (row.feature_dim, row.classes)
-    assert (count(net.extractor.parameters()), count(net.head.parameters())) == (row.features, row.head)
+    assert z.shape == (1, row.feature_dim) and (net.feature_dim, net.num_classes) == (
+        row.feature_dim,
+        row.classes,
+    )
+    assert (count(net.extractor.parameters()), count(net.head.parameters())) == (
+        row.features,
+        row.head,
+    )
     assert all(p.requires_grad for p in net.parameters())
-    assert (len(norms), count(p for m in norms for p in m.parameters())) == (layers, norm_parameters)
+    assert (len(norms), count(p for m in norms for p in m.parameters())) == (
+        layers,
+        norm_parameters,
+    )
     assert count(net.buffers()) == buffers
-    assert counter.get_total_flops() / 2e6 == pytest.approx(row.mac, abs=0.5 if row.mac > 10 else 0.05)
+    assert counter.get_total_flops() / 2e6 == pytest.approx(
+        row.mac, abs=0.5 if row.mac > 10 else 0.05
+    )
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_forward_is_the_head_on_the_features_and_one_image_is_enough(name: str) -> None:
     row = TABLE[name]
     net = row.recipe.build(row.shape, row.classes, seed=3).eval()
-    assert isinstance(net.head, nn.Linear) and list(net.parameters())[-2:] == [net.head.weight, net.head.bias]
+    assert isinstance(net.head, nn.Linear) and list(net.parameters())[-2:] == [
+        net.head.weight,
+        net.head.bias,
+    ]
     shape = row.light or row.shape
     with torch.no_grad():
         for batch in (1, 3):
@@ -166,7 +204,13 @@ def sequential(name: str) -> nn.Sequential:
         return nn.Sequential(*first, *second, *dense)
     if name == "mlp 64":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
-    layers = [nn.Linear(784, 2700), nn.ReLU(), nn.Linear(2700, 2700), nn.ReLU(), nn.Linear(2700, 10)]
+    layers = [
+        nn.Linear(784, 2700),
+        nn.ReLU(),
+        nn.Linear(2700, 2700),
+        nn.ReLU(),
+        nn.Linear(2700, 10),
+    ]
     return nn.Sequential(nn.Flatten(), *layers)
 
 
@@ -179,8 +223,12 @@ def test_the_benchmark_networks_start_as_the_plain_sequential_does(name: str) ->
     assert torch.equal(ours(x), plain(x))
 
 
-@pytest.mark.parametrize("recipe", [Cct7(), ResNet(18), DigitsCnn(), SmallCnn("group")], ids=lambda r: type(r).__name__)
-def test_a_seed_names_the_parameters_and_leaves_the_global_generator_alone(recipe: ModelRecipe) -> None:
+@pytest.mark.parametrize(
+    "recipe", [Cct7(), ResNet(18), DigitsCnn(), SmallCnn("group")], ids=lambda r: type(r).__name__
+)
+def test_a_seed_names_the_parameters_and_leaves_the_global_generator_alone(
+    recipe: ModelRecipe,
+) -> None:
     torch.manual_seed(9)
     before = torch.get_rng_state()
     one, two, other = (recipe.build(CIFAR, 10, seed) for seed in (7, 7, 8))
@@ -226,8 +274,12 @@ def test_resnet_stages_have_the_shapes_and_counts_of_the_specification(
     assert seen == [(channels, side, side) for channels, side in [stem, *maps]]
     counts = [147_968, 525_568, 2_099_712, 8_393_728], [215_808, 1_219_584, 7_098_368, 14_964_736]
     assert [count(stage.parameters()) for stage in stages[1:]] == counts["50" in name]
-    assert count([*net.conv1.parameters(), *net.bn1.parameters()]) == (9_536 if "imagenet" in name else 1_856)
-    shortcuts = [m for key, m in net.named_modules() if "downsample" in key and isinstance(m, BN + GN)]
+    assert count([*net.conv1.parameters(), *net.bn1.parameters()]) == (
+        9_536 if "imagenet" in name else 1_856
+    )
+    shortcuts = [
+        m for key, m in net.named_modules() if "downsample" in key and isinstance(m, BN + GN)
+    ]
     assert len(shortcuts) == (4 if "50" in name else 3)
 
 
@@ -239,7 +291,9 @@ def test_resnet_stages_have_the_shapes_and_counts_of_the_specification(
         ({"padding": 2, "stride": 3}, 352_650),
     ],
 )
-def test_other_readings_of_the_fedbss_cnn_give_their_counts(options: dict[str, int], total: int) -> None:
+def test_other_readings_of_the_fedbss_cnn_give_their_counts(
+    options: dict[str, int], total: int
+) -> None:
     net = Cnn(**options).build(MNIST, 10, seed=1)  # type: ignore[arg-type]
     assert count(net.parameters()) == total
     assert net(torch.zeros(1, *MNIST)).shape == (1, 10)
@@ -257,7 +311,9 @@ def test_a_resnet_with_the_imagenet_stem_is_torchvisions(depth: int) -> None:
     torch.manual_seed(0)
     theirs = getattr(torchvision.models, f"resnet{depth}")(num_classes=2).eval()
     ours = ResNet(depth, stem="imagenet").build(LIGHT, 2, seed=1).eval()  # type: ignore[arg-type]
-    ours.extractor.load_state_dict({k: v for k, v in theirs.state_dict().items() if not k.startswith("fc.")})
+    ours.extractor.load_state_dict(
+        {k: v for k, v in theirs.state_dict().items() if not k.startswith("fc.")}
+    )
     ours.head.load_state_dict(theirs.fc.state_dict())
     x = torch.randn(2, *LIGHT)
     assert torch.equal(ours(x), theirs(x))
@@ -289,10 +345,14 @@ def test_cct_starts_with_the_deviations_of_its_source() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     convolution, position, block = net[0], net[4], net[5]
     assert convolution.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)
-    assert position.weight.shape == (1, 256, 256) and position.weight.std().item() == pytest.approx(0.2, rel=0.02)
+    assert position.weight.shape == (1, 256, 256) and position.weight.std().item() == pytest.approx(
+        0.2, rel=0.02
+    )
     assert count(block.parameters()) == 526_336
     for layer in (block.attention.qkv, block.attention.out, *block.mlp[::2], net[-1].score):
-        assert layer.weight.std().item() == pytest.approx(0.02, rel=5 / (2 * layer.weight.numel()) ** 0.5)
+        assert layer.weight.std().item() == pytest.approx(
+            0.02, rel=5 / (2 * layer.weight.numel()) ** 0.5
+        )
         assert layer.bias is None or not layer.bias.any()
 
 
@@ -304,7 +364,11 @@ def test_a_cct_block_carries_the_normalised_residual() -> None:
         u = torch.randn(2, 5, 256)
         qkv = block.before(u) @ block.attention.qkv.weight.T
         query, key, value = (t.view(2, 5, 4, 64).transpose(1, 2) for t in qkv.split(256, dim=2))
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(2, 5, 256)
+        mixed = (
+            nn.functional.scaled_dot_product_attention(query, key, value)
+            .transpose(1, 2)
+            .reshape(2, 5, 256)
+        )
         v = block.between(u + block.attention.out(mixed))
         torch.testing.assert_close(block(u), v + block.mlp(v))
 
@@ -317,7 +381,9 @@ def test_cct_depth_rates_rise_evenly_and_drop_whole_samples() -> None:
     out = path(torch.ones(2000, 3, 2))
     assert out.unique().tolist() == pytest.approx([0, 1 / 0.9])
     assert torch.equal(out, out[:, :1, :1].expand_as(out))
-    assert (out[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.1, abs=0.035)  # five standard errors
+    assert (out[:, 0, 0] == 0).float().mean().item() == pytest.approx(
+        0.1, abs=0.035
+    )  # five standard errors
     assert torch.equal(path.eval()(out), out)
 
 
@@ -335,7 +401,10 @@ def test_randomness_is_found_in_any_network() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SmallCnn("layer"), "model.norm='layer' does not exist: use one of 'none', 'batch', 'group'"),
+        (
+            lambda: SmallCnn("layer"),
+            "model.norm='layer' does not exist: use one of 'none', 'batch', 'group'",
+        ),
         (lambda: ResNet(34), "model.depth=34 does not exist: use one of 18, 50"),
         (lambda: ResNet(18, groups=3), "model.groups=3"),
         (lambda: ResNet(18, pretrained=True), "model.stem=imagenet"),
@@ -346,8 +415,14 @@ def test_randomness_is_found_in_any_network() -> None:
         (lambda: Cct7(drop_path=1.0), "model.drop_path=1.0"),
         (lambda: DigitsCnn("fedavg"), "model.variant='fedavg'"),
         (lambda: Vgg11().build(MNIST, 10, seed=1), "at least 32x32 pixels, not 28x28"),
-        (lambda: SmallCnn().build((1, 3, 3), 10, seed=1), "model=small_cnn has nothing left of images of 3x3"),
-        (lambda: ResNet(18, stem="imagenet", pretrained=True).build(MNIST, 10, seed=1), "needs 3 channels"),
+        (
+            lambda: SmallCnn().build((1, 3, 3), 10, seed=1),
+            "model=small_cnn has nothing left of images of 3x3",
+        ),
+        (
+            lambda: ResNet(18, stem="imagenet", pretrained=True).build(MNIST, 10, seed=1),
+            "needs 3 channels",
+        ),
     ],
 )
 def test_impossible_options_are_refused_with_their_key(make, said: str) -> None:  # type: ignore[no-untyped-def]
@@ -362,18 +437,27 @@ def test_pretrained_weights_come_from_the_cache_and_the_head_stays_fresh(
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     stored = torchvision.models.resnet18(num_classes=1000)
-    file = tmp_path / "hub" / "checkpoints" / Path(torchvision.models.ResNet18_Weights.IMAGENET1K_V1.url).name
+    file = (
+        tmp_path
+        / "hub"
+        / "checkpoints"
+        / Path(torchvision.models.ResNet18_Weights.IMAGENET1K_V1.url).name
+    )
     file.parent.mkdir(parents=True)
     torch.save(stored.state_dict(), file)
     net = ResNet(18, stem="imagenet", pretrained=True).build(LARGE, 65, seed=1)
-    assert all(torch.equal(p, stored.state_dict()[key]) for key, p in net.extractor.state_dict().items())
+    assert all(
+        torch.equal(p, stored.state_dict()[key]) for key, p in net.extractor.state_dict().items()
+    )
     assert torch.equal(net.head.weight, IMAGENET18.build(LARGE, 65, seed=1).head.weight)
     file.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"model\.pretrained=true cannot load .*resnet18"):
         ResNet(18, stem="imagenet", pretrained=True).build(LARGE, 65, seed=1)
 
 
-def test_missing_pretrained_weights_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pretrained_weights_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def offline(*_args: object, **_options: object) -> None:
         raise URLError("no network")
 
@@ -406,7 +490,9 @@ def test_every_file_of_the_model_group_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_hydra_composes_each_model_with_every_option_at_its_default(name: str, tmp_path: Path) -> None:
+def test_hydra_composes_each_model_with_every_option_at_its_default(
+    name: str, tmp_path: Path
+) -> None:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
@@ -418,5 +504,7 @@ def test_hydra_composes_each_model_with_every_option_at_its_default(name: str, t
     recipe = CONFIGS[name]
     target = options.pop("_target_")
     assert target == f"{type(recipe).__module__}.{type(recipe).__name__}"
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
     assert given == dataclasses.asdict(recipe)  # an option without a line could not be overridden

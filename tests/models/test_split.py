@@ -45,7 +45,10 @@ def test_a_network_is_split_at_the_layer_that_is_named_and_makes_the_same_output
     assert isinstance(model, Split) and model.feature_dim == 7 and model.num_classes == 5
     assert torch.equal(model(x), expected) and torch.equal(model.head(model.features(x)), expected)
     assert "fc.weight" not in dict(model.named_parameters()) and model.training
-    assert torch.equal(model.whole()(x), expected) and model.whole().state_dict().keys() == Two().state_dict().keys()
+    assert (
+        torch.equal(model.whole()(x), expected)
+        and model.whole().state_dict().keys() == Two().state_dict().keys()
+    )
 
 
 def test_without_a_name_the_last_linear_layer_is_the_head() -> None:
@@ -67,12 +70,26 @@ def test_a_network_with_something_behind_its_last_layer_stays_whole() -> None:
     ("net", "head", "sentence"),
     [
         (Two, "body", r"model\.head=body is no linear layer of Two; it has body\.1, fc, unused"),
-        (lambda: Two(4), None, r"makes outputs of shape \[3, 4\] of 3 inputs; they must be \[3, 5\]"),
-        (lambda: nn.Linear(9, 5), None, r"cannot take inputs of shape \[1, 8, 8\] and type torch\.float32"),
-        (lambda: Two().double(), None, r"cannot take inputs of .*: give it in float32, by model\.float\(\)$"),
+        (
+            lambda: Two(4),
+            None,
+            r"makes outputs of shape \[3, 4\] of 3 inputs; they must be \[3, 5\]",
+        ),
+        (
+            lambda: nn.Linear(9, 5),
+            None,
+            r"cannot take inputs of shape \[1, 8, 8\] and type torch\.float32",
+        ),
+        (
+            lambda: Two().double(),
+            None,
+            r"cannot take inputs of .*: give it in float32, by model\.float\(\)$",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_sentence(net: Callable[[], nn.Module], head: str | None, sentence: str):
+def test_what_does_not_fit_is_refused_in_one_sentence(
+    net: Callable[[], nn.Module], head: str | None, sentence: str
+):
     with pytest.raises(ValueError, match=sentence):
         split(net(), 5, inputs(), head)
 
@@ -80,7 +97,8 @@ def test_what_does_not_fit_is_refused_in_one_sentence(net: Callable[[], nn.Modul
 def test_values_that_are_squeezed_are_told_so() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
     with pytest.raises(
-        ValueError, match=r"of shape \[3\] of 3 inputs; they must be \[3, 1\]: leave out what squeezes them"
+        ValueError,
+        match=r"of shape \[3\] of 3 inputs; they must be \[3, 1\]: leave out what squeezes them",
     ):
         split(net, 1, inputs())
 
@@ -90,7 +108,10 @@ class Scaled(nn.Module):
 
     def __init__(self, after: nn.Module | None = None):
         super().__init__()
-        self.body, self.fc = nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.BatchNorm1d(7)), nn.Linear(7, 5)
+        self.body, self.fc = (
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.BatchNorm1d(7)),
+            nn.Linear(7, 5),
+        )
         self.scale, self.after = nn.Parameter(torch.ones(1)), after
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,21 +120,28 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "after", [None, nn.Dropout(0.5), nn.Sequential(nn.Identity(), nn.Dropout(0.1)), nn.PReLU(init=1.0)]
+    "after",
+    [None, nn.Dropout(0.5), nn.Sequential(nn.Identity(), nn.Dropout(0.1)), nn.PReLU(init=1.0)],
 )
-def test_a_network_with_what_seems_to_do_nothing_behind_its_last_layer_stays_whole(after: nn.Module | None) -> None:
+def test_a_network_with_what_seems_to_do_nothing_behind_its_last_layer_stays_whole(
+    after: nn.Module | None,
+) -> None:
     net, x, drawn = Scaled(after), inputs(), torch.get_rng_state()
     statistics = net.body[2].running_mean.clone()
     model = split(net, 5, x)
     assert isinstance(model, Whole) and model.training
-    assert torch.equal(torch.get_rng_state(), drawn) and torch.equal(net.body[2].running_mean, statistics)
+    assert torch.equal(torch.get_rng_state(), drawn) and torch.equal(
+        net.body[2].running_mean, statistics
+    )
     assert int(net.body[2].num_batches_tracked) == 0
     with pytest.raises(ValueError, match="fc is not the last step of Scaled"):
         split(Scaled(after), 5, x, head="fc")
 
 
 def test_what_is_no_more_than_a_name_behind_the_last_layer_does_not_matter() -> None:
-    assert isinstance(split(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()), Split)
+    assert isinstance(
+        split(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()), Split
+    )
 
 
 def test_a_function_gets_what_the_data_say_and_the_seed_decides_its_values() -> None:
@@ -124,21 +152,27 @@ def test_a_function_gets_what_the_data_say_and_the_seed_decides_its_values() -> 
     recipe = Own(make, {"width": 6}, head="fc")
     first, again, other = (recipe.build(SHAPE, 5, seed) for seed in (1, 1, 2))
     assert first.feature_dim == 6
-    assert torch.equal(first.head.weight, again.head.weight) and not torch.equal(first.head.weight, other.head.weight)
+    assert torch.equal(first.head.weight, again.head.weight) and not torch.equal(
+        first.head.weight, other.head.weight
+    )
 
 
 def test_a_module_is_where_training_starts() -> None:
     net = Two()
     model = Own(net).build(SHAPE, 5, 1)
     assert isinstance(model, Whole)  # its last linear layer is another one
-    assert torch.equal(model.get_parameter("net.fc.weight"), net.fc.weight) and model.get_submodule("net") is not net
+    assert (
+        torch.equal(model.get_parameter("net.fc.weight"), net.fc.weight)
+        and model.get_submodule("net") is not net
+    )
 
 
 def test_a_whole_network_trains_with_methods_that_need_no_features_and_the_others_say_so() -> None:
     whole = Own(lambda: Two(after=True))
     assert run(run_spec(FedProx(), model=whole)).finished.model_sha256
     with pytest.raises(
-        ValueError, match=r"method 'feddecorr' needs features .* name its last linear layer with model\.head"
+        ValueError,
+        match=r"method 'feddecorr' needs features .* name its last linear layer with model\.head",
     ):
         run(run_spec(FedDecorr(), model=whole))
     assert run(run_spec(FedDecorr(), model=Own(Two, head="fc"))).rows[-1]["failures"] == 0
@@ -147,7 +181,9 @@ def test_a_whole_network_trains_with_methods_that_need_no_features_and_the_other
 class Bare(ModelRecipe):
     """A recipe that knows nothing of heads."""
 
-    def build(self, input_shape: Any, num_classes: int, seed: int, tokens: Tokens | None = None) -> Any:
+    def build(
+        self, input_shape: Any, num_classes: int, seed: int, tokens: Tokens | None = None
+    ) -> Any:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
@@ -173,28 +209,39 @@ def test_a_network_of_ones_own_learns_as_ours_does() -> None:
 )
 def test_networks_by_name(recipe: Any, shape: tuple[int, ...]) -> None:
     model = recipe.build(shape, 4, 0)
-    assert model(torch.randn(2, *shape)).shape == (2, 4) and model.splits == (recipe.name != "squeezenet1_1")
+    assert model(torch.randn(2, *shape)).shape == (2, 4) and model.splits == (
+        recipe.name != "squeezenet1_1"
+    )
 
 
 def test_a_name_that_nobody_knows_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(
-        ValueError, match=r"model\.name=resnet19 is no classifier of torchvision: did you mean resnet18"
+        ValueError,
+        match=r"model\.name=resnet19 is no classifier of torchvision: did you mean resnet18",
     ):
         Torchvision("resnet19").build((3, 32, 32), 4, 0)
-    with pytest.raises(ValueError, match=r"model\.name=resnet10x is no model of timm: did you mean"):
+    with pytest.raises(
+        ValueError, match=r"model\.name=resnet10x is no model of timm: did you mean"
+    ):
         Timm("resnet10x").build((3, 32, 32), 4, 0)
 
 
-def test_a_package_that_is_not_there_is_missed_by_the_name_of_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_there_is_missed_by_the_name_of_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ValueError, match=r"model\.name=resnet10t needs the package timm .* extra \[timm\]"):
+    with pytest.raises(
+        ValueError, match=r"model\.name=resnet10t needs the package timm .* extra \[timm\]"
+    ):
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
-def test_with_adapters_only_they_and_the_head_are_trained_and_the_rest_is_the_same_everywhere() -> None:
+def test_with_adapters_only_they_and_the_head_are_trained_and_the_rest_is_the_same_everywhere() -> (
+    None
+):
     recipe = Transformer(lora=Lora(rank=2))
     model, again = (recipe.build((6,), 3, 5, Tokens(11)) for _ in range(2))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

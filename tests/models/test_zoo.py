@@ -14,13 +14,18 @@ from raysim.models import HuggingFace
 from raysim.primitives.kinds import Tokens
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers are not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers are not installed"
+)
 
 
 def test_a_type_of_model_is_made_for_the_datas_tokens_and_classes() -> None:
     model = HuggingFace("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     assert model.splits and model.feature_dim == 8
-    assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (7, 8)
+    assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (
+        7,
+        8,
+    )
     padded, short = torch.tensor([[3, 4, 0, 0, 0]]), torch.tensor([[3, 4]])
     model.eval()
     assert torch.allclose(model(padded), model(short), atol=1e-6)  # padding is not looked at
@@ -31,7 +36,9 @@ def test_weights_come_from_a_folder_and_too_few_tokens_are_refused(tmp_path: Pat
     first.get_submodule("extractor.net").save_pretrained(tmp_path)  # type: ignore[operator]
     again = HuggingFace(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(7))
     name = "extractor.net.bert.embeddings.word_embeddings.weight"
-    assert torch.equal(again.get_parameter(name), first.get_parameter(name)) and again.num_classes == 2
+    assert (
+        torch.equal(again.get_parameter(name), first.get_parameter(name)) and again.num_classes == 2
+    )
     with pytest.raises(ValueError, match=r"knows 7 tokens, the data has 9: use its tokenizer"):
         HuggingFace(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(9))
     with pytest.raises(ValueError, match=r"model\.name=/nowhere cannot be made"):
@@ -46,11 +53,25 @@ def test_images_go_to_image_classifiers() -> None:
 
 def test_a_run_from_words_trains_adapters_on_a_hugging_face_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    words = ["data=markov", "data.users=3", "data.samples=12", "data.label=chain", "partition=natural"]
+    words = [
+        "data=markov",
+        "data.users=3",
+        "data.samples=12",
+        "data.label=chain",
+        "partition=natural",
+    ]
     words += ["partition.clients=3", "schedule.cohort=2"]
     words += ["runtime=inprocess", "tracking=none", "rounds=1", "local.lr=0.01"]
-    words += ["model=huggingface", "model.name=bert", "model.lora.rank=2", "model.lora.layers=[query,value]"]
-    words += [f"model.options={{{','.join(f'{key}: {value}' for key, value in TINY.items())}}}", f"out={tmp_path}/run"]
+    words += [
+        "model=huggingface",
+        "model.name=bert",
+        "model.lora.rank=2",
+        "model.lora.layers=[query,value]",
+    ]
+    words += [
+        f"model.options={{{','.join(f'{key}: {value}' for key, value in TINY.items())}}}",
+        f"out={tmp_path}/run",
+    ]
     result = run(words, quiet=True)
     # four matrices of rank 2 for 8 features, and the head of 4 classes, down to two clients
     assert result.summary["floats_down"] == 2 * (4 * 2 * 8 + 8 * 4 + 4)

@@ -17,8 +17,18 @@ RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
     (lambda value: at_least("x", value, 1), [1, 1.5], [0, -1], "at least 1"),
     (lambda value: above("x", value, 0.0), [0.1], [0, -1], "above 0"),
     (lambda value: between("x", value, 0.0, 0.5), [0, 0.2, 0.5], [-0.1, 0.6], "from 0 to 0.5"),
-    (lambda value: in_range("x", value, above=0, most=1), [0.1, 1], [0, 1.1], "above 0 and at most 1"),
-    (lambda value: in_range("x", value, least=0, below=1), [0, 0.9], [-0.1, 1], "at least 0 and below 1"),
+    (
+        lambda value: in_range("x", value, above=0, most=1),
+        [0.1, 1],
+        [0, 1.1],
+        "above 0 and at most 1",
+    ),
+    (
+        lambda value: in_range("x", value, least=0, below=1),
+        [0, 0.9],
+        [-0.1, 1],
+        "at least 0 and below 1",
+    ),
     (lambda value: in_range("x", value), [-1e9, 0], [], "finite"),
 ]
 
@@ -34,15 +44,21 @@ def test_a_number_in_the_range_comes_back_and_another_is_answered_with_the_range
 
 
 @pytest.mark.parametrize("row", RANGES, ids=[row[3] for row in RANGES])
-def test_infinity_is_in_no_range(row: tuple[Callable[[float], float], list[float], list[float], str]) -> None:
-    with pytest.raises(ValueError, match=r"^x=inf must be .*(finite|most 1|below 1|to 0.5)( and finite)?$"):
+def test_infinity_is_in_no_range(
+    row: tuple[Callable[[float], float], list[float], list[float], str],
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"^x=inf must be .*(finite|most 1|below 1|to 0.5)( and finite)?$"
+    ):
         row[0](math.inf)
 
 
 @pytest.mark.parametrize("value", ["a", None, [1], {}, 1j])
 def test_what_is_no_number_is_in_no_range(value: Any) -> None:
     for check, _, _, words in RANGES:
-        with pytest.raises(ValueError, match=rf"^x={re.escape(repr(value))} must be a number, {words}$"):
+        with pytest.raises(
+            ValueError, match=rf"^x={re.escape(repr(value))} must be a number, {words}$"
+        ):
             check(value)
     with pytest.raises(ValueError, match=r"does not exist: use one of 'cosine', 'linear'$"):
         one_of("kind", value, {"cosine": 1, "linear": 2})
@@ -53,7 +69,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_the_end_of_the_sentence_says_why() -> None:
-    with pytest.raises(ValueError, match=r"^eps=0 must be above 0: it keeps the divisor away from 0$"):
+    with pytest.raises(
+        ValueError, match=r"^eps=0 must be above 0: it keeps the divisor away from 0$"
+    ):
         above("eps", 0, 0, "it keeps the divisor away from 0")
     with pytest.raises(ValueError, match=r"^names=\[\] must be a list of names$"):
         require("names", [], False, "a list of names")
@@ -73,7 +91,10 @@ def test_a_choice_is_answered_with_all_of_them_and_the_nearest() -> None:
     for value, end in (("cosin", "; did you mean 'cosine'?"), ("zzz", "")):
         with pytest.raises(ValueError) as refused:
             one_of("kind", value, ("cosine", "linear"))
-        assert str(refused.value) == f"kind={value!r} does not exist: use one of 'cosine', 'linear'{end}"
+        assert (
+            str(refused.value)
+            == f"kind={value!r} does not exist: use one of 'cosine', 'linear'{end}"
+        )
     with pytest.raises(ValueError, match=r"depth=34 does not exist: use one of 18, 50$"):
         one_of("depth", 34, (18, 50))
 

@@ -31,7 +31,9 @@ def test_a_submitted_job_knows_the_commit_that_was_packed(monkeypatch: pytest.Mo
     assert source() == {"commit": "abc", "dirty": "true"}
 
 
-def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_differ_from_it() -> None:
+def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_differ_from_it() -> (
+    None
+):
     git("init", "-q")
     Path("a.py").write_text("1\n")
     git("add", "a.py")
@@ -39,7 +41,10 @@ def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_
     commit = git("rev-parse", "HEAD")
     assert len(commit) == 40
     assert source() == {"commit": commit, "dirty": "false"}
-    assert {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": "false"}.items() <= origin().items()
+    assert {
+        "mlflow.source.git.commit": commit,
+        "mlflow.source.git.dirty": "false",
+    }.items() <= origin().items()
     Path("a.py").write_text("2\n")
     source.cache_clear()
     assert origin()["mlflow.source.git.dirty"] == "true"

@@ -17,12 +17,21 @@ from raysim.primitives.files import user_path, without_password
         ("http://me:s3cret@host:5000", "http://host:5000"),
         ("http://me:s3'cret@host", "http://host"),
         ("http://me:s3/cret@host/a", "http://host/a"),
-        ("postgresql://me:s@3:cret@host/db?sslmode=require", "postgresql://host/db?sslmode=require"),
+        (
+            "postgresql://me:s@3:cret@host/db?sslmode=require",
+            "postgresql://host/db?sslmode=require",
+        ),
         ("http://s3cret@host", "http://host"),
-        ("memory://host/y?api_key=s3cret&x=1&secret=s3cret", "memory://host/y?api_key=&x=1&secret="),
+        (
+            "memory://host/y?api_key=s3cret&x=1&secret=s3cret",
+            "memory://host/y?api_key=&x=1&secret=",
+        ),
         ("http://host?access_token=s3cret&Password=s3cret", "http://host?access_token=&Password="),
         ("mssql://host;UID=a;PWD=s3cret;x=1", "mssql://host;UID=a;PWD=;x=1"),
-        ("pg://host/db?sslpassword=s3cret'x&X-Amz-Signature=s3cret", "pg://host/db?sslpassword=&X-Amz-Signature="),
+        (
+            "pg://host/db?sslpassword=s3cret'x&X-Amz-Signature=s3cret",
+            "pg://host/db?sslpassword=&X-Amz-Signature=",
+        ),
     ],
 )
 def test_no_secret_of_an_address_is_left(text: str, bare: str) -> None:
@@ -51,7 +60,9 @@ def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
     monkeypatch.setattr(files, "_owner", lambda handle: pytest.fail("it is spoken of"))
     with (tmp_path / ".lock").open("a+") as other:
         assert files._locked(other)
-        monkeypatch.setattr(files.time, "sleep", lambda seconds: other.close())  # who ends as soon as one waits
+        monkeypatch.setattr(
+            files.time, "sleep", lambda seconds: other.close()
+        )  # who ends as soon as one waits
         with files.alone(tmp_path, "a setting"):
             assert other.closed
     assert capsys.readouterr().err == ""

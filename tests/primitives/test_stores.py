@@ -14,7 +14,9 @@ def put(there: Store, name: str, text: str) -> None:
         draft.write_text(text)
 
 
-@pytest.mark.parametrize("where", ["{}", "file://{}", "memory:/{}"], ids=["folder", "file URL", "other URL"])
+@pytest.mark.parametrize(
+    "where", ["{}", "file://{}", "memory:/{}"], ids=["folder", "file URL", "other URL"]
+)
 def test_a_store_keeps_files(where: str, tmp_path: Path) -> None:
     there = store(where.format(tmp_path / "store"))
     assert there.names() == there.names("log") == []

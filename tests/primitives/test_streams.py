@@ -20,11 +20,19 @@ TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_lik
 # FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
 DRAWERS = {
     "methods/fedsr.py": {"torch.randn", "torch.randn_like"},
-    "models/split.py": {"torch.randn", "torch.randint"},  # inputs for trying a network out, of a generator of their own
+    "models/split.py": {
+        "torch.randn",
+        "torch.randint",
+    },  # inputs for trying a network out, of a generator of their own
     "conformance/parts.py": {"np.random.seed"},  # so that a part which draws from it is found
     "commands/bench/gpu.py": {"torch.randperm"},  # of a generator of its own, on the device
 }
-SEEDERS = {"training/trainer.py": 2, "api/declare.py": 2, "models/classifier.py": 1, "conformance/parts.py": 1}
+SEEDERS = {
+    "training/trainer.py": 2,
+    "api/declare.py": 2,
+    "models/classifier.py": 1,
+    "conformance/parts.py": 1,
+}
 
 
 def test_a_name_gives_the_same_numbers_in_every_process() -> None:
@@ -34,7 +42,15 @@ def test_a_name_gives_the_same_numbers_in_every_process() -> None:
 
 
 def test_streams_of_different_names_differ() -> None:
-    names = [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1), (0, "c", 0, 0), (0, "c", 0, 1), (0, "c", 1, 0)]
+    names = [
+        (0, "a", 0),
+        (1, "a", 0),
+        (0, "b", 0),
+        (0, "a", 1),
+        (0, "c", 0, 0),
+        (0, "c", 0, 1),
+        (0, "c", 1, 0),
+    ]
     draws = np.array([stream(*name).random(8) for name in names])
     assert len(np.unique(draws)) == draws.size
 
@@ -62,7 +78,9 @@ def dotted(node: ast.AST) -> str:
 def global_draws(tree: ast.AST) -> Iterator[str]:
     """Uses of generators without an owner: NumPy's and Python's module functions, torch's functions."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "random" for alias in node.names):
+        if isinstance(node, ast.Import) and any(
+            alias.name.partition(".")[0] == "random" for alias in node.names
+        ):
             yield "import random"
         if isinstance(node, ast.ImportFrom):
             names = {alias.name for alias in node.names}

@@ -15,18 +15,32 @@ from raysim.results.observers import CurrentRun, Observer
 from raysim.simulation.events import Finished, Round
 
 ROWS = [
-    {"round": n, "accuracy": n / 10, "fedbss.biased_share": None if n == 1 else 0.5, "train_loss": math.nan}
+    {
+        "round": n,
+        "accuracy": n / 10,
+        "fedbss.biased_share": None if n == 1 else 0.5,
+        "train_loss": math.nan,
+    }
     for n in (1, 2, 3)
 ]
 END = Finished("abc", "def", 1)
 
 
-def follow(observer: TensorBoard | WeightsAndBiases, folder: Path, first: int, last: int) -> CurrentRun:
+def follow(
+    observer: TensorBoard | WeightsAndBiases, folder: Path, first: int, last: int
+) -> CurrentRun:
     """Tell an observer of some rounds, of a run that has made those before."""
     folder.mkdir(exist_ok=True)
     earlier = [dict(row) for row in ROWS[: first - 1]]
     facts = {"identity": {"threads": 7}}
-    run = CurrentRun(folder, len(ROWS), facts=facts, thresholds=[0.2], rows=earlier, config={"local": {"lr": 0.1}})
+    run = CurrentRun(
+        folder,
+        len(ROWS),
+        facts=facts,
+        thresholds=[0.2],
+        rows=earlier,
+        config={"local": {"lr": 0.1}},
+    )
     observer.on_start(run)
     for row in ROWS[first - 1 : last]:
         run.rows.append(dict(row))
@@ -81,7 +95,9 @@ def test_tensorboard_may_write_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "all/run").is_dir() and not (tmp_path / "run/tensorboard").exists()
 
 
-def test_wandb_keeps_a_run_offline_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_a_run_offline_under_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for first, last in ((1, 2), (3, 3)):
@@ -116,7 +132,9 @@ class Standing:
         return path
 
 
-def test_wandb_is_told_settings_rows_scores_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_told_settings_rows_scores_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     standing = Standing()
     monkeypatch.setitem(sys.modules, "wandb", standing)  # type: ignore[arg-type]
     observer = WeightsAndBiases(project="mine", entity="us", mode="offline")
@@ -125,7 +143,10 @@ def test_wandb_is_told_settings_rows_scores_and_pictures(tmp_path: Path, monkeyp
     observer.on_finish(run, END)
     (begun,) = standing.begun
     assert (begun["project"], begun["entity"], begun["config"]) == ("mine", "us", {"local.lr": 0.1})
-    assert standing.logged[:2] == [({"accuracy": 0.1}, 1), ({"accuracy": 0.2, "fedbss.biased_share": 0.5}, 2)]
+    assert standing.logged[:2] == [
+        ({"accuracy": 0.1}, 1),
+        ({"accuracy": 0.2, "fedbss.biased_share": 0.5}, 2),
+    ]
     assert standing.logged[-1] == ({"accuracy": str(tmp_path / "accuracy.png")}, 3)
     assert standing.summary["summary/rounds_to.0.20"] == 2 and standing.ended == [0]
     again = WeightsAndBiases(mode="offline")
@@ -133,7 +154,9 @@ def test_wandb_is_told_settings_rows_scores_and_pictures(tmp_path: Path, monkeyp
     assert standing.begun[1]["id"] == begun["id"] and standing.ended == [0, 1]
 
 
-@pytest.mark.parametrize(("package", "observer"), [("tensorboardX", TensorBoard), ("wandb", WeightsAndBiases)])
+@pytest.mark.parametrize(
+    ("package", "observer"), [("tensorboardX", TensorBoard), ("wandb", WeightsAndBiases)]
+)
 def test_a_package_that_is_not_there_is_named_with_its_extra(
     package: str, observer: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +168,9 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_the_configuration_names_each_with_its_own_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_names_each_with_its_own_settings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]
     node = load_yaml(conf_folder() / f"observer/{name}.yaml")[name]
     observer = build(resolve(node["_target_"], f"observer.{name}", ()), node, f"observer.{name}")

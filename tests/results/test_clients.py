@@ -48,13 +48,24 @@ def test_a_run_stores_its_split_and_the_last_scores_of_its_clients(tmp_path: Pat
     assert result.summary["split"]["label_entropy"] == heterogeneity(dense)["label_entropy"]
     assert clients["samples"].tolist() == split.sizes.tolist()
     assert clients["tests"].tolist() == experiment.spec.data.partition.test.counts.tolist()
-    assert clients["accuracy"][last.scores.clients].tolist() == last.scores.columns["accuracy"].tolist()
+    assert (
+        clients["accuracy"][last.scores.clients].tolist()
+        == last.scores.columns["accuracy"].tolist()
+    )
     assert np.nanmean(clients["accuracy"]) == pytest.approx(result.summary["accuracy"], abs=1e-12)
     assert np.nanmin(clients["accuracy"]) == result.summary["accuracy_worst"]
 
 
-def test_clients_that_are_not_scored_have_no_accuracy_and_models_of_their_own_have_two(tmp_path: Path) -> None:
-    words = [*TINY, "method=[fedbn]", "model.norm=batch", "evaluate.clients=3", f"out={tmp_path / 'a'}"]
+def test_clients_that_are_not_scored_have_no_accuracy_and_models_of_their_own_have_two(
+    tmp_path: Path,
+) -> None:
+    words = [
+        *TINY,
+        "method=[fedbn]",
+        "model.norm=batch",
+        "evaluate.clients=3",
+        f"out={tmp_path / 'a'}",
+    ]
     run([*words, "model=small_cnn"], quiet=True)
     clients = read_clients(tmp_path / "a")
     assert clients is not None
@@ -75,7 +86,9 @@ def test_a_split_comes_back_as_it_was(tmp_path: Path) -> None:
     write_split(split, tmp_path)
     again = read_split(tmp_path)
     assert again is not None and again.classes == split.classes and again.clients == split.clients
-    assert all((getattr(again, n) == getattr(split, n)).all() for n in ("client", "label", "samples"))
+    assert all(
+        (getattr(again, n) == getattr(split, n)).all() for n in ("client", "label", "samples")
+    )
 
 
 def test_a_run_without_the_tables_has_none(tmp_path: Path) -> None:
@@ -99,7 +112,9 @@ GOOD = {"client": [0, 1], "label": [0, 1], "samples": [3, 4]}
         (GOOD, "no json"),
     ],
 )
-def test_a_damaged_split_is_named(tmp_path: Path, columns: dict[str, list[object]], content: str) -> None:
+def test_a_damaged_split_is_named(
+    tmp_path: Path, columns: dict[str, list[object]], content: str
+) -> None:
     pq.write_table(pa.table(columns).replace_schema_metadata({"raysim": content}), tmp_path / SPLIT)
     with pytest.raises(ValueError, match=r"split\.parquet cannot be read"):
         read_split(tmp_path)

@@ -19,8 +19,12 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("virtual", [0.0, 1.0])
-@pytest.mark.parametrize("scores", [[0.5], [None, None], [0.1, None, 0.5], [0.5, math.nan, math.inf]])
-def test_a_run_is_drawn_whatever_its_history_lacks(tmp_path: Path, scores: list[float | None], virtual: float) -> None:
+@pytest.mark.parametrize(
+    "scores", [[0.5], [None, None], [0.1, None, 0.5], [0.5, math.nan, math.inf]]
+)
+def test_a_run_is_drawn_whatever_its_history_lacks(
+    tmp_path: Path, scores: list[float | None], virtual: float
+) -> None:
     paths = curves.draw_run(history(scores, virtual), tmp_path, "a $title_ with <odd> signs")
     assert [path.name for path in paths] == ["accuracy.png", "loss.png"]
     assert all(path.read_bytes().startswith(PNG) for path in paths)
@@ -53,10 +57,16 @@ def test_a_long_history_becomes_a_curve_of_few_points_with_its_ends() -> None:
 
 
 def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> None:
-    drawn = curves.panels([curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy")
-    assert [axis for axis, *_ in drawn] == ["round", "sent, both ways", "wall time"], "no virtual time passed"
+    drawn = curves.panels(
+        [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
+    )
+    assert [axis for axis, *_ in drawn] == ["round", "sent, both ways", "wall time"], (
+        "no virtual time passed"
+    )
     assert all(text.startswith("<svg") and text.endswith("</svg>") for _, text, _ in drawn)
-    assert all("var(--c0)" in text and "var(--ink)" in text and "http" not in text for _, text, _ in drawn)
+    assert all(
+        "var(--c0)" in text and "var(--ink)" in text and "http" not in text for _, text, _ in drawn
+    )
     assert all("#0072b2" not in text and axis in text for axis, text, _ in drawn)
 
 
@@ -78,20 +88,29 @@ def test_an_axis_tells_more_where_some_need_more_of_it_for_a_round(
 ) -> None:
     """But wall time, which is a machine's, never does; nor what nobody would see."""
     each = [
-        [row | {key: value * (row["round"] or 0) for key, value in change.items()} for row in history([0.5, 0.6, 0.7])]
+        [
+            row | {key: value * (row["round"] or 0) for key, value in change.items()}
+            for row in history([0.5, 0.6, 0.7])
+        ]
         for change in changes
     ]
-    drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
+    drawn = curves.panels(
+        [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"
+    )
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
 def test_curves_without_a_common_round_are_shown_against_all_that_was_used() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
-    drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
+    drawn = curves.panels(
+        [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"
+    )
     assert [says for _, _, says in drawn] == [True, True, True, False]
 
 
-def limits(name: str, scores: Sequence[Sequence[float]], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def limits(
+    name: str, scores: Sequence[Sequence[float]], monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
     """Of the axis of a mean over seeds, and of its band."""
     from matplotlib.axes import Axes
 
@@ -109,7 +128,9 @@ def limits(name: str, scores: Sequence[Sequence[float]], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Axes, "fill_between", watched)
     monkeypatch.setattr(curves, "svg", looked_at)
-    curves.panels([curves.mean_curve("x", [history(list(each)) for each in scores], "accuracy", 0)], name)
+    curves.panels(
+        [curves.mean_curve("x", [history(list(each)) for each in scores], "accuracy", 0)], name
+    )
     return seen[: 4 if len(scores) > 2 else 2]
 
 
@@ -117,7 +138,10 @@ def test_shares_are_drawn_between_nothing_and_all(monkeypatch: pytest.MonkeyPatc
     far = [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     for name in ("accuracy", "accuracy worst", "f1 global"):
         assert limits(name, far, monkeypatch) == [0.0, 1.0, 0.0, 1.0]
-    assert limits("mae", far, monkeypatch)[::2] == [0.0, 0.0] and limits("mae", far, monkeypatch)[3] > 1.0
+    assert (
+        limits("mae", far, monkeypatch)[::2] == [0.0, 0.0]
+        and limits("mae", far, monkeypatch)[3] > 1.0
+    )
     assert limits("own metric", far, monkeypatch)[0] < 0.0
     assert limits("accuracy worst", [[0.0, 0.0]], monkeypatch)[0] == 0.0, "all are zero"
     low, high = limits("accuracy", [[0.5, 0.6]], monkeypatch)
@@ -126,7 +150,8 @@ def test_shares_are_drawn_between_nothing_and_all(monkeypatch: pytest.MonkeyPatc
 
 def test_numbers_that_are_none_are_at_the_start_of_an_axis() -> None:
     rows = [
-        row | {"virtual_seconds": value} for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)
+        row | {"virtual_seconds": value}
+        for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)
     ]
     found = curves.mean_curve("x", [rows], "accuracy", 0)
     assert [row["virtual_seconds"] for row, _ in found.points] == [0, 0, 2]
@@ -143,5 +168,7 @@ def test_a_curve_that_lies_on_another_is_dashed() -> None:
     """So is one that is the first part of another."""
     for second, dashed in (([0.5, 0.75, 0.7], True), ([0.5, 0.75], True), ([0.5, 0.7, 0.7], False)):
         each = [history([0.5, 0.75, 0.7]), history(list(second))]
-        drawn = curves.panels([curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy")
+        drawn = curves.panels(
+            [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"
+        )
         assert all(("stroke-dasharray: 10.8,10.8" in text) == dashed for _, text, _ in drawn)

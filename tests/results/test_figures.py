@@ -34,7 +34,9 @@ def test_features_are_drawn_and_the_same_probes_give_the_same_picture(tmp_path: 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
 @pytest.mark.parametrize("features", [1, 5])
-def test_features_of_any_width_and_scale_can_be_drawn(tmp_path: Path, features: int, scale: float) -> None:
+def test_features_of_any_width_and_scale_can_be_drawn(
+    tmp_path: Path, features: int, scale: float
+) -> None:
     probe = make(rows=1, features=features)
     probe.features[:] *= np.float32(scale)
     probe.received[:] *= np.float32(scale)
@@ -43,10 +45,20 @@ def test_features_of_any_width_and_scale_can_be_drawn(tmp_path: Path, features: 
 
 
 def test_clients_are_compared_which_received_the_version_that_most_did() -> None:
-    probes = [make(0, 9), make(1, 4), make(2, 4), make(3, 4), make(4, 4), make(5, 4), make(6, 4, rows=3)]
+    probes = [
+        make(0, 9),
+        make(1, 4),
+        make(2, 4),
+        make(3, 4),
+        make(4, 4),
+        make(5, 4),
+        make(6, 4, rows=3),
+    ]
     probes[2].features[0, 0] = np.inf
     assert [probe.client for probe in figures._comparable(probes)] == [1, 3, 4, 5]
-    assert [probe.client for probe in figures._comparable([make(0, 2), make(1, 5), make(2, 4)])] == [1]
+    assert [
+        probe.client for probe in figures._comparable([make(0, 2), make(1, 5), make(2, 4)])
+    ] == [1]
 
 
 def test_a_picture_shows_about_150_rows_balanced_over_ten_classes() -> None:
@@ -55,15 +67,21 @@ def test_a_picture_shows_about_150_rows_balanced_over_ten_classes() -> None:
     assert np.bincount(labels[rows]).tolist() == [15] * 10
 
 
-def test_models_without_finite_features_leave_a_sentence_instead_of_a_picture(tmp_path: Path) -> None:
+def test_models_without_finite_features_leave_a_sentence_instead_of_a_picture(
+    tmp_path: Path,
+) -> None:
     probe = make()
     probe.features[0, 0] = np.nan
     figures.draw_features([probe], tmp_path / "features.png", "nothing")
     assert size(tmp_path / "features.png") == (1560, 390)
 
 
-@pytest.mark.parametrize(("clients", "pixels"), [(1, (910, 533)), (2, (1092, 533)), (9, (1638, 910))])
-def test_outputs_are_drawn_for_up_to_six_clients(tmp_path: Path, clients: int, pixels: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("clients", "pixels"), [(1, (910, 533)), (2, (1092, 533)), (9, (1638, 910))]
+)
+def test_outputs_are_drawn_for_up_to_six_clients(
+    tmp_path: Path, clients: int, pixels: tuple[int, int]
+) -> None:
     probes = [make(0, seen=3), *(make(client + 1) for client in range(clients))]
     figures.draw_outputs(probes, tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == pixels
@@ -122,7 +140,9 @@ def test_reports_domains_and_decomposition_have_pictures_of_their_own(tmp_path: 
         ("decomposition", figures.draw_decomposition, "decomposition."),
     ):
         assert draw(rows, tmp_path / f"{name}.png", name)
-        others = [{key: value for key, value in row.items() if not key.startswith(prefix)} for row in rows]
+        others = [
+            {key: value for key, value in row.items() if not key.startswith(prefix)} for row in rows
+        ]
         assert not draw(others, tmp_path / f"no_{name}.png", name)
         assert not (tmp_path / f"no_{name}.png").exists()
         assert size(tmp_path / f"{name}.png")[0] > 500

@@ -15,7 +15,9 @@ from raysim.primitives import memory
 from raysim.results import history as metrics
 
 
-def row(index: int, accuracy: float | None = None, **more: float | None) -> dict[str, int | float | None]:
+def row(
+    index: int, accuracy: float | None = None, **more: float | None
+) -> dict[str, int | float | None]:
     """One row of a history with round figures."""
     return {
         "round": index, "virtual_seconds": 2.0 * index, "wall_seconds": 0.5 * index, "floats_down": 10 * index,
@@ -29,20 +31,36 @@ def test_a_history_comes_back_with_the_same_values_and_types(tmp_path: Path) -> 
     metrics.write_history(rows, tmp_path / "history.parquet")
     back = metrics.read_history(tmp_path / "history.parquet")
     assert back == rows
-    assert [type(value) for value in back[1].values()] == [type(value) for value in rows[1].values()]
+    assert [type(value) for value in back[1].values()] == [
+        type(value) for value in rows[1].values()
+    ]
 
 
 def test_columns_that_methods_add_follow_the_fixed_ones(tmp_path: Path) -> None:
-    rows = [row(1), row(2, None, step_size=np.float32(0.5), cached=np.int64(4)), row(3, None, step_size=1)]
+    rows = [
+        row(1),
+        row(2, None, step_size=np.float32(0.5), cached=np.int64(4)),
+        row(3, None, step_size=1),
+    ]
     metrics.write_history(rows, tmp_path / "h.parquet")
     schema = pq.read_schema(tmp_path / "h.parquet")
     assert schema.names == [*metrics.COLUMNS, "step_size", "cached"]
-    assert [str(schema.field(name).type) for name in ("step_size", "cached", "round")] == ["double", "int64", "int64"]
-    assert [r["step_size"] for r in metrics.read_history(tmp_path / "h.parquet")] == [None, 0.5, 1.0]
+    assert [str(schema.field(name).type) for name in ("step_size", "cached", "round")] == [
+        "double",
+        "int64",
+        "int64",
+    ]
+    assert [r["step_size"] for r in metrics.read_history(tmp_path / "h.parquet")] == [
+        None,
+        0.5,
+        1.0,
+    ]
 
 
 def test_nan_and_missing_stay_different(tmp_path: Path) -> None:
-    metrics.write_history([row(1, None, train_loss=math.nan), row(2, None, train_loss=None)], tmp_path / "h.parquet")
+    metrics.write_history(
+        [row(1, None, train_loss=math.nan), row(2, None, train_loss=None)], tmp_path / "h.parquet"
+    )
     losses = [r["train_loss"] for r in metrics.read_history(tmp_path / "h.parquet")]
     assert losses[0] is not None and math.isnan(losses[0])
     assert losses[1] is None
@@ -122,7 +140,13 @@ def test_a_summary_of_no_rows_is_empty_and_not_an_error() -> None:
 
 
 def test_json_is_strict_whatever_is_in_it(tmp_path: Path) -> None:
-    odd = {"a": np.float32(0.5), "b": [np.int64(2), math.nan, math.inf], "c": Path("x"), "d": True, 1: None}
+    odd = {
+        "a": np.float32(0.5),
+        "b": [np.int64(2), math.nan, math.inf],
+        "c": Path("x"),
+        "d": True,
+        1: None,
+    }
     metrics.write_json(odd, tmp_path / "s.json")
     text = (tmp_path / "s.json").read_text()
     assert json.loads(text) == {"a": 0.5, "b": [2, None, None], "c": "x", "d": True, "1": None}
@@ -130,7 +154,11 @@ def test_json_is_strict_whatever_is_in_it(tmp_path: Path) -> None:
 
 
 def test_a_list_in_a_json_file_is_one_line_and_says_the_same(tmp_path: Path) -> None:
-    content = {"numbers": [1, 2.5, None], "words": ["a,\n  b", "[", "{", "\\n"], "deep": [[1, 2], [{"a": [3, 4]}], []]}
+    content = {
+        "numbers": [1, 2.5, None],
+        "words": ["a,\n  b", "[", "{", "\\n"],
+        "deep": [[1, 2], [{"a": [3, 4]}], []],
+    }
     metrics.write_json(content, tmp_path / "s.json")
     text = (tmp_path / "s.json").read_text()
     assert json.loads(text) == content

@@ -19,7 +19,16 @@ from raysim.simulation.schedule import Buffered, Oversample, Schedule
 def ends(number: int, count: int = 2) -> list[JobRecord]:
     """Jobs that a round ended."""
     return [
-        JobRecord(client, number, number - 1, number - 0.5, float(number), FATES[(number + client) % 4], number, client)
+        JobRecord(
+            client,
+            number,
+            number - 1,
+            number - 0.5,
+            float(number),
+            FATES[(number + client) % 4],
+            number,
+            client,
+        )
         for client in range(count)
     ]
 
@@ -71,7 +80,9 @@ def test_the_columns_are_read_as_arrays(tmp_path: Path, part: int) -> None:
 
 
 @pytest.mark.parametrize("kept", range(7))
-def test_a_continued_run_keeps_the_rounds_of_its_checkpoint_and_goes_on(tmp_path: Path, part: int, kept: int) -> None:
+def test_a_continued_run_keeps_the_rounds_of_its_checkpoint_and_goes_on(
+    tmp_path: Path, part: int, kept: int
+) -> None:
     write(tmp_path, range(1, 7))
     write(tmp_path, range(kept + 1, 9), kept)
     assert written(tmp_path) == all_of(range(1, 9))
@@ -86,12 +97,16 @@ def test_a_run_that_was_continued_without_the_file_gets_none(tmp_path: Path) -> 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, range(1, 3))
     (tmp_path / JOBS / "part-000000.parquet").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"jobs\.parquet/part-000000\.parquet is no readable table of jobs"):
+    with pytest.raises(
+        ValueError, match=r"jobs\.parquet/part-000000\.parquet is no readable table of jobs"
+    ):
         read_jobs(tmp_path)
 
 
 @pytest.mark.parametrize("schedule", [Oversample(4, 1.6), Buffered(6, 2, max_staleness=1)])
-def test_every_job_of_a_run_has_one_row_with_what_became_of_it(tmp_path: Path, schedule: Schedule) -> None:
+def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
+    tmp_path: Path, schedule: Schedule
+) -> None:
     coordinator, _, _ = silent([30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20)
     found = ran(coordinator)
     writer = JobWriter.of(tmp_path, 0)
@@ -106,7 +121,10 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(tmp_path: Path, s
         for job in step.dispatched
     )
     assert sorted(job[:5] for job in written(tmp_path)) == planned
-    rows = {key: sum(int(row[key] or 0) for row in found.rows) for key in ("clients", "lost", "discarded")}
+    rows = {
+        key: sum(int(row[key] or 0) for row in found.rows)
+        for key in ("clients", "lost", "discarded")
+    }
     counts = {fate: int(jobs.fated(fate).sum()) for fate in FATES}
     assert counts["aggregated"] == rows["clients"] and counts["failed"] == 0
     assert 0 < counts["lost"] == rows["lost"] and 0 < counts["discarded"] == rows["discarded"]

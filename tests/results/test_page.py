@@ -51,11 +51,17 @@ def section(text: str, title: str) -> str:
 
 
 def test_names_that_are_markup_stay_names_and_nothing_is_loaded(tmp_path: Path) -> None:
-    config = json.dumps({"method": {EVIL: {"mu": EVIL}}, "data": f"'\"><img src=x onerror={EVIL}>", "note": EVIL})
+    config = json.dumps(
+        {"method": {EVIL: {"mu": EVIL}}, "data": f"'\"><img src=x onerror={EVIL}>", "note": EVIL}
+    )
     folder = tmp_path / "<i onclick=x>{{7*7}}{% raw %}"
     runs = [make(folder, [0.5, 0.6], config), make(tmp_path / "{y}", [0.4, 0.5], "{method: {}}")]
     runs[0].summary.update(
-        title=EVIL, model_sha256=EVIL, identity={EVIL: EVIL}, choices={"method": [EVIL]}, failures_total=EVIL
+        title=EVIL,
+        model_sha256=EVIL,
+        identity={EVIL: EVIL},
+        choices={"method": [EVIL]},
+        failures_total=EVIL,
     )
     lines = [json.dumps({"error": EVIL, "method": EVIL, "round": 1}), "no json", "[" * 99_999, "3"]
     (folder / "failures.jsonl").write_text("\n".join(lines))
@@ -64,7 +70,11 @@ def test_names_that_are_markup_stay_names_and_nothing_is_loaded(tmp_path: Path) 
     found = Tags(text := written(runs, tmp_path))
     assert not {"script", "img", "iframe", "link", "object"} & {*found.tags}
     assert not [name for name, _ in found.attributes if name.startswith("on")]
-    targets = [value or "" for name, value in found.attributes if name in ("src", "href", "srcset", "action")]
+    targets = [
+        value or ""
+        for name, value in found.attributes
+        if name in ("src", "href", "srcset", "action")
+    ]
     assert all(target.startswith(("#", "data:image/png;base64,")) for target in targets)
     assert "http" not in text and "@import" not in text
     assert "alert(1)" in "".join(found.words) and "{{7*7}}" in "".join(found.words)
@@ -73,7 +83,9 @@ def test_names_that_are_markup_stay_names_and_nothing_is_loaded(tmp_path: Path) 
 def test_the_page_of_one_run_of_an_older_version_says_what_it_does_not_have(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75], "seed: 3")
     text = written([replace(run, summary={"rounds": 2, "accuracy": 0.75})], tmp_path)
-    assert "no deviation" not in text and "What differs" not in text and "On virtual time" not in text
+    assert (
+        "no deviation" not in text and "What differs" not in text and "On virtual time" not in text
+    )
     assert "No run stores the scores of single clients" in section(text, "Spread over clients")
     assert "No run stores its split" in section(text, "Split of the data")
     assert "No client failed" in section(text, "Failures")
@@ -81,7 +93,9 @@ def test_the_page_of_one_run_of_an_older_version_says_what_it_does_not_have(tmp_
 
 
 def test_a_page_says_which_deviation_it_gives(tmp_path: Path) -> None:
-    runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.25, 0.25, 0.25])
+    runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(
+        tmp_path, "fedavgm", [0.25, 0.25, 0.25]
+    )
     text = written(runs, tmp_path)
     results = section(text, "Results")
     assert "over the seeds (sample deviation, divisor n-1)" in results
@@ -96,7 +110,9 @@ def test_what_differs_is_listed_by_key_with_those_who_have_each_value(tmp_path: 
         make(tmp_path / f"r{n}", [0.5], f"{{method: {{}}, local: {{lr: {lr}, batch: 4}}}}")
         for n, lr in enumerate((1, 2, 2))
     ]
-    runs[2] = replace(runs[2], name="third", config=runs[2].config | {"method": {"fedprox": {"mu": 1}}})
+    runs[2] = replace(
+        runs[2], name="third", config=runs[2].config | {"method": {"fedprox": {"mu": 1}}}
+    )
     different = section(written(runs, tmp_path), "What differs")
     keys = re.findall(r"<code>(.*?)</code>", different)
     assert keys == ["method", "local.lr", "method.fedprox.mu"]
@@ -107,7 +123,9 @@ def test_commands_of_several_runs_can_be_pasted_one_after_the_other(tmp_path: Pa
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75])
     places = re.findall(r"out=\S*?(?=<)", section(written(runs, tmp_path), "How to repeat it"))
     assert places == ["out=again/1", "out=again/2"]
-    assert re.findall(r"out=\S*?(?=<)", section(written(runs[:1], tmp_path), "How to repeat it")) == ["out=again"]
+    assert re.findall(
+        r"out=\S*?(?=<)", section(written(runs[:1], tmp_path), "How to repeat it")
+    ) == ["out=again"]
 
 
 def test_checksums_are_short_and_whole_where_one_points(tmp_path: Path) -> None:
@@ -120,7 +138,9 @@ def test_checksums_are_short_and_whole_where_one_points(tmp_path: Path) -> None:
 
 def test_no_state_has_no_checksum(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5])
-    run.summary.update(model_sha256="0123456789abcdef" * 4, state_sha256=hashlib.sha256().hexdigest())
+    run.summary.update(
+        model_sha256="0123456789abcdef" * 4, state_sha256=hashlib.sha256().hexdigest()
+    )
     text = section(written([run], tmp_path), "How to repeat it")
     assert "0123456789ab</td>" in text and "e3b0c442" not in text
 
@@ -128,15 +148,24 @@ def test_no_state_has_no_checksum(tmp_path: Path) -> None:
 def test_a_number_with_its_deviation_may_take_two_lines(tmp_path: Path) -> None:
     """Or the last columns of a study's results are off the page; the sign stays with the deviation."""
     text = section(written(seeded(tmp_path, "fedprox", [0.5, 0.75]), tmp_path), "Results")
-    assert '<td class="number pair">0.6250 ±\u00a00.1768</td>' in text and '<td class="number">2</td>' in text
+    assert (
+        '<td class="number pair">0.6250 ±\u00a00.1768</td>' in text
+        and '<td class="number">2</td>' in text
+    )
 
 
 def test_failures_are_counted_over_rounds_and_their_errors_listed(tmp_path: Path) -> None:
     run, other = make(tmp_path / "bad", [0.5, 0.75]), make(tmp_path / "good", [0.5, 0.75])
     for row in run.rows:
         row |= {"failures": 2, "lost": 3, "discarded": 0}
-    errors = [{"method": "moon", "error": "loss is nan"}, {"error": "boom"}, {"method": "moon", "error": "loss is nan"}]
-    (tmp_path / "bad/failures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in errors))
+    errors = [
+        {"method": "moon", "error": "loss is nan"},
+        {"error": "boom"},
+        {"method": "moon", "error": "loss is nan"},
+    ]
+    (tmp_path / "bad/failures.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in errors)
+    )
     cells = re.findall(r"<td[^>]*>(.*?)</td>", section(written([run, other], tmp_path), "Failures"))
     plain = [re.sub("<.*?>", "", cell) for cell in cells]
     assert plain[:6] == ["1bad", "4", "6", "2good", "0", "–"]
@@ -157,7 +186,9 @@ def test_an_endless_list_of_errors_is_cut_and_said_so(tmp_path: Path) -> None:
 def test_a_split_is_shown_once_for_all_who_have_it(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5], f"{{method: {{{name}: {{}}}}}}") for name in "abc"]
     same = Split(np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"])
-    for run, split in zip(runs, (same, same, replace(same, samples=np.array([1, 1, 6]))), strict=True):
+    for run, split in zip(
+        runs, (same, same, replace(same, samples=np.array([1, 1, 6]))), strict=True
+    ):
         write_split(split, run.folder)
     text = section(written(runs, tmp_path), "Split of the data")
     assert text.count("<h3>") == 2 and "<h3>a, b</h3>" in text and "<h3>c</h3>" in text
@@ -170,7 +201,9 @@ def test_sizes_are_drawn_unless_all_are_the_same_which_the_table_says(tmp_path: 
     def drawn(name: str, sizes: list[int]) -> str:
         run = make(tmp_path / name, [0.5])
         clients = np.arange(len(sizes))
-        write_split(Split(clients, clients % 2, np.array(sizes), len(sizes), ["cat", "dog"]), run.folder)
+        write_split(
+            Split(clients, clients % 2, np.array(sizes), len(sizes), ["cat", "dog"]), run.folder
+        )
         return section(written([run], tmp_path), "Split of the data")
 
     same, others = drawn("a", [51] * 20), drawn("b", [51, 52, 54])
@@ -184,7 +217,13 @@ def test_sizes_are_drawn_unless_all_are_the_same_which_the_table_says(tmp_path: 
 def test_what_a_study_was_warned_of_stands_below_its_results(tmp_path: Path) -> None:
     runs = [make(tmp_path / "a", [0.5])]
     columns = [tables.Column("", ["a"])]
-    page.compare(report.grouped(runs), tmp_path, "t", [], page.Section("Results", "", columns, notes=["set <norm>"]))
+    page.compare(
+        report.grouped(runs),
+        tmp_path,
+        "t",
+        [],
+        page.Section("Results", "", columns, notes=["set <norm>"]),
+    )
     assert "<p>set &lt;norm&gt;</p>" in section((tmp_path / "report.html").read_text(), "Results")
 
 
@@ -204,7 +243,10 @@ def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: P
         writer = JobWriter.of(folder, 0)
         assert writer is not None
         writer.add(
-            [JobRecord(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0), JobRecord(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale)]
+            [
+                JobRecord(0, 0, 0, 0.0, 1.0, "aggregated", 1, 0),
+                JobRecord(1, 0, 0, 0.0, 1.0, "aggregated", 1, stale),
+            ]
         )
         writer.write()
     text = written([run, other], tmp_path)
@@ -212,20 +254,32 @@ def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: P
 
 
 def test_curves_that_tell_no_more_than_those_of_the_rounds_are_folded(tmp_path: Path) -> None:
-    runs = [make(tmp_path / name, [0.5, score], f"hosts: {score}") for name, score in (("a", 0.6), ("b", 0.7))]
+    runs = [
+        make(tmp_path / name, [0.5, score], f"hosts: {score}")
+        for name, score in (("a", 0.6), ("b", 0.7))
+    ]
     shown, _, folded = section(written(runs, tmp_path), "Curves").partition("<details>")
     assert shown.count("<svg") == 4, "three accuracies and a loss, against the rounds"
-    assert folded.startswith("<summary>The same against: sent, both ways · virtual time · wall time</summary>")
+    assert folded.startswith(
+        "<summary>The same against: sent, both ways · virtual time · wall time</summary>"
+    )
     assert folded.count("<svg") == 3 * 4 and "no result" in folded
-    dear = replace(runs[1], rows=[row | {"floats_up": 9 * (row["floats_up"] or 0)} for row in runs[1].rows])
+    dear = replace(
+        runs[1], rows=[row | {"floats_up": 9 * (row["floats_up"] or 0)} for row in runs[1].rows]
+    )
     shown, _, folded = section(written([runs[0], dear], tmp_path), "Curves").partition("<details>")
     assert shown.count("<svg") == 2 * 4
     assert folded.startswith("<summary>The same against: virtual time · wall time</summary>")
 
 
-def test_a_picture_of_curves_lies_beside_the_page_only_for_what_was_measured(tmp_path: Path) -> None:
+def test_a_picture_of_curves_lies_beside_the_page_only_for_what_was_measured(
+    tmp_path: Path,
+) -> None:
     written([make(tmp_path / "a", [None])], tmp_path)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison_train_loss.png", "report.html"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "comparison_train_loss.png",
+        "report.html",
+    ]
 
 
 def test_a_run_without_a_measurement_has_a_page(tmp_path: Path) -> None:

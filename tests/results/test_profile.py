@@ -46,13 +46,17 @@ def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]
 
 def test_between_calls_a_host_waits_to_be_called_and_then_for_the_message() -> None:
     found = HostTrack(Track("host-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
-    track = idle(found, [1.5, 3.0], 0.0, 10.0)  # the second call was made while the host was at work
+    track = idle(
+        found, [1.5, 3.0], 0.0, 10.0
+    )  # the second call was made while the host was at work
     assert track.seconds == {"steps": 4.0, "messages": 1.0, "waiting": 5.0}
 
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(recorded: bool, tmp_path: Path) -> None:
+def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
+    recorded: bool, tmp_path: Path
+) -> None:
     asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)
     timed = replace(asked, profile=True)
     *_, found, finished = coordinate(timed, runtime=several(timed, 2)).run()
@@ -61,20 +65,33 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(recorded: bool,
     assert [track.name for track in found.tracks] == ["coordinator", "host-0", "host-1"]
     for own in profile.shares(found).values():
         assert sum(own.values()) == pytest.approx(1.0, abs=1e-3) and min(own.values()) >= 0
-    assert {kind for track in found.tracks for kind, spent in track.seconds.items() if spent > 0} == {*KINDS}
+    assert {
+        kind for track in found.tracks for kind, spent in track.seconds.items() if spent > 0
+    } == {*KINDS}
     profile.write(found, tmp_path, "fedavg")
     assert profile.table(found).splitlines()[1].split() == [track.name for track in found.tracks]
-    many = replace(found, tracks=tuple(replace(found.tracks[0], name=str(place)) for place in range(9)))
-    assert profile.table(many).splitlines()[1].split("  ")[-2:] == ["coordinator", "mean of 8 hosts"]
+    many = replace(
+        found, tracks=tuple(replace(found.tracks[0], name=str(place)) for place in range(9))
+    )
+    assert profile.table(many).splitlines()[1].split("  ")[-2:] == [
+        "coordinator",
+        "mean of 8 hosts",
+    ]
     events = json.loads((tmp_path / profile.TRACE).read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == sum(len(track.spans) for track in found.tracks)
+    assert sum(event["ph"] == "X" for event in events) == sum(
+        len(track.spans) for track in found.tracks
+    )
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
     assert (tmp_path / profile.PICTURE).stat().st_size > 10_000
 
 
 def test_without_a_profile_nothing_is_timed() -> None:
     host = Host(run_spec())
-    assert host.spans is None and not {"train", "_receive"} & vars(host).keys() and "steps" not in vars(host.trainer)
+    assert (
+        host.spans is None
+        and not {"train", "_receive"} & vars(host).keys()
+        and "steps" not in vars(host.trainer)
+    )
 
 
 def test_hosts_on_ray_say_what_they_did(ray_session: None) -> None:

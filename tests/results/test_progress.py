@@ -21,7 +21,10 @@ def seen(terminal: bool) -> str:
 
 
 def test_a_log_has_a_line_for_each_thing_that_starts() -> None:
-    assert seen(False).splitlines()[:2] == [f"{'':<10}waiting for Ray", f"{'':<10}waiting for the hosts"]
+    assert seen(False).splitlines()[:2] == [
+        f"{'':<10}waiting for Ray",
+        f"{'':<10}waiting for the hosts",
+    ]
 
 
 def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
@@ -38,7 +41,11 @@ def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: boo
         for number in range(3):
             shows("under way: fedavg_seed-0", f" · round {number}/2")
     text = out.getvalue()
-    assert "under way: fedavg_seed-0 · round 2/2" in text if terminal else text == f"{'':<10}under way: fedavg_seed-0\n"
+    assert (
+        "under way: fedavg_seed-0 · round 2/2" in text
+        if terminal
+        else text == f"{'':<10}under way: fedavg_seed-0\n"
+    )
 
 
 def test_a_quiet_console_says_nothing() -> None:
@@ -60,7 +67,9 @@ def test_the_line_names_whom_everyone_waits_for_until_the_next_round() -> None:
     assert out.getvalue() == progress.line() + "\n", "a log has it at once"
     assert progress.line() == "round 0/3 · host 1 with clients 4, 17 has not answered for 35 s"
     progress.wait(0, [str(client) for client in range(9)], 400.0)
-    assert progress.line().endswith("host 0 with clients 0, 1, 2, 3, 4, ... has not answered for 6 min 40 s")
+    assert progress.line().endswith(
+        "host 0 with clients 0, 1, 2, 3, 4, ... has not answered for 6 min 40 s"
+    )
     progress.wait(0, [], 12.0)
     assert progress.line().endswith("· host 0 has not answered for 12 s")
     progress.update({"round": 1})

@@ -10,12 +10,17 @@ from raysim.results.repeating import run_again
 
 def test_packages_of_the_users_own_are_named_once_wherever_the_configuration_names_them() -> None:
     config = {
-        "method": [{"_target_": "raysim.methods.fedprox.FedProx"}, {"_target_": "mine.methods.Gentle", "mu": 0.1}],
+        "method": [
+            {"_target_": "raysim.methods.fedprox.FedProx"},
+            {"_target_": "mine.methods.Gentle", "mu": 0.1},
+        ],
         "model": {"_target_": "theirs.Net", "head": {"_target_": "mine.Head"}},
         "seed": 0,
     }
     command = run_again(config, Path("a run") / "config.yaml", "out=again")
-    assert command == "raysim run --config 'a run/config.yaml' --allow mine --allow theirs out=again"
+    assert (
+        command == "raysim run --config 'a run/config.yaml' --allow mine --allow theirs out=again"
+    )
     assert shlex.split(command)[3] == "a run/config.yaml"
 
 

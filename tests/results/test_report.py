@@ -30,7 +30,9 @@ def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
     ]  # fmt: skip
 
 
-def make(folder: Path, scores: list[float | None], config: str = "seed: 0", finished: bool = True) -> report.Run:
+def make(
+    folder: Path, scores: list[float | None], config: str = "seed: 0", finished: bool = True
+) -> report.Run:
     """A run's folder, and the run as it is read from there."""
     folder.mkdir(parents=True)
     write_history(history(scores), folder / "history.parquet")
@@ -67,7 +69,9 @@ def test_a_folder_that_is_no_run_is_refused_with_what_is_missing(tmp_path: Path)
     make(tmp_path / "runs" / "one", [0.5])
     with pytest.raises(ValueError, match=r"nowhere is no folder"):
         report.load_run(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"runs is no folder of a run, it has no config\.yaml .* mean .*one\?"):
+    with pytest.raises(
+        ValueError, match=r"runs is no folder of a run, it has no config\.yaml .* mean .*one\?"
+    ):
         report.load_run(tmp_path / "runs")
     (tmp_path / "runs" / "one" / "history.parquet").unlink()
     with pytest.raises(ValueError, match=r"one is no folder of a run, it has no history\.parquet;"):
@@ -76,7 +80,12 @@ def test_a_folder_that_is_no_run_is_refused_with_what_is_missing(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("config.yaml", "a: [1"), ("config.yaml", "- 1"), ("summary.json", "{"), ("summary.json", "[]")],
+    [
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "- 1"),
+        ("summary.json", "{"),
+        ("summary.json", "[]"),
+    ],
 )
 def test_a_broken_file_of_a_run_is_named(tmp_path: Path, name: str, content: str) -> None:
     make(tmp_path / "one", [0.5])
@@ -143,26 +152,37 @@ def test_defaults_of_an_option_that_not_all_chose_tell_nothing(tmp_path: Path) -
         config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
         return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
 
-    alone, usual = runtime("inprocess"), runtime("local", ", hosts: null, strategy: PACK, wait: null")
+    alone, usual = (
+        runtime("inprocess"),
+        runtime("local", ", hosts: null, strategy: PACK, wait: null"),
+    )
     assert report.telling([alone, usual]) == ({"runtime.name": ["inprocess", "local"]}, 3)
     chosen = runtime("local", ", hosts: 4, strategy: PACK")
     found, left = report.telling([alone, chosen])
     assert (found.get("runtime.hosts"), left) == (["–", "4"], 1), "what was set is told"
-    assert report.telling([usual, chosen])[0]["runtime.hosts"] == ["None", "4"], "what both have is told"
+    assert report.telling([usual, chosen])[0]["runtime.hosts"] == ["None", "4"], (
+        "what both have is told"
+    )
     own = runtime("mine", ", hosts: null")
-    assert "runtime.hosts" in report.telling([alone, own])[0], "nobody knows the defaults of another's option"
+    assert "runtime.hosts" in report.telling([alone, own])[0], (
+        "nobody knows the defaults of another's option"
+    )
 
 
 def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     """Neither over other data, nor in what a run costs after fewer rounds."""
     scores: list[float | None] = [0.2, 0.5]
     alike = [
-        make(tmp_path / name, scores[: len(scores)], config) for name, config in (("a", "hosts: 0"), ("b", "hosts: 1"))
+        make(tmp_path / name, scores[: len(scores)], config)
+        for name, config in (("a", "hosts: 0"), ("b", "hosts: 1"))
     ]
-    write_json(summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json")
+    write_json(
+        summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json"
+    )
     assert "2 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
     other = [
-        make(tmp_path / name, [score], f"partition: {{alpha: {score}}}") for name, score in (("c", 0.9), ("d", 0.1))
+        make(tmp_path / name, [score], f"partition: {{alpha: {score}}}")
+        for name, score in (("c", 0.9), ("d", 0.1))
     ]
     assert "*" not in report.table(other)
 
@@ -171,19 +191,38 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> No
     def study(method: str, scores: list[float]) -> list[report.Run]:
         config = f"{{method: {{{method}: {{mu: 1}}}}, seed: "
         runs = enumerate(scores)
-        return [make(tmp_path / f"{method}-{seed}", [score], f"{config}{seed}}}") for seed, score in runs]
+        return [
+            make(tmp_path / f"{method}-{seed}", [score], f"{config}{seed}}}")
+            for seed, score in runs
+        ]
 
-    runs = [*study("fedprox", [0.8, 0.9]), *study("moon", [0.2, 0.3, 0.4]), *study("fedbr", [0.6, 0.6])]
+    runs = [
+        *study("fedprox", [0.8, 0.9]),
+        *study("moon", [0.2, 0.3, 0.4]),
+        *study("fedbr", [0.6, 0.6]),
+    ]
     above, head, _, *rows, star, scored, note = report.table(runs).splitlines()
     assert above == "data – · partition –" and head.split()[:3] == ["seeds", "rounds", "best"]
     cells = [re.split(r"  +", row) for row in rows]
-    assert [(each[0], each[1]) for each in cells] == [("fedprox", "2"), ("fedbr", "2"), ("moon", "3")]
+    assert [(each[0], each[1]) for each in cells] == [
+        ("fedprox", "2"),
+        ("fedbr", "2"),
+        ("moon", "3"),
+    ]
     assert [each[3] for each in cells] == ["0.8500 ± 0.0707*", "0.6000 ± 0.0000", "0.3000 ± 0.1000"]
     assert star.endswith("deviation of either over the seeds")
     assert scored == report.scored(runs)
     assert note == "mean ± sample deviation over the seeds; --csv prints every run"
-    going = [*runs, replace(make(tmp_path / "on", [0.7], "{method: {moon: {mu: 1}}, seed: 3}"), finished=False)]
-    assert [group.label for group in report.grouped(going)] == ["fedprox", "moon (unfinished)", "fedbr", "moon"]
+    going = [
+        *runs,
+        replace(make(tmp_path / "on", [0.7], "{method: {moon: {mu: 1}}, seed: 3}"), finished=False),
+    ]
+    assert [group.label for group in report.grouped(going)] == [
+        "fedprox",
+        "moon (unfinished)",
+        "fedbr",
+        "moon",
+    ]
 
 
 def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> None:
@@ -216,12 +255,18 @@ def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Pa
 def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[report.Run]:
     """A run for each final accuracy, of the seeds 0, 1, ..."""
     return [
-        make(tmp_path / f"{method}-{seed}", [0.25, final], f"{{method: {{{method}: {{}}}}, seed: {seed}, out: {seed}}}")
+        make(
+            tmp_path / f"{method}-{seed}",
+            [0.25, final],
+            f"{{method: {{{method}: {{}}}}, seed: {seed}, out: {seed}}}",
+        )
         for seed, final in enumerate(finals)
     ]
 
 
-def test_runs_that_differ_in_their_seeds_are_one_row_with_mean_and_sample_deviation(tmp_path: Path) -> None:
+def test_runs_that_differ_in_their_seeds_are_one_row_with_mean_and_sample_deviation(
+    tmp_path: Path,
+) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.5])
     groups = report.grouped(runs[::-1])
     assert [(group.label, [run.config["seed"] for run in group.runs]) for group in groups] == [
@@ -243,7 +288,10 @@ def test_runs_with_another_loss_are_another_setting(tmp_path: Path) -> None:
 
 
 def test_what_some_seeds_did_not_reach_says_how_many_did(tmp_path: Path) -> None:
-    columns = {c.title: c for c in report.results(report.grouped(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75])))}
+    columns = {
+        c.title: c
+        for c in report.results(report.grouped(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75])))
+    }
     assert columns["to 0.70"].texts == ["2.0 ± 0.0 (2 of 3)"]
 
 
@@ -260,7 +308,10 @@ def test_a_deviation_has_the_unit_and_the_digits_of_its_mean(
     key: str, title: str, values: list[float], text: str, tmp_path: Path
 ) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.5])
-    runs = [replace(run, summary=run.summary | {"floats_down": 0, key: v}) for run, v in zip(runs, values, strict=True)]
+    runs = [
+        replace(run, summary=run.summary | {"floats_down": 0, key: v})
+        for run, v in zip(runs, values, strict=True)
+    ]
     assert {c.title: c.texts for c in report.results(report.grouped(runs))}[title] == [text]
 
 
@@ -281,7 +332,10 @@ def test_a_table_says_which_metric_on_which_tests(tmp_path: Path) -> None:
     assert report.scored([own]) == f"scores: accuracy {tests}"
     assert report.scored([both]) == f"scores: accuracy {tests}; central: on the central test set"
     assert report.scored([central]) == "scores: accuracy on the central test set"
-    assert report.scored([own, central]) == f"scores: accuracy {tests} or accuracy on the central test set"
+    assert (
+        report.scored([own, central])
+        == f"scores: accuracy {tests} or accuracy on the central test set"
+    )
     assert report.scored([errors]) == f"scores: mae {tests}"
     assert report.scored([nothing]) == ""
     assert report.scored([both]) in report.table([both]).splitlines()
@@ -294,9 +348,13 @@ def test_a_seed_that_comes_twice_is_no_second_seed(tmp_path: Path) -> None:
     assert len({group.label for group in groups}) == 2
 
 
-def test_settings_of_one_method_are_told_apart_by_what_differs_but_not_by_seeds(tmp_path: Path) -> None:
+def test_settings_of_one_method_are_told_apart_by_what_differs_but_not_by_seeds(
+    tmp_path: Path,
+) -> None:
     runs = [
-        make(tmp_path / f"{lr}-{seed}", [0.5], f"{{method: {{}}, local: {{lr: {lr}}}, seed: {seed}}}")
+        make(
+            tmp_path / f"{lr}-{seed}", [0.5], f"{{method: {{}}, local: {{lr: {lr}}}, seed: {seed}}}"
+        )
         for lr in (0.1, 0.2)
         for seed in (4, 5)
     ]
@@ -313,12 +371,18 @@ def test_the_table_for_latex_is_one_that_latex_reads(tmp_path: Path) -> None:
     assert body[5].startswith(r"a\_b \& 50\% of \{x\}\textbackslash{}y & ")
     assert r"\textbf{0.7500}" in body[5] and "textbf" not in body[6].split("floats")[0]
     columns = len(body[1].partition("{tabular}{")[2]) - 1
-    assert all(len(re.findall(r"(?<!\\)&", line)) == columns - 1 for line in body[3:7:1] if "&" in line)
+    assert all(
+        len(re.findall(r"(?<!\\)&", line)) == columns - 1 for line in body[3:7:1] if "&" in line
+    )
     assert all(line.endswith(r" \\") for line in (body[3], body[5], body[6]))
 
 
 def test_the_table_for_programs_has_a_row_per_run_with_all_digits(tmp_path: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO(report.as_csv(report.grouped(seeded(tmp_path, "fedprox", [0.5, 2 / 3]))))))
+    rows = list(
+        csv.DictReader(
+            io.StringIO(report.as_csv(report.grouped(seeded(tmp_path, "fedprox", [0.5, 2 / 3]))))
+        )
+    )
     assert [(row["setting"], row["run"], row["seed"]) for row in rows] == [
         ("fedprox", "fedprox-0", "0"), ("fedprox", "fedprox-1", "1"),
     ]  # fmt: skip

@@ -21,7 +21,9 @@ def test_three_pairs_give_the_interval_and_p_of_a_table_of_students_t() -> None:
     assert found.deviation == pytest.approx(1.0)
     assert found.high == pytest.approx(2 + 4.302653 / np.sqrt(3), rel=1e-6)
     assert found.low == pytest.approx(2 - 4.302653 / np.sqrt(3), rel=1e-6)
-    assert found.p == pytest.approx(0.0741799, rel=1e-5)  # t = 2 sqrt(3) with two degrees of freedom
+    assert found.p == pytest.approx(
+        0.0741799, rel=1e-5
+    )  # t = 2 sqrt(3) with two degrees of freedom
     assert found.wilcoxon is None
 
 
@@ -46,9 +48,14 @@ def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("left", "note"),
-    [([0.7, 0.8, 0.9], "equal in every pair"), ([0.8, 0.9, 1.0], "no test: every pair differs alike")],
+    [
+        ([0.7, 0.8, 0.9], "equal in every pair"),
+        ([0.8, 0.9, 1.0], "no test: every pair differs alike"),
+    ],
 )
-def test_differences_without_a_deviation_but_that_of_rounding_are_not_tested(left: list[float], note: str) -> None:
+def test_differences_without_a_deviation_but_that_of_rounding_are_not_tested(
+    left: list[float], note: str
+) -> None:
     found = paired(left, [0.7, 0.8, 0.9])
     assert (found.note, found.p, found.low) == (note, None, None)
 

@@ -18,9 +18,9 @@ def test_columns_that_do_not_fit_come_below_beside_the_first_one() -> None:
         assert all(len(line) <= width for line in text.splitlines())
         blocks = text.split("\n\n")
         assert all(block.startswith("run") and "\nfedprox" in block for block in blocks)
-        assert [word for block in blocks for word in block.splitlines()[0].split()[1:]] == wide.splitlines()[0].split()[
-            1:
-        ]
+        assert [
+            word for block in blocks for word in block.splitlines()[0].split()[1:]
+        ] == wide.splitlines()[0].split()[1:]
     assert aligned([NAMES, *numbers], 1000) == wide
 
 
@@ -54,14 +54,19 @@ def test_the_best_is_marked_where_it_is_clear(
     better: int,
     best: set[int],
 ) -> None:
-    column = Column("accuracy", [str(score) for score in scores], scores, better, deviations, groups)
+    column = Column(
+        "accuracy", [str(score) for score in scores], scores, better, deviations, groups
+    )
     assert column.best() == best
     stars = {i for i, line in enumerate(aligned([column]).splitlines()[2:]) if line.endswith("*")}
     assert stars == best
 
 
 def test_csv_keeps_every_digit_and_whole_numbers() -> None:
-    rows = [{"run": "a, b", "rounds": 5, "score": 2 / 3}, {"run": "c", "rounds": None, "seed": 1, "done": True}]
+    rows = [
+        {"run": "a, b", "rounds": 5, "score": 2 / 3},
+        {"run": "c", "rounds": None, "seed": 1, "done": True},
+    ]
     head, *lines = to_csv(rows).splitlines()
     assert head == "run,rounds,score,seed,done"
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
@@ -76,6 +81,10 @@ def test_rows_of_texts_are_columns_of_numbers_behind_a_label() -> None:
 def test_latex_escapes_what_it_would_read() -> None:
     columns = [Column("a_b", ["50%", "x"]), Column("score", ["0.7 ± 0.1", "0.5"], [0.7, 0.5], 1)]
     text = latex(columns, "a note")
-    assert text.splitlines()[:3] == [r"% needs \usepackage{booktabs}", "% a note", r"\begin{tabular}{lr}"]
+    assert text.splitlines()[:3] == [
+        r"% needs \usepackage{booktabs}",
+        "% a note",
+        r"\begin{tabular}{lr}",
+    ]
     assert r"a\_b & score \\" in text
     assert r"50\% & \textbf{0.7 $\pm$ 0.1} \\" in text

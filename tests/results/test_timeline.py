@@ -24,7 +24,10 @@ pytestmark = pytest.mark.pictures
 def made(*jobs: tuple[int, float, float, str, int]) -> Jobs:
     """Jobs by client, start, finish, fate and staleness; each ends in a round of its own."""
     client, start, finish, fate, stale = (np.array(each) for each in zip(*jobs, strict=True))
-    codes, rounds = np.array([FATES.index(each) for each in fate], np.int8), np.arange(1, len(client) + 1)
+    codes, rounds = (
+        np.array([FATES.index(each) for each in fate], np.int8),
+        np.arange(1, len(client) + 1),
+    )
     return Jobs(client, np.maximum(rounds - 1 - stale, 0), start, finish, codes, rounds, stale)
 
 
@@ -60,7 +63,9 @@ def boxes(ax: Any) -> list[PolyCollection]:
 def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
     """Left, right and row of each bar."""
     corners = [path.vertices[:4] for path in bars.get_paths()]
-    return [(*np.round((c[:, 0].min(), c[:, 0].max(), c[:, 1].mean()), 6).tolist(),) for c in corners]
+    return [
+        (*np.round((c[:, 0].min(), c[:, 0].max(), c[:, 1].mean()), 6).tolist(),) for c in corners
+    ]
 
 
 # --- whether ------------------------------------------------------------------------------------------------------
@@ -79,7 +84,10 @@ def test_whatever_went_wrong_needs_a_timeline(fate: str) -> None:
 def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
     assert timeline.eventful(made((0, 0.0, 1.0, "aggregated", 1)))
     for slow, needed in ((9.0, True), (2.0, False)):
-        waiting = made(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(3)], (3, 0.0, slow, "aggregated", 0))
+        waiting = made(
+            *[(client, 0.0, 1.0, "aggregated", 0) for client in range(3)],
+            (3, 0.0, slow, "aggregated", 0),
+        )
         waiting.round[:] = 1
         assert timeline.eventful(waiting) == needed
 
@@ -87,7 +95,11 @@ def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
 # --- clients ------------------------------------------------------------------------------------------------------
 def test_a_bar_is_a_job_in_the_row_of_its_client_with_the_colour_of_its_staleness() -> None:
     ax = drawn()[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["7", "3", "5"]  # by their mean seconds
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "7",
+        "3",
+        "5",
+    ]  # by their mean seconds
     taken = next(bars for bars in boxes(ax) if bars.get_label() == "aggregated")
     assert spans(taken) == [(0, 2, 0), (1, 4, 1), (4, 7, 1)]
     assert np.asarray(taken.get_array()).tolist() == [0, 2, 1]
@@ -97,8 +109,17 @@ def test_a_bar_is_a_job_in_the_row_of_its_client_with_the_colour_of_its_stalenes
 def test_what_was_not_taken_is_empty_and_has_a_sign_at_its_end() -> None:
     ax = drawn()[0]
     others = [bars for bars in boxes(ax) if bars.get_label() != "aggregated"]
-    assert [spans(bars) for bars in others] == [[(0, 8, 2)], [(2, 3, 0)], [(7, 10, 1)], [(8, 10, 2)]]
-    signs = {line.get_label(): line.get_xydata().tolist() for line in ax.lines if len(line.get_xydata()) == 1}
+    assert [spans(bars) for bars in others] == [
+        [(0, 8, 2)],
+        [(2, 3, 0)],
+        [(7, 10, 1)],
+        [(8, 10, 2)],
+    ]
+    signs = {
+        line.get_label(): line.get_xydata().tolist()
+        for line in ax.lines
+        if len(line.get_xydata()) == 1
+    }
     assert signs == {"discarded": [[8, 2]], "lost": [[3, 0]], "failed": [[10, 1]]}
     assert "in flight at the end" in ax.get_legend_handles_labels()[1]
 
@@ -107,25 +128,39 @@ def test_the_axes_of_the_timeline_say_seconds_and_versions() -> None:
     ax = drawn()[0]
     assert ax.get_xlabel() == "virtual time (s)" and ax.get_xlim() == (0, 10)
     above = ax.child_axes[0]
-    shown = dict(zip(above.get_xticks().tolist(), [each.get_text() for each in above.get_xticklabels()], strict=True))
+    shown = dict(
+        zip(
+            above.get_xticks().tolist(),
+            [each.get_text() for each in above.get_xticklabels()],
+            strict=True,
+        )
+    )
     assert shown == {2.0: "1", 4.0: "2", 6.0: "3", 8.0: "4", 10.0: "5"}
     hours = JOBS[np.arange(len(JOBS))]
     hours.start[:] *= 3600
     hours.finish[:] *= 3600
-    rows: list[Row] = [row | {"virtual_seconds": 3600 * (row["virtual_seconds"] or 0)} for row in ROWS]
+    rows: list[Row] = [
+        row | {"virtual_seconds": 3600 * (row["virtual_seconds"] or 0)} for row in ROWS
+    ]
     panels = drawn(hours, rows)
     assert [ax.get_xlabel() for ax in panels[:3]] == ["virtual time (h)"] * 3
     assert spans(boxes(panels[0])[0]) == [(0, 2, 0), (1, 4, 1), (4, 7, 1)]
 
 
 def test_of_many_clients_the_fastest_some_random_and_the_slowest_are_shown() -> None:
-    many = made(*[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)])
+    many = made(
+        *[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)]
+    )
     by_speed = [(client * 73) % 100 for client in range(100)]  # 73 is the inverse of 37 modulo 100
     kinds = dict(timeline.sample(many))
     assert list(kinds) == ["fastest", "random", "slowest"]
-    assert kinds["fastest"].tolist() == by_speed[:12] and kinds["slowest"].tolist() == by_speed[-12:]
+    assert (
+        kinds["fastest"].tolist() == by_speed[:12] and kinds["slowest"].tolist() == by_speed[-12:]
+    )
     places = [by_speed.index(client) for client in kinds["random"].tolist()]
-    assert places == sorted(set(places)) and len(places) == 12 and places[0] >= 12 and places[-1] < 88
+    assert (
+        places == sorted(set(places)) and len(places) == 12 and places[0] >= 12 and places[-1] < 88
+    )
     assert timeline.sample(many)[1][1].tolist() == kinds["random"].tolist()
     assert "36 of 100 clients" in drawn(many)[0].get_title()
 
@@ -149,7 +184,9 @@ def test_of_a_long_run_a_part_is_shown_in_which_bars_are_wide_enough() -> None:
 
 # --- fleet, hosts, staleness --------------------------------------------------------------------------------------
 def test_clients_at_work_are_counted_exactly() -> None:
-    jobs = made((0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0))
+    jobs = made(
+        (0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0)
+    )
     assert timeline.at_work(jobs, np.arange(5.0)).tolist() == [1.0, 2.0, 1.5, 1.0]
 
 
@@ -167,7 +204,9 @@ def test_fleet_and_hosts_are_drawn_over_virtual_time() -> None:
 
 
 def test_a_history_that_measured_no_hosts_says_so() -> None:
-    assert drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title() == "Hosts: not measured"
+    assert (
+        drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title() == "Hosts: not measured"
+    )
 
 
 def test_one_host_is_one_curve() -> None:
@@ -197,11 +236,18 @@ def test_a_run_without_staleness_has_no_histogram() -> None:
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
-def test_the_picture_is_drawn_for_light_and_dark_pages_and_only_where_it_says_something(tmp_path: Path) -> None:
+def test_the_picture_is_drawn_for_light_and_dark_pages_and_only_where_it_says_something(
+    tmp_path: Path,
+) -> None:
     assert timeline.draw_timeline(JOBS, ROWS, tmp_path / "timeline.png", "a $title$")
     assert size(tmp_path / "timeline.png") == (1690, 1248)
-    assert timeline.timeline_png(JOBS, ROWS, "a $title$") == (tmp_path / "timeline.png").read_bytes()
-    assert timeline.timeline_png(JOBS, ROWS, "a $title$", dark=True) != (tmp_path / "timeline.png").read_bytes()
+    assert (
+        timeline.timeline_png(JOBS, ROWS, "a $title$") == (tmp_path / "timeline.png").read_bytes()
+    )
+    assert (
+        timeline.timeline_png(JOBS, ROWS, "a $title$", dark=True)
+        != (tmp_path / "timeline.png").read_bytes()
+    )
     assert not timeline.draw_timeline(JOBS[[0]], ROWS, tmp_path / "none.png", "")
     assert not (tmp_path / "none.png").exists()
 
@@ -214,7 +260,9 @@ def test_no_titles_or_names_of_clients_overlap() -> None:
         figure.draw_without_rendering()
     for ax in figure.axes:
         for names in (ax.get_xticklabels(), ax.get_yticklabels()):
-            found = [each.get_window_extent() for each in names if each.get_text() and each.get_visible()]
+            found = [
+                each.get_window_extent() for each in names if each.get_text() and each.get_visible()
+            ]
             assert not any(left.overlaps(right) for left, right in itertools.pairwise(found))
     titles = [ax.title.get_window_extent() for ax in figure.axes if ax.get_title()]
     assert not any(a.overlaps(b) for k, a in enumerate(titles) for b in titles[k + 1 :])

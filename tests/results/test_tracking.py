@@ -49,7 +49,8 @@ NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs
 def rows(first: int, last: int) -> list[Row]:
     """Rows of a history, both ends included."""
     return [
-        {"round": n, "wall_seconds": float(n), "accuracy": None if n % 2 else n / 100} for n in range(first, last + 1)
+        {"round": n, "wall_seconds": float(n), "accuracy": None if n % 2 else n / 100}
+        for n in range(first, last + 1)
     ]
 
 
@@ -101,7 +102,9 @@ class Shelf:
 def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
     """A tracker of a shelf, in a folder that exists."""
     folder.mkdir(exist_ok=True)
-    return Tracker(folder, "http://me:secret@shelf", say=said.append, connect=shelf.connect, patience=patience)
+    return Tracker(
+        folder, "http://me:secret@shelf", say=said.append, connect=shelf.connect, patience=patience
+    )
 
 
 def begin(made: Tracker, shelf: Shelf, some: Sequence[Row] = ()) -> None:
@@ -133,7 +136,8 @@ def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["null", "[]", "3", "[" * 100_000, "\0", '{"round": 1' + "0" * 400 + "}", '{"round": null}']
+    "content",
+    ["null", "[]", "3", "[" * 100_000, "\0", '{"round": 1' + "0" * 400 + "}", '{"round": null}'],
 )
 def test_records_that_a_crash_or_a_hand_damaged_are_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "tracking.json").write_text(content)
@@ -152,7 +156,9 @@ def test_every_row_arrives_in_a_call_of_its_own_when_the_server_keeps_up(tmp_pat
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_a_slow_server_does_not_hold_up_the_run_and_gets_what_waited_together(tmp_path: Path) -> None:
+def test_a_slow_server_does_not_hold_up_the_run_and_gets_what_waited_together(
+    tmp_path: Path,
+) -> None:
     shelf, said = Shelf(), []
     shelf.gate.clear()
     made = tracker(tmp_path, shelf, said)
@@ -165,7 +171,9 @@ def test_a_slow_server_does_not_hold_up_the_run_and_gets_what_waited_together(tm
     assert len(shelf.calls) <= 2
 
 
-def test_an_outage_is_said_once_and_its_rows_are_on_disk_until_the_server_is_back(tmp_path: Path) -> None:
+def test_an_outage_is_said_once_and_its_rows_are_on_disk_until_the_server_is_back(
+    tmp_path: Path,
+) -> None:
     shelf, said = Shelf(), []
     shelf.down = True
     made = tracker(tmp_path, shelf, said)
@@ -181,7 +189,9 @@ def test_an_outage_is_said_once_and_its_rows_are_on_disk_until_the_server_is_bac
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_them(tmp_path: Path) -> None:
+def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_them(
+    tmp_path: Path,
+) -> None:
     shelf, said = Shelf(), []
     shelf.down = True
     made = tracker(tmp_path / "run", shelf, said)
@@ -190,19 +200,25 @@ def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_the
     made.finish({"best5_mean": 0.5}, [])
     assert f"`raysim run out={tmp_path / 'run'} resume=latest` sends them" in said[-1]
     assert len(said) <= 2
-    kept = [json.loads(line)["round"] for line in (tmp_path / "run" / BACKLOG).read_text().splitlines()]
+    kept = [
+        json.loads(line)["round"] for line in (tmp_path / "run" / BACKLOG).read_text().splitlines()
+    ]
     assert kept == [1, 2, 3]
     assert not replay(tmp_path / "run", say=said.append, connect=shelf.connect)
     shelf.down = False
     assert replay(tmp_path / "run", say=said.append, connect=shelf.connect)
-    assert re.fullmatch(rf"sent to MLflow at .*, which has all 3 rounds of {tmp_path / 'run'} now", said[-1])
+    assert re.fullmatch(
+        rf"sent to MLflow at .*, which has all 3 rounds of {tmp_path / 'run'} now", said[-1]
+    )
     assert (shelf.steps, shelf.closed) == ([1, 2, 3], 1)
     assert not (tmp_path / "run" / BACKLOG).exists()
     assert replay(tmp_path / "run", connect=shelf.connect)  # nothing is left
     assert shelf.closed == 1
 
 
-def test_a_server_that_hangs_is_left_after_the_patience_with_the_rows_on_disk(tmp_path: Path) -> None:
+def test_a_server_that_hangs_is_left_after_the_patience_with_the_rows_on_disk(
+    tmp_path: Path,
+) -> None:
     shelf, said = Shelf(), []
     shelf.gate.clear()
     made = tracker(tmp_path, shelf, said, patience=0.01)
@@ -283,7 +299,9 @@ def test_whatever_the_server_raises_the_run_goes_on(tmp_path: Path) -> None:
     assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
 
 
-def test_a_model_that_is_not_sent_has_the_reason_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_sent_has_the_reason_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(error: Exception) -> str:
         def fail(*_: object) -> None:
             raise error
@@ -300,7 +318,10 @@ def test_a_model_that_is_not_sent_has_the_reason_for_it(tmp_path: Path, monkeypa
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert told(FileNotFoundError(2, "No such file or directory")) == "the folder that this process works in is gone"
+    assert (
+        told(FileNotFoundError(2, "No such file or directory"))
+        == "the folder that this process works in is gone"
+    )
 
 
 def test_nested_settings_become_dotted_names() -> None:
@@ -334,7 +355,10 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made.start(config, {"seed": 3}, data={"name": "digits", "digest": "abc", "clients": 7})
         for row in rows(1, 5):
             made.log(row)
-        made.finish({"best5_mean": 0.5, "model_sha256": "abc", "rounds_to": {"0.80": 4}}, [folder / "plot.png"])
+        made.finish(
+            {"best5_mean": 0.5, "model_sha256": "abc", "rounds_to": {"0.80": 4}},
+            [folder / "plot.png"],
+        )
     assert (root / "offline" / BACKLOG).is_file()
     assert not (root / "online" / BACKLOG).exists()
     assert replay(root / "offline", default_uri(root))
@@ -364,10 +388,20 @@ def identity(folder: Path) -> str:
 def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: str) -> None:
     run = client.get_run(identity(tracked / name))
     assert (run.info.run_name, run.info.status) == (name, "FINISHED")
-    assert (len(run.data.params), run.data.params["local.lr"], len(run.data.params["long"])) == (152, "0.1", 6000)
+    assert (len(run.data.params), run.data.params["local.lr"], len(run.data.params["long"])) == (
+        152,
+        "0.1",
+        6000,
+    )
     assert (run.data.tags["seed"], run.data.tags["model_sha256"]) == ("3", "abc")
-    assert (run.data.metrics["summary/best5_mean"], run.data.metrics["summary/rounds_to.0.80"]) == (0.5, 4.0)
-    steps = {key: [m.step for m in client.get_metric_history(run.info.run_id, key)] for key in ("round", "accuracy")}
+    assert (run.data.metrics["summary/best5_mean"], run.data.metrics["summary/rounds_to.0.80"]) == (
+        0.5,
+        4.0,
+    )
+    steps = {
+        key: [m.step for m in client.get_metric_history(run.info.run_id, key)]
+        for key in ("round", "accuracy")
+    }
     assert steps == {"round": [1, 2, 3, 4, 5], "accuracy": [2, 4]}
     assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["plot.png"]
 
@@ -381,7 +415,9 @@ def test_mlflow_knows_the_data_set(tracked: Path, client: MlflowClient, name: st
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_the_experiment_is_one_of_models_and_not_of_traces(tracked: Path, client: MlflowClient) -> None:
+def test_the_experiment_is_one_of_models_and_not_of_traces(
+    tracked: Path, client: MlflowClient
+) -> None:
     experiment = client.get_experiment_by_name("raysim")
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
@@ -394,23 +430,44 @@ def test_an_experiment_of_an_older_version_becomes_one_of_models(tmp_path: Path)
     made = Tracker(tmp_path, default_uri(tmp_path), say=lambda _: None, patience=600.0)
     made.start({}, {})
     made.finish({})
-    assert older.get_experiment_by_name("raysim").tags["mlflow.experimentKind"] == "custom_model_development"
+    assert (
+        older.get_experiment_by_name("raysim").tags["mlflow.experimentKind"]
+        == "custom_model_development"
+    )
 
 
-def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(tmp_path: Path) -> None:
+def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(
+    tmp_path: Path,
+) -> None:
     import mlflow
 
-    words = ["data=digits", "model=mlp", "rounds=3", "runtime=inprocess", "partition.clients=10", "schedule.cohort=5"]
+    words = [
+        "data=digits",
+        "model=mlp",
+        "rounds=3",
+        "runtime=inprocess",
+        "partition.clients=10",
+        "schedule.cohort=5",
+    ]
     experiment = build([*words, "method=[fedprox]", "seed=4", f"out={tmp_path / 'run'}"])
     result = run(experiment, quiet=True)
     logged = client_of(tmp_path).get_run(identity(tmp_path / "run"))
     tags, metrics = logged.data.tags, logged.data.metrics
-    assert (tags["method"], tags["seed"], tags["kind"], tags["mlflow.user"]) == ("fedprox", "4", "run", getuser())
+    assert (tags["method"], tags["seed"], tags["kind"], tags["mlflow.user"]) == (
+        "fedprox",
+        "4",
+        "run",
+        getuser(),
+    )
     assert "study" not in tags and tags["data"] == experiment.spec.data.title
     assert metrics["accuracy_global"] == result.summary["accuracy_global"]
     assert metrics["summary/best5_mean"] == result.summary["best5_mean"]
     names = [name.removeprefix("summary/") for name in metrics]
-    assert len(names) == len({*names}) and "rounds" not in names and not any("identity" in name for name in names)
+    assert (
+        len(names) == len({*names})
+        and "rounds" not in names
+        and not any("identity" in name for name in names)
+    )
     assert not (tmp_path / "run/mlflow_model").exists()
     assert len(logged.outputs.model_outputs) == 1
 
@@ -422,7 +479,10 @@ def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(
         mlflow.set_tracking_uri(before)
     data, rows = experiment.spec.data.open(), experiment.spec.data.central
     correct = model.predict(data.inputs[rows].copy()).argmax(1) == data.labels[rows]
-    assert correct.mean() == result.summary["accuracy_global"] and result.summary["accuracy_global"] > 0.3
+    assert (
+        correct.mean() == result.summary["accuracy_global"]
+        and result.summary["accuracy_global"] > 0.3
+    )
     assert model.predict(data.inputs[rows[:1]].copy()).shape == (1, 10)
 
 
@@ -434,7 +494,10 @@ def test_a_model_of_which_clients_keep_parts_is_not_logged(tmp_path: Path) -> No
 def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[vhl]"])
     networks, _ = build_networks(experiment.spec)
-    save_file({f"model.{name}": value for name, value in networks["model"].state_dict().items()}, tmp_path / "model")
+    save_file(
+        {f"model.{name}": value for name, value in networks["model"].state_dict().items()},
+        tmp_path / "model",
+    )
     found = served(experiment.spec, tmp_path / "model")
     assert found is not None
     model, example = found
@@ -449,7 +512,10 @@ def test_a_recurrent_network_is_saved_without_a_word_and_predicts(
 
     experiment = build(["data=markov", "model=gru", "partition=natural", "schedule.cohort=5"])
     networks, _ = build_networks(experiment.spec)
-    save_file({f"model.{name}": value for name, value in networks["model"].state_dict().items()}, tmp_path / "model")
+    save_file(
+        {f"model.{name}": value for name, value in networks["model"].state_dict().items()},
+        tmp_path / "model",
+    )
     found = served(experiment.spec, tmp_path / "model")
     assert found is not None
     model, example = found
@@ -480,7 +546,15 @@ def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
     folder.mkdir()
     write_history(rows(1, 3), folder / "history.parquet")
     (folder / RECORD).write_text(
-        json.dumps({"experiment": "raysim", "name": "moved", "run_id": "0" * 32, "summary": {}, "done": False})
+        json.dumps(
+            {
+                "experiment": "raysim",
+                "name": "moved",
+                "run_id": "0" * 32,
+                "summary": {},
+                "done": False,
+            }
+        )
     )
     assert replay(folder, default_uri(tracked))
     assert identity(folder) != "0" * 32
@@ -488,7 +562,9 @@ def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
 
 
 @pytest.mark.slow
-def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said_than_who_waits(tmp_path: Path) -> None:
+def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said_than_who_waits(
+    tmp_path: Path,
+) -> None:
     code = (
         "from pathlib import Path; from raysim.results.tracking import Tracker; import sys;"
         "t = Tracker(Path(sys.argv[1]), patience=600.0); import mlflow.tracking; sys.stdin.read();"
@@ -500,13 +576,17 @@ def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said
         folder.mkdir()
         command = [sys.executable, "-c", code, str(folder)]
         pipe = subprocess.PIPE
-        children.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+        children.append(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        )
     for child in children:
         assert child.stdin is not None
         child.stdin.close()
     for child in children:
         assert child.stdout is not None
-        said = [line for line in child.stdout if not line.startswith("raysim: waiting for ")]  # the one that was second
+        said = [
+            line for line in child.stdout if not line.startswith("raysim: waiting for ")
+        ]  # the one that was second
         assert said == [] and child.wait() == 0
     assert len({identity(folder) for folder in folders}) == 2
     assert (tmp_path / "mlflow.db").is_file()

@@ -29,10 +29,16 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_long_path_names_its_length_and_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_path_names_its_length_and_the_variable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = f"{folder}/ray/session/sockets/plasma_store"
     text = describe_failed_start("local", OSError(MISSING + path))
-    assert text.startswith(f"RAY_TMPDIR={folder}: ") and f"{len(path)} bytes" in text and "Set RAY_TMPDIR" in text
+    assert (
+        text.startswith(f"RAY_TMPDIR={folder}: ")
+        and f"{len(path)} bytes" in text
+        and "Set RAY_TMPDIR" in text
+    )
     monkeypatch.delenv("RAY_TMPDIR")
     monkeypatch.setenv("TMPDIR", str(folder))
     assert describe_failed_start("local", OSError(MISSING + path)).startswith(f"TMPDIR={folder}: ")
@@ -43,7 +49,11 @@ def test_log_of_a_process_that_died_names_the_cause(folder: Path) -> None:
     logs.mkdir(parents=True)
     (logs / "gcs_server.out").write_text(LOG)
     text = describe_failed_start("local", RuntimeError("Timed out waiting for file /tmp/port"))
-    assert text.startswith("runtime=local: ") and "Too many open files [system:24]" in text and "ulimit -n" in text
+    assert (
+        text.startswith("runtime=local: ")
+        and "Too many open files [system:24]" in text
+        and "ulimit -n" in text
+    )
     assert "0x7f38674a8eec" not in text
 
 
@@ -57,14 +67,24 @@ def test_log_of_a_process_that_died_names_the_cause(folder: Path) -> None:
         (BlockingIOError(11, "Resource temporarily unavailable"), "runtime=local", "ulimit -u"),
         (RuntimeError("can't start new thread"), "runtime=local", "ulimit -u"),
         (OSError(98, "Address already in use"), "runtime=local", "Start again"),
-        (ValueError("The configured object store memory of 10 bytes is too small"), "runtime=local", "/dev/shm"),
-        (PermissionError(13, "Permission denied", "/root/.ray/auth_token"), "HOME=", "RAY_AUTH_TOKEN_PATH"),
+        (
+            ValueError("The configured object store memory of 10 bytes is too small"),
+            "runtime=local",
+            "/dev/shm",
+        ),
+        (
+            PermissionError(13, "Permission denied", "/root/.ray/auth_token"),
+            "HOME=",
+            "RAY_AUTH_TOKEN_PATH",
+        ),
         (ray.exceptions.AuthenticationError("invalid"), "RAY_AUTH_TOKEN", "Correct it"),
         (RuntimeError("something new"), "runtime=local", "session_latest/logs"),
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_failed_start_names_a_key_and_what_to_do(error: Exception, key: str, advice: str, folder: Path) -> None:
+def test_failed_start_names_a_key_and_what_to_do(
+    error: Exception, key: str, advice: str, folder: Path
+) -> None:
     text = describe_failed_start("local", error)
     assert text.startswith(key) and advice in text and text.endswith("or use runtime=inprocess.")
     assert "Use runtime=local" not in text
@@ -78,7 +98,10 @@ def test_failed_start_names_a_key_and_what_to_do(error: Exception, key: str, adv
         (TimeoutError("timed out"), "open its port"),
         (ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"), "RAY_AUTH_TOKEN"),
         (ray.exceptions.AuthenticationError("no token"), "auth_token"),
-        (RuntimeError("Version mismatch: The cluster was started with:\n Ray: 2.1"), "same versions"),
+        (
+            RuntimeError("Version mismatch: The cluster was started with:\n Ray: 2.1"),
+            "same versions",
+        ),
         (ConnectionError("Could not find any running Ray instance."), "ray start --head"),
     ],
     ids=lambda value: str(value)[:24],
@@ -114,8 +137,12 @@ def test_ray_that_cannot_start_is_refused_with_its_cause(tmp_path: Path) -> None
     file.touch()
     cases = [{"TMPDIR": str(long)}, {"RAY_TMPDIR": str(file)}, {"RAY_TMPDIR": "/proc/nothing"}]
     command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("TMPDIR", "RAY_TMPDIR")}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("TMPDIR", "RAY_TMPDIR")
+    }
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=True
+    )
     lines = ended.stdout.splitlines()
     for line, case in zip(lines, cases, strict=True):
         ((name, value),) = case.items()

@@ -47,7 +47,9 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the 
 def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != CLUSTERS}
     command = [sys.executable, "-c", PROGRAM]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert ended.returncode == 0, ended.stderr
     places = [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("listens ")]
     assert len(places) > 3 and set(places) <= LOOPBACK
@@ -70,7 +72,9 @@ def test_cluster_has_a_token_of_its_own_where_the_user_has_none(
     cluster.connect(RayOptions())
     token = os.environ["RAY_AUTH_TOKEN"]
     cluster.connect(RayOptions())
-    assert len(token) >= 32 and os.environ["RAY_AUTH_TOKEN"] == token and not list(tmp_path.iterdir())
+    assert (
+        len(token) >= 32 and os.environ["RAY_AUTH_TOKEN"] == token and not list(tmp_path.iterdir())
+    )
     del os.environ["RAY_AUTH_TOKEN"]
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("mine")
@@ -78,7 +82,9 @@ def test_cluster_has_a_token_of_its_own_where_the_user_has_none(
     assert "RAY_AUTH_TOKEN" not in os.environ and joined == ["local"] * 3
 
 
-def test_a_process_that_keeps_ray_to_this_machine_joins_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_keeps_ray_to_this_machine_joins_no_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raysim.runtime import ray
 
     monkeypatch.setattr(ray.ray, "is_initialized", lambda: False)

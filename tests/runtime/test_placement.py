@@ -30,7 +30,18 @@ from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.results.progress import Progress
 from raysim.runtime.inprocess import InProcess
-from raysim.runtime.placement import GIB, RayOptions, Size, demand, fitting, gib, room, share, total, within
+from raysim.runtime.placement import (
+    GIB,
+    RayOptions,
+    Size,
+    demand,
+    fitting,
+    gib,
+    room,
+    share,
+    total,
+    within,
+)
 from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
 from raysim.runtime.ray import RayCoordinator
 from raysim.simulation.events import Finished, Round, Started, TooManyFailures
@@ -49,7 +60,9 @@ def test_as_many_hosts_as_fit_are_taken_but_no_more_than_there_are_clients_at_wo
     assert fitting(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).hosts == 4, "a host lies on one node"
     assert fitting(RayOptions(strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20).hosts == 4
     assert fitting(RayOptions(hosts=3), {"CPU": 1.0}, CLUSTER, 20).hosts == 3
-    assert fitting(RayOptions(), {}, CLUSTER, 7).hosts == 7, "nothing limits hosts that reserve nothing"
+    assert fitting(RayOptions(), {}, CLUSTER, 7).hosts == 7, (
+        "nothing limits hosts that reserve nothing"
+    )
 
 
 def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
@@ -64,27 +77,40 @@ def test_so_many_shares_fit_on_a_gpu_and_not_one_more(hosts: int) -> None:
     assert room({"GPU": 1.0}, {"GPU": share(hosts)}) == hosts
 
 
-def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_number_that_would_fit() -> None:
+def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_number_that_would_fit() -> (
+    None
+):
     with pytest.raises(ValueError) as refused:
         fitting(RayOptions(hosts=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
     assert str(refused.value) == (
         "too little GPU: runtime.hosts=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
         "and 2 nodes of 2 CPU and 0 GPU each: set runtime.hosts=4"
     )
-    with pytest.raises(ValueError, match=r"too little slot: .* declare slot .* or leave runtime.resources.slot out"):
+    with pytest.raises(
+        ValueError, match=r"too little slot: .* declare slot .* or leave runtime.resources.slot out"
+    ):
         fitting(RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, 20)
-    with pytest.raises(ValueError, match=r"too little GPU: .* start nodes with GPUs, or set device=cpu"):
+    with pytest.raises(
+        ValueError, match=r"too little GPU: .* start nodes with GPUs, or set device=cpu"
+    ):
         fitting(RayOptions(), {"CPU": 1.0, "GPU": 1.0}, CLUSTER[1:], 20)
     with pytest.raises(ValueError, match=r"too little GPU: .* lower runtime.gpus"):
         fitting(RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, 20)
-    with pytest.raises(ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.hosts=4"):
+    with pytest.raises(
+        ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.hosts=4"
+    ):
         fitting(RayOptions(hosts=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
 
 
-def test_a_host_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> None:
+def test_a_host_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> (
+    None
+):
     assert demand(RayOptions(), "cpu", 2) == {"CPU": 2.0}
     assert demand(RayOptions(), "cuda", 1) == {"CPU": 1.0, "GPU": 1.0}
-    assert demand(RayOptions(cpus=0, gpus=0.25, resources={"slot": 1.0}), "cpu", 1) == {"GPU": 0.25, "slot": 1.0}
+    assert demand(RayOptions(cpus=0, gpus=0.25, resources={"slot": 1.0}), "cpu", 1) == {
+        "GPU": 0.25,
+        "slot": 1.0,
+    }
     with pytest.raises(ValueError, match=r"device=cuda:1 names one GPU.*set device=cuda"):
         demand(RayOptions(), "cuda:1", 1)
     with pytest.raises(ValueError, match=r"runtime.gpus=0 .*device=cuda"):
@@ -126,7 +152,9 @@ def test_jobs_and_private_states_share_a_gpu() -> None:
     assert hosts_per_gpu(need, 100, 1) == 4  # (15.2 - 10) / 1.3
     assert hosts_per_gpu(need, 100, 2) == 7  # (15.2 - 5) / 1.3
     assert hosts_per_gpu(need, 1000, 1) == 0
-    assert gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
+    assert (
+        gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
+    )
 
 
 class Seen(Method):
@@ -165,14 +193,21 @@ def test_where_a_host_trains_several_at_once_so_many_are_as_large_as_the_largest
     measure(run_spec(Seen(), model=Mlp((6,)), lanes=2), read=lambda device: (7, 70))
     sizes = tiny().partition.train.counts
     assert [size for _, size in Seen.clients] == 2 * [int(sizes.max())]
-    assert {client for client, _ in Seen.clients} == {int(np.argmax(sizes)), (int(np.argmax(sizes)) + 1) % len(sizes)}
+    assert {client for client, _ in Seen.clients} == {
+        int(np.argmax(sizes)),
+        (int(np.argmax(sizes)) + 1) % len(sizes),
+    }
 
 
 # --- what a run shows -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods: tuple[Method, ...]) -> None:
+def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(
+    methods: tuple[Method, ...],
+) -> None:
     study = run_spec(*methods, data=even(), model=Mlp((32,)))
-    coordinator = coordinate(study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12)
+    coordinator = coordinate(
+        study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12
+    )
     found = ran(coordinator)
     vector = 4 * coordinator.layout.shared
     upload = vector * (2 if methods else 1)  # the model, and the control variate's change
@@ -187,7 +222,9 @@ def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(methods
 
 def test_a_summed_group_counts_as_one_vector() -> None:
     study = run_spec(data=even(), model=Mlp((32,)))
-    coordinator = coordinate(study, Synchronous(6), runtime=several(study, 2), rounds=1, summation=3)
+    coordinator = coordinate(
+        study, Synchronous(6), runtime=several(study, 2), rounds=1, summation=3
+    )
     (row,) = ran(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
@@ -214,7 +251,9 @@ def test_a_copied_data_set_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_
     paths = {copied(tiny().dataset_path.name, read) for _ in range(3)}
     assert paths == {tmp_path / "other" / tiny().dataset_path.name} and len(reads) == 1
     assert next(iter(paths)).read_bytes() == tiny().dataset_path.read_bytes()
-    assert [path.suffix for path in (tmp_path / "other").iterdir() if path.suffix] == [".arrow"], "nothing unfinished"
+    assert [path.suffix for path in (tmp_path / "other").iterdir() if path.suffix] == [".arrow"], (
+        "nothing unfinished"
+    )
 
 
 # --- two raylets ----------------------------------------------------------------------------------------------------
@@ -289,7 +328,11 @@ def _groups() -> list[str]:
     """Names of the placement groups that exist."""
     import ray
 
-    return [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
+    return [
+        each["name"]
+        for each in ray.util.placement_group_table().values()
+        if each["state"] != "REMOVED"
+    ]
 
 
 def _actors(word: str) -> dict[str, Any]:
@@ -311,7 +354,9 @@ def _gone(what: Callable[[], Any]) -> bool:
     for _ in range(600):
         if not what():
             return True
-        never = placement_group([{"CPU": 100.0}])  # a second that does not pass in vain: nothing else is asked of Ray
+        never = placement_group(
+            [{"CPU": 100.0}]
+        )  # a second that does not pass in vain: nothing else is asked of Ray
         never.wait(1)
         remove_placement_group(never)
     return False
@@ -331,7 +376,9 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
     size = on_ray.fit(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
     longer = changed(study, rounds=40, evaluate=Evaluation(every=20))
-    events = on_ray.run(longer, Buffered(concurrency=4, size=2), Lognormal(), size, RayOptions(), _silent)
+    events = on_ray.run(
+        longer, Buffered(concurrency=4, size=2), Lognormal(), size, RayOptions(), _silent
+    )
     seen: dict[str, Any] = {"size": size, "used": []}
     rows = []
     for event in events:
@@ -356,7 +403,11 @@ def _where(actor: Any) -> tuple[str, str, int]:
     import ray
 
     host = actor.held
-    return ray.get_runtime_context().get_node_id(), str(host.spec.data.dataset_path), len(host._resident)
+    return (
+        ray.get_runtime_context().get_node_id(),
+        str(host.spec.data.dataset_path),
+        len(host._resident),
+    )
 
 
 def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
@@ -373,7 +424,9 @@ def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_
     places = [node for node, _, _ in seen["hosts"]]
     assert sorted(places.count(node) for node in set(places)) == [1, 1]
     own = second_cache / even().dataset_path.name
-    assert sorted(path for _, path, _ in seen["hosts"]) == sorted([str(own), str(even().dataset_path)])
+    assert sorted(path for _, path, _ in seen["hosts"]) == sorted(
+        [str(own), str(even().dataset_path)]
+    )
     assert own.read_bytes() == even().dataset_path.read_bytes()
     assert all(worked for _, _, worked in seen["hosts"]), "each node takes its share of the work"
     # What is seen while it runs, and what is left.
@@ -421,7 +474,9 @@ def _measured() -> list[dict[str, Any]]:
 
     options, size = cluster.Options(floats=(1_000_000,)), Size(2, {"CPU": 1.0})
     found = list(cluster.costs(options, size, 2, _silent))
-    assert cluster.table(found).split("\n\n")[0].count("\n") == 5, "title, head, line and three ways"
+    assert cluster.table(found).split("\n\n")[0].count("\n") == 5, (
+        "title, head, line and three ways"
+    )
     return [asdict(cost) for cost in found]
 
 
@@ -429,10 +484,14 @@ def test_the_benchmark_of_a_cluster_counts_messages_and_bytes_of_two_nodes(drive
     costs = {cost["way"]: cost for cost in driver(_measured)}
     vector = 4 * costs["sums"]["floats"]
     # Eight clients for each of two hosts, in groups of two; one host is on the coordinator's node.
-    counted = {way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()}
+    counted = {
+        way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()
+    }
     assert counted == {"sums": (2, 8, 4), "sums of nodes": (3, 4, 1), "updates": (2, 16, 8)}
     for cost in costs.values():
-        assert (cost["hosts"], cost["nodes"], cost["down"]) == (2, 2, vector), "a version goes once to the other node"
+        assert (cost["hosts"], cost["nodes"], cost["down"]) == (2, 2, vector), (
+            "a version goes once to the other node"
+        )
         assert 0 < sum(cost["stages"].values()) <= cost["wall"] and cost["cpu"] > 0
 
 
@@ -463,11 +522,18 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     return told, refused, failed, _gone(_groups)
 
 
-def test_a_run_waits_for_others_or_is_refused_and_one_that_fails_leaves_nothing(driver: Call) -> None:
+def test_a_run_waits_for_others_or_is_refused_and_one_that_fails_leaves_nothing(
+    driver: Call,
+) -> None:
     told, refused, failed, gone = driver(_queued_then_failed)
     needs = "this needs 1 CPU, of which other runs leave 0 CPU"
-    assert refused == f"{needs}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them"
-    assert told == [f"waiting: {needs} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"]
+    assert (
+        refused
+        == f"{needs}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them"
+    )
+    assert told == [
+        f"waiting: {needs} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"
+    ]
     assert "4 of 4 clients failed" in failed
     assert gone
 
@@ -540,13 +606,17 @@ def _huge_job(_: Any) -> Need:
     return Need(job=20 * GIB, room=16 * GIB)
 
 
-def _fits(options: RayOptions, job: Any, most: int, device: str = "cuda") -> tuple[Size | str, list[str]]:
+def _fits(
+    options: RayOptions, job: Any, most: int, device: str = "cuda"
+) -> tuple[Size | str, list[str]]:
     from raysim.runtime import ray as on_ray
 
     told: list[str] = []
 
     def say(text: str) -> None:
-        if not text.startswith("waiting"):  # where Ray is slow to give back what the preflight before had
+        if not text.startswith(
+            "waiting"
+        ):  # where Ray is slow to give back what the preflight before had
             told.append(text)
 
     try:
@@ -559,15 +629,25 @@ def test_hosts_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
     told = ["a job needs 1.3 GiB: 11 hosts fit on a GPU"]
     one = Size(1, {"CPU": 1.0, "GPU": 1.0})
     assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
-    assert driver(_fits, RayOptions(cpus=0.125), _small_job, 6) == (Size(6, {"CPU": 0.125, "GPU": 0.3333}), told)
+    assert driver(_fits, RayOptions(cpus=0.125), _small_job, 6) == (
+        Size(6, {"CPU": 0.125, "GPU": 0.3333}),
+        told,
+    )
     many = driver(_fits, RayOptions(cpus=0.01), _small_job, 100)
     assert many == (Size(22, {"CPU": 0.01, "GPU": share(11)}), told), "as many as fit, on two GPUs"
     refused, _ = driver(_fits, RayOptions(cpus=0.01, hosts=23), _small_job, 100)
-    assert "too little GPU: runtime.hosts=23" in refused and refused.endswith("set runtime.hosts=22")
+    assert "too little GPU: runtime.hosts=23" in refused and refused.endswith(
+        "set runtime.hosts=22"
+    )
     given = RayOptions(cpus=0.01, gpus=0.05)
-    assert driver(_fits, given, _small_job, 100) == (Size(40, {"CPU": 0.01, "GPU": 0.05}), []), "not measured"
+    assert driver(_fits, given, _small_job, 100) == (Size(40, {"CPU": 0.01, "GPU": 0.05}), []), (
+        "not measured"
+    )
     refused, _ = driver(_fits, replace(given, preflight=True), _small_job, 100)
-    assert "runtime.gpus=0.05 puts 20 hosts on a GPU" in refused and "set runtime.gpus=0.0909 for 11 hosts" in refused
+    assert (
+        "runtime.gpus=0.05 puts 20 hosts on a GPU" in refused
+        and "set runtime.gpus=0.0909 for 11 hosts" in refused
+    )
     refused, _ = driver(_fits, RayOptions(), _huge_job, 8)
     assert refused == "a job needs 20 GiB, a GPU has 16 GiB: lower local.batch, or set device=cpu"
 
@@ -578,7 +658,9 @@ def _monstrous_job(_: Any) -> Need:
 
 def test_on_cpus_a_job_is_measured_when_asked_and_its_memory_reserved(driver: Call) -> None:
     asked = RayOptions(preflight=True)
-    assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(2, {"CPU": 1.0, "memory": GIB * 13 // 10})
+    assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(
+        2, {"CPU": 1.0, "memory": GIB * 13 // 10}
+    )
     refused, _ = driver(_fits, asked, _monstrous_job, 2, "cpu")
     assert "too little memory" in refused and refused.endswith("or find larger nodes")
 
@@ -594,12 +676,16 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     bits, living = [], []
 
     def after(study: RunSpec, hosts: int) -> None:
-        events = on_ray.run(study, Synchronous(4), Ideal(), Size(hosts, {"CPU": 0.5}), RayOptions(), _silent)
+        events = on_ray.run(
+            study, Synchronous(4), Ideal(), Size(hosts, {"CPU": 0.5}), RayOptions(), _silent
+        )
         try:
             *_, last = events
             bits.append((last.model_sha256, last.state_sha256))
         finally:
-            living.append({name: actor._actor_id.hex() for name, actor in _actors("together-").items()})
+            living.append(
+                {name: actor._actor_id.hex() for name, actor in _actors("together-").items()}
+            )
 
     with on_ray.staying("together"):
         after(run_spec(Scaffold(), model=WHOLE), 2)
@@ -607,17 +693,23 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
         after(run_spec(model=NORMED), 1)
         with suppress(TooManyFailures):
             after(changed(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
-    living.append({} if _gone(lambda: [*_groups(), *_actors("together-")]) else {"somebody": "lives"})
+    living.append(
+        {} if _gone(lambda: [*_groups(), *_actors("together-")]) else {"somebody": "lives"}
+    )
     return bits, living
 
 
-def test_the_processes_of_a_run_stay_for_the_next_one_of_its_size_and_leave_after_a_failure(driver: Call) -> None:
+def test_the_processes_of_a_run_stay_for_the_next_one_of_its_size_and_leave_after_a_failure(
+    driver: Call,
+) -> None:
     scaffold = run(run_spec(Scaffold(), model=WHOLE), Synchronous(4), Ideal(), rounds=3).bits
     plain = run(run_spec(model=NORMED), Synchronous(4), Ideal(), rounds=3).bits
     bits, (first, second, fewer, failed, end) = driver(_four_runs)
     assert bits == [scaffold, plain, plain], "nothing of an earlier run is left"
     assert sorted(first) == ["coordinator", "host-0", "host-1"] and second == first
-    assert sorted(fewer) == ["coordinator", "host-0"] and not set(fewer.values()) & set(first.values())
+    assert sorted(fewer) == ["coordinator", "host-0"] and not set(fewer.values()) & set(
+        first.values()
+    )
     assert not failed and not end
 
 
@@ -644,7 +736,9 @@ def _search() -> Any:
     return *found, kept
 
 
-def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one(driver: Call) -> None:
+def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one(
+    driver: Call,
+) -> None:
     bits, groups, size, kept = driver(_search)
     assert bits == run(run_spec(model=NORMED), Synchronous(4), rounds=3).bits
     assert groups == kept == ["trial"]

@@ -20,7 +20,14 @@ from raysim.simulation.events import RunStopped
 from raysim.training.identity import Participants
 
 OTHER_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-WORDS = ["data=synthetic", "rounds=2", "tracking=none", "schedule.cohort=4", "partition.clients=6", "model=mlp"]
+WORDS = [
+    "data=synthetic",
+    "rounds=2",
+    "tracking=none",
+    "schedule.cohort=4",
+    "partition.clients=6",
+    "model=mlp",
+]
 ON_BOTH = ["runtime=cluster", "runtime.hosts=2", "runtime.strategy=SPREAD"]
 
 Call = Callable[..., Any]
@@ -71,7 +78,9 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     """The second node has other kernels, and its own copy of raysim, in which one comment differs."""
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
-    shutil.copytree(Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (own / "raysim/methods/fedprox.py").open("a") as file:
         file.write("# another copy\n")
     yield from _driver({**OTHER_KERNELS, "PYTHONPATH": f"{own}{os.pathsep}{FOLDERS}"}, str(empty))
@@ -89,7 +98,9 @@ def _run(words: list[str], out: str) -> str:
 def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> None:
     text = driver(_run, [], str(tmp_path / "refused"))
     refused = {name for name in ("host-0", "host-1") if f"{name} on " in text}
-    assert text.startswith("runtime.mixed=false: ") and len(refused) == 1, "the other one has the driver's environment"
+    assert text.startswith("runtime.mixed=false: ") and len(refused) == 1, (
+        "the other one has the driver's environment"
+    )
     for fact in ("CPU capability DEFAULT", "ONEDNN_MAX_CPU_ISA SSE41", "code of raysim"):
         assert fact in text
     assert not (tmp_path / "refused").exists()
@@ -98,7 +109,12 @@ def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> No
     assert summary["same_bits_promised"] is False
     names = {name for group in summary["processes"] for name in group["names"]}
     assert names == {"driver", "coordinator", "host-0", "host-1"}
-    other = {name for group in summary["processes"] if group["CPU capability"] == "DEFAULT" for name in group["names"]}
+    other = {
+        name
+        for group in summary["processes"]
+        if group["CPU capability"] == "DEFAULT"
+        for name in group["names"]
+    }
     assert len(other & {"host-0", "host-1"}) == 1 and "driver" not in other
 
 
@@ -122,7 +138,9 @@ def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
     runtime.meet_workers(600)
     runtime.revive(0)
     assert [identity.name for identity in runtime.participants.all] == ["driver", "host-0"]  # type: ignore[union-attr]
-    with pytest.raises(RunStopped, match=r"host 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"):
+    with pytest.raises(
+        RunStopped, match=r"host 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"
+    ):
         runtime.revive(0)
     for actor in started:
         ray.kill(actor)

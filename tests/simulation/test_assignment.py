@@ -25,7 +25,12 @@ def units_of(*works: float) -> list[list[Job]]:
 
 
 def test_unit_goes_to_the_least_loaded_worker() -> None:
-    assert assign_units(units_of(4, 1, 1, 1), [0.0, 0.0], [0, 0], lambda client: None) == [0, 1, 1, 1]
+    assert assign_units(units_of(4, 1, 1, 1), [0.0, 0.0], [0, 0], lambda client: None) == [
+        0,
+        1,
+        1,
+        1,
+    ]
     assert assign_units(units_of(4, 1), [9.0, 0.0], [0, 0], lambda client: None) == [1, 1]
 
 
@@ -37,7 +42,9 @@ def test_client_stays_at_home_only_if_that_is_fair() -> None:
 
 
 def test_client_stays_at_home_while_its_state_is_pending() -> None:
-    assert assign_units(units_of(1), [0.0, 99.0], [0, 0], lambda client: Home(1, is_pending=True)) == [1]
+    assert assign_units(
+        units_of(1), [0.0, 99.0], [0, 0], lambda client: Home(1, is_pending=True)
+    ) == [1]
 
 
 def test_client_moves_to_a_worker_of_the_same_node() -> None:
@@ -51,7 +58,9 @@ def test_units_by_client_keep_the_order_of_dispatch() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 5), st.integers(1, 4))
-def test_groups_are_consecutive_or_refused_if_too_slow(works: list[int], size: int, workers: int) -> None:
+def test_groups_are_consecutive_or_refused_if_too_slow(
+    works: list[int], size: int, workers: int
+) -> None:
     jobs = jobs_of([float(work) for work in works])
     groups = summable_groups(jobs, size, workers)
     shortest = makespan([[job] for job in jobs], workers)
@@ -66,7 +75,9 @@ def test_groups_are_consecutive_or_refused_if_too_slow(works: list[int], size: i
 
 def test_nodes_add_up_two_groups_or_more() -> None:
     assert assign_groups_to_nodes(units_of(1, 1, 1), [0, 1, 1]) == [1, 2, 0]
-    assert assign_groups_to_nodes(units_of(1, 1), [0, 1]) == []  # one group on another node saves nothing
+    assert (
+        assign_groups_to_nodes(units_of(1, 1), [0, 1]) == []
+    )  # one group on another node saves nothing
 
 
 def test_nodes_add_up_nothing_if_a_worker_would_be_idle() -> None:

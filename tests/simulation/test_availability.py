@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tiny_runs import ran, silent
 
-from raysim.simulation.availability import DAY, HOUR, Availability, Diurnal, Intervals, Markov, _place
+from raysim.simulation.availability import (
+    DAY,
+    HOUR,
+    Availability,
+    Diurnal,
+    Intervals,
+    Markov,
+    _place,
+)
 from raysim.simulation.fleet import Fleet, Ideal
 from raysim.simulation.planner import Load, NoClientsLeftError, Planner
 from raysim.simulation.schedule import Buffered, Schedule
@@ -40,7 +48,11 @@ def test_diurnal_clients_are_there_from_midnight_of_their_time_zone() -> None:
     presence = Diurnal(np.array([0, 6, 23]), hours=8.0)
     hours = [h for h in range(48) if presence.available(1, h * HOUR)]
     assert hours == [*range(6, 14), *range(30, 38)]
-    assert [presence.available(client, 0.0) for client in range(3)] == [True, False, True]  # zone 23: since 23 h before
+    assert [presence.available(client, 0.0) for client in range(3)] == [
+        True,
+        False,
+        True,
+    ]  # zone 23: since 23 h before
     assert changes(presence, 1, 2 * DAY) == [6 * HOUR, 14 * HOUR, 30 * HOUR, 38 * HOUR]
     assert changes(presence, 2, 2 * DAY) == [7 * HOUR, 23 * HOUR, 31 * HOUR, 47 * HOUR]
     assert presence.next_change(1, 0.0, 100.0) == 100.0
@@ -48,9 +60,30 @@ def test_diurnal_clients_are_there_from_midnight_of_their_time_zone() -> None:
 
 def test_a_client_is_there_at_a_start_and_not_at_an_end() -> None:
     presence = intervals([10.0, 20.0, 30.0, 90.0])
-    there = {0.0: False, 10.0: True, 19.9: True, 20.0: False, 30.0: True, 90.0: False, 100.0: False, 110.0: True}
+    there = {
+        0.0: False,
+        10.0: True,
+        19.9: True,
+        20.0: False,
+        30.0: True,
+        90.0: False,
+        100.0: False,
+        110.0: True,
+    }
     assert {now: presence.available(0, now) for now in there} == there
-    assert changes(presence, 0, 235.0) == [10.0, 20.0, 30.0, 90.0, 110.0, 120.0, 130.0, 190.0, 210.0, 220.0, 230.0]
+    assert changes(presence, 0, 235.0) == [
+        10.0,
+        20.0,
+        30.0,
+        90.0,
+        110.0,
+        120.0,
+        130.0,
+        190.0,
+        210.0,
+        220.0,
+        230.0,
+    ]
 
 
 def test_without_wrapping_a_client_stays_away_after_its_last_interval() -> None:
@@ -70,7 +103,10 @@ def test_who_is_always_there_never_changes_and_nor_does_who_never_is() -> None:
     presence = intervals([0.0, 100.0], [])
     assert presence.available(0, 12345.6)
     assert not presence.available(1, 12345.6)
-    assert [presence.next_change(client, 50.0, math.inf) for client in (0, 1)] == [math.inf, math.inf]
+    assert [presence.next_change(client, 50.0, math.inf) for client in (0, 1)] == [
+        math.inf,
+        math.inf,
+    ]
 
 
 def test_an_interval_that_begins_or_ends_with_the_period_alone_changes_there() -> None:
@@ -79,17 +115,27 @@ def test_an_interval_that_begins_or_ends_with_the_period_alone_changes_there() -
 
 
 # --- properties ---------------------------------------------------------------------------------------------------
-bounds = st.lists(st.integers(0, 100), max_size=12, unique=True).map(lambda b: [float(x) for x in sorted(b)])
+bounds = st.lists(st.integers(0, 100), max_size=12, unique=True).map(
+    lambda b: [float(x) for x in sorted(b)]
+)
 presences = st.one_of(
-    st.builds(lambda zone, hours: Diurnal(np.array([zone]), hours), st.integers(0, 23), st.sampled_from([0.5, 8, 23])),
-    st.builds(Markov, st.integers(0, 2**62), st.integers(1, 9), st.floats(1, 1e4), st.floats(1, 1e4)),
+    st.builds(
+        lambda zone, hours: Diurnal(np.array([zone]), hours),
+        st.integers(0, 23),
+        st.sampled_from([0.5, 8, 23]),
+    ),
+    st.builds(
+        Markov, st.integers(0, 2**62), st.integers(1, 9), st.floats(1, 1e4), st.floats(1, 1e4)
+    ),
     st.builds(lambda b, wrap: intervals(b[: len(b) // 2 * 2], wrap=wrap), bounds, st.booleans()),
 )
 
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=300, deadline=None)
-def test_nothing_changes_before_the_next_change_and_then_it_does(presence: Availability, now: int, parts: int) -> None:
+def test_nothing_changes_before_the_next_change_and_then_it_does(
+    presence: Availability, now: int, parts: int
+) -> None:
     until = now + 200_000.0
     there, change = presence.available(0, now), presence.next_change(0, now, until)
     assert now < change <= until
@@ -99,11 +145,16 @@ def test_nothing_changes_before_the_next_change_and_then_it_does(presence: Avail
     if change < until:
         after = math.nextafter(change, math.inf)
         assert presence.available(0, after) != there
-        assert presence.next_change(0, now, after) == change and presence.next_change(0, now, change) == change
+        assert (
+            presence.next_change(0, now, after) == change
+            and presence.next_change(0, now, change) == change
+        )
 
 
 @given(
-    row=st.lists(st.floats(0, 1.0, exclude_min=True), min_size=2, max_size=8, unique=True).map(sorted),
+    row=st.lists(st.floats(0, 1.0, exclude_min=True), min_size=2, max_size=8, unique=True).map(
+        sorted
+    ),
     now=st.floats(0, 1e6),
     period=st.floats(0.1, 1e4),
 )
@@ -120,7 +171,9 @@ def test_rounding_never_stops_the_clock(row: list[float], now: float, period: fl
 
 several = st.one_of(
     st.builds(
-        Diurnal, st.lists(st.integers(0, 23), min_size=9, max_size=9).map(np.array), st.sampled_from([0.5, 8, 23])
+        Diurnal,
+        st.lists(st.integers(0, 23), min_size=9, max_size=9).map(np.array),
+        st.sampled_from([0.5, 8, 23]),
     ),
     st.builds(Markov, st.integers(0, 2**62), st.just(9), st.floats(1e2, 1e4), st.floats(1e2, 1e5)),
     st.builds(
@@ -147,7 +200,9 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=200, deadline=None)
-def test_many_clients_at_once_get_the_answers_that_each_gets(presence: Availability, now: list[float]) -> None:
+def test_many_clients_at_once_get_the_answers_that_each_gets(
+    presence: Availability, now: list[float]
+) -> None:
     everybody = np.arange(9)
     assert presence.there(everybody, np.array(now)).tolist() == [
         presence.available(client, at) for client, at in enumerate(now)
@@ -166,7 +221,9 @@ def test_the_list_of_changes_has_every_change_of_every_client(
     clients, until = np.array(sorted(members), np.int64), now + 5_000.0
     listed: dict[int, list[float]] = {client: [] for client in members}
     before = -math.inf
-    for change in itertools.takewhile(lambda change: change.at < until, presence.changes(clients, now)):
+    for change in itertools.takewhile(
+        lambda change: change.at < until, presence.changes(clients, now)
+    ):
         assert change.at > before
         before = change.at
         for who, there in ((change.came, True), (change.gone, False)):
@@ -202,7 +259,11 @@ def test_who_waits_does_not_depend_on_since_when_that_is_followed(
             followed.sent(client)
         followed.at(now)
         expected = [c for c in sorted(members) if c not in busy and presence.available(c, now)]
-        assert followed.draw(9, iter(())) == Waiting(presence, clients, busy, now).draw(9, iter(())) == expected
+        assert (
+            followed.draw(9, iter(()))
+            == Waiting(presence, clients, busy, now).draw(9, iter(()))
+            == expected
+        )
         first = next((c.at for c in presence.changes(clients, now) if len(c.came)), math.inf)
         assert followed.next_arrival() == first
 
@@ -223,7 +284,9 @@ def test_who_waits_is_drawn_evenly() -> None:
 
 def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
     presence = Markov(5, 12, 300.0, 900.0)
-    there = np.array([presence.there(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)], float)
+    there = np.array(
+        [presence.there(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)], float
+    )
     assert abs(there.mean(axis=0) - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 4_000)
     correlations = np.corrcoef(there.T)[np.triu_indices(12, 1)]
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
@@ -239,7 +302,10 @@ def test_markov_clients_at_the_edges_of_a_deal_are_where_they_are_alone() -> Non
         own = (edges * deal.stride + deal.start) % presence._prime
         own = own[own < clients]
         now = np.full(len(own), (step + 0.5) * 50.0)
-        alone = [presence.available(client, moment) for client, moment in zip(own.tolist(), now.tolist(), strict=True)]
+        alone = [
+            presence.available(client, moment)
+            for client, moment in zip(own.tolist(), now.tolist(), strict=True)
+        ]
         assert presence.there(own, now).tolist() == alone
 
 
@@ -268,7 +334,9 @@ def test_few_markov_clients_of_many_come_as_often_as_said() -> None:
 # --- statistics ---------------------------------------------------------------------------------------------------
 def test_a_place_holds_its_time_whatever_way_the_quotient_was_rounded() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
-    for length, place in zip(generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True):
+    for length, place in zip(
+        generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
+    ):
         for now in (float(place * length), math.nextafter(place * length, 0.0)):
             found = _place(now, float(length))
             assert found * length <= now < (found + 1) * length
@@ -277,9 +345,13 @@ def test_a_place_holds_its_time_whatever_way_the_quotient_was_rounded() -> None:
 
 
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
-def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(on: float, off: float) -> None:
+def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(
+    on: float, off: float
+) -> None:
     presence = Markov(17, 250, on, off)
-    there = np.array([[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)])
+    there = np.array(
+        [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
+    )
     share = on / (on + off)
     # Looked at so far apart that they are hardly alike: 10,000 coins, and as many at the start as ever
     assert abs(there.mean() - share) < 6 * math.sqrt(share * (1 - share) / there.size)
@@ -312,7 +384,9 @@ def test_another_seed_gives_other_times() -> None:
         one, other = (fleet.presence(seed, 60) for seed in (1, 2))
         assert one is not None
         assert other is not None
-        assert [one.available(c, 0.0) for c in range(60)] != [other.available(c, 0.0) for c in range(60)]
+        assert [one.available(c, 0.0) for c in range(60)] != [
+            other.available(c, 0.0) for c in range(60)
+        ]
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -332,7 +406,9 @@ class Recorded(Fleet):
 
 def planner(fleet: Fleet, clients: int, schedule: Schedule) -> Planner:
     devices = fleet.devices(0, clients, lambda: 1.0)
-    return Planner(schedule, devices, 0, np.full(clients, 10), lambda *_: Load(10.0, 1, 1), fleet.patience)
+    return Planner(
+        schedule, devices, 0, np.full(clients, 10), lambda *_: Load(10.0, 1, 1), fleet.patience
+    )
 
 
 def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
@@ -351,7 +427,9 @@ def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
 
 def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
-    with pytest.raises(ValueError, match="nobody is available at the start, and for 500 s: choose fleet"):
+    with pytest.raises(
+        ValueError, match="nobody is available at the start, and for 500 s: choose fleet"
+    ):
         planner(fleet, 1, Buffered(1, 1)).next_aggregation()
     with pytest.raises(ValueError, match="at the start, and no client will ever be available"):
         planner(Recorded([]), 1, Buffered(1, 1)).next_aggregation()
@@ -361,7 +439,8 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
     # Ten seconds a job: three of them fit, and the fourth is lost.
     coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
     with pytest.raises(
-        NoClientsLeftError, match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3"
+        NoClientsLeftError,
+        match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3",
     ):
         list(coordinator.run())
     assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
@@ -369,7 +448,9 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
 
 def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
-    coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup)
+    coordinator, _, _ = silent(
+        [10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup
+    )
     with pytest.raises(NoClientsLeftError):
         list(coordinator.run())
     (last,) = sorted((tmp_path / "checkpoints").iterdir())[-1:]
@@ -386,11 +467,16 @@ def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
 def test_who_comes_and_goes_often_among_many_who_seldom_do_is_followed() -> None:
     """More of its changes than are put in order at once lie before the next ones of the others."""
     others = 1500
-    bounds = np.array([0.0, 1.0, *(bound for client in range(others) for bound in (0.0, 150.0 + client))])
+    bounds = np.array(
+        [0.0, 1.0, *(bound for client in range(others) for bound in (0.0, 150.0 + client))]
+    )
     periods = np.array([2.0, *[1e4] * others])
     presence = Intervals(bounds, 2 * np.arange(others + 2), periods, np.arange(others + 1), True)
     seen = list(itertools.islice(presence.changes(np.arange(others + 1), 0.0), 250))
     assert [change.at for change in seen] == [float(at) for at in range(1, 251)]
     for change in seen:
         mine, left = change.at % 2 == 1, [int(change.at) - 150 + 1] if change.at >= 150 else []
-        assert change.came.tolist() == ([] if mine else [0]) and change.gone.tolist() == ([0] if mine else []) + left
+        assert (
+            change.came.tolist() == ([] if mine else [0])
+            and change.gone.tolist() == ([0] if mine else []) + left
+        )

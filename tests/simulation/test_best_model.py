@@ -26,7 +26,13 @@ from raysim.simulation.best_model import BestModel, Criterion
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.run_spec import Checkpoint, RunSpec
 
-WORDS = ["data=synthetic", "partition=iid", "partition.clients=4", "schedule.cohort=2", "runtime=inprocess"]
+WORDS = [
+    "data=synthetic",
+    "partition=iid",
+    "partition.clients=4",
+    "schedule.cohort=2",
+    "runtime=inprocess",
+]
 WORDS += ["tracking=none", "rounds=4", "model=mlp", "local.lr=0.5"]
 
 
@@ -41,7 +47,9 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
     return run_spec(*methods, model=NORMED_MLP, data=data(validation), local=local)
 
 
-def weights_by_round(spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any) -> tuple[Ran, dict[int, Any]]:
+def weights_by_round(
+    spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
+) -> tuple[Ran, dict[int, Any]]:
     """Run to the end; also the scored weights of every round."""
     coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)
     seen: dict[int, Any] = {}
@@ -67,7 +75,9 @@ def best_round(found: Ran, column: str, higher: bool) -> int:
 
 @pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(concurrency=4, size=2)])
-@pytest.mark.parametrize(("validation", "column"), [(0.2, "accuracy_validation"), (0.0, "train_loss")])
+@pytest.mark.parametrize(
+    ("validation", "column"), [(0.2, "accuracy_validation"), (0.0, "train_loss")]
+)
 def test_best_file_has_weights_of_best_round(
     methods: list[Method], schedule: Schedule, validation: float, column: str, tmp_path: Path
 ) -> None:
@@ -98,7 +108,9 @@ def test_only_scored_rounds_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
 @pytest.mark.parametrize("validation", [0.2, 0.0])
 @pytest.mark.parametrize("at", [2, 4, 6])
-def test_best_file_survives_resume(methods: list[Method], validation: float, at: int, tmp_path: Path) -> None:
+def test_best_file_survives_resume(
+    methods: list[Method], validation: float, at: int, tmp_path: Path
+) -> None:
     spec = study(*methods, validation=validation)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for folder in (straight, resumed):
@@ -129,13 +141,17 @@ def test_round_without_a_score_is_not_best(value: float | None) -> None:
 
 
 def test_result_offers_best_model(tmp_path: Path) -> None:
-    result = raysim.run([*WORDS, "partition.validation_fraction=0.2", f"out={tmp_path / 'run'}"], quiet=True)
+    result = raysim.run(
+        [*WORDS, "partition.validation_fraction=0.2", f"out={tmp_path / 'run'}"], quiet=True
+    )
     best = result.summary["best_model"]
     assert best == json.loads((tmp_path / "run" / "summary.json").read_text())["best_model"]
     row = result.rows[best["round"] - 1]
     for found in (result, raysim.load(tmp_path / "run")):
         predicted = found.predictions(best=True)
-        assert float((predicted.classes == predicted.labels).mean()) == pytest.approx(row["accuracy_global"])
+        assert float((predicted.classes == predicted.labels).mean()) == pytest.approx(
+            row["accuracy_global"]
+        )
     stored = load_file(tmp_path / "run" / "best.safetensors")
     for name, tensor in result.model(best=True).state_dict().items():
         assert np.array_equal(tensor.numpy(), stored[f"model.{name}"])

@@ -39,7 +39,10 @@ PACKAGE = Path(raysim.__file__).parent
 
 
 def snapshot(value: float = 1.0) -> Snapshot:
-    server = {"vector": np.full(5, value, np.float32), "state/a.b": np.array([[1, 2], [3, 4]])[:, ::-1]}
+    server = {
+        "vector": np.full(5, value, np.float32),
+        "state/a.b": np.array([[1, 2], [3, 4]])[:, ::-1],
+    }
     clients = {3: {"x.y": np.arange(4.0)}, 11: {"empty": np.empty((0, 2), np.float32)}}
     numbers = {"version": int(value), "now": 0.1 + 0.2, "turns": [[3, 1]], "row": {"loss": None}}
     return Snapshot(numbers, server, clients, {11: 8, 3: 9})
@@ -51,7 +54,9 @@ def write(folder: Path, version: int, now: Snapshot) -> Path:
 
 
 def same_states(one: Mapping[int, Arrays], other: Mapping[int, Arrays]) -> bool:
-    return set(one) == set(other) and all(same(dict(one[client]), dict(other[client])) for client in one)
+    return set(one) == set(other) and all(
+        same(dict(one[client]), dict(other[client])) for client in one
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -59,7 +64,11 @@ def names(folder: Path) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
@@ -67,18 +76,24 @@ def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> Non
     assert path == tmp_path / "round-000007"
     back = checkpoint.read(path)
     assert back.numbers == snapshot().numbers
-    assert back.jobs == snapshot().jobs and list(back.jobs) == [11, 3], "in the order in which they were accepted"
+    assert back.jobs == snapshot().jobs and list(back.jobs) == [11, 3], (
+        "in the order in which they were accepted"
+    )
     assert same(dict(back.server), dict(snapshot().server))
     assert same_states(back.clients, snapshot().clients)
 
 
-def test_more_tensors_than_fit_into_a_file_go_into_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tensors_than_fit_into_a_file_go_into_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (checkpoint, state_log):
         monkeypatch.setattr(module, "MOST", 2)
     states = {client: {"x.y": np.full((), client)} for client in range(5)}
     path = write(tmp_path, 1, Snapshot({}, {}, states, {client: client for client in states}))
     assert names(path) == ["index.safetensors", "manifest.json", "run.json", "server.safetensors"]
-    assert names(tmp_path / "log") == [f"states-0000000{number}.safetensors" for number in (1, 2, 3)]
+    assert names(tmp_path / "log") == [
+        f"states-0000000{number}.safetensors" for number in (1, 2, 3)
+    ]
     assert same_states(checkpoint.read(path).clients, states)
     assert checkpoint.read(path).server == {}
     (tmp_path / "log/states-00000002.safetensors").unlink()
@@ -91,11 +106,19 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         for each in found:
             each.write(version, snapshot(version))
     assert names(tmp_path / "three") == ["log", "round-000009", "round-000010", "round-000100"]
-    assert [path.name for path in checkpoint.available(tmp_path / "two")] == ["round-000010", "round-000100"]
-    assert checkpoint.available(tmp_path / "nowhere") == [] and checkpoint.latest(tmp_path / "nowhere") == ""
+    assert [path.name for path in checkpoint.available(tmp_path / "two")] == [
+        "round-000010",
+        "round-000100",
+    ]
+    assert (
+        checkpoint.available(tmp_path / "nowhere") == []
+        and checkpoint.latest(tmp_path / "nowhere") == ""
+    )
 
 
-def test_rows_of_a_long_history_are_written_once_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_long_history_are_written_once_and_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 3)
     rows = [{"round": number, "loss": 1 / number} for number in range(1, 12)]
     run = Checkpoints(tmp_path)
@@ -123,7 +146,10 @@ def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
         path = write(tmp_path, version, snapshot(version))
         assert path.is_dir(), "the one that was written last is never the oldest"
-    assert [each.name for each in checkpoint.available(tmp_path)] == ["round-1000000", "round-1000001"]
+    assert [each.name for each in checkpoint.available(tmp_path)] == [
+        "round-1000000",
+        "round-1000001",
+    ]
 
 
 def test_folders_of_ones_own_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:
@@ -156,7 +182,9 @@ def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
 def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
     """The same run after these clients took part."""
     new = states(changed, job)
-    return replace(before, clients={**before.clients, **new.clients}, jobs={**before.jobs, **new.jobs})
+    return replace(
+        before, clients={**before.clients, **new.clients}, jobs={**before.jobs, **new.jobs}
+    )
 
 
 def logged(folder: Path) -> dict[str, int]:
@@ -171,11 +199,20 @@ def test_a_checkpoint_writes_the_states_that_changed_since_the_last_one(tmp_path
     for version in range(2, 12):
         now = after(now, version, 50, job=1000 * version)
         before = logged(tmp_path)
-        seen = ByClient(now.clients, lambda client, now=now: asked.append(client) or now.clients[client])  # type: ignore[func-returns-value,misc]
+        seen = ByClient(
+            now.clients, lambda client, now=now: asked.append(client) or now.clients[client]
+        )  # type: ignore[func-returns-value,misc]
         path = run.write(version, replace(now, clients=seen))
-        assert set(asked) == {version, 50, *([] if version == 2 else [version - 1])} & set(asked) >= {version, 50}
+        assert (
+            set(asked)
+            == {version, 50, *([] if version == 2 else [version - 1])} & set(asked)
+            >= {version, 50}
+        )
         new = {name: inode for name, inode in logged(tmp_path).items() if before.get(name) != inode}
-        assert len(new) == 1 and sum((tmp_path / "log" / name).stat().st_size for name in new) < 4 * 4096
+        assert (
+            len(new) == 1
+            and sum((tmp_path / "log" / name).stat().st_size for name in new) < 4 * 4096
+        )
         back = checkpoint.read(path)
         assert back.jobs == now.jobs and same_states(back.clients, now.clients)
         asked.clear()
@@ -199,7 +236,9 @@ def test_what_is_mostly_out_of_date_is_written_anew_so_that_the_log_stays_within
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_many_small_files_are_brought_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_files_are_brought_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state_log, "MANY", 8)
     run, now = Checkpoints(tmp_path), states([0], job=1)
     for version in range(1, 30):
@@ -209,9 +248,14 @@ def test_many_small_files_are_brought_together(tmp_path: Path, monkeypatch: pyte
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_a_run_that_went_on_from_an_earlier_checkpoint_leaves_the_course_of_later_ones(tmp_path: Path) -> None:
+def test_a_run_that_went_on_from_an_earlier_checkpoint_leaves_the_course_of_later_ones(
+    tmp_path: Path,
+) -> None:
     run = Checkpoints(tmp_path, keep=3)
-    runs = {version: after(states(range(5), job=1), version % 5, job=100 * version) for version in (10, 20, 30)}
+    runs = {
+        version: after(states(range(5), job=1), version % 5, job=100 * version)
+        for version in (10, 20, 30)
+    }
     paths = {version: run.write(version, now) for version, now in runs.items()}
     again = Checkpoints(tmp_path, resume=paths[10])
     assert again.write(10, snapshot()) == paths[10], "it is there already"
@@ -271,16 +315,24 @@ def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
         patch.setattr(checkpoint, where, crash)
         with pytest.raises(Crash):
             run.write(2, replace(snapshot(), jobs={11: 8, 3: 12}))
-    assert content(tmp_path) == before, "nothing half-written is left, which may be what fills the disk"
+    assert content(tmp_path) == before, (
+        "nothing half-written is left, which may be what fills the disk"
+    )
     assert not checkpoint.damage(good)
     run.write(2, snapshot())
     assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
 
-def test_what_a_killed_process_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_half_written_is_no_checkpoint_and_is_cleared_away(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "round-000001").mkdir()
     (tmp_path / "log").mkdir()
-    for name in ("round-000001/run.json", "round-000001/.server.safetensors.1f", "log/states-00000001.safetensors"):
+    for name in (
+        "round-000001/run.json",
+        "round-000001/.server.safetensors.1f",
+        "log/states-00000001.safetensors",
+    ):
         (tmp_path / name).write_text("{")
     assert checkpoint.available(tmp_path) == []
     path = write(tmp_path, 2, snapshot())
@@ -298,11 +350,19 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-FILES = ["run.json", "server.safetensors", "index.safetensors", "manifest.json", "../log/states-00000002.safetensors"]
+FILES = [
+    "run.json",
+    "server.safetensors",
+    "index.safetensors",
+    "manifest.json",
+    "../log/states-00000002.safetensors",
+]
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"])
+@pytest.mark.parametrize(
+    "harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"]
+)
 def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
     harm: Callable[[Path], None], file: str, tmp_path: Path
 ) -> None:
@@ -333,12 +393,23 @@ def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "manifest",
-    ["{}", "null", "[]", "3", '"run.json"', "[" * 100_000, '{"run.json": 3}', '{"../round-000004/run.json": "x"}'],
+    [
+        "{}",
+        "null",
+        "[]",
+        "3",
+        '"run.json"',
+        "[" * 100_000,
+        '{"run.json": 3}',
+        '{"../round-000004/run.json": "x"}',
+    ],
 )
 def test_a_manifest_that_does_not_name_the_files_is_damage(manifest: str, tmp_path: Path) -> None:
     good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
-    with pytest.raises(ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"):
+    with pytest.raises(
+        ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"
+    ):
         checkpoint.read(bad)
 
 
@@ -369,7 +440,10 @@ def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_p
 
 UNSAFE = ("pickle.", "cloudpickle.", "dill.", "joblib.", "shelve.", "marshal.", "torch.load", "torch.save", "np.load",
           "np.save")  # fmt: skip
-COMPARED = {"conformance/methods.py", "experiment/objects.py"}  # bytes in memory that are looked at and not kept
+COMPARED = {
+    "conformance/methods.py",
+    "experiment/objects.py",
+}  # bytes in memory that are looked at and not kept
 ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads nothing
 
 
@@ -379,14 +453,22 @@ def unsafe(text: str) -> list[str]:
     tree = ast.parse(text)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     deciding = {id(base) for cls in classes if _decides(cls) for base in cls.bases}
-    deciding |= {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _refuses(node)}
+    deciding |= {
+        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _refuses(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             found += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and id(node) not in deciding:
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and id(node) not in deciding
+        ):
             found.append(f"{node.value.id}.{node.attr}")
         elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
-            safe = isinstance(node.value, ast.Constant) and node.value.value is (node.arg == "weights_only")
+            safe = isinstance(node.value, ast.Constant) and node.value.value is (
+                node.arg == "weights_only"
+            )
             found += [] if safe else [f"pickle.{node.arg}"]
     return [name for name in found if name.startswith(UNSAFE) and name not in ERRORS]
 
@@ -401,7 +483,9 @@ def _decides(cls: ast.ClassDef) -> bool:
     return any(isinstance(part, ast.FunctionDef) and part.name == "find_class" for part in cls.body)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix()
+)
 def test_nothing_of_ours_pickles(path: Path) -> None:
     compared = {"pickle.dumps"} if path.relative_to(PACKAGE).as_posix() in COMPARED else set()
     assert not set(unsafe(path.read_text())) - compared
@@ -426,11 +510,15 @@ def test_the_search_for_pickles_finds_them(line: str) -> None:
 # --- going on -----------------------------------------------------------------------------------------------------
 
 
-def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplicate(tmp_path: Path) -> None:
+def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplicate(
+    tmp_path: Path,
+) -> None:
     study = run_spec(Scaffold())
     straight = run(study, rounds=6, checkpoint_every=2, folder=str(tmp_path))
     assert names(tmp_path / "checkpoints") == ["log", "round-000004", "round-000006"]
-    events = list(coordinate(study, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000004")).run())
+    events = list(
+        coordinate(study, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000004")).run()
+    )
     assert isinstance(events[0], Started)
     new = [event.row for event in events if isinstance(event, Round)]
     assert [row["round"] for row in events[0].rows] == [1, 2, 3, 4]
@@ -441,8 +529,14 @@ def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplic
 
 
 def test_a_finished_run_resumed_has_nothing_left_to_do(tmp_path: Path) -> None:
-    straight = run(run_spec(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path))
-    resumed = run(run_spec(FedBN(), model=NORMED), rounds=2, resume=str(tmp_path / "checkpoints" / "round-000002"))
+    straight = run(
+        run_spec(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path)
+    )
+    resumed = run(
+        run_spec(FedBN(), model=NORMED),
+        rounds=2,
+        resume=str(tmp_path / "checkpoints" / "round-000002"),
+    )
     assert resumed.bits == straight.bits
     assert resumed.rows == straight.rows
 
@@ -451,8 +545,13 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
     study, asked = run_spec(FedBN(), FedBuff(), model=NORMED), {"rounds": 8, "checkpoint_every": 2}
     straight = run(study, BUFFER, rounds=8)
     for stop in (2, 4, 6):
-        folder, resume = tmp_path / str(stop), tmp_path / str(stop - 2) / "checkpoints" / f"round-{stop - 2:06d}"
-        events = coordinate(study, BUFFER, **asked, folder=str(folder), resume=str(resume) if stop > 2 else "").run()
+        folder, resume = (
+            tmp_path / str(stop),
+            tmp_path / str(stop - 2) / "checkpoints" / f"round-{stop - 2:06d}",
+        )
+        events = coordinate(
+            study, BUFFER, **asked, folder=str(folder), resume=str(resume) if stop > 2 else ""
+        ).run()
         folder.mkdir()
         next(event for event in events if isinstance(event, Saved) and event.version == stop)
         events.close()  # type: ignore[attr-defined]
@@ -549,7 +648,10 @@ KILLED: dict[str, dict[str, Any]] = {
 
 
 def asked(where: str) -> tuple[Any, dict[str, Any]]:
-    return run_spec(*KILLED[where]["methods"], model=NORMED), {"rounds": 7, **KILLED[where]["schedule"]}
+    return run_spec(*KILLED[where]["methods"], model=NORMED), {
+        "rounds": 7,
+        **KILLED[where]["schedule"],
+    }
 
 
 def killed(folder: str, where: str) -> None:
@@ -558,7 +660,9 @@ def killed(folder: str, where: str) -> None:
 
     study, settings = asked(where)
     count = 0
-    owner, name, last = (Trainer, "begin", 11) if where == "while a client trains" else (checkpoint, "save_file", 6)
+    owner, name, last = (
+        (Trainer, "begin", 11) if where == "while a client trains" else (checkpoint, "save_file", 6)
+    )
     original = getattr(owner, name)
 
     def counted(*args: Any, **others: Any) -> Any:
@@ -572,10 +676,16 @@ def killed(folder: str, where: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", KILLED)
-def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(where: str, tmp_path: Path) -> None:
-    text = CHILD.format(tests=FOLDERS, module=Path(__file__).stem, folder=str(tmp_path), where=where)
+def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(
+    where: str, tmp_path: Path
+) -> None:
+    text = CHILD.format(
+        tests=FOLDERS, module=Path(__file__).stem, folder=str(tmp_path), where=where
+    )
     paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.run([sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
+    child = subprocess.run(
+        [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
+    )
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     left = checkpoint.available(tmp_path / "checkpoints")
     assert left
@@ -612,10 +722,14 @@ def test_all_files_are_on_the_disk_before_the_manifest_has_its_name_and_its_name
 ) -> None:
     manifest, synced = tmp_path / "round-000001/manifest.json", dict[bool, set[int]]()
     monkeypatch.setattr(
-        os, "fsync", lambda file: synced.setdefault(manifest.exists(), set()).add(os.fstat(file).st_ino)
+        os,
+        "fsync",
+        lambda file: synced.setdefault(manifest.exists(), set()).add(os.fstat(file).st_ino),
     )
     path = write(tmp_path, 1, snapshot())
-    assert synced[False] >= {file.stat().st_ino for folder in (path, tmp_path / "log") for file in folder.iterdir()}
+    assert synced[False] >= {
+        file.stat().st_ino for folder in (path, tmp_path / "log") for file in folder.iterdir()
+    }
     assert synced[False] >= {folder.stat().st_ino for folder in (path, tmp_path / "log")}
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
@@ -628,13 +742,17 @@ def test_a_model_that_the_disk_has_no_room_for_is_told_with_its_bytes(
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     path = tmp_path / "model.safetensors"
-    with pytest.raises(OSError, match=rf"the disk is full: {path} takes 400 bytes, of which [0-9,]+ are free"):
+    with pytest.raises(
+        OSError, match=rf"the disk is full: {path} takes 400 bytes, of which [0-9,]+ are free"
+    ):
         checkpoint.save_model({"weight": np.zeros(100, np.float32)}, path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(remote: bool, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(
+    remote: bool, tmp_path: Path
+) -> None:
     where: Any = f"memory://{tmp_path.name}" if remote else tmp_path
     Checkpoints(where, 3).write(4, snapshot())
     there = stores.store(where)
@@ -643,12 +761,16 @@ def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(remo
     assert before and [name for name in there.names("log") if name.startswith("states")] == before
 
 
-def test_of_two_processes_that_write_behind_one_url_the_earlier_stops_and_harms_nothing(tmp_path: Path) -> None:
+def test_of_two_processes_that_write_behind_one_url_the_earlier_stops_and_harms_nothing(
+    tmp_path: Path,
+) -> None:
     where = f"memory://{tmp_path.name}-two"
     earlier, later = Checkpoints(where), Checkpoints(where)
     earlier.write(1, snapshot())
     path = later.write(2, snapshot(2.0))
-    with pytest.raises(OSError, match=rf"^process {os.getpid()} on \S+ writes its checkpoints to .* too"):
+    with pytest.raises(
+        OSError, match=rf"^process {os.getpid()} on \S+ writes its checkpoints to .* too"
+    ):
         earlier.write(3, snapshot(3.0))
     assert checkpoint.latest(where) == path and not checkpoint.damage(path)
     later.write(3, snapshot(3.0))

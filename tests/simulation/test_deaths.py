@@ -40,7 +40,10 @@ SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)
 METHODS: dict[str, Callable[[], list[Method]]] = {
     "sums on hosts": lambda: [],
     # They contribute before round 0, and keep what they receive once.
-    "images for all": lambda: [Vhl(virtual_batch=4, virtual=20), FedMix(means=4, samples_per_mean=3)],
+    "images for all": lambda: [
+        Vhl(virtual_batch=4, virtual=20),
+        FedMix(means=4, samples_per_mean=3),
+    ],
     "upload and state": lambda: [Scaffold()],
     "state and personal models": lambda: [FedBN(), FedBSS(warmup_rounds=1, refresh=2)],
 }
@@ -48,7 +51,12 @@ ASKED: dict[str, Any] = {"rounds": 6, "summation": 2, "evaluate": Evaluation(eve
 
 
 def study(name: str) -> RunSpec:
-    return run_spec(*METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=12, epochs=2), data=tiny(clients=6))
+    return run_spec(
+        *METHODS[name](),
+        model=NORMED,
+        local=Local(lr=0.05, batch=12, epochs=2),
+        data=tiny(clients=6),
+    )
 
 
 # --- hosts in this process that die on command ----------------------------------------------------------------------
@@ -83,7 +91,9 @@ class Mortal:
                     ref.lost = True
         found: list[Any] = [None] * returns
         if (member := self.members[host]) is not None:
-            assert not any(isinstance(arg, Ref) and arg.lost for arg in args), "what is lost is not sent"
+            assert not any(isinstance(arg, Ref) and arg.lost for arg in args), (
+                "what is lost is not sent"
+            )
             own = [arg.value if isinstance(arg, Ref) else arg for arg in args]
             result = getattr(member, method)(*own)
             found = [result] if returns == 1 else list(result)
@@ -137,7 +147,9 @@ def test_a_host_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
         found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
         assert (found.bits, found.history) == (whole.bits, whole.history), number
         revived.append(runtime.revived)
-    assert set(revived) <= {0, 1} and sum(revived) >= len(revived) - 1, "the last call may be one that nobody waits for"
+    assert set(revived) <= {0, 1} and sum(revived) >= len(revived) - 1, (
+        "the last call may be one that nobody waits for"
+    )
 
 
 def test_whom_everyone_waits_for_is_told_until_the_host_counts_as_dead(clock: None) -> None:
@@ -156,13 +168,17 @@ def test_whom_everyone_waits_for_is_told_until_the_host_counts_as_dead(clock: No
 def test_a_host_has_longer_to_start_than_to_answer(clock: None) -> None:
     runtime = Stopped(study("sums on hosts"), 2, {1})
     asked = ASKED | {"faults": Faults(timeout=35.0)}
-    events = list(coordinate(study("sums on hosts"), SCHEDULES["rounds"], runtime=runtime, **asked).run())
+    events = list(
+        coordinate(study("sums on hosts"), SCHEDULES["rounds"], runtime=runtime, **asked).run()
+    )
     assert max(event.seconds for event in events if isinstance(event, Waiting)) > START_TIMEOUT_S
 
 
 def test_one_that_never_answers_ends_the_run_with_a_sentence(clock: None) -> None:
     runtime: Runtime = Stopped(study("upload and state"), 2, set(range(9, 99)))
-    with pytest.raises(RunStopped, match=r"^runtime.hosts: .*\(no answer for faults.timeout=3600 s\)"):
+    with pytest.raises(
+        RunStopped, match=r"^runtime.hosts: .*\(no answer for faults.timeout=3600 s\)"
+    ):
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
 
 
@@ -178,21 +194,27 @@ def calls_of(name: str, schedule: str) -> tuple[Ran, int]:
 def test_wherever_a_host_dies_the_bits_are_the_same(name: str, schedule: str) -> None:
     whole, calls = calls_of(name, schedule)
     assert whole.bits == run(study(name), SCHEDULES[schedule], **ASKED).bits
-    for index, deaths in enumerate([*({number} for number in range(1, calls + 1, 7)), set(range(2, calls, 11))]):
+    for index, deaths in enumerate(
+        [*({number} for number in range(1, calls + 1, 7)), set(range(2, calls, 11))]
+    ):
         runtime = Mortal(study(name), 2, deaths)
         asked = ASKED | {"state_budget": (float("inf"), 0.0)[index % 2]}
         found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
         assert (found.bits, found.history) == (whole.bits, whole.history), deaths
         assert not found.failures
         late = sum(int(row["host_deaths"] or 0) for row in found.rows)
-        assert runtime.revived - late in (0, 1), "the last row is written before the last evaluation"
+        assert runtime.revived - late in (0, 1), (
+            "the last row is written before the last evaluation"
+        )
 
 
 def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStopped) as stopped:
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
-    assert re.match(r"runtime\.hosts: host [01] .*\(it was told to\).*resume=latest", str(stopped.value))
+    assert re.match(
+        r"runtime\.hosts: host [01] .*\(it was told to\).*resume=latest", str(stopped.value)
+    )
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
@@ -212,11 +234,15 @@ class Deadly(Method):
             os.kill(os.getpid(), self.how)
 
 
-def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
+def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
+    ray_session: None, tmp_path: Path
+) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
-        return run_spec(Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6))
+        return run_spec(
+            Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6)
+        )
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
     study = changed(of(1), **ASKED)
@@ -235,13 +261,17 @@ def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_p
 
     study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
     runtime = on_ray.start_hosts(study, 1)
-    with pytest.raises(RunStopped, match=r"died 3 times in a row .*the last time with \[.*2.*\] in hand"):
+    with pytest.raises(
+        RunStopped, match=r"died 3 times in a row .*the last time with \[.*2.*\] in hand"
+    ):
         ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
     runtime.stop()
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(ray_session: None, tmp_path: Path) -> None:
+def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(
+    ray_session: None, tmp_path: Path
+) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
@@ -270,7 +300,9 @@ class Halting(Method):
         return direction
 
 
-def test_a_coordinator_that_is_stopped_is_lost(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_is_stopped_is_lost(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from raysim.runtime import ray as on_ray
 
     monkeypatch.setattr("raysim.runtime.ray.driver.REVIVAL", 1)
@@ -300,7 +332,10 @@ def test_a_host_is_waited_for_until_ray_knows_that_its_node_is_gone(
         return [], refs
 
     def nodes() -> list[dict[str, Any]]:
-        return [{"NodeID": "here", "Alive": True}, {"NodeID": "there", "Alive": len(waited) < looks}]
+        return [
+            {"NodeID": "here", "Alive": True},
+            {"NodeID": "there", "Alive": len(waited) < looks},
+        ]
 
     for name, instead in {"wait": wait, "nodes": nodes, "kill": lambda actor: None}.items():
         monkeypatch.setattr(on_ray.ray, name, instead)
@@ -342,6 +377,10 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_takes_states_with_it_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", NODE], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+def test_a_node_that_dies_takes_states_with_it_and_the_run_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NODE], cwd=tmp_path, capture_output=True, text=True, timeout=900
+    )
     assert "ended 1 True True" in ended.stdout, ended.stdout + ended.stderr

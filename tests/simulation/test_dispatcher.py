@@ -25,7 +25,9 @@ class Slow:
     spec: RunSpec
     seconds: float
     hosts: int = 2
-    calls: list[tuple[int, int]] = field(default_factory=list)  # host and jobs of each call to train
+    calls: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # host and jobs of each call to train
     most: int = 0  # such calls that were under way on one host
     at_once: bool = False
     combine_from: float = 0.0
@@ -66,7 +68,11 @@ class Slow:
 def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow:
     spec = run_spec(model=MLP, local=Local(lr=0.05, batch=6), data=even(CLIENTS, CLIENTS * SAMPLES))
     runtime: Any = Slow(spec, seconds)
-    ran(coordinate(spec, schedule, fleet, runtime=runtime, rounds=rounds, evaluate=Evaluation(every=10**6)))
+    ran(
+        coordinate(
+            spec, schedule, fleet, runtime=runtime, rounds=rounds, evaluate=Evaluation(every=10**6)
+        )
+    )
     assert isinstance(runtime, Slow)
     return runtime
 

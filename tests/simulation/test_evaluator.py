@@ -104,14 +104,21 @@ def test_a_model_for_all_has_no_own_view_and_personal_layers_no_shared_one() -> 
     plain = run(run_spec(data=apart())).rows[-1]
     normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
-    assert normed["accuracy"] is not None and normed["accuracy_global"] is None and "accuracy_shared" not in normed
+    assert (
+        normed["accuracy"] is not None
+        and normed["accuracy_global"] is None
+        and "accuracy_shared" not in normed
+    )
 
 
 def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
     both, plain = run(run_spec(Doubled(), data=apart())), run(run_spec(data=apart()))
     assert both.bits == plain.bits
     for own, shared in zip(both.rows, plain.rows, strict=True):
-        assert own["accuracy_shared"] == shared["accuracy"] and own["accuracy_global"] == shared["accuracy_global"]
+        assert (
+            own["accuracy_shared"] == shared["accuracy"]
+            and own["accuracy_global"] == shared["accuracy_global"]
+        )
         assert own["accuracy"] != shared["accuracy"]
 
 
@@ -126,10 +133,14 @@ def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
                  for entry in host.layout.entries if entry.start is not None}  # fmt: skip
         seen.append({path: changed.any() for path, changed in moved.items()})
     assert {path for path, moved in seen[0].items() if moved} == {"head.weight", "head.bias"}
-    assert all(seen[1][path] for path in seen[1] if path.startswith("extractor") and "weight" in path)
+    assert all(
+        seen[1][path] for path in seen[1] if path.startswith("extractor") and "weight" in path
+    )
 
 
-def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_on_client_and_version() -> None:
+def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_on_client_and_version() -> (
+    None
+):
     study = run_spec(model=Dropping(), data=apart())
     host = several(study, 1).members[0]
     start, found = host.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
@@ -140,7 +151,9 @@ def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_o
         host.trainer.adapt(client, rows, version, Finetune(1))
         found[before, client, version] = host.vector.data.clone()
     assert torch.equal(found[0, 0, 1], found[1, 0, 1])
-    assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(found[0, 0, 1], found[0, 0, 2])
+    assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(
+        found[0, 0, 1], found[0, 0, 2]
+    )
 
 
 def test_fine_tuning_may_see_what_training_did_not() -> None:
@@ -156,7 +169,9 @@ def test_fine_tuning_may_see_what_training_did_not() -> None:
         for samples in ("own", "all")
     )
     assert own.bits == every.bits
-    assert [row["accuracy_finetuned"] for row in own.rows] != [row["accuracy_finetuned"] for row in every.rows]
+    assert [row["accuracy_finetuned"] for row in own.rows] != [
+        row["accuracy_finetuned"] for row in every.rows
+    ]
 
 
 def test_fine_tuning_after_the_last_round_only() -> None:
@@ -165,14 +180,19 @@ def test_fine_tuning_after_the_last_round_only() -> None:
 
 
 def test_own_models_on_the_central_test_set_are_averaged_over_clients() -> None:
-    rows = run(run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)).rows
+    rows = run(
+        run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
+    ).rows
     assert all(0 <= row["accuracy_common"] <= 1 for row in rows)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"evaluate\.common=true .* one model for all"):
         coordinate(run_spec(data=apart()), evaluate=Evaluation(common=True))
 
 
 def decomposed(rows: list[Any]) -> list[dict[str, float]]:
-    return [{k.partition(".")[2]: v for k, v in row.items() if k.startswith("decomposition.")} for row in rows]
+    return [
+        {k.partition(".")[2]: v for k, v in row.items() if k.startswith("decomposition.")}
+        for row in rows
+    ]
 
 
 def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
@@ -204,7 +224,9 @@ def test_the_decomposition_is_of_local_models_and_not_of_what_methods_make_of_th
 
 
 def test_one_participant_has_no_distribution_shift() -> None:
-    (part, *_) = decomposed(run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows)
+    (part, *_) = decomposed(
+        run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
+    )
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -259,13 +281,21 @@ def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
     rows = run(run_spec(Drift(), data=validated(), local=replace(LOCAL, batch=8)), rounds=3).rows
     assert rows[2]["accuracy_validation"] < rows[1]["accuracy_validation"]  # type: ignore[operator]
     assert rows[2]["best_round"] == rows[1]["best_round"] < 3
-    assert rows[2]["accuracy_global_best"] == rows[1]["accuracy_global_best"] != rows[2]["accuracy_global"]
+    assert (
+        rows[2]["accuracy_global_best"]
+        == rows[1]["accuracy_global_best"]
+        != rows[2]["accuracy_global"]
+    )
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
 def test_of_an_error_the_best_round_is_that_of_the_least(methods: tuple[Method, ...]) -> None:
-    data = federate(Tabular("diabetes"), IID(clients=4, test_fraction=0.2, validation_fraction=0.2), 0)
-    rows = run(run_spec(*methods, model=NORMED_MLP, data=data, local=Local(lr=0.05, batch=8)), rounds=6).rows
+    data = federate(
+        Tabular("diabetes"), IID(clients=4, test_fraction=0.2, validation_fraction=0.2), 0
+    )
+    rows = run(
+        run_spec(*methods, model=NORMED_MLP, data=data, local=Local(lr=0.05, batch=8)), rounds=6
+    ).rows
     name = "mae" if "mae_validation" in rows[0] else "mse"
     told = [float(row[f"{name}_validation"] or 0) for row in rows]
     best = [float(row[f"{name}_validation_best"] or 0) for row in rows]
@@ -275,16 +305,25 @@ def test_of_an_error_the_best_round_is_that_of_the_least(methods: tuple[Method, 
         return
     for number, row in enumerate(rows, start=1):
         first = int(np.argmin(told[:number]))
-        assert row["best_round"] == 1 + first and row[f"{name}_global_best"] == rows[first][f"{name}_global"]
+        assert (
+            row["best_round"] == 1 + first
+            and row[f"{name}_global_best"] == rows[first][f"{name}_global"]
+        )
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
 def test_validation_needs_no_tests_of_the_clients_own(methods: tuple[Method, ...]) -> None:
     data = federate(
-        Synthetic(samples=120, test_samples=20, classes=5), IID(4, test_fraction=0, validation_fraction=0.2), 0
+        Synthetic(samples=120, test_samples=20, classes=5),
+        IID(4, test_fraction=0, validation_fraction=0.2),
+        0,
     )
     row = run(run_spec(*methods, model=NORMED_MLP, data=data), rounds=2).rows[-1]
-    assert row["accuracy"] is None and "accuracy_best" not in row and row["accuracy_validation"] is not None
+    assert (
+        row["accuracy"] is None
+        and "accuracy_best" not in row
+        and row["accuracy_validation"] is not None
+    )
     assert methods or row["accuracy_global_best"] is not None
 
 
@@ -323,11 +362,19 @@ def test_pooled_data_train_one_model_that_every_client_tests() -> None:
 
 
 def test_a_pooled_round_processes_what_a_cohort_would() -> None:
-    common = ["data=synthetic", "partition=iid", "partition.clients=4", "method=[centralized]", "runtime=inprocess"]
+    common = [
+        "data=synthetic",
+        "partition=iid",
+        "partition.clients=4",
+        "method=[centralized]",
+        "runtime=inprocess",
+    ]
     whole = build([*common, "schedule.cohort=4", "local.epochs=3"]).spec.settings.local
     half = build([*common, "schedule.cohort=2", "local.epochs=4"]).spec.settings.local
     odd = build([*common, "schedule.cohort=2", "local.epochs=1", "local.batch=10"]).spec
-    steps = build([*common, "schedule.cohort=2", "local.epochs=null", "local.steps=5"]).spec.settings.local
+    steps = build(
+        [*common, "schedule.cohort=2", "local.epochs=null", "local.steps=5"]
+    ).spec.settings.local
     assert (whole.epochs, half.epochs, steps.steps) == (3, 2, 10)
     assert odd.settings.local.steps == round(len(odd.data.partition.train.indices) / 20)
     with pytest.raises(Refused, match="schedule=synchronous"):
@@ -346,11 +393,15 @@ def test_the_worst_of_several_domains_has_a_column_and_the_worst_of_one_none() -
         source = Synthetic(samples=120, test_samples=20, classes=5, domains=domains)
         row = run(run_spec(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1]
         worst = float(row.get("accuracy_worst_domain") or 0)
-        assert ("accuracy_worst_domain" in row) == (domains > 1) and worst <= float(row["accuracy_global"] or 0)
+        assert ("accuracy_worst_domain" in row) == (domains > 1) and worst <= float(
+            row["accuracy_global"] or 0
+        )
 
 
 def test_the_worst_domain_is_scored_on_its_own_samples() -> None:
-    evaluator = coordinate(run_spec(data=federate(Synthetic(samples=40, domains=3), IID(clients=4), SEED))).evaluator
+    evaluator = coordinate(
+        run_spec(data=federate(Synthetic(samples=40, domains=3), IID(clients=4), SEED))
+    ).evaluator
     domains = evaluator.domains[evaluator.spec.data.central]
     hits = np.where(domains == 0, 0.5, np.where(domains == 1, 0.25, 1.0))
     assert evaluator._worst_domain(hits) == {"accuracy_worst_domain": 0.25}
@@ -366,7 +417,9 @@ def test_the_least_that_can_be_asked_for_is_taken_and_less_is_refused(key: str, 
         Evaluation(**{key: least - 1})  # type: ignore[arg-type]
 
 
-def test_a_client_is_scored_with_its_own_state_where_no_host_has_it_though_it_be_the_first_and_alone() -> None:
+def test_a_client_is_scored_with_its_own_state_where_no_host_has_it_though_it_be_the_first_and_alone() -> (
+    None
+):
     study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]

@@ -107,7 +107,9 @@ class Absent(Method):
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         gone = [(update.client, update.version) in HITS for update in aggregation.updates]
-        return aggregation.reweighted([0.0 if out else w for out, w in zip(gone, aggregation.weights, strict=True)])
+        return aggregation.reweighted(
+            [0.0 if out else w for out, w in zip(gone, aggregation.weights, strict=True)]
+        )
 
 
 class Leaving(Raising):
@@ -173,21 +175,39 @@ def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
     return {(failure.client, failure.version) for failure in failures}
 
 
-@pytest.mark.parametrize("kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name
+)
 def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any) -> None:
     found = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
     without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
     assert found.finished.model_sha256 == without.finished.model_sha256
     assert where(found.failures) == HITS
-    assert [(row["failures"], row["clients"]) for row in found.rows] == [(0, 6), (1, 5), (2, 4), (0, 6)]
-    assert [row["virtual_seconds"] for row in found.rows] == [row["virtual_seconds"] for row in without.rows]
-    assert [row["floats_down"] for row in found.rows] == [row["floats_down"] for row in without.rows]
-    assert found.finished.model_sha256 != run(run_spec(), ALL, Ideal(), rounds=4).finished.model_sha256
+    assert [(row["failures"], row["clients"]) for row in found.rows] == [
+        (0, 6),
+        (1, 5),
+        (2, 4),
+        (0, 6),
+    ]
+    assert [row["virtual_seconds"] for row in found.rows] == [
+        row["virtual_seconds"] for row in without.rows
+    ]
+    assert [row["floats_down"] for row in found.rows] == [
+        row["floats_down"] for row in without.rows
+    ]
+    assert (
+        found.finished.model_sha256 != run(run_spec(), ALL, Ideal(), rounds=4).finished.model_sha256
+    )
 
 
 def test_a_failure_says_who_when_what_and_where() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
-    assert (failure.client, failure.version, failure.host, failure.method) == (2, 1, "host-0", "raising")
+    assert (failure.client, failure.version, failure.host, failure.method) == (
+        2,
+        1,
+        "host-0",
+        "raising",
+    )
     assert failure.error == "client 2, version 1, host host-0: KeyError: 'lost'"
     assert "in begin" in failure.traceback
 
@@ -196,14 +216,18 @@ def test_a_client_that_diverges_is_told_what_to_lower() -> None:
     (failure,) = run(run_spec(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert "the loss is not finite from step 2 of" in failure.error
     assert "learning rate 0.05" in failure.error
-    assert failure.error.endswith("set local.clip, or look at method 'diverging', which writes gradients")
+    assert failure.error.endswith(
+        "set local.clip, or look at method 'diverging', which writes gradients"
+    )
 
 
 def test_a_loss_that_is_not_finite_from_the_start_is_no_matter_of_the_rate() -> None:
     spec = run_spec(Infinite(), FedBN(), model=NORMED)
     failure = run(spec, ALL, rounds=1, tolerate=1.0).failures[0]
     assert "the loss is not finite from step 1 of" in failure.error
-    assert failure.error.endswith("before anything was learnt: look at the loss, the data or method 'infinite'")
+    assert failure.error.endswith(
+        "before anything was learnt: look at the loss, the data or method 'infinite'"
+    )
 
 
 def test_an_upload_that_is_not_a_number_names_the_method_that_sends_it() -> None:
@@ -247,7 +271,12 @@ def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
 
 def test_the_private_state_of_a_client_that_failed_is_the_one_before(tmp_path: Path) -> None:
     coordinator = coordinate(
-        run_spec(Scaffold(), Raising()), ALL, rounds=4, tolerate=0.5, checkpoint_every=1, folder=str(tmp_path)
+        run_spec(Scaffold(), Raising()),
+        ALL,
+        rounds=4,
+        tolerate=0.5,
+        checkpoint_every=1,
+        folder=str(tmp_path),
     )
     read = (checkpoint.read(event.path) for event in coordinator.run() if isinstance(event, Saved))
     states = [dict(saved.clients) for saved in read]
@@ -269,7 +298,9 @@ def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFa
 
 
 @pytest.mark.parametrize("methods", [[], [Scaffold()]], ids=["fedavg", "scaffold"])
-@pytest.mark.parametrize("schedule", [ALL, Buffered(concurrency=5, size=4)], ids=["rounds", "buffer"])
+@pytest.mark.parametrize(
+    "schedule", [ALL, Buffered(concurrency=5, size=4)], ids=["rounds", "buffer"]
+)
 def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they_are_tolerated(
     schedule: Any, methods: list[Method], tmp_path: Path
 ) -> None:
@@ -277,7 +308,9 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
     study = run_spec(*methods, Raising(hits))
     straight = run(study, schedule, rounds=7, tolerate=1.0)
     assert straight.failures, "or nothing stops"
-    events, error = events_until_stopped(coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path)))
+    events, error = events_until_stopped(
+        coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path))
+    )
     finished = [event.row["round"] for event in events if isinstance(event, Round)]
     (path,) = checkpoint.available(tmp_path / "checkpoints")
     assert path.name == f"round-{finished[-1]:06d}"
@@ -366,7 +399,10 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
     [
         (mine(loss=lambda *given: None), "method 'mine' returns nothing from loss"),
         (mine(batch=lambda *given: None), "method 'mine' returns nothing from batch"),
-        (mine(perturb=lambda *given: 1.0), "method 'mine' returns a value of type float from perturb"),
+        (
+            mine(perturb=lambda *given: 1.0),
+            "method 'mine' returns a value of type float from perturb",
+        ),
         (mine(setup=draws(None)), "method 'mine' returns nothing from the function of run.draw"),
         (mine(setup=draws([])), "method 'mine' returns 0 tensors from the function of run.draw"),
         (mine(end=reports), "job.report['z'] of method 'mine' is None"),
@@ -379,11 +415,15 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
 )
 def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
-    assert line.startswith("6 of 6 clients failed in round 1, first: client 1, version 0, host host-0: " + sentence)
+    assert line.startswith(
+        "6 of 6 clients failed in round 1, first: client 1, version 0, host host-0: " + sentence
+    )
     assert "tolerate" not in line, "nobody would be left"
 
 
-@pytest.mark.parametrize(("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)])
+@pytest.mark.parametrize(
+    ("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)]
+)
 def test_a_hook_that_fails_shows_the_users_own_lines(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(mine(end=hook))
     assert first.startswith(
@@ -437,7 +477,9 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
         ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
     ],
 )
-def test_what_a_hook_returns_to_the_server_is_one_sentence(hooks: Mapping[str, Any], sentence: str) -> None:
+def test_what_a_hook_returns_to_the_server_is_one_sentence(
+    hooks: Mapping[str, Any], sentence: str
+) -> None:
     (line,) = stopped_by(mine(**hooks))
     assert line.startswith(WHERE) and sentence in line
     assert line.endswith("The run goes on from its last checkpoint with resume=latest")
@@ -465,17 +507,23 @@ def test_what_is_sent_or_scored_must_be_a_tensor(setup: Any, sentence: str) -> N
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
 @pytest.mark.parametrize("hook", ["weigh", "step", "absorb"])
-def test_a_hook_that_fails_on_the_server_names_its_method(hook: str, error: type[BaseException]) -> None:
+def test_a_hook_that_fails_on_the_server_names_its_method(
+    hook: str, error: type[BaseException]
+) -> None:
     with pytest.raises(RunStopped) as stopped:
         run(run_spec(Server(hook, error)), ALL, rounds=4)
     first, *rest = str(stopped.value).splitlines()
-    assert first.startswith(f"method 'server' failed on the server in round 3: {error.__name__}: on purpose")
+    assert first.startswith(
+        f"method 'server' failed on the server in round 3: {error.__name__}: on purpose"
+    )
     assert any(f"in {hook}" in line for line in rest)
 
 
 def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Path) -> None:
     coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
-    with pytest.raises(RunStopped, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"):
+    with pytest.raises(
+        RunStopped, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"
+    ):
         ran(coordinator)
     assert coordinator.server.version == 0 and coordinator.server.vector.isfinite().all()
     assert not (tmp_path / "model.safetensors").exists()
@@ -493,14 +541,16 @@ class Exploding(Method):
 def test_where_the_server_diverges_the_clients_with_the_longest_updates_are_named() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
-        RunStopped, match=r"after round 2 \(the longest updates are \S+ of client [24], \S+ of client [24]"
+        RunStopped,
+        match=r"after round 2 \(the longest updates are \S+ of client [24], \S+ of client [24]",
     ):
         run(run_spec(Long(hits, 1e5), Absent(), Exploding()), ALL, rounds=3)
 
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize(
-    ("length", "norm", "sentence"), [(1e5, 1e3, "faults.norm=1000 allows less"), (1e20, None, "no finite norm")]
+    ("length", "norm", "sentence"),
+    [(1e5, 1e3, "faults.norm=1000 allows less"), (1e20, None, "no finite norm")],
 )
 def test_a_client_whose_update_is_too_long_is_left_out(
     single: bool, length: float, norm: float | None, sentence: str

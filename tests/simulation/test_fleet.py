@@ -34,7 +34,8 @@ def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [(group, name) for group in ("fleet", "schedule") for name in groups().files[group]]
+    ("group", "name"),
+    [(group, name) for group in ("fleet", "schedule") for name in groups().files[group]],
 )
 def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: str) -> None:
     node = compose([f"{group}={name}"])[group]
@@ -45,12 +46,16 @@ def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: 
 # --- durations ----------------------------------------------------------------------------------------------------
 def test_a_device_may_be_as_slow_as_it_likes() -> None:
     assert devices(Ideal(speed=0.5)).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
-    slow = Lognormal(speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0)
+    slow = Lognormal(
+        speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0
+    )
     assert devices(slow).trip(0, 0, 0.0, 1.0, 1, 1) == (2.0 + 8.0 + 16.0, True)
 
 
 def test_a_job_is_received_trained_and_sent_one_after_another() -> None:
-    plain = Lognormal(speed=100.0, sigma=0.0, bandwidth_down=4e3, bandwidth_up=2e3, bandwidth_sigma=0.0)
+    plain = Lognormal(
+        speed=100.0, sigma=0.0, bandwidth_down=4e3, bandwidth_up=2e3, bandwidth_sigma=0.0
+    )
     # 1,000 floats of 4 bytes down at 4,000 bytes a second: 1 s; up at half of it: 2 s; 50 samples: 0.5 s
     assert devices(plain).trip(0, 3, 10.0, 50.0, 1000, 1000) == (13.5, True)
 
@@ -67,13 +72,18 @@ def test_the_time_on_a_class_of_devices_follows_from_the_flops_of_the_model() ->
 def test_the_flops_of_a_model_are_those_of_its_forward_and_backward_pass() -> None:
     spec = run_spec(model=Mlp((16,)))
     inputs, classes = math.prod(spec.task.shape), spec.task.num_classes
-    first, second = 2 * inputs * 16, 2 * 16 * classes  # a multiplication and an addition for each weight
+    first, second = (
+        2 * inputs * 16,
+        2 * 16 * classes,
+    )  # a multiplication and an addition for each weight
     # Forward; gradients of the weights; and of the second layer's inputs: the first one's need none.
     assert sample_flops(spec) == (first + second) + (first + second) + second
 
 
 def test_a_model_without_flops_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"FLOPs of the model=0\.0 must be above 0: choose fleet=lognormal"):
+    with pytest.raises(
+        ValueError, match=r"FLOPs of the model=0\.0 must be above 0: choose fleet=lognormal"
+    ):
         devices(DeviceClasses(), flops=0.0)
 
 
@@ -82,10 +92,13 @@ def test_seconds_of_all_clients_are_those_of_their_trips(fleet: Fleet) -> None:
     found, samples = devices(fleet, 40), np.arange(1.0, 41.0)
     expected = found.seconds(samples, 10, 20)
     trips = [
-        [found.trip(client, each, 0.0, samples[client], 10, 20).finish for each in range(400)] for client in range(40)
+        [found.trip(client, each, 0.0, samples[client], 10, 20).finish for each in range(400)]
+        for client in range(40)
     ]
     # Delays draws each trip between two bounds of which the mean is given; the widest are 3 s apart.
-    assert np.allclose(np.mean(trips, axis=1), expected, rtol=1e-12, atol=0.2 if isinstance(fleet, Delays) else 0)
+    assert np.allclose(
+        np.mean(trips, axis=1), expected, rtol=1e-12, atol=0.2 if isinstance(fleet, Delays) else 0
+    )
 
 
 # --- seeds --------------------------------------------------------------------------------------------------------
@@ -100,7 +113,13 @@ def test_seconds_of_all_clients_are_those_of_their_trips(fleet: Fleet) -> None:
 )
 @settings(max_examples=20, deadline=None)
 def test_a_trip_is_a_function_of_the_seed(
-    fleet: Fleet, availability: str, seed: int, client: int, participation: int, start: float, dropout: float
+    fleet: Fleet,
+    availability: str,
+    seed: int,
+    client: int,
+    participation: int,
+    start: float,
+    dropout: float,
 ) -> None:
     fleet = replace(fleet, availability=availability, dropout=dropout)
     job = client, participation, start, 100.0, 1000, 1000
@@ -114,7 +133,9 @@ def test_a_trip_is_a_function_of_the_seed(
 
 def test_another_seed_gives_other_devices() -> None:
     for fleet in (Lognormal(), DeviceClasses(), Delays()):
-        one, same, other = (devices(fleet, 50, seed).seconds(np.ones(50), 1, 1) for seed in (1, 1, 2))
+        one, same, other = (
+            devices(fleet, 50, seed).seconds(np.ones(50), 1, 1) for seed in (1, 1, 2)
+        )
         assert np.array_equal(one, same)
         assert not np.array_equal(one, other)
 
@@ -141,7 +162,9 @@ def test_labels_name_the_class_that_the_speed_is_of() -> None:
 
 def test_a_class_with_share_0_has_no_clients() -> None:
     nothing = DeviceClass(0.0, 1.0, 1.0, 1.0)
-    labels = DeviceClasses({"none": nothing, **DeviceClasses().classes, "last": nothing}).labels(0, 1000)
+    labels = DeviceClasses({"none": nothing, **DeviceClasses().classes, "last": nothing}).labels(
+        0, 1000
+    )
     assert not {0, len(labels.names) - 1} & set(labels.kinds.tolist())
 
 
@@ -171,7 +194,9 @@ def test_kinds_are_the_largest_parts_of_dirichlet_draws() -> None:
 # --- drop-outs ----------------------------------------------------------------------------------------------------
 def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
     found = devices(Ideal(speed=1.0, dropout=0.3), 100)
-    trips = [found.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)]
+    trips = [
+        found.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
+    ]
     lost = np.array([trip.finish for trip in trips if not trip.back])
     # 10,000 coins: a standard deviation of 0.0046; uniform on [5, 15): a mean of 10 and a deviation of 0.053 for 3,000
     assert abs(len(lost) / len(trips) - 0.3) < 5 * 0.0046
@@ -205,7 +230,9 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
 
 def test_a_lognormal_fleets_own_settings_may_be_given_in_their_order() -> None:
     given = Lognormal(10.0, 0.5, 2e6, 1e6, 0.25)
-    named = Lognormal(speed=10.0, sigma=0.5, bandwidth_down=2e6, bandwidth_up=1e6, bandwidth_sigma=0.25)
+    named = Lognormal(
+        speed=10.0, sigma=0.5, bandwidth_down=2e6, bandwidth_up=1e6, bandwidth_sigma=0.25
+    )
     assert given == named
 
 
@@ -231,16 +258,28 @@ CLASSES = DeviceClasses().classes
         (lambda: Lognormal(bandwidth_up=0), "fleet.bandwidth_up=0 must be above 0"),
         (lambda: Ideal(availability="diurnl"), "did you mean 'diurnal'?"),
         (lambda: Ideal(availability="trace"), "fleet.availability='trace' does not exist"),
-        (lambda: Trace(availability="sometimes"), "use one of 'trace', 'always', 'diurnal', 'markov'"),
+        (
+            lambda: Trace(availability="sometimes"),
+            "use one of 'trace', 'always', 'diurnal', 'markov'",
+        ),
         (lambda: Ideal(hours=0), "fleet.hours=0 must be above 0 and at most 24"),
         (lambda: Ideal(on=0), "fleet.on=0 must be above 0"),
         (lambda: Ideal(off=math.nan), "fleet.off=nan"),
         (lambda: Ideal(dropout=1.0), "fleet.dropout=1.0 must be at least 0 and below 1"),
         (lambda: Ideal(patience=-1), "fleet.patience=-1 must be at least 0"),
-        (lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=0.5)}), "add up to 1, and not to 0.5"),
+        (
+            lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=0.5)}),
+            "add up to 1, and not to 0.5",
+        ),
         (lambda: DeviceClasses({}), "add up to 1, and not to 0"),
-        (lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=-0.5)}), "fleet.classes.a.share=-0.5"),
-        (lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=1.0, flops=0)}), "fleet.classes.a.flops=0"),
+        (
+            lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=-0.5)}),
+            "fleet.classes.a.share=-0.5",
+        ),
+        (
+            lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=1.0, flops=0)}),
+            "fleet.classes.a.flops=0",
+        ),
         (lambda: DeviceClasses(sigma=math.nan), "fleet.sigma=nan"),
         (lambda: Delays({"a": Kind(1.0, 2.0, 1.0)}), "fleet.kinds.a.most=1.0 must be at least 2"),
         (lambda: Delays({"a": Kind(0.0, 2.0, 3.0)}), "fleet.kinds.a.weight=0.0 must be above 0"),
@@ -258,14 +297,22 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_sentence(make: Any, text: str)
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["fleet=devices", "fleet.classes.phone.share=1"], "fleet.classes.phone does not exist: did you mean phone_"),
+        (
+            ["fleet=devices", "fleet.classes.phone.share=1"],
+            "fleet.classes.phone does not exist: did you mean phone_",
+        ),
         (["fleet=devices", "fleet.classes.tablet.share=1"], "add up to 1, and not to 1.93"),
-        (["fleet=devices", "fleet.classes.tablet.flops=fast"], "fleet.classes.tablet.flops=fast must be a number"),
+        (
+            ["fleet=devices", "fleet.classes.tablet.flops=fast"],
+            "fleet.classes.tablet.flops=fast must be a number",
+        ),
         (["fleet=device"], "fleet=device does not exist: did you mean devices?"),
         (["fleet=fadas", "fleet.kinds.slow.speed=1"], "fleet.kinds.slow.speed does not exist"),
     ],
 )
-def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(words: list[str], text: str) -> None:
+def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(
+    words: list[str], text: str
+) -> None:
     with pytest.raises(Refused) as caught:
         build_run([*QUICK, *words])
     assert text in str(caught.value)
@@ -275,21 +322,44 @@ def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(words: list
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["schedule=buffered", "schedule.concurrency=2", "schedule.size=3"], "schedule.size=3 is more than the 2"),
-        (["schedule=tiered", "schedule.tiers=11", "schedule.cohort=1"], "schedule.cohort=1 is more than the 10"),
-        (["schedule=deadline", "schedule.seconds=nan"], "schedule.seconds=nan must be a number, not infinite"),
-        (["schedule=immediate", "method=centralized"], "of which nothing can be late: set schedule=synchronous"),
-        (["fleet=lognormal", "fleet.sigma=nan"], "fleet.sigma=nan must be a number, not infinite or nan"),
-        (["fleet=lognormal", "fleet.bandwidth_sigma=inf"], "fleet.bandwidth_sigma=inf must be a number, not infinite"),
+        (
+            ["schedule=buffered", "schedule.concurrency=2", "schedule.size=3"],
+            "schedule.size=3 is more than the 2",
+        ),
+        (
+            ["schedule=tiered", "schedule.tiers=11", "schedule.cohort=1"],
+            "schedule.cohort=1 is more than the 10",
+        ),
+        (
+            ["schedule=deadline", "schedule.seconds=nan"],
+            "schedule.seconds=nan must be a number, not infinite",
+        ),
+        (
+            ["schedule=immediate", "method=centralized"],
+            "of which nothing can be late: set schedule=synchronous",
+        ),
+        (
+            ["fleet=lognormal", "fleet.sigma=nan"],
+            "fleet.sigma=nan must be a number, not infinite or nan",
+        ),
+        (
+            ["fleet=lognormal", "fleet.bandwidth_sigma=inf"],
+            "fleet.bandwidth_sigma=inf must be a number, not infinite",
+        ),
         (["fleet=lognormal", "fleet.sigma=1e5"], "fleet.sigma=100000.0 must be from 0 to 10"),
-        (["fleet.availability=markov", "fleet.off=1e9"], "would wait 100,000,000 s in the mean whenever nobody is"),
+        (
+            ["fleet.availability=markov", "fleet.off=1e9"],
+            "would wait 100,000,000 s in the mean whenever nobody is",
+        ),
     ],
 )
 def test_what_no_run_can_be_is_refused_in_one_sentence_and_leaves_no_file(
     words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    few = [word for word in QUICK if words[0].startswith("fleet") or not word.startswith("schedule.")]
+    few = [
+        word for word in QUICK if words[0].startswith("fleet") or not word.startswith("schedule.")
+    ]
     with pytest.raises(Refused) as caught:
         run_words([*few, *words, "out=a"], quiet=True)
     assert text in str(caught.value)
@@ -299,7 +369,13 @@ def test_what_no_run_can_be_is_refused_in_one_sentence_and_leaves_no_file(
 
 @pytest.mark.parametrize("name", ["ideal", "lognormal", "devices", "fadas"])
 def test_availability_and_dropout_can_be_set_for_every_fleet(name: str) -> None:
-    words = [f"fleet={name}", "fleet.availability=markov", "fleet.on=600", "fleet.off=300", "fleet.dropout=0.1"]
+    words = [
+        f"fleet={name}",
+        "fleet.availability=markov",
+        "fleet.on=600",
+        "fleet.off=300",
+        "fleet.dropout=0.1",
+    ]
     fleet = build_run([*QUICK, *words]).fleet
     assert (fleet.availability, fleet.on, fleet.off, fleet.dropout) == ("markov", 600.0, 300.0, 0.1)
 

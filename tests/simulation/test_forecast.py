@@ -22,7 +22,9 @@ def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
 @pytest.mark.parametrize("rounds", [1, 2, 100])
 def test_rounds_wait_for_their_slowest_client(rounds: int) -> None:
     found = forecast(planner(Synchronous(2), Clock((1.0, 3.0)), 2), rounds)
-    assert found == Forecast(at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0)
+    assert found == Forecast(
+        at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
+    )
 
 
 def test_work_that_is_thrown_away_keeps_clients_busy() -> None:

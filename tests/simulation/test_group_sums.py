@@ -24,8 +24,13 @@ NODES = (0, 1, 2, 1, 2, 1, 0)  # of seven hosts
 COHORT = Synchronous(28)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(works: list[int], nodes: list[int]) -> None:
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
+)
+def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(
+    works: list[int], nodes: list[int]
+) -> None:
     hosts = assign_to_nodes(works, nodes)
     seen = [nodes[hosts[link[0]]] for link in chain(hosts, nodes)]
     assert len(hosts) == len(works) and len(set(seen)) == len(seen), "a node comes once"
@@ -64,7 +69,10 @@ def study(*methods: Method) -> RunSpec:
 
 
 def apart(
-    spec: RunSpec, nodes: tuple[int, ...] = NODES, schedule: Synchronous = COHORT, least: float = 0.0
+    spec: RunSpec,
+    nodes: tuple[int, ...] = NODES,
+    schedule: Synchronous = COHORT,
+    least: float = 0.0,
 ) -> tuple[Ran, list[tuple[str, int, Any]]]:
     """A run whose hosts are on these nodes, and its calls."""
     runtime: Any = several(spec, len(nodes))

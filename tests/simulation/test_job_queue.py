@@ -23,16 +23,27 @@ def queue_of(jobs: Sequence[tuple[Job, int]]) -> JobQueue:
 
 
 def take_bundle(queue: JobQueue, max_jobs: int = 100, max_work: float = math.inf) -> list[int]:
-    return [each.number for each in queue.take_bundle(lambda job, is_first: True, max_jobs, max_work)]
+    return [
+        each.number for each in queue.take_bundle(lambda job, is_first: True, max_jobs, max_work)
+    ]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.integers(0, 2)), max_size=20), st.integers(0, 3))
-def test_every_job_leaves_once_and_in_order(entries: list[tuple[int, float, int]], taken: int) -> None:
-    jobs = [(job(number, client, finish), at) for number, (at, finish, client) in enumerate(entries)]
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.integers(0, 2)), max_size=20),
+    st.integers(0, 3),
+)
+def test_every_job_leaves_once_and_in_order(
+    entries: list[tuple[int, float, int]], taken: int
+) -> None:
+    jobs = [
+        (job(number, client, finish), at) for number, (at, finish, client) in enumerate(entries)
+    ]
     queue = queue_of(jobs)
     first = [each.number for each in queue.take_all(taken)]
     rest = take_bundle(queue)
-    order = sorted(jobs, key=lambda entry: (entry[1], entry[0].finish, entry[0].client, entry[0].number))
+    order = sorted(
+        jobs, key=lambda entry: (entry[1], entry[0].finish, entry[0].client, entry[0].number)
+    )
     assert first + rest == [each.number for each, _ in order]
     assert set(first) == {each.number for each, aggregation in jobs if aggregation <= taken}
     assert not queue

@@ -23,9 +23,13 @@ from raysim.training.run_spec import build_networks
 
 @pytest.mark.parametrize("methods", [[], [FedBN()]])
 @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
-def test_workers_elsewhere_change_nothing(methods: list[Method], schedule: Any, hosts: Hosts, tmp_path: Path) -> None:
+def test_workers_elsewhere_change_nothing(
+    methods: list[Method], schedule: Any, hosts: Hosts, tmp_path: Path
+) -> None:
     partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)
-    data = hold_out_clients(federate(Synthetic(samples=240, test_samples=20, classes=5), partition, SEED), 0.25, SEED)
+    data = hold_out_clients(
+        federate(Synthetic(samples=240, test_samples=20, classes=5), partition, SEED), 0.25, SEED
+    )
     networks, _ = build_networks(run_spec(model=NORMED_MLP, data=data, seed=SEED + 1))
     save_file(networks["model"].state_dict(), tmp_path / "start.safetensors")
     _, weights = read_initial_weights(Init(str(tmp_path / "start.safetensors")))
@@ -35,8 +39,13 @@ def test_workers_elsewhere_change_nothing(methods: list[Method], schedule: Any, 
     for folder in (here, there):
         folder.mkdir()
     one = ran(coordinate(spec, schedule, folder=str(here), **asked))
-    other = ran(coordinate(spec, schedule, runtime=hosts.runtime(spec, 2), folder=str(there), **asked))
-    assert one.rows[-1]["accuracy_unseen"] is not None and one.rows[-1]["accuracy_unseen_finetuned"] is not None
+    other = ran(
+        coordinate(spec, schedule, runtime=hosts.runtime(spec, 2), folder=str(there), **asked)
+    )
+    assert (
+        one.rows[-1]["accuracy_unseen"] is not None
+        and one.rows[-1]["accuracy_unseen_finetuned"] is not None
+    )
     assert other.history == one.history and other.bits == one.bits
     assert other.finished.best_model == one.finished.best_model
     assert (here / "best.safetensors").read_bytes() == (there / "best.safetensors").read_bytes()

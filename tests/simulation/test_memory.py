@@ -40,7 +40,9 @@ def held_bytes() -> int:
 
 @functools.cache  # of a million things, a dozen kinds
 def _holds(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)  # a tracer's holds nothing
+    return issubclass(kind, torch.Tensor) and not issubclass(
+        kind, FakeTensor
+    )  # a tracer's holds nothing
 
 
 def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
@@ -52,7 +54,9 @@ def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)], ids=["rounds", "buffer"])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(4), Buffered(concurrency=4, size=2)], ids=["rounds", "buffer"]
+)
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
 def test_memory_is_the_same_at_round_90_as_when_every_client_was_seen(
     methods: tuple[Method, ...], schedule: Schedule
@@ -78,7 +82,11 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
     list(coordinator.run())
     seen = set(np.flatnonzero(coordinator.planner.participations).tolist())
     assert len(seen) <= 12
-    assert set(coordinator.runtime.members[0]._resident) == seen == set(coordinator.private.accepted_jobs)  # type: ignore[attr-defined]
+    assert (
+        set(coordinator.runtime.members[0]._resident)
+        == seen
+        == set(coordinator.private.accepted_jobs)
+    )  # type: ignore[attr-defined]
     assert len(coordinator.private._stored) == len(seen)
 
 
@@ -104,7 +112,9 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),), (FedAsync(),)], ids=str)
+@pytest.mark.parametrize(
+    "method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),), (FedAsync(),)], ids=str
+)
 def test_an_aggregation_and_an_evaluation_cost_nothing_for_clients_that_take_no_part(
     method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,4 +151,6 @@ def test_an_aggregation_and_an_evaluation_cost_nothing_for_clients_that_take_no_
     assert coordinator.layout.shared <= sizes.most < clients
     for name, peaks in found.items():
         assert len(peaks) >= 3
-        assert max(peaks) < clients, f"{name}: an array over the clients has a byte for each at least"
+        assert max(peaks) < clients, (
+            f"{name}: an array over the clients has a byte for each at least"
+        )

@@ -39,8 +39,16 @@ caps = st.none() | st.integers(0, 4)
 SCHEDULES: st.SearchStrategy[Schedule] = st.one_of(
     st.builds(Synchronous, st.integers(1, CLIENTS)),
     st.builds(Oversample, st.integers(1, 6), st.floats(1.0, 2.0)),
-    st.builds(Deadline, st.integers(1, CLIENTS), st.floats(0.01, 3.0), st.sampled_from(["stale", "discard"]), caps),
-    st.integers(1, CLIENTS).flatmap(lambda most: st.builds(Buffered, st.just(most), st.integers(1, most), caps)),
+    st.builds(
+        Deadline,
+        st.integers(1, CLIENTS),
+        st.floats(0.01, 3.0),
+        st.sampled_from(["stale", "discard"]),
+        caps,
+    ),
+    st.integers(1, CLIENTS).flatmap(
+        lambda most: st.builds(Buffered, st.just(most), st.integers(1, most), caps)
+    ),
     st.builds(Immediate, st.integers(1, CLIENTS), caps),
     st.builds(Tiered, st.integers(1, 3), st.integers(1, 4), caps),
 )
@@ -52,7 +60,8 @@ CONDITIONS = {
     "dropout": st.sampled_from([0.0, 0.3, 0.8]),
 }
 FLEETS: st.SearchStrategy[Fleet] = st.one_of(
-    st.builds(Ideal, st.floats(5, 1000), **CONDITIONS), st.builds(Lognormal, st.floats(5, 1000), **CONDITIONS)
+    st.builds(Ideal, st.floats(5, 1000), **CONDITIONS),
+    st.builds(Lognormal, st.floats(5, 1000), **CONDITIONS),
 )
 COUNTS = st.lists(st.integers(1, 50), min_size=CLIENTS, max_size=CLIENTS + 3)
 
@@ -62,7 +71,9 @@ def load(client: int, version: int, earlier: int, accepted: int) -> Load:
 
 
 def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) -> Planner:
-    return Planner(schedule, fleet.devices(seed, len(counts), lambda: 1.0), seed, np.asarray(counts), load)
+    return Planner(
+        schedule, fleet.devices(seed, len(counts), lambda: 1.0), seed, np.asarray(counts), load
+    )
 
 
 def there(devices: Devices, client: int, now: float) -> bool:
@@ -90,7 +101,9 @@ def test_a_schedule_sees_how_many_clients_are_idle() -> None:
     plan = planner(Look(4, 1), Ideal(), 0, [5, 0, 5, 5, 5, 5])
     plan.next_aggregation()
     plan.next_aggregation()
-    assert {(0, 5), (4, 1), (3, 2)} <= {*seen} and all(running + idle == 5 for running, idle in seen)
+    assert {(0, 5), (4, 1), (3, 2)} <= {*seen} and all(
+        running + idle == 5 for running, idle in seen
+    )
 
 
 @settings(deadline=None, max_examples=150)
@@ -119,16 +132,22 @@ def test_every_job_ends_once_and_nothing_goes_back(
             assert job.version == version and job.start <= step.now and job.finish >= job.start
         for job, staleness in zip(step.aggregated, step.staleness, strict=True):
             assert job == jobs[job.number]
-            assert job.arrives and job.finish <= step.now and staleness == version - job.version >= 0
+            assert (
+                job.arrives and job.finish <= step.now and staleness == version - job.version >= 0
+            )
             assert schedule.max_staleness is None or staleness <= schedule.max_staleness
         assert not any(job.arrives for job in step.lost)
 
     for client in range(len(counts)):
-        own = sorted((job for job in jobs.values() if job.client == client), key=lambda job: job.number)
+        own = sorted(
+            (job for job in jobs.values() if job.client == client), key=lambda job: job.number
+        )
         assert all(before.finish <= after.start for before, after in pairwise(own)), "never twice"
         assert [job.participation for job in own] == list(range(len(own)))
     assert found[-1].down == sum(job.down for job in jobs.values())
-    assert found[-1].up == sum(job.up for job in jobs.values() if job.arrives and job.finish <= found[-1].now)
+    assert found[-1].up == sum(
+        job.up for job in jobs.values() if job.arrives and job.finish <= found[-1].now
+    )
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
     assert all(there(devices, job.client, job.start) for job in jobs.values())
 
@@ -154,12 +173,16 @@ def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> 
     counts = [3 + client for client in range(CLIENTS)]
     coordinator, ledger, runtime = silent(counts, schedule, fleet, seed=seed, rounds=6)
     devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
-    expected = steps(Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6)
+    expected = steps(
+        Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6
+    )
     found = ran(coordinator)
     assert found.aggregations == expected
     assert ledger.cohorts == [[job.client for job in step.aggregated] for step in expected]
     assert ledger.staleness == [step.staleness for step in expected]
-    assert {job.number for job in runtime.jobs} == {job.number for step in expected for job in step.aggregated}
+    assert {job.number for job in runtime.jobs} == {
+        job.number for step in expected for job in step.aggregated
+    }
     fates = Counter(end.fate for end in found.jobs)
     assert fates["lost"] == sum(len(step.lost) for step in expected)
     assert fates["discarded"] == sum(len(step.discarded) for step in expected)
@@ -172,7 +195,9 @@ def test_a_job_that_is_lost_frees_its_client_and_sends_nothing() -> None:
     lost = [job for step in found for job in step.lost]
     assert 30 < len(lost) < 100, "about as many as come back"
     assert all(job.finish < job.start + load(job.client, 0, 0, 0).work / 1000 for job in lost)
-    assert found[-1].up == sum(job.up for job in jobs.values() if job.arrives and job.finish <= plan.now)
+    assert found[-1].up == sum(
+        job.up for job in jobs.values() if job.arrives and job.finish <= plan.now
+    )
 
 
 def test_a_client_that_goes_away_loses_its_job() -> None:
@@ -204,7 +229,9 @@ def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
         def presence(self, seed: int, clients: int) -> Diurnal:
             return Diurnal(np.full(clients, 7), hours=1.0)
 
-    with pytest.raises(ValueError, match=r"nobody is available at the start, and for 25,200 s: .*fleet.patience"):
+    with pytest.raises(
+        ValueError, match=r"nobody is available at the start, and for 25,200 s: .*fleet.patience"
+    ):
         Planner(
             Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 3600.0
         ).next_aggregation()
@@ -289,7 +316,9 @@ def test_virtual_time_equals_a_calculation_by_hand() -> None:
 def test_the_cost_of_an_event_does_not_grow_with_the_population() -> None:
     import tracemalloc
 
-    plan = planner(Buffered(50, 10), Lognormal(availability="markov", on=600, off=600), 0, [1] * 1_000_000)
+    plan = planner(
+        Buffered(50, 10), Lognormal(availability="markov", on=600, off=600), 0, [1] * 1_000_000
+    )
     plan.next_aggregation()
     tracemalloc.start()
     try:
@@ -356,17 +385,32 @@ class Counted(Markov):
 
 @pytest.mark.parametrize(
     "schedule",
-    [Synchronous(50), Oversample(50), Deadline(50, 5.0), Buffered(50, 10), Immediate(50), Tiered(5, 10)],
+    [
+        Synchronous(50),
+        Oversample(50),
+        Deadline(50, 5.0),
+        Buffered(50, 10),
+        Immediate(50),
+        Tiered(5, 10),
+    ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_the_cost_of_an_event_does_not_grow_where_hardly_anybody_is_there(schedule: Schedule) -> None:
+def test_the_cost_of_an_event_does_not_grow_where_hardly_anybody_is_there(
+    schedule: Schedule,
+) -> None:
     @dataclass(frozen=True)
     class Scarce(Ideal):
         def presence(self, seed: int, clients: int) -> Counted:
             return Counted(seed, clients, 600.0, 600.0 * clients / 20)  # some twenty are there
 
     devices = Scarce(speed=1.0).devices(0, 100_000, lambda: 1.0)
-    plan = Planner(schedule, devices, 0, np.ones(100_000, int), lambda client, *_: Load(5.0 + client % 10, 1, 1))
+    plan = Planner(
+        schedule,
+        devices,
+        0,
+        np.ones(100_000, int),
+        lambda client, *_: Load(5.0 + client % 10, 1, 1),
+    )
     plan.next_aggregation()
     presence: Any = plan.devices.presence
     presence.looks, before = 0, plan.dispatched
@@ -383,7 +427,9 @@ def tiers(slow: float, fast: float) -> Planner:
         def devices(self, seed: int, clients: int, sample_flops: Any) -> Any:
             devices: Any = super().devices(seed, clients, sample_flops)
             bounds = np.array([slow, 1e6] * 2 + [fast, 1e6] * 2)
-            devices.presence = Intervals(bounds, np.arange(0, 9, 2), np.full(4, 1e6), np.arange(4), wrap=False)
+            devices.presence = Intervals(
+                bounds, np.arange(0, 9, 2), np.full(4, 1e6), np.arange(4), wrap=False
+            )
             return devices
 
     return planner(Tiered(2, 2), Late(seconds=(4.0, 4.0, 1.0, 1.0)), 0, [1] * 4)
@@ -403,7 +449,10 @@ def test_where_all_tiers_are_empty_the_first_that_comes_is_waited_for() -> None:
 PLANS: dict[str, tuple[Schedule, Fleet]] = {
     "deadline, drop-outs": (Deadline(4, 0.05), Lognormal(200.0, dropout=0.3)),
     "tiers, zones": (Tiered(2, 2), Lognormal(200.0, availability="diurnal", hours=12.0)),
-    "buffer, on and off": (Buffered(5, 2), Ideal(50.0, availability="markov", on=30.0, off=10.0, dropout=0.2)),
+    "buffer, on and off": (
+        Buffered(5, 2),
+        Ideal(50.0, availability="markov", on=30.0, off=10.0, dropout=0.2),
+    ),
 }
 CROWD = 64  # a cohort for which numbers are drawn by a generator; one fewer has each by itself
 
@@ -455,7 +504,9 @@ def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> No
     devices = Ideal(10.0).devices(0, 6, lambda: 1.0)
 
     def work(client: int, version: int, earlier: int, accepted: int) -> Load:
-        return Load(20.0 - counts[client] if version or earlier or accepted else counts[client], 0, 0)
+        return Load(
+            20.0 - counts[client] if version or earlier or accepted else counts[client], 0, 0
+        )
 
     plan = Planner(Tiered(2, 3), devices, 0, np.asarray(counts), work)
     found = [step.dispatched for step in steps(plan, 4)]
@@ -463,7 +514,9 @@ def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> No
     assert {job.client for jobs in found for job in jobs if job.pool == 1} <= {0, 2, 4}
 
 
-def test_only_jobs_that_are_lost_one_after_another_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_jobs_that_are_lost_one_after_another_end_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("raysim.simulation.planner.MAX_CONSECUTIVE_LOST_JOBS", 12)
     plan = planner(Immediate(4), Ideal(50.0, dropout=0.3), 0, [1] * CLIENTS)
     found = steps(plan, 200)
@@ -486,10 +539,13 @@ def test_a_plan_goes_on_as_it_was_where_hardly_anybody_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cohort", "clients"), [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])]
+    ("cohort", "clients"),
+    [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])],
 )
 def test_a_large_cohort_of_a_seed_is_the_same_tomorrow(cohort: int, clients: list[int]) -> None:
-    plan = planner(Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000)
+    plan = planner(
+        Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000
+    )
     first, second = ([job.client for job in step.dispatched] for step in steps(plan, 2))
     assert len(first) == len(second) == cohort and [*first[:4], *second[:4]] == clients
 
@@ -498,7 +554,15 @@ def test_a_plan_counts_what_each_client_was_sent_for_and_what_was_taken() -> Non
     plan = planner(Buffered(5, 3), Lognormal(dropout=0.3), 0, [1] * CLIENTS)
     found = steps(plan, 12)
     clients = {job.number: job.client for step in found for job in step.dispatched}
-    sent, taken = Counter(clients.values()), Counter(job.client for step in found for job in step.aggregated)
+    sent, taken = (
+        Counter(clients.values()),
+        Counter(job.client for step in found for job in step.aggregated),
+    )
     ahead = Counter(job.client for job in plan.running.values() if job.number not in clients)
-    assert plan.participations.tolist() == [sent[client] + ahead[client] for client in range(CLIENTS)]
-    assert plan.accepted.tolist() == [taken[client] for client in range(CLIENTS)] and sum(taken.values()) == 36
+    assert plan.participations.tolist() == [
+        sent[client] + ahead[client] for client in range(CLIENTS)
+    ]
+    assert (
+        plan.accepted.tolist() == [taken[client] for client in range(CLIENTS)]
+        and sum(taken.values()) == 36
+    )

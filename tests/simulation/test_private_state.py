@@ -110,7 +110,9 @@ def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
     for index, client in rested:
         assert same(of(client, there[index - 1]), of(client, there[index]))
     last = participants(there[-1])
-    assert any(last[client] != participants(there[index])[client] for index, client in rested), "somebody came back"
+    assert any(last[client] != participants(there[index])[client] for index, client in rested), (
+        "somebody came back"
+    )
 
 
 # --- SCAFFOLD -----------------------------------------------------------------------------------------------------
@@ -147,7 +149,11 @@ def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> 
     saved = every_round(tmp_path, FRAug(rounds=ROUNDS), schedule="rounds")[-1]
     tensors = [(name, array) for state in saved.clients.values() for name, array in state.items()]
     names = {name for name, _ in tensors}
-    assert {"model.extractor.1.weight", "model.extractor.1.running_mean", "fraug.prototypes"} <= names
+    assert {
+        "model.extractor.1.weight",
+        "model.extractor.1.running_mean",
+        "fraug.prototypes",
+    } <= names
     assert any(name.startswith("fraug.rtnet.") for name in names)
     assert not any(name.startswith("personal") for name in names)
     assert all(array.shape == () for name, array in tensors if name.endswith("num_batches_tracked"))
@@ -175,12 +181,19 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_the_cache_matters_only_where_it_is_not_refreshed_at_every_participation(refresh: int, matters: bool) -> None:
-    kept, lost = (run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished for kind in (FedBSS, Forgetful))
+def test_the_cache_matters_only_where_it_is_not_refreshed_at_every_participation(
+    refresh: int, matters: bool
+) -> None:
+    kept, lost = (
+        run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
+        for kind in (FedBSS, Forgetful)
+    )
     assert (kept.model_sha256 != lost.model_sha256) == matters
 
 
-def test_every_second_participation_of_stage_two_uses_the_ranking_of_the_one_before(tmp_path: Path) -> None:
+def test_every_second_participation_of_stage_two_uses_the_ranking_of_the_one_before(
+    tmp_path: Path,
+) -> None:
     found = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
     checked = 0
     for before, after in zip([None, *found], found, strict=False):
@@ -261,8 +274,12 @@ class Keeps(Method):
         run.client_state(self._kept, lambda samples: torch.zeros(3))
 
 
-@pytest.mark.parametrize(("name", "kept"), [("model", "extractor.2.weight"), ("personal", "counters")])
-def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(name: str, kept: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"), [("model", "extractor.2.weight"), ("personal", "counters")]
+)
+def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(
+    name: str, kept: str
+) -> None:
     methods = [FedBN(), Keeps(name, kept)]
     with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{kept}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))

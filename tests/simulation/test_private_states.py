@@ -22,7 +22,9 @@ class Books:
     def __init__(self, budget: float = math.inf, hosts: int = 2):
         self.told: list[tuple[int, list[int]]] = []
         self.jobs = 0
-        runtime: Any = SimpleNamespace(hosts=hosts, put=lambda value: value, get=lambda ref: ref, call=self._call)
+        runtime: Any = SimpleNamespace(
+            hosts=hosts, put=lambda value: value, get=lambda ref: ref, call=self._call
+        )
         layout: Any = SimpleNamespace(personal_entries=((SimpleNamespace(name="model.w"),), ()))
         self.private = PrivateStates(runtime, layout, True, budget)
 
@@ -127,10 +129,13 @@ def test_no_part_reads_more_than_a_hosts_share_of_the_budget(budget: float) -> N
 
 
 def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
-    states = [PrivateState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)]
+    states = [
+        PrivateState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
+    ]
     books = Books(budget=2 * EACH)
     books.private.restore(
-        {c: 10 + c for c in range(4)}, {c: {"model.w": state.personal} for c, state in enumerate(states)}
+        {c: 10 + c for c in range(4)},
+        {c: {"model.w": state.personal} for c, state in enumerate(states)},
     )
     assert books.private.spilled_bytes == books.private.bytes == 2 * EACH
     assert values(state for _, state in books.private.accepted()) == [0.0, 1.0, 2.0, 3.0]
@@ -139,7 +144,12 @@ def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
 def test_what_was_restored_has_its_bytes() -> None:
     states = [PrivateState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
-    arrays = {client: {"model.w": state.personal} for client, state in zip((4, 6), states, strict=True)}
+    arrays = {
+        client: {"model.w": state.personal} for client, state in zip((4, 6), states, strict=True)
+    }
     books.private.restore({4: 11, 6: 12}, arrays)
-    assert books.private.bytes == sum(map(size, states)) and dict(books.private.accepted_jobs) == {4: 11, 6: 12}
+    assert books.private.bytes == sum(map(size, states)) and dict(books.private.accepted_jobs) == {
+        4: 11,
+        6: 12,
+    }
     assert books.send(6)[1] == [books.private.accepted_state(6)]

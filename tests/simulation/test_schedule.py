@@ -53,7 +53,9 @@ class Watched:
 
     def decide(self, view: View) -> Action:
         action = self.schedule.decide(view)
-        seen = view._replace(running=dict(view.running), arrived=list(view.arrived), in_pool=list(view.in_pool))
+        seen = view._replace(
+            running=dict(view.running), arrived=list(view.arrived), in_pool=list(view.in_pool)
+        )
         self.log.append((seen, action))
         return action
 
@@ -97,7 +99,9 @@ DECISIONS: list[tuple[Schedule, View, Action]] = [
 
 
 @pytest.mark.parametrize(("schedule", "seen", "action"), DECISIONS, ids=lambda value: "")
-def test_a_decision_follows_from_what_is_seen(schedule: Schedule, seen: View, action: Action) -> None:
+def test_a_decision_follows_from_what_is_seen(
+    schedule: Schedule, seen: View, action: Action
+) -> None:
     assert schedule.decide(seen) == action
 
 
@@ -141,15 +145,32 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], text: str) -> Non
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        (Synchronous(5), r"schedule.cohort=5 is more than the 3 .* \(of 4\).*: set schedule.cohort=3 or less"),
-        (Buffered(5, 1), r"schedule.concurrency=5 is more than the 3 .*: set schedule.concurrency=3 or less"),
-        (Immediate(4), r"schedule.concurrency=4 is more than the 3 .*: set schedule.concurrency=3 or less"),
-        (Oversample(3, 1.5), r"schedule.cohort=3 is more than the 3 .* set schedule.cohort=1 or less"),
+        (
+            Synchronous(5),
+            r"schedule.cohort=5 is more than the 3 .* \(of 4\).*: set schedule.cohort=3 or less",
+        ),
+        (
+            Buffered(5, 1),
+            r"schedule.concurrency=5 is more than the 3 .*: set schedule.concurrency=3 or less",
+        ),
+        (
+            Immediate(4),
+            r"schedule.concurrency=4 is more than the 3 .*: set schedule.concurrency=3 or less",
+        ),
+        (
+            Oversample(3, 1.5),
+            r"schedule.cohort=3 is more than the 3 .* set schedule.cohort=1 or less",
+        ),
         (Tiered(2, 2), r"schedule.cohort=2 is more than the 3 .*: set schedule.cohort=1 or less"),
-        (Buffered(2, 3), r"schedule.size=3 is more than the 2 clients at work.*: set schedule.size=2 or less"),
+        (
+            Buffered(2, 3),
+            r"schedule.size=3 is more than the 2 clients at work.*: set schedule.size=2 or less",
+        ),
     ],
 )
-def test_more_than_the_clients_can_fill_is_refused_with_what_would_do(schedule: Schedule, text: str) -> None:
+def test_more_than_the_clients_can_fill_is_refused_with_what_would_do(
+    schedule: Schedule, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         silent([2, 2, 0, 2], schedule)
 
@@ -158,7 +179,9 @@ def test_more_than_the_clients_can_fill_is_refused_with_what_would_do(schedule: 
 
 
 def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_id() -> None:
-    coordinator, ledger, _ = silent([2] * 5, Synchronous(5), Clock((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2)
+    coordinator, ledger, _ = silent(
+        [2] * 5, Synchronous(5), Clock((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
+    )
     found = ran(coordinator)
     assert ledger.cohorts == [[1, 3, 2, 4, 0]] * 2
     assert [row["virtual_seconds"] for row in found.rows] == [3.0, 6.0]
@@ -171,7 +194,11 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
     ends = [(end.finish, end.client) for end in found.jobs]
     assert ends == sorted(ends), "time first, then the client's id"
     assert [end.client for end in found.jobs] == [client for (client,) in ledger.cohorts]
-    number = {(job.client, job.participation): job.number for each in found.aggregations for job in each.dispatched}
+    number = {
+        (job.client, job.participation): job.number
+        for each in found.aggregations
+        for job in each.dispatched
+    }
     taken = [number[end.client, end.participation] for end in found.jobs]
     ties = [i for i in range(59) if ends[i][0] == ends[i + 1][0] and taken[i] > taken[i + 1]]
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
@@ -191,7 +218,9 @@ def test_all_events_of_one_instant_are_taken_before_the_schedule_decides() -> No
 
 def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_together() -> None:
     # Four arrive in one instant and fill two buffers: the second one adds to a newer version than the first.
-    coordinator, ledger, _ = silent([2] * 6, Buffered(concurrency=4, size=2), Clock((1.0,) * 6), rounds=4)
+    coordinator, ledger, _ = silent(
+        [2] * 6, Buffered(concurrency=4, size=2), Clock((1.0,) * 6), rounds=4
+    )
     found = ran(coordinator)
     assert ledger.staleness == [[0, 0], [1, 1]] * 2
     assert [row["staleness"] for row in found.rows] == [0.0, 1.0, 0.0, 1.0]
@@ -199,11 +228,15 @@ def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_togethe
 
 
 def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
-    coordinator, ledger, _ = silent([2] * 6, Buffered(concurrency=6, size=5), Clock((1.0,) * 5 + (4.5,)), rounds=6)
+    coordinator, ledger, _ = silent(
+        [2] * 6, Buffered(concurrency=6, size=5), Clock((1.0,) * 5 + (4.5,)), rounds=6
+    )
     ran(coordinator)
     late = [
         (version, stale)
-        for version, (cohort, staleness) in enumerate(zip(ledger.cohorts, ledger.staleness, strict=True))
+        for version, (cohort, staleness) in enumerate(
+            zip(ledger.cohorts, ledger.staleness, strict=True)
+        )
         for client, stale in zip(cohort, staleness, strict=True)
         if client == 5
     ]
@@ -213,7 +246,9 @@ def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
 
 def test_what_is_too_stale_is_thrown_away_and_never_trained() -> None:
     fleet = Clock((1.0,) * 5 + (4.5,))
-    coordinator, ledger, runtime = silent([2] * 6, Buffered(6, 5, max_staleness=3), fleet, rounds=12)
+    coordinator, ledger, runtime = silent(
+        [2] * 6, Buffered(6, 5, max_staleness=3), fleet, rounds=12
+    )
     found = ran(coordinator)
     gone = [end for end in found.jobs if end.fate == "discarded"]
     assert gone and {end.client for end in gone} == {5}
@@ -259,7 +294,9 @@ def test_a_deadline_ends_a_round_with_those_who_are_back(late: str) -> None:
 
 
 def test_a_round_waits_for_its_first_client_where_nobody_is_back_in_time() -> None:
-    coordinator, ledger, _ = silent([2] * 3, Deadline(3, 2.0, "discard"), Clock((5.0, 6.0, 7.0)), rounds=1)
+    coordinator, ledger, _ = silent(
+        [2] * 3, Deadline(3, 2.0, "discard"), Clock((5.0, 6.0, 7.0)), rounds=1
+    )
     found = ran(coordinator)
     assert ledger.cohorts == [[0]] and found.rows[0]["virtual_seconds"] == 5.0
 
@@ -270,13 +307,26 @@ def test_tiers_have_rounds_of_their_own() -> None:
     found = ran(coordinator)
     of_fast = [set(cohort) <= {0, 1, 2} for cohort in ledger.cohorts]
     assert of_fast == [True, True, True, False, True, True, True, False], "three rounds for one"
-    assert all(of or set(cohort) <= {3, 4, 5} for of, cohort in zip(of_fast, ledger.cohorts, strict=True))
-    assert [row["virtual_seconds"] for row in found.rows] == [1.0, 2.0, 3.0, 3.0, 4.0, 5.0, 6.0, 6.0]
+    assert all(
+        of or set(cohort) <= {3, 4, 5} for of, cohort in zip(of_fast, ledger.cohorts, strict=True)
+    )
+    assert [row["virtual_seconds"] for row in found.rows] == [
+        1.0,
+        2.0,
+        3.0,
+        3.0,
+        4.0,
+        5.0,
+        6.0,
+        6.0,
+    ]
     assert ledger.staleness[3] == [3, 3]
 
 
 def test_every_arrival_is_in_exactly_one_aggregation() -> None:
-    coordinator, ledger, runtime = silent([2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30)
+    coordinator, ledger, runtime = silent(
+        [2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30
+    )
     found = ran(coordinator)
     assert [len(cohort) for cohort in ledger.cohorts] == [3] * 30
     assert len(runtime.jobs) == 90, "what is under way at the end is not trained"
@@ -295,14 +345,18 @@ def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for
 # --- sampling -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(4)])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(4)]
+)
 def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
     counts = [2, 0, 2, 2, 2, 2, 0, 2, 2]
     coordinator, _, runtime = silent(counts, schedule, Ideal(), rounds=900)
     ran(coordinator)
     share = np.bincount([job.client for job in runtime.jobs], minlength=9) / len(runtime.jobs)
     assert not share[[1, 6]].any()
-    assert np.abs(share[np.flatnonzero(counts)] - 1 / 7).max() < 0.05, "four standard deviations of 900 draws"
+    assert np.abs(share[np.flatnonzero(counts)] - 1 / 7).max() < 0.05, (
+        "four standard deviations of 900 draws"
+    )
 
 
 def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
@@ -316,7 +370,13 @@ def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
 def test_the_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
-        found = run(run_spec(*methods, data=even()), Synchronous(2), Ideal(), rounds=4, evaluate=Evaluation(every=9))
+        found = run(
+            run_spec(*methods, data=even()),
+            Synchronous(2),
+            Ideal(),
+            rounds=4,
+            evaluate=Evaluation(every=9),
+        )
         ways.append(found.participations)
     assert ways[0] == ways[1]
     assert len(ways[0]) > 2
@@ -325,7 +385,9 @@ def test_the_cohorts_do_not_depend_on_the_method() -> None:
 def test_the_same_seed_gives_the_same_order_of_events_and_another_seed_another() -> None:
     orders = []
     for seed in (1, 1, 2):
-        coordinator, ledger, _ = silent([2] * 20, Buffered(concurrency=6, size=3), Lognormal(), seed=seed, rounds=10)
+        coordinator, ledger, _ = silent(
+            [2] * 20, Buffered(concurrency=6, size=3), Lognormal(), seed=seed, rounds=10
+        )
         ran(coordinator)
         orders.append(ledger.cohorts)
     assert orders[0] == orders[1] != orders[2]

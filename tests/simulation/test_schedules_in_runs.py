@@ -16,7 +16,15 @@ from raysim.methods.fedasync import FedAsync
 from raysim.methods.fedbn import FedBN
 from raysim.methods.scaffold import Scaffold
 from raysim.simulation.fleet import Ideal, Lognormal
-from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous, Tiered
+from raysim.simulation.schedule import (
+    Buffered,
+    Deadline,
+    Immediate,
+    Oversample,
+    Schedule,
+    Synchronous,
+    Tiered,
+)
 from raysim.simulation.trace import Trace
 
 SCHEDULES: dict[str, Schedule] = {
@@ -40,7 +48,9 @@ def small(name: str) -> Any:
 
 def under(name: str, schedule: str, hosts: int = 1, **others: Any) -> Ran:
     runtime = several(small(name), hosts)
-    return ran(coordinate(small(name), SCHEDULES[schedule], FLEET, runtime=runtime, **ASKED, **others))
+    return ran(
+        coordinate(small(name), SCHEDULES[schedule], FLEET, runtime=runtime, **ASKED, **others)
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -80,8 +90,15 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "trace.parquet")
 
     def traced(hosts: int, **others: Any) -> Ran:
-        runtime, fleet = several(small("stateful"), hosts), Trace(file=str(tmp_path / "trace.parquet"))
-        return ran(coordinate(small("stateful"), SCHEDULES["buffered"], fleet, runtime=runtime, **ASKED, **others))
+        runtime, fleet = (
+            several(small("stateful"), hosts),
+            Trace(file=str(tmp_path / "trace.parquet")),
+        )
+        return ran(
+            coordinate(
+                small("stateful"), SCHEDULES["buffered"], fleet, runtime=runtime, **ASKED, **others
+            )
+        )
 
     whole = traced(1)
     assert any(each.lost for each in whole.aggregations)
@@ -103,7 +120,9 @@ def test_only_what_is_aggregated_is_trained_and_commits_its_private_state(schedu
     assert dict(found.coordinator.private.accepted_jobs) == last
     before: dict[int, int] = {}
     for job in sorted((job for job, _ in spy.sent), key=lambda job: job.number):
-        assert job.state == before.get(job.client, -1), "from its own latest job that was or will be aggregated"
+        assert job.state == before.get(job.client, -1), (
+            "from its own latest job that was or will be aggregated"
+        )
         before[job.client] = job.number
 
 
@@ -120,7 +139,11 @@ def test_the_servers_control_variate_stays_the_mean_of_what_was_accepted(schedul
 def test_one_client_at_a_time_and_no_mixing_is_sequential_sgd() -> None:
     spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=even())
     spy = Spy(spied)
-    found = ran(coordinate(spied, Immediate(1), Ideal(), runtime=spy, rounds=5, evaluate=Evaluation(every=9)))
+    found = ran(
+        coordinate(
+            spied, Immediate(1), Ideal(), runtime=spy, rounds=5, evaluate=Evaluation(every=9)
+        )
+    )
     deltas = {update.job: update.delta for update in spy.updates}  # type: ignore[attr-defined]
     vector = spy.sent[0][1].vector
     for job, published in spy.sent:

@@ -39,10 +39,14 @@ def server(*methods: Method, **settings: Any) -> Server:
     return Server(declarations, torch.tensor(START), counters, COUNTS, 0, TASK, **settings)
 
 
-def update(client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None) -> Update:
+def update(
+    client: int, version: int = 0, counter: int = 1, delta: np.ndarray | None = None
+) -> Update:
     delta = DELTAS[client] if delta is None else delta
     samples = int(COUNTS[client])
-    return Update(client, client, version, samples, samples, 1, 0.5, 0.0, np.array([counter]), delta=delta)
+    return Update(
+        client, client, version, samples, samples, 1, 0.5, 0.0, np.array([counter]), delta=delta
+    )
 
 
 def step(
@@ -52,7 +56,10 @@ def step(
     bases: dict[int, Published] | None = None,
 ) -> Server:
     target.step(
-        updates, {jobs: total for part in sums for jobs, total in part.items()}, [0] * len(updates), bases or {}
+        updates,
+        {jobs: total for part in sums for jobs, total in part.items()},
+        [0] * len(updates),
+        bases or {},
     )
     return target
 
@@ -84,7 +91,9 @@ def groups(size: int) -> list[list[int]]:
 def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> None:
     single = step(server(group=size), [update(client) for client in ALL])
     summed = step(
-        server(group=size), [summed_update(client) for client in ALL], [on_a_host(unit) for unit in groups(size)]
+        server(group=size),
+        [summed_update(client) for client in ALL],
+        [on_a_host(unit) for unit in groups(size)],
     )
     assert torch.equal(single.vector, summed.vector)
     average = (COUNTS[:, None] * DELTAS.astype(np.float64)).sum(0) / COUNTS.sum()
@@ -101,24 +110,34 @@ def test_one_sum_may_be_of_several_groups_and_counts_once() -> None:
 
 
 def test_the_size_of_a_group_is_part_of_the_bits() -> None:
-    by_five, by_three = (step(server(group=size), [update(client) for client in ALL]) for size in (5, 3))
+    by_five, by_three = (
+        step(server(group=size), [update(client) for client in ALL]) for size in (5, 3)
+    )
     assert not torch.equal(by_five.vector, by_three.vector), "or nothing here is tested"
 
 
 def test_the_bits_do_not_depend_on_the_order_in_which_sums_come_back() -> None:
     sums = [on_a_host(unit) for unit in groups(5)]
-    ways = [step(server(), [summed_update(client) for client in ALL], order) for order in (sums, sums[::-1])]
+    ways = [
+        step(server(), [summed_update(client) for client in ALL], order)
+        for order in (sums, sums[::-1])
+    ]
     assert torch.equal(ways[0].vector, ways[1].vector)
 
 
 def test_some_groups_may_come_summed_and_others_one_by_one() -> None:
-    mixed = [*(summed_update(client) for client in ALL[:5]), *(update(client) for client in ALL[5:])]
+    mixed = [
+        *(summed_update(client) for client in ALL[:5]),
+        *(update(client) for client in ALL[5:]),
+    ]
     found = step(server(), mixed, [on_a_host(ALL[:5])])
     assert torch.equal(found.vector, step(server(), [update(client) for client in ALL]).vector)
 
 
 def test_another_order_of_acceptance_is_another_order_of_the_sum_and_no_other_difference() -> None:
-    ways = [step(server(), [update(client) for client in order]).vector for order in (ALL, ALL[::-1])]
+    ways = [
+        step(server(), [update(client) for client in order]).vector for order in (ALL, ALL[::-1])
+    ]
     assert torch.allclose(*ways, rtol=1e-5, atol=1e-6)
 
 
@@ -170,7 +189,9 @@ class Doubling(Method):
         return 100 * direction
 
 
-@pytest.mark.parametrize("method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
+)
 def test_buffers_take_normalised_weights_and_no_server_rate(method: Method) -> None:
     found = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
@@ -190,7 +211,9 @@ def test_of_buffers_the_statistics_are_averaged_and_not_their_stale_changes() ->
     expected = (weights[:, None] * statistics).sum(0) / weights.sum()
     np.testing.assert_allclose(target.vector[TRAINED:].numpy(), expected, rtol=1e-5, atol=1e-6)
     direction = (weights[:, None] * DELTAS[[4, 5], :TRAINED]).sum(0) / 2
-    np.testing.assert_allclose(target.vector[:TRAINED].numpy(), now[:TRAINED].numpy() + direction, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        target.vector[:TRAINED].numpy(), now[:TRAINED].numpy() + direction, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_counters_take_the_largest_value() -> None:
@@ -241,7 +264,9 @@ def test_the_parts_of_a_step_come_in_their_order() -> None:
     found = step(server(Logging()), [update(client) for client in ALL])
     assert log == ["weigh", "step", "absorb"]
     plain = step(server(), [update(client) for client in ALL])
-    assert torch.equal(found.vector, plain.vector), "weights that are all twice as large are the same weights"
+    assert torch.equal(found.vector, plain.vector), (
+        "weights that are all twice as large are the same weights"
+    )
 
 
 def test_owner_of_the_step_is_called_last() -> None:
@@ -301,7 +326,9 @@ class Halving(Method):
         return aggregation.reweighted([weight / 2 for weight in aggregation.weights])
 
 
-@pytest.mark.parametrize(("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)])
+@pytest.mark.parametrize(
+    ("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)]
+)
 def test_a_rule_for_the_divisor_sees_the_weights_that_all_methods_have_changed(
     normalization: Any, scale: float
 ) -> None:

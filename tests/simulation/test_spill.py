@@ -24,12 +24,18 @@ from raysim.simulation.spill import Spill
 from raysim.training.run_spec import RunSpec, State
 
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
-METHODS: dict[str, Any] = {"fedbn": FedBN, "fedbss": lambda: FedBSS(warmup_rounds=1, refresh=2), "scaffold": Scaffold}
+METHODS: dict[str, Any] = {
+    "fedbn": FedBN,
+    "fedbss": lambda: FedBSS(warmup_rounds=1, refresh=2),
+    "scaffold": Scaffold,
+}
 ROUNDS = 8
 
 
 def study(name: str) -> Any:
-    return run_spec(METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6))
+    return run_spec(
+        METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6)
+    )
 
 
 def size(name: str) -> float:
@@ -58,7 +64,11 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
     most, each = 2, size("scaffold")
     runtime = several(study("scaffold"), 2)
     coordinator = coordinate(
-        study("scaffold"), SCHEDULES[schedule], runtime=runtime, rounds=ROUNDS, state_budget=most * each
+        study("scaffold"),
+        SCHEDULES[schedule],
+        runtime=runtime,
+        rounds=ROUNDS,
+        state_budget=most * each,
     )
     for _ in coordinator.run():
         places, accepted = coordinator.private._places, coordinator.private.accepted_jobs
@@ -66,7 +76,9 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
         resident = [client for host in runtime.members for client in host._resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
-        stored = {client for client, number in accepted.items() if number in coordinator.private._stored}
+        stored = {
+            client for client, number in accepted.items() if number in coordinator.private._stored
+        }
         assert len(stored - at_work) <= most
     spilled = coordinator.rows[-1]["spilled_bytes"]
     assert spilled is not None and spilled >= each, "and the others are somewhere"
@@ -85,7 +97,11 @@ def test_own_models_are_scored_from_disk(states: float) -> None:
     whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
     budget = states * size("fedbn")
     runtime = several(study("fedbn"), 3)
-    found = ran(coordinate(study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **asked))
+    found = ran(
+        coordinate(
+            study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **asked
+        )
+    )
     assert found.history == whole.history and found.bits == whole.bits
 
 
@@ -93,7 +109,12 @@ def test_own_models_are_scored_from_disk(states: float) -> None:
 def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path: Path) -> None:
     whole = run(study("scaffold"), SCHEDULES["buffer"], rounds=ROUNDS)
     first = coordinate(
-        study("scaffold"), SCHEDULES["buffer"], rounds=4, checkpoint_every=4, folder=str(tmp_path), state_budget=before
+        study("scaffold"),
+        SCHEDULES["buffer"],
+        rounds=4,
+        checkpoint_every=4,
+        folder=str(tmp_path),
+        state_budget=before,
     )
     saved = [event.path for event in first.run() if isinstance(event, Saved)]
     second = coordinate(
@@ -105,12 +126,23 @@ def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path
         state_budget=after,
     )
     assert ran(second).bits == whole.bits
-    assert isinstance(second, Coordinator) and not [p for p in tmp_path.iterdir() if p.name.startswith("tmp")]
+    assert isinstance(second, Coordinator) and not [
+        p for p in tmp_path.iterdir() if p.name.startswith("tmp")
+    ]
 
 
-def test_a_budget_is_a_key_of_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_is_a_key_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert State(0.5).bytes == 2**29 and State().bytes == math.inf
-    words = ["run", "runtime=inprocess", "tracking=none", "rounds=1", f"out={tmp_path / 'run'}", "--quiet"]
+    words = [
+        "run",
+        "runtime=inprocess",
+        "tracking=none",
+        "rounds=1",
+        f"out={tmp_path / 'run'}",
+        "--quiet",
+    ]
     with pytest.raises(SystemExit, match="2"):
         cli.main([*words, "state.budget=-1"])
     assert "state.budget=-1" in capsys.readouterr().err
@@ -167,7 +199,9 @@ def test_a_state_of_one_size_is_written_where_it_was(tmp_path: Path) -> None:
     for _ in range(10):
         spill.write(0, {"x": np.ones(1000, np.float32)})
     assert spill._end < 2 * 4096
-    assert list(tmp_path.iterdir()) == [], "the file has no name: nothing is left, however the process ends"
+    assert list(tmp_path.iterdir()) == [], (
+        "the file has no name: nothing is left, however the process ends"
+    )
 
 
 def test_a_full_disk_is_named() -> None:
@@ -187,5 +221,7 @@ def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(host
     settings = {"rounds": 12, "evaluate": Evaluation(every=99)}
     schedule = Buffered(concurrency=4, size=4)
     whole = run(asked(), schedule, **settings)
-    spilled = coordinate(asked(), schedule, runtime=several(asked(), hosts), **settings, state_budget=0.0)
+    spilled = coordinate(
+        asked(), schedule, runtime=several(asked(), hosts), **settings, state_budget=0.0
+    )
     assert ran(spilled).bits == whole.bits

@@ -30,7 +30,13 @@ from raysim.simulation.trace import Trace, read, rows_of, write
 Row = dict[str, Any]
 PERIOD = 1000.0
 QUICK = [
-    *("runtime=inprocess", "tracking=none", "data=synthetic", "partition=iid", "partition.clients=10"),
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "partition=iid",
+        "partition.clients=10",
+    ),
     *("schedule.cohort=2", "rounds=2", "local.epochs=1"),
 ]
 
@@ -51,7 +57,9 @@ def sample(clients: int, seed: int = 0) -> list[Row]:
     """A few intervals for each client, at whole seconds."""
     generator, rows = np.random.default_rng(seed), []
     for client in range(clients):
-        bounds = np.sort(generator.choice(1001, size=2 * generator.integers(0, 5), replace=False)).astype(float)
+        bounds = np.sort(
+            generator.choice(1001, size=2 * generator.integers(0, 5), replace=False)
+        ).astype(float)
         speed, down, up = generator.lognormal(4, 1, size=3).tolist()
         times = {"start": bounds[::2].tolist(), "end": bounds[1::2].tolist()}
         rows.append(row(client, **times, speed=speed, down=1e4 * down, up=1e4 * up))
@@ -79,7 +87,12 @@ def test_a_client_does_what_its_row_says(tmp_path: Path) -> None:
     # 1,000 floats: 1 s down and 2 s up; 100 samples at 50 a second: 2 s
     assert devices.trip(0, 0, 10.0, 100.0, 1000, 1000) == (15.0, True)
     assert devices.trip(0, 0, 196.0, 100.0, 1000, 1000) == (200.0, False)
-    assert [presence_of(devices).available(0, now) for now in (0.0, 10.0, 250.0, 1010.0)] == [False, True, False, True]
+    assert [presence_of(devices).available(0, now) for now in (0.0, 10.0, 250.0, 1010.0)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert presence_of(devices).next_change(0, 900.0, 2000.0) == 1010.0
 
 
@@ -116,7 +129,9 @@ def test_a_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     part = trace._part
     monkeypatch.setattr(trace, "_ROWS", 500)
     monkeypatch.setattr(trace, "_BUFFER", 1 << 12)
-    monkeypatch.setattr(trace, "_part", lambda *args: held.append(pa.total_allocated_bytes()) or part(*args))
+    monkeypatch.setattr(
+        trace, "_part", lambda *args: held.append(pa.total_allocated_bytes()) or part(*args)
+    )
     before = pa.total_allocated_bytes()
     read(str(tmp_path / "t"))
     assert len(held) == 60 and held[0] - before < (tmp_path / "t").stat().st_size / 4, (
@@ -131,7 +146,11 @@ def test_intervals_that_touch_are_one(tmp_path: Path) -> None:
     assert found.first.tolist() == [0, 2, 4]
 
 
-@given(seed=st.integers(0, 10_000), client=st.integers(0, 7), times=st.lists(st.integers(0, 3000), max_size=30))
+@given(
+    seed=st.integers(0, 10_000),
+    client=st.integers(0, 7),
+    times=st.lists(st.integers(0, 3000), max_size=30),
+)
 @settings(max_examples=60, deadline=None)
 def test_clients_are_there_in_their_intervals_and_at_no_other_time(
     tmp_path_factory: pytest.TempPathFactory, seed: int, client: int, times: list[int]
@@ -142,13 +161,17 @@ def test_clients_are_there_in_their_intervals_and_at_no_other_time(
         devices = Trace(file=str(path), wrap=wrap).devices(0, 8, lambda: 1.0)
         for now in times:
             at = now % PERIOD if wrap else now
-            there = any(s <= at < e for s, e in zip(rows[client]["start"], rows[client]["end"], strict=True))
+            there = any(
+                s <= at < e for s, e in zip(rows[client]["start"], rows[client]["end"], strict=True)
+            )
             assert presence_of(devices).available(client, now) == there
 
 
 def test_with_another_availability_only_the_speeds_are_the_files(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
-    devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(0, 1, lambda: 1.0)
+    devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(
+        0, 1, lambda: 1.0
+    )
     assert devices.presence is None
     assert devices.trip(0, 0, 950.0, 100.0, 1000, 1000) == (955.0, True)
 
@@ -175,14 +198,29 @@ def test_another_seed_draws_other_rows() -> None:
 
 # --- what is refused ----------------------------------------------------------------------------------------------
 BAD: list[tuple[Mapping[str, Any], str]] = [
-    ({"start": [10.0, 150.0]}, "interval 2, from 150.0 to 900.0, overlaps the one before it, which ends at 200.0"),
-    ({"start": [300.0, 10.0], "end": [900.0, 200.0]}, "interval 2, from 10.0 to 200.0, is unsorted"),
+    (
+        {"start": [10.0, 150.0]},
+        "interval 2, from 150.0 to 900.0, overlaps the one before it, which ends at 200.0",
+    ),
+    (
+        {"start": [300.0, 10.0], "end": [900.0, 200.0]},
+        "interval 2, from 10.0 to 200.0, is unsorted",
+    ),
     ({"start": [-1.0, 300.0]}, "interval 1, from -1.0 to 200.0, has a negative time"),
-    ({"start": [10.0, math.nan]}, "interval 2, from nan to 900.0, has a time that is no finite number"),
-    ({"end": [200.0, math.inf]}, "interval 2, from 300.0 to inf, has a time that is no finite number"),
+    (
+        {"start": [10.0, math.nan]},
+        "interval 2, from nan to 900.0, has a time that is no finite number",
+    ),
+    (
+        {"end": [200.0, math.inf]},
+        "interval 2, from 300.0 to inf, has a time that is no finite number",
+    ),
     ({"end": [200.0, None]}, "interval 2, from 300.0 to None, has a time that is no finite number"),
     ({"end": [10.0, 900.0]}, "interval 1, from 10.0 to 10.0, does not end after its start"),
-    ({"end": [200.0, 1000.5]}, "interval 2, from 300.0 to 1000.5, ends after the period of 1000.0 s"),
+    (
+        {"end": [200.0, 1000.5]},
+        "interval 2, from 300.0 to 1000.5, ends after the period of 1000.0 s",
+    ),
     ({"end": [200.0]}, "2 starts and 1 ends"),
     ({"start": None}, "start is missing"),
     ({"period": math.inf}, "period is inf, and must be a finite number above 0"),
@@ -221,13 +259,23 @@ def without(name: str) -> list[Row]:
         ([row(flops=1.0)], {}, "has speed and flops: a trace has one of the two"),
         ([row()], {"period": pa.string()}, "column period is of type string, but holds numbers"),
         ([row()], {"start": pa.list_(pa.string())}, "column start is of type list<"),
-        ([row(start=1.0)], {}, "column start is of type double, but holds a list of numbers in each row"),
+        (
+            [row(start=1.0)],
+            {},
+            "column start is of type double, but holds a list of numbers in each row",
+        ),
         ([row(1.5)], {}, "column client is of type double, but holds integers or strings"),  # type: ignore[arg-type]
-        ([row(7), row(8), row(7)], {}, "client 7 is in rows 0 and 2: a trace has one row for each client"),
+        (
+            [row(7), row(8), row(7)],
+            {},
+            "client 7 is in rows 0 and 2: a trace has one row for each client",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_of_another_form_is_refused(tmp_path: Path, rows: list[Row], columns: Any, text: str) -> None:
+def test_a_file_of_another_form_is_refused(
+    tmp_path: Path, rows: list[Row], columns: Any, text: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         read(file := stored(tmp_path, rows, **columns))
     assert str(caught.value).startswith(file)
@@ -235,7 +283,9 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, rows: list[Row], colu
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_trace_is_refused_when_a_run_is_built_wherever_it_is_to_run(tmp_path: Path) -> None:
+def test_a_damaged_trace_is_refused_when_a_run_is_built_wherever_it_is_to_run(
+    tmp_path: Path,
+) -> None:
     file = stored(tmp_path, [row(), row(1, up=0.0)])
     with pytest.raises(Refused, match=r"client 1 \(row 1\): up is 0\.0"):
         raysim.build([*QUICK, "runtime=local", "fleet=trace", f"fleet.file={file}"])
@@ -253,7 +303,10 @@ def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) 
     }
     for name, text in expected.items():
         with pytest.raises(Refused, match=text) as caught:
-            raysim.run([*QUICK, "fleet=trace", f"fleet.file={tmp_path / name}", f"out={tmp_path / 'out'}"], quiet=True)
+            raysim.run(
+                [*QUICK, "fleet=trace", f"fleet.file={tmp_path / name}", f"out={tmp_path / 'out'}"],
+                quiet=True,
+            )
         assert "\n" not in str(caught.value)
     with pytest.raises(Refused, match=r"fleet\.file=null names no trace"):
         raysim.run([*QUICK, "fleet=trace", f"out={tmp_path / 'out'}"], quiet=True)
@@ -262,7 +315,10 @@ def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
 def test_a_run_on_a_trace_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
-    write(path := tmp_path / "trace.parquet", [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)])
+    write(
+        path := tmp_path / "trace.parquet",
+        [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)],
+    )
     coordinator, _, _ = silent([10], Buffered(1, 1), Trace(file=str(path)), rounds=6)
     # 10 samples take 100 s: five of them fit into an interval, and the network takes a moment: the last is lost
     seconds = [row["virtual_seconds"] for row in ran(coordinator).rows]
@@ -271,7 +327,14 @@ def test_a_run_on_a_trace_has_the_virtual_times_of_the_trace(tmp_path: Path) -> 
 
 def test_the_same_run_on_a_trace_has_the_same_bits(tmp_path: Path) -> None:
     write(path := tmp_path / "trace.parquet", sample(30))
-    words = [*QUICK, "fleet=trace", f"fleet.file={path}", "fleet.dropout=0.1", "schedule=buffered", "rounds=3"]
+    words = [
+        *QUICK,
+        "fleet=trace",
+        f"fleet.file={path}",
+        "fleet.dropout=0.1",
+        "schedule=buffered",
+        "rounds=3",
+    ]
     words = [word for word in words if not word.startswith("schedule.cohort")]
     words += ["schedule.concurrency=4", "schedule.size=2"]
     one, other = (raysim.run([*words, f"out={tmp_path / name}"], quiet=True) for name in "ab")
@@ -311,7 +374,9 @@ def test_fedscales_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == f"2 clients in {out}\n"
     found, first = read(out), BEHAVIOUR[3834]
     assert found.first.tolist() == [0, 16, 18]
-    assert found.bounds.tolist()[:16] == list(itertools.chain(*zip(first["active"], first["inactive"], strict=True)))
+    assert found.bounds.tolist()[:16] == list(
+        itertools.chain(*zip(first["active"], first["inactive"], strict=True))
+    )
     assert found.period.tolist() == [518400.0] * 2
     # 162 ms for inference, three times as long for training; 5,648 x 1,024 bits a second
     assert found.rate == pytest.approx([1 / 0.486] * 2)
@@ -325,7 +390,9 @@ def test_clients_that_no_trace_could_hold_are_left_out_and_counted(
 ) -> None:
     broken = {"inactive": [5, 9], "finish_time": 10, "active": [0, 4]}
     out = convert(
-        tmp_path, CAPACITY, {1: broken, **BEHAVIOUR, 2: {"finish_time": 10, "active": ["x"], "inactive": [3]}}
+        tmp_path,
+        CAPACITY,
+        {1: broken, **BEHAVIOUR, 2: {"finish_time": 10, "active": ["x"], "inactive": [3]}},
     )
     said = capsys.readouterr().out
     assert f"2 clients in {out}; 2 were left out, the first of them client 1: interval 2" in said
@@ -366,11 +433,19 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
         ([1, 2], BEHAVIOUR, "capacity is no pickle of FedScale: it holds no dictionary of clients"),
         ({}, BEHAVIOUR, "it holds no dictionary of clients"),
         (BEHAVIOUR, CAPACITY, "client 3834 has no 'computation'; check the files' order"),
-        (CAPACITY, {1: {"finish_time": 0}}, "no client that a trace could hold; the first: client 1: period is 0.0"),
+        (
+            CAPACITY,
+            {1: {"finish_time": 0}},
+            "no client that a trace could hold; the first: client 1: period is 0.0",
+        ),
     ],
 )
 def test_other_pickles_are_refused(
-    tmp_path: Path, capacity: object, behaviour: object, text: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capacity: object,
+    behaviour: object,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     convert(tmp_path, capacity, behaviour, status=2)
     said = capsys.readouterr().err
@@ -397,11 +472,15 @@ def test_a_pipe_in_the_place_of_fedscales_files_is_not_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "capacity")
-    assert cli.call(["fleet", "convert", str(tmp_path / "capacity"), str(tmp_path / "capacity")]) == 2
+    assert (
+        cli.call(["fleet", "convert", str(tmp_path / "capacity"), str(tmp_path / "capacity")]) == 2
+    )
     assert "capacity is no regular file" in capsys.readouterr().err
 
 
-def test_a_pipe_in_the_place_of_a_trace_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_in_the_place_of_a_trace_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.mkfifo(tmp_path / "trace.parquet")
     assert cli.call(["fleet", "check", str(tmp_path / "trace.parquet")]) == 2
     assert "trace.parquet is no regular file" in capsys.readouterr().err

@@ -33,14 +33,22 @@ from raysim.training.run_spec import RunSpec
 
 CLIENTS = 8
 PERSONAL = [FedBN, lambda: FedRep("joint"), PFedAvg, Ditto, FedPAC, PartialFed]
-COMMON = ["data=synthetic", "partition=iid", "partition.clients=10", "schedule.cohort=4", "runtime=inprocess"]
+COMMON = [
+    "data=synthetic",
+    "partition=iid",
+    "partition.clients=10",
+    "schedule.cohort=4",
+    "runtime=inprocess",
+]
 COMMON += ["tracking=none", "rounds=2", "model=mlp"]
 
 
 def whole(validation: float = 0.0) -> FederatedData:
     """Clients with test rows of their own."""
     source = Synthetic(samples=240, test_samples=20, classes=5)
-    return federate(source, IID(clients=CLIENTS, test_fraction=0.25, validation_fraction=validation), SEED)
+    return federate(
+        source, IID(clients=CLIENTS, test_fraction=0.25, validation_fraction=validation), SEED
+    )
 
 
 def study(*methods: Method, share: float = 0.25, validation: float = 0.0, **others: Any) -> RunSpec:
@@ -63,7 +71,9 @@ def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
     for client in clients:
         rows = coordinator.spec.data.partition.test.rows(client)
         own = client if coordinator.evaluator.personal else -1
-        task = Task(own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {})
+        task = Task(
+            own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {}
+        )
         labels, outputs = host.outputs(task, server.published(), private.state(client))
         scores.append(float((outputs.argmax(1) == labels).mean()))
     return scores
@@ -71,7 +81,9 @@ def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
 
 # --- who they are -----------------------------------------------------------------------------------------------------
 def test_unseen_clients_come_from_seed() -> None:
-    one, same, other = (hold_out_clients(whole(), 0.25, seed).partition.unseen for seed in (1, 1, 2))
+    one, same, other = (
+        hold_out_clients(whole(), 0.25, seed).partition.unseen for seed in (1, 1, 2)
+    )
     assert one is not None and same is not None and other is not None
     assert len(one) == 2 and one.tolist() == same.tolist() != other.tolist()
 
@@ -81,7 +93,9 @@ def test_unseen_clients_hold_samples_that_are_not_trained_on() -> None:
     for client in range(CLIENTS):
         is_unseen = client in after.unseen  # type: ignore[operator]
         assert after.held.rows(client).tolist() == before.train.rows(client).tolist()
-        assert after.train.rows(client).tolist() == ([] if is_unseen else before.train.rows(client).tolist())
+        assert after.train.rows(client).tolist() == (
+            [] if is_unseen else before.train.rows(client).tolist()
+        )
         assert after.test.rows(client).tolist() == before.test.rows(client).tolist()
         assert after.validation is not None and before.validation is not None
         kept = [] if is_unseen else before.validation.rows(client).tolist()
@@ -94,7 +108,9 @@ def test_share_of_no_or_all_clients_is_refused(share: float) -> None:
         hold_out_clients(whole(), share, SEED)
 
 
-@pytest.mark.parametrize("word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"])
+@pytest.mark.parametrize(
+    "word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"]
+)
 def test_impossible_share_is_refused(word: str) -> None:
     with pytest.raises(Refused, match=r"evaluate\.unseen"):
         build([*COMMON, word])
@@ -119,7 +135,9 @@ def test_cohort_above_trained_clients_is_refused() -> None:
 
 
 # --- what they score --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(3)])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(3)]
+)
 def test_unseen_clients_are_scored_and_never_trained(schedule: Schedule) -> None:
     found = run(study(), schedule)
     unseen = unseen_of(found)
@@ -175,7 +193,10 @@ def test_scored_clients_are_drawn_among_unseen_ones_too() -> None:
 
 def test_best_rounds_ignore_unseen_clients() -> None:
     found = run(study(FedBN(), validation=0.2), rounds=4)
-    assert found.rows[-1]["accuracy_best"] is not None and found.rows[-1]["accuracy_validation"] is not None
+    assert (
+        found.rows[-1]["accuracy_best"] is not None
+        and found.rows[-1]["accuracy_validation"] is not None
+    )
     best = found.coordinator.evaluator.best
     assert best is not None
     assert np.isinf(best.state()["validation"][unseen_of(found)]).all()
@@ -184,7 +205,9 @@ def test_best_rounds_ignore_unseen_clients() -> None:
 def test_pooled_data_exclude_unseen_clients() -> None:
     data = pooled(hold_out_clients(whole(), 0.25, SEED))
     trained = {*data.partition.train.indices.tolist()}
-    rows = [whole().partition.train.rows(client).tolist() for client in data.partition.unseen.tolist()]  # type: ignore[union-attr]
+    rows = [
+        whole().partition.train.rows(client).tolist() for client in data.partition.unseen.tolist()
+    ]  # type: ignore[union-attr]
     assert not trained & {row for own in rows for row in own}
     found = build([*COMMON, "method=centralized", "evaluate.unseen=0.2"])
     ended = ran(coordinate(found.spec, found.schedule, found.fleet))
@@ -204,7 +227,10 @@ def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["method=fedbr", "method.fedbr.means_per_client=4", "method.fedbr.pseudo_batch=30"], "pseudo_batch"),
+        (
+            ["method=fedbr", "method.fedbr.means_per_client=4", "method.fedbr.pseudo_batch=30"],
+            "pseudo_batch",
+        ),
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
@@ -241,8 +267,12 @@ def test_unseen_clients_are_in_all_results(tmp_path: Path) -> None:
     assert result.summary["split"]["unseen_clients"] == 3
     clients = result.clients
     assert clients["unseen"].sum() == 3 and clients["samples"].min() > 0
-    assert clients["accuracy"][clients["unseen"]].mean() == pytest.approx(result.summary["accuracy_unseen"])
-    assert clients["accuracy"][~clients["unseen"]].mean() == pytest.approx(result.summary["accuracy"])
+    assert clients["accuracy"][clients["unseen"]].mean() == pytest.approx(
+        result.summary["accuracy_unseen"]
+    )
+    assert clients["accuracy"][~clients["unseen"]].mean() == pytest.approx(
+        result.summary["accuracy"]
+    )
     assert {*pq.read_table(tmp_path / "run" / "jobs.parquet")["client"].to_pylist()} <= {
         *clients.index[~clients["unseen"]]
     }

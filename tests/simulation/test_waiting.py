@@ -13,7 +13,9 @@ def crowds(each: int) -> Intervals:
     """Clients in three groups that come and go together: half of the time, the other half, and at the seams of both."""
     bounds = np.array([[0.0, 50.0]] * each + [[50.0, 100.0]] * each + [[25.0, 75.0]] * each)
     clients = np.arange(len(bounds))
-    return Intervals(bounds.ravel(), np.arange(len(bounds) + 1) * 2, np.full(len(bounds), 100.0), clients, True)
+    return Intervals(
+        bounds.ravel(), np.arange(len(bounds) + 1) * 2, np.full(len(bounds), 100.0), clients, True
+    )
 
 
 @pytest.mark.parametrize("each", [_FEW - 1, _FEW, _FEW + 1, 3 * _FEW])

@@ -24,7 +24,10 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 
 def afl(world: World, gamma: float) -> Book:
     """Weights lambda_i within the round; then lambda ascends by the losses before training."""
-    x, lam = detached(world.start), torch.full((world.clients,), 1 / world.clients, dtype=torch.float64)
+    x, lam = (
+        detached(world.start),
+        torch.full((world.clients,), 1 / world.clients, dtype=torch.float64),
+    )
     for jobs in world.rounds:
         losses = [loss_before(world, job, x) for job in jobs]
         models = [detached(train(world, job, x)) for job in jobs]

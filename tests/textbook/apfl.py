@@ -43,7 +43,9 @@ def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
             before = alphas[job.client]
             m = mixture({name: tensor.clone() for name, tensor in own.items()}, w, before)
             slope = gradients(cross_entropy(m, 0, *job.batches[0]), m, trainable(m))
-            inner = sum(float(((own[name] - w[name]).detach() * grad).sum()) for name, grad in slope.items())
+            inner = sum(
+                float(((own[name] - w[name]).detach() * grad).sum()) for name, grad in slope.items()
+            )
             alphas[job.client] = min(1.0, max(0.0, before - shared_sgd.lr * inner))
         share = alphas[job.client]
         for inputs, labels in job.batches:

@@ -22,11 +22,18 @@ def z_max(n: int, m: int) -> float:
 
 
 def attacked(
-    world: World, kind: str, share: float, scale: float = 1.0, sigma: float = 1.0, z: float | None = None
+    world: World,
+    kind: str,
+    share: float,
+    scale: float = 1.0,
+    sigma: float = 1.0,
+    z: float | None = None,
 ) -> Book:
     """FedAvg of what honest clients learnt and attackers send."""
     some = [client for client in range(world.clients) if len(world.data[client][0])]
-    evil = set(stream(world.seed, "attack.clients").permutation(some)[: round(share * len(some))].tolist())
+    evil = set(
+        stream(world.seed, "attack.clients").permutation(some)[: round(share * len(some))].tolist()
+    )
     counts: list[float] = []
 
     def rule(at: Cohort) -> Tensor:
@@ -41,7 +48,9 @@ def attacked(
                 far = [statistics.fmean(v) + far_off * statistics.pstdev(v) for v in columns]
                 sent.append(torch.tensor(far, dtype=g.dtype))
             elif kind == "gaussian":
-                noise = stream(world.seed, "attack.noise", at.version, place).standard_normal(len(g))
+                noise = stream(world.seed, "attack.noise", at.version, place).standard_normal(
+                    len(g)
+                )
                 sent.append(sigma * torch.from_numpy(noise))
             else:
                 sent.append(scale * g * {"sign_flip": -1, "scaled": 1}[kind])

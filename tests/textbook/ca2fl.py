@@ -35,7 +35,11 @@ class Calibration:
     def book(self, world: World, rule: Callable[[Cohort], Tensor]) -> Book:
         book = stepped(world, rule)
         rows = torch.stack(list(self.h.values()))
-        server = {"ca2fl.clients": torch.tensor(list(self.h)), "ca2fl.cache": rows, "ca2fl.total": rows.sum(0)}
+        server = {
+            "ca2fl.clients": torch.tensor(list(self.h)),
+            "ca2fl.cache": rows,
+            "ca2fl.total": rows.sum(0),
+        }
         return replace(book, server=server, columns={"ca2fl.seen": self.seen})
 
 
@@ -49,4 +53,6 @@ def ca2fl_fadas(world: World, eta: float, **settings: object) -> Book:
     """eta v as FADAS' gradient."""
     v, amsgrad = Calibration(world), AmsGrad(world, **settings)
     book = v.book(world, lambda at: amsgrad(at, eta * v(at)))
-    return replace(book, server={**book.server, **amsgrad.server}, columns={**book.columns, **amsgrad.columns})
+    return replace(
+        book, server={**book.server, **amsgrad.server}, columns={**book.columns, **amsgrad.columns}
+    )

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from raysim.primitives.streams import stream
-from textbook.plain import RowMean, copied, cross_entropy, detached, gradients, optimizer, row_mean, trainable
+from textbook.plain import (
+    RowMean,
+    copied,
+    cross_entropy,
+    detached,
+    gradients,
+    optimizer,
+    row_mean,
+    trainable,
+)
 from textbook.world import Book, World
 
 
@@ -27,7 +36,9 @@ def centralized(world: World) -> Book:
         made = 0
         while made < goal:
             positions = order.permutation(len(rows))
-            for chosen in [positions[i : i + asked.batch] for i in range(0, len(rows), asked.batch)][: goal - made]:
+            for chosen in [
+                positions[i : i + asked.batch] for i in range(0, len(rows), asked.batch)
+            ][: goal - made]:
                 loss = cross_entropy(p, 0, x[chosen], y[chosen])
                 sgd.step(p, gradients(loss, p, trainable(p)))
                 steps.add(loss, x[chosen])

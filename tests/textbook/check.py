@@ -61,7 +61,10 @@ class Watched(Trainer):
 
     def _written(self, work: LocalRun) -> Iterator[Batch]:
         ctx = work.ctx
-        seen, drawn = (table.setdefault((ctx.client, ctx.participation), []) for table in (self.batches, self.given))
+        seen, drawn = (
+            table.setdefault((ctx.client, ctx.participation), [])
+            for table in (self.batches, self.given)
+        )
         for step, batch in enumerate(work.batches):
             seen.append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
             drawn.append({name: values[step].clone() for name, values in ctx.draws.items()})
@@ -82,7 +85,10 @@ def check(row: Row) -> None:
     found = ran(coordinator)
     assert not found.failures
     rounds = [
-        [Job(c, turn, v, n, trainer.batches[c, turn], trainer.given[c, turn]) for c, turn, v, n in jobs]
+        [
+            Job(c, turn, v, n, trainer.batches[c, turn], trainer.given[c, turn])
+            for c, turn, v, n in jobs
+        ]
         for jobs in taken
     ]
     layout = coordinator.layout
@@ -91,28 +97,58 @@ def check(row: Row) -> None:
         data.partition.train.counts.size,
         study.task.num_classes,
         rounds,
-        [_all(host, data.partition.train.rows(client)) for client in range(data.partition.train.counts.size)],
+        [
+            _all(host, data.partition.train.rows(client))
+            for client in range(data.partition.train.counts.size)
+        ],
         host.trainer.gather(data.central),
         start,
         frozenset(e.name for e in (*layout.entries, *layout.counters) if e.personal),
         study.settings.local,
         coordinator.server.weighting,
         row.drawn(host) if callable(row.drawn) else row.drawn,
-        [_all(host, data.partition.test.rows(client)) for client in range(data.partition.train.counts.size)],
+        [
+            _all(host, data.partition.test.rows(client))
+            for client in range(data.partition.train.counts.size)
+        ],
     )
     torch.set_grad_enabled(True)
     book = row.book(world)
-    _compare("shared", found.tensors, {k: v for k, v in book.shared.items() if k not in world.personal}, {})
+    _compare(
+        "shared",
+        found.tensors,
+        {k: v for k, v in book.shared.items() if k not in world.personal},
+        {},
+    )
     for client in {job.client for jobs in rounds for job in jobs}:
-        _compare(f"client {client}", _private(coordinator, client), book.private.get(client, {}), row.skips)
-    _compare("server", {k: v.numpy() for k, v in coordinator.server.state.items()}, book.server, row.skips)
-    own = {name for method in study.methods for name in found.rows[-1] if name.startswith(f"{method.name}.")}
-    assert own <= book.columns.keys() | row.skips.keys(), "columns of the history that the textbook leaves out"
+        _compare(
+            f"client {client}",
+            _private(coordinator, client),
+            book.private.get(client, {}),
+            row.skips,
+        )
+    _compare(
+        "server",
+        {k: v.numpy() for k, v in coordinator.server.state.items()},
+        book.server,
+        row.skips,
+    )
+    own = {
+        name
+        for method in study.methods
+        for name in found.rows[-1]
+        if name.startswith(f"{method.name}.")
+    }
+    assert own <= book.columns.keys() | row.skips.keys(), (
+        "columns of the history that the textbook leaves out"
+    )
     for name, values in book.columns.items():
         seen = [np.nan if r.get(name) is None else float(r[name]) for r in found.rows]  # type: ignore[arg-type]
         assert seen == pytest.approx(values, rel=EXACT, abs=EXACT, nan_ok=True), name
     for client, tensors in book.own.items():
-        _compare(f"client {client}'s own model", _scored(coordinator, host, client, tensors), tensors, {})
+        _compare(
+            f"client {client}'s own model", _scored(coordinator, host, client, tensors), tensors, {}
+        )
 
 
 def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
@@ -122,7 +158,10 @@ def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
 
     def watched(aggregation: Any, jobs: Any) -> Any:
         taken.append(
-            [(job.client, job.participation, job.version, int(coordinator.counts[job.client])) for job in jobs]
+            [
+                (job.client, job.participation, job.version, int(coordinator.counts[job.client]))
+                for job in jobs
+            ]
         )
         return aggregate(aggregation, jobs)
 
@@ -144,23 +183,46 @@ def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
     return {} if state is None else named(state, coordinator.layout)
 
 
-def _scored(coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+def _scored(
+    coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]
+) -> dict[str, np.ndarray]:
     """What raysim scores a client with after the last round; fine-tuned if the run asks for it."""
     from raysim.api.messages import Task
 
-    state, sent = coordinator.private.accepted_job(client), dict(coordinator.private.accepted()).get(client)
-    rows, how = coordinator.spec.data.partition.test.rows(client), coordinator.evaluator.evaluation.finetune
-    task = Task(client, rows, state, coordinator.server.sent_to(client), finetune=how if how.epochs else None)
-    host.evaluate([task], coordinator.server.published(), *([sent] if coordinator.private.stateful else []))
+    state, sent = (
+        coordinator.private.accepted_job(client),
+        dict(coordinator.private.accepted()).get(client),
+    )
+    rows, how = (
+        coordinator.spec.data.partition.test.rows(client),
+        coordinator.evaluator.evaluation.finetune,
+    )
+    task = Task(
+        client,
+        rows,
+        state,
+        coordinator.server.sent_to(client),
+        finetune=how if how.epochs else None,
+    )
+    host.evaluate(
+        [task], coordinator.server.published(), *([sent] if coordinator.private.stateful else [])
+    )
     tensors = host.vector.named(host.vector.data, host.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}
 
 
 def _compare(
-    where: str, found: Mapping[str, np.ndarray], expected: Mapping[str, Tensor], skips: Mapping[str, str]
+    where: str,
+    found: Mapping[str, np.ndarray],
+    expected: Mapping[str, Tensor],
+    skips: Mapping[str, str],
 ) -> None:
     found = {name: value for name, value in found.items() if name not in skips}
-    assert found.keys() == expected.keys(), f"{where}: raysim has {sorted(found)}, the textbook {sorted(expected)}"
+    assert found.keys() == expected.keys(), (
+        f"{where}: raysim has {sorted(found)}, the textbook {sorted(expected)}"
+    )
     for name, tensor in expected.items():
         want = tensor.detach().numpy()
-        np.testing.assert_allclose(found[name], want, rtol=EXACT, atol=EXACT, err_msg=f"{where}: {name}")
+        np.testing.assert_allclose(
+            found[name], want, rtol=EXACT, atol=EXACT, err_msg=f"{where}: {name}"
+        )

@@ -39,7 +39,9 @@ class Aggregated:
     cohorts: int  # drawn so far
     sent: int
     arrivals: int
-    turns: dict[int, int] = field(default_factory=dict)  # by client, in the order of first dispatches
+    turns: dict[int, int] = field(
+        default_factory=dict
+    )  # by client, in the order of first dispatches
 
 
 def timetable(
@@ -62,7 +64,14 @@ def timetable(
                 job.staleness = len(found) - job.version
             found.append(
                 Aggregated(
-                    now, taken, list(waiting), [replace(job) for job in running], cohorts, sent, arrivals, dict(turns)
+                    now,
+                    taken,
+                    list(waiting),
+                    [replace(job) for job in running],
+                    cohorts,
+                    sent,
+                    arrivals,
+                    dict(turns),
                 )
             )
             if len(found) == rounds:
@@ -84,10 +93,14 @@ def timetable(
         arrivals += len(arrived)
 
 
-def draw(generator: np.random.Generator, able: Sequence[int], idle: Sequence[int], count: int) -> list[int]:
+def draw(
+    generator: np.random.Generator, able: Sequence[int], idle: Sequence[int], count: int
+) -> list[int]:
     """So many of the idle clients, ascending."""
     if len(idle) == len(able):
-        return sorted(able[place] for place in generator.choice(len(able), size=count, replace=False))
+        return sorted(
+            able[place] for place in generator.choice(len(able), size=count, replace=False)
+        )
     drawn: list[int] = []
     size, left = 2 * count, max(16 * count, len(able))
     while left > 0:
@@ -98,7 +111,9 @@ def draw(generator: np.random.Generator, able: Sequence[int], idle: Sequence[int
                 return sorted(drawn)
         left, size = left - size, 2 * size
     rest = [client for client in idle if client not in drawn]
-    return sorted([*drawn, *generator.choice(rest, size=count - len(drawn), replace=False).tolist()])
+    return sorted(
+        [*drawn, *generator.choice(rest, size=count - len(drawn), replace=False).tolist()]
+    )
 
 
 def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floats: int, speed: float,
@@ -107,5 +122,7 @@ def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floa
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)
     return float(
-        4 * floats / (down * network) + 4 * floats / (up * network) + samples / (speed * np.exp(sigma * of_speed))
+        4 * floats / (down * network)
+        + 4 * floats / (up * network)
+        + samples / (speed * np.exp(sigma * of_speed))
     )

@@ -34,11 +34,18 @@ def core(world: World) -> Book:
     for jobs in world.rounds:
         trained = [client(world, job, versions[job.version]) for job in jobs]
         y, x, w = [model for model, _ in trained], versions[-1], weights(world, jobs)
-        moved = [{n: x[n] + p[n] - versions[j.version][n] for n in trainable(x)} for j, p in zip(jobs, y, strict=True)]
+        moved = [
+            {n: x[n] + p[n] - versions[j.version][n] for n in trainable(x)}
+            for j, p in zip(jobs, y, strict=True)
+        ]
         versions.append({**averaged(y, w), **averaged(moved, w)})
         losses.append(row_mean(loss for _, loss in trained))
     samples = [sum(len(y) for job in jobs for _, y in job.batches) for jobs in world.rounds]
-    columns = {"train_loss": losses, "samples": samples, "clients": [len(jobs) for jobs in world.rounds]}
+    columns = {
+        "train_loss": losses,
+        "samples": samples,
+        "clients": [len(jobs) for jobs in world.rounds],
+    }
     return Book(versions[-1], columns=columns)
 
 
@@ -54,7 +61,9 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
         grads = gradients(loss, p, trainable(p))
         norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
         if own.clip and norm > own.clip:
-            grads = {name: grad * own.clip / (norm + 1e-6) for name, grad in grads.items()}  # as PyTorch
+            grads = {
+                name: grad * own.clip / (norm + 1e-6) for name, grad in grads.items()
+            }  # as PyTorch
         optimizer.step(p, grads, rate)
         losses.add(loss, x)
     return detached(p), losses

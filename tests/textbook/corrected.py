@@ -16,7 +16,9 @@ from torch import Tensor
 from textbook.plain import RowMean, averaged, row_mean, trainable, weights
 from textbook.world import Book, Job, Params, World
 
-Correct = Callable[[Params, Params], Params]  # from (parameters, gradients of a group) to what its optimizer gets
+Correct = Callable[
+    [Params, Params], Params
+]  # from (parameters, gradients of a group) to what its optimizer gets
 Client = Callable[[Job, Params, Correct], Params]
 Factor = Callable[[str], float]  # of a parameter: its learning rate in units of the run's
 
@@ -63,7 +65,11 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
     own = {i: dict(c) for i in range(world.clients)}
 
     def participate(job: Job) -> tuple[Params, Params]:
-        c_i, steps, rate = own[job.client], Counter[str](), world.local.lr * world.local.lr_decay**job.version
+        c_i, steps, rate = (
+            own[job.client],
+            Counter[str](),
+            world.local.lr * world.local.lr_decay**job.version,
+        )
 
         def shifted(_: Params, grads: Params) -> Params:
             steps.update(grads.keys())
@@ -79,11 +85,17 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
         for job, new in zip(jobs, changed, strict=True):
             c = {n: c[n] + (new[n] - own[job.client][n]) / world.clients for n in names}
         own |= {job.client: new for job, new in zip(jobs, changed, strict=True)}
-    private = {job.client: {"scaffold.control": _flat(own[job.client], names)} for jobs in world.rounds for job in jobs}
+    private = {
+        job.client: {"scaffold.control": _flat(own[job.client], names)}
+        for jobs in world.rounds
+        for job in jobs
+    }
     return Book(x, private, {"scaffold.control": _flat(c, names)})
 
 
-def with_fedcm(world: World, client: Client, alpha: float, factor: Factor = lambda name: 1.0) -> Book:
+def with_fedcm(
+    world: World, client: Client, alpha: float, factor: Factor = lambda name: 1.0
+) -> Book:
     """Algorithm 1: v = alpha (g + wd y) + (1 - alpha) D; then D is the clients' mean of (x - y) / (K eta)."""
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}

@@ -28,13 +28,23 @@ def discriminator(p: Params, z: Tensor) -> Tensor:
 
 
 def dann(
-    world: World, lam: float, r: int = 1, rate: float = 1.0, reversal: bool = False, rounds: Callable[..., Book] = alone
+    world: World,
+    lam: float,
+    r: int = 1,
+    rate: float = 1.0,
+    reversal: bool = False,
+    rounds: Callable[..., Book] = alone,
 ) -> Book:
     """min CE(omega(z), y) - lam CE(delta(z), i) over phi and omega, min CE(delta(z), i) over delta."""
     reported: list[RowMean] = []  # the classifier's loss of each participation
 
     def client(job: Job, x: Params, correct: Correct) -> Params:
-        p, main, other, losses = copied(x), optimizer(world, job), optimizer(world, job, rate), RowMean()
+        p, main, other, losses = (
+            copied(x),
+            optimizer(world, job),
+            optimizer(world, job, rate),
+            RowMean(),
+        )
         model, delta = trainable(p), [name for name in p if name.startswith(DISCRIMINATOR)]
         for k, (inputs, labels) in enumerate(job.batches, 1):
             z = features(p, inputs)
@@ -45,10 +55,17 @@ def dann(
                 continue
             task = F.cross_entropy(head(p, z), labels)
             losses.add(task, inputs)
-            main.step(p, correct(p, gradients(task - lam * domain, p, model) | (adversary if reversal else {})))
+            main.step(
+                p,
+                correct(
+                    p, gradients(task - lam * domain, p, model) | (adversary if reversal else {})
+                ),
+            )
         reported.append(losses)
         return p
 
-    book = rounds(world, client, factor=lambda name: rate if name.startswith(DISCRIMINATOR) else 1.0)
+    book = rounds(
+        world, client, factor=lambda name: rate if name.startswith(DISCRIMINATOR) else 1.0
+    )
     book.columns = {"train_loss": by_round(world, reported)}
     return book

@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 from raysim.primitives.streams import stream
-from textbook.plain import averaged, copied, detached, gradients, logits, optimizer, train, trainable, weights
+from textbook.plain import (
+    averaged,
+    copied,
+    detached,
+    gradients,
+    logits,
+    optimizer,
+    train,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
@@ -20,14 +30,21 @@ def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
 
     def personal(job: Job) -> Params:
         p, sgd = copied(v[job.client]), optimizer(world, job, factor)
-        order, (inputs, labels) = stream(world.seed, "ditto.batches", job.client, job.turn), world.data[job.client]
+        order, (inputs, labels) = (
+            stream(world.seed, "ditto.batches", job.client, job.turn),
+            world.data[job.client],
+        )
         left: list[int] = []
         for _ in job.batches:
             if len(left) < 2:
                 left = order.permutation(len(labels)).tolist()
             chosen, left = left[: world.local.batch], left[world.local.batch :]
-            grads = gradients(F.cross_entropy(logits(p, inputs[chosen]), labels[chosen]), p, trainable(p))
-            sgd.step(p, {name: grad + lam * (p[name].detach() - x[name]) for name, grad in grads.items()})
+            grads = gradients(
+                F.cross_entropy(logits(p, inputs[chosen]), labels[chosen]), p, trainable(p)
+            )
+            sgd.step(
+                p, {name: grad + lam * (p[name].detach() - x[name]) for name, grad in grads.items()}
+            )
         return detached(p)
 
     for jobs in world.rounds:

@@ -15,7 +15,13 @@ from textbook.world import Book, World
 
 
 def dp_fedavg(
-    world: World, m: int, z: float, c: float, gamma: float | None = 0.5, eta: float = 0.2, s: float | None = None
+    world: World,
+    m: int,
+    z: float,
+    c: float,
+    gamma: float | None = 0.5,
+    eta: float = 0.2,
+    s: float | None = None,
 ) -> Book:
     """m clients a round; z, c, gamma, eta and s as in Andrew et al."""
     bounds, shares, state = [], [], {"c": c}
@@ -43,7 +49,9 @@ def dp_fedavg(
     book = stepped(world, rule)
     end = torch.tensor(state["c"], dtype=torch.float64)
     server = {"dp_fedavg.bound": end, "dp_fedavg.releases": torch.tensor(len(bounds))}
-    return replace(book, server=server, columns={"dp_fedavg.bound": bounds, "dp_fedavg.within": shares})
+    return replace(
+        book, server=server, columns={"dp_fedavg.bound": bounds, "dp_fedavg.within": shares}
+    )
 
 
 def epsilon_poisson(z: float, q: float, rounds: int, delta: float) -> float:
@@ -51,7 +59,11 @@ def epsilon_poisson(z: float, q: float, rounds: int, delta: float) -> float:
     best = float("inf")
     for a in range(2, 65):
         chances = [comb(a, k) * (1 - q) ** (a - k) * q**k for k in range(a + 1)]
-        logs = [log(chance) + (k * k - k) / (2 * z * z) for k, chance in enumerate(chances) if chance > 0]
+        logs = [
+            log(chance) + (k * k - k) / (2 * z * z)
+            for k, chance in enumerate(chances)
+            if chance > 0
+        ]
         moment = max(logs) + log(sum(exp(each - max(logs)) for each in logs))
         divergence = rounds * moment / (a - 1)
         best = min(best, divergence + log(1 - 1 / a) - log(delta * a) / (a - 1))

@@ -53,7 +53,9 @@ class AmsGrad:
     @property
     def server(self) -> dict[str, Tensor]:
         moments = {"first_moment": self.m, "second_moment": self.v, "max_second_moment": self.w}
-        return {f"fadas.{n}": t for n, t in moments.items()} | {"fadas.steps": torch.tensor([self.steps])}
+        return {f"fadas.{n}": t for n, t in moments.items()} | {
+            "fadas.steps": torch.tensor([self.steps])
+        }
 
 
 def fadas(world: World, **settings: object) -> Book:

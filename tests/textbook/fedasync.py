@@ -51,5 +51,7 @@ def fedasync(
         versions.append(x | {n: max(y[n] for y in arrived) for n in counters})
         rates.append(sum(used) / len(used))
         discarded.append(float(used.count(0.0)))
-    columns = {"fedasync.rate": rates} | ({"fedasync.discarded": discarded} if oldest < float("inf") else {})
+    columns = {"fedasync.rate": rates} | (
+        {"fedasync.discarded": discarded} if oldest < float("inf") else {}
+    )
     return Book(versions[-1], columns=columns)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from textbook.pfedavg import tuned
-from textbook.plain import averaged, copied, cross_entropy, detached, gradients, logits, optimizer, trainable, weights
+from textbook.plain import (
+    averaged,
+    copied,
+    cross_entropy,
+    detached,
+    gradients,
+    logits,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 

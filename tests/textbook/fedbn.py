@@ -26,14 +26,24 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
         return cross_entropy(p, step, x, y) + mu / 2 * distance
 
     for jobs in world.rounds:
-        models = [detached(train(world, job, shared | own[job.client], partial(loss, shared))) for job in jobs]
-        own |= {job.client: {name: y[name] for name in stays} for job, y in zip(jobs, models, strict=True)}
-        shared = averaged([{name: y[name] for name in shared} for y in models], weights(world, jobs))
+        models = [
+            detached(train(world, job, shared | own[job.client], partial(loss, shared)))
+            for job in jobs
+        ]
+        own |= {
+            job.client: {name: y[name] for name in stays}
+            for job, y in zip(jobs, models, strict=True)
+        }
+        shared = averaged(
+            [{name: y[name] for name in shared} for y in models], weights(world, jobs)
+        )
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
     if reestimate:  # the statistics of all its samples at once, under the shared model
         for client in set(range(world.clients)) - took_part:
-            own[client] |= statistics(shared | own[client], world.data[client][0], list(own[client]))
+            own[client] |= statistics(
+                shared | own[client], world.data[client][0], list(own[client])
+            )
     private = {client: own[client] for client in took_part} if stays else {}
     return Book(shared, private, own={client: shared | own[client] for client in own})
 
@@ -41,5 +51,9 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 def statistics(model: Params, x: Tensor, stays: list[str]) -> Params:
     """Mean and unbiased variance of what the layer sees."""
     seen = x.flatten(1) @ model["model.extractor.1.weight"].T + model["model.extractor.1.bias"]
-    found = {"running_mean": seen.mean(0), "running_var": seen.var(0), "num_batches_tracked": torch.tensor(1)}
+    found = {
+        "running_mean": seen.mean(0),
+        "running_var": seen.var(0),
+        "num_batches_tracked": torch.tensor(1),
+    }
     return {f"{NORM}.{name}": value for name, value in found.items() if f"{NORM}.{name}" in stays}

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from raysim.primitives.streams import stream
 from textbook.corrected import Correct, alone, by_round
-from textbook.plain import RowMean, copied, detached, features, gradients, head, is_buffer, optimizer, trainable
+from textbook.plain import (
+    RowMean,
+    copied,
+    detached,
+    features,
+    gradients,
+    head,
+    is_buffer,
+    optimizer,
+    trainable,
+)
 from textbook.world import Book, Job, Params, World
 
 PROJECTOR = "fedbr.projector"
@@ -26,13 +36,19 @@ Pseudo = Callable[[int], Tensor]  # by version
 def projected(p: Params, z: Tensor) -> Tensor:
     """Three linear layers with ReLU between them, or nothing."""
     for layer in (0, 2, 4) if f"{PROJECTOR}.0.weight" in p else ():
-        z = F.linear(z.relu() if layer else z, p[f"{PROJECTOR}.{layer}.weight"], p[f"{PROJECTOR}.{layer}.bias"])
+        z = F.linear(
+            z.relu() if layer else z,
+            p[f"{PROJECTOR}.{layer}.weight"],
+            p[f"{PROJECTOR}.{layer}.bias"],
+        )
     return z
 
 
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
     """L_con of features: mean_j -log f1 / (f1 + f2)."""
-    z_p, z_g, z = (projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]]))
+    z_p, z_g, z = (
+        projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]])
+    )
 
     def cosine(a: Tensor, b: Tensor) -> Tensor:
         return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
@@ -71,14 +87,18 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
     each = len(pool) // len(counts)
     chances = np.repeat(counts / counts.sum() / each, each) if sources == "unbalanced" else None
     return lambda version: pool[
-        stream(world.seed, "fedbr.pseudo", version).choice(len(pool), size=size, replace=False, p=chances)
+        stream(world.seed, "fedbr.pseudo", version).choice(
+            len(pool), size=size, replace=False, p=chances
+        )
     ]
 
 
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Means of raw data of clients drawn anew for every version."""
     counts = np.array([len(labels) for _, labels in world.data], float)
-    chances = counts / counts.sum() if sources == "unbalanced" else np.full(len(counts), 1 / len(counts))
+    chances = (
+        counts / counts.sum() if sources == "unbalanced" else np.full(len(counts), 1 / len(counts))
+    )
 
     def pseudo(version: int) -> Tensor:
         random = stream(world.seed, "fedbr.fresh", version)
@@ -101,7 +121,9 @@ def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
         chances = class_chances(labels)
 
     def pseudo(version: int) -> Tensor:
-        places = stream(world.seed, "fedbr.pseudo", version).choice(len(labels), size=(size, count), p=chances)
+        places = stream(world.seed, "fedbr.pseudo", version).choice(
+            len(labels), size=(size, count), p=chances
+        )
         return torch.stack([images[row].mean(0) for row in places])
 
     return pseudo
@@ -128,11 +150,17 @@ def fedbr(
 ) -> Book:
     """The max step of theta, then the min step of phi and omega, on every batch; the server averages all three."""
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
-    pool = means(world, means_per_client or pseudo_batch, samples_per_mean, sources) if pseudo == "rsm" else None
+    pool = (
+        means(world, means_per_client or pseudo_batch, samples_per_mean, sources)
+        if pseudo == "rsm"
+        else None
+    )
     if pool is not None:
         of_version = drawn(world, pool, pseudo_batch, sources)
     else:
-        of_version = (fresh if pseudo == "fresh" else proxies)(world, pseudo_batch, samples_per_mean, sources)
+        of_version = (fresh if pseudo == "fresh" else proxies)(
+            world, pseudo_batch, samples_per_mean, sources
+        )
     if pseudo_refresh == "once":
         pool = of_version(0)
 
@@ -153,17 +181,30 @@ def fedbr(
             if mix_samples:  # eq. (4)
                 chosen = draws["fedbr.mix"]
                 x_p = torch.stack(
-                    [(a + sum(x[k] for k in ks)) / (1 + len(ks)) for a, ks in zip(x_p, chosen, strict=True)]
+                    [
+                        (a + sum(x[k] for k in ks)) / (1 + len(ks))
+                        for a, ks in zip(x_p, chosen, strict=True)
+                    ]
                 )
-                q = torch.stack([(a + sum(y[k] for k in ks)) / (1 + len(ks)) for a, ks in zip(q, chosen, strict=True)])
-            z, z_p = features(p, x), features(p | {n: t.clone() for n, t in p.items() if is_buffer(n)}, x_p)
+                q = torch.stack(
+                    [
+                        (a + sum(y[k] for k in ks)) / (1 + len(ks))
+                        for a, ks in zip(q, chosen, strict=True)
+                    ]
+                )
+            z, z_p = (
+                features(p, x),
+                features(p | {n: t.clone() for n, t in p.items() if is_buffer(n)}, x_p),
+            )
             if z_g is None or global_features == "step":
                 z_g = features(base, x_p, training=False)
             if theta and max_step:
                 uphill = -contrast(p, z_p.detach(), z_g, z.detach(), kappa)
                 disc.step(p, correct(p, gradients(uphill, p, theta)))
             local = cross_entropy(head(p, z), y)
-            loss = local + lam * cross_entropy(head(p, z_p), q) + mu * contrast(p, z_p, z_g, z, kappa)
+            loss = (
+                local + lam * cross_entropy(head(p, z_p), q) + mu * contrast(p, z_p, z_g, z, kappa)
+            )
             losses.add(local, x)
             gen.step(p, correct(p, gradients(loss, p, model)))
         reported.append(losses)

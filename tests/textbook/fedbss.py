@@ -44,15 +44,27 @@ def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) ->
                 order, easy = split(known[0], known[1])
                 told = [1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]
                 report.append(torch.tensor(told, dtype=torch.float64))
-            models.append(detached(train(world, replace(job, batches=batches(world, job, order, easy, kind)), x)))
+            models.append(
+                detached(
+                    train(world, replace(job, batches=batches(world, job, order, easy, kind)), x)
+                )
+            )
         x = averaged(models, [1.0] * len(jobs))
         reports.append(torch.stack(report[1:] or report).mean(0))
     names = [f"fedbss.{name}" for name in ("losses", "uncertainties", "version", "count")]
     private = {
-        i: dict(zip(names, [*cache[i][:2], *(torch.tensor([each]) for each in cache[i][2:])], strict=True))
+        i: dict(
+            zip(
+                names,
+                [*cache[i][:2], *(torch.tensor([each]) for each in cache[i][2:])],
+                strict=True,
+            )
+        )
         for i in {job.client for jobs in world.rounds for job in jobs}
     }
-    columns = dict(zip(REPORTED, torch.stack(reports).T.tolist(), strict=True)) if kind != "all" else {}
+    columns = (
+        dict(zip(REPORTED, torch.stack(reports).T.tolist(), strict=True)) if kind != "all" else {}
+    )
     return Book(x, private, columns=columns)
 
 
@@ -69,14 +81,18 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
     return order, int((losses <= losses[border]).sum())
 
 
-def batches(world: World, job: Job, order: Tensor, easy: int, kind: str) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    world: World, job: Job, order: Tensor, easy: int, kind: str
+) -> list[tuple[Tensor, Tensor]]:
     """Of every epoch (6) or phase, the shuffled prefix of the order in batches."""
     local, (x, y) = world.local, world.data[job.client]
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()
     normed = any(is_buffer(name) for name in world.start)
     parts = local.epochs or min(local.phases, local.steps)
     for e in range(1, parts + 1):
-        some = easy + math.floor(FRACTION.get(kind, FRACTION["linear"])(e, parts) * (len(order) - easy) + 1e-9)
+        some = easy + math.floor(
+            FRACTION.get(kind, FRACTION["linear"])(e, parts) * (len(order) - easy) + 1e-9
+        )
         positions, part = np.sort(order[:some].numpy()), list[np.ndarray]()
         goal = local.steps * e // parts - local.steps * (e - 1) // parts if local.steps else 1
         while len(part) < goal:

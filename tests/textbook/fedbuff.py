@@ -19,7 +19,9 @@ from textbook.servers import Cohort, stepped
 from textbook.world import Book, Job, World
 
 
-def staleness_weights(world: World, version: int, jobs: Sequence[Job], exponent: float) -> list[float]:
+def staleness_weights(
+    world: World, version: int, jobs: Sequence[Job], exponent: float
+) -> list[float]:
     """(1 + s_i)^-a, times the samples where the run weighs by them."""
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
@@ -41,10 +43,15 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
     """The buffer's direction as FedAdam's gradient: one step of it per flush."""
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
-    return replace(stepped(world, rule, weigh=partial(staleness_weights, exponent=exponent)), server=adam.server)
+    return replace(
+        stepped(world, rule, weigh=partial(staleness_weights, exponent=exponent)),
+        server=adam.server,
+    )
 
 
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
     """The staleness weights are FedExP's p_i, and the stretched step is the buffer's."""
     weigh = partial(staleness_weights, exponent=exponent)
-    return fedexp(world, **settings, weigh=weigh, direction=partial(direction, normalization="count"))
+    return fedexp(
+        world, **settings, weigh=weigh, direction=partial(direction, normalization="count")
+    )

@@ -30,7 +30,12 @@ class History:
 
 
 def fedcda(
-    world: World, memory: int, batches: int, smoothness: float, warmup_rounds: int, everybody: bool = False
+    world: World,
+    memory: int,
+    batches: int,
+    smoothness: float,
+    warmup_rounds: int,
+    everybody: bool = False,
 ) -> Book:
     """The participants choose, a batch after the other, those of their last K models that minimise J.
 
@@ -50,15 +55,24 @@ def fedcda(
         return flat(seen[client].models[place], names), seen[client].losses[place]
 
     def choose(participants: list[int], version: int) -> None:
-        order = [participants[k] for k in stream(world.seed, "fedcda.batches", version).permutation(len(participants))]
-        fixed = [entry(client, own.selected) for client, own in seen.items() if client not in participants]
+        order = [
+            participants[k]
+            for k in stream(world.seed, "fedcda.batches", version).permutation(len(participants))
+        ]
+        fixed = [
+            entry(client, own.selected)
+            for client, own in seen.items()
+            if client not in participants
+        ]
         size, larger = divmod(len(order), batches)
         for b in range(batches):
             batch, order = order[: size + (b < larger)], order[size + (b < larger) :]
             newest_first = [range(len(seen[c].models))[: -memory - 1 : -1] for c in batch]
             best = min(
                 product(*newest_first),
-                key=lambda places: objective(fixed + [entry(c, k) for c, k in zip(batch, places, strict=True)]),
+                key=lambda places: objective(
+                    fixed + [entry(c, k) for c, k in zip(batch, places, strict=True)]
+                ),
             )
             for client, place in zip(batch, best, strict=True):
                 seen[client].selected = place
@@ -69,7 +83,9 @@ def fedcda(
         for job in jobs:
             losses: list[float] = []
 
-            def loss(p: Params, step: int, x: Tensor, y: Tensor, losses: list[float] = losses) -> Tensor:
+            def loss(
+                p: Params, step: int, x: Tensor, y: Tensor, losses: list[float] = losses
+            ) -> Tensor:
                 found = cross_entropy(p, step, x, y)
                 losses.append(float(found.detach()))
                 return found
@@ -85,7 +101,11 @@ def fedcda(
         warm = version < warmup_rounds
         if not warm:
             choose(sorted({job.client for job in jobs}), version)
-        averaged_ones = trained if warm and not everybody else [own.models[own.selected] for own in seen.values()]
+        averaged_ones = (
+            trained
+            if warm and not everybody
+            else [own.models[own.selected] for own in seen.values()]
+        )
         new = averaged(averaged_ones, [1.0] * len(averaged_ones))
         counters = [name for name in new if not new[name].is_floating_point()]
         versions.append(new | {n: torch.stack([y[n] for y in trained]).amax(0) for n in counters})
@@ -97,12 +117,19 @@ def fedcda(
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
     """As raysim keeps it: a ring for each client, in the order of first arrival, model k in place k mod K."""
     order = list(trainable(world.start))
-    order += [name for name in world.start if name not in order and world.start[name].is_floating_point()]
+    order += [
+        name for name in world.start if name not in order and world.start[name].is_floating_point()
+    ]
     width = sum(world.start[name].numel() for name in order)
     models = torch.zeros(len(seen), memory, width, dtype=torch.float64)
-    losses, rounds = torch.zeros(len(seen), memory, dtype=torch.float64), torch.zeros(len(seen), memory).long()
+    losses, rounds = (
+        torch.zeros(len(seen), memory, dtype=torch.float64),
+        torch.zeros(len(seen), memory).long(),
+    )
     for row, own in enumerate(seen.values()):
-        for k, (model, loss, when) in enumerate(zip(own.models, own.losses, own.rounds, strict=True)):
+        for k, (model, loss, when) in enumerate(
+            zip(own.models, own.losses, own.rounds, strict=True)
+        ):
             models[row, k % memory], losses[row, k % memory] = flat(model, order), loss
             rounds[row, k % memory] = when
     found = {"models": models, "losses": losses, "rounds": rounds}

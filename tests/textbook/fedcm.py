@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import torch
 
-from textbook.plain import copied, cross_entropy, gradients, mean, moved, optimizer, trainable, weights
+from textbook.plain import (
+    copied,
+    cross_entropy,
+    gradients,
+    mean,
+    moved,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i)."""
     names = trainable(world.start)
-    xs, directions = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]
+    xs, directions = (
+        [dict(world.start)],
+        [{name: torch.zeros_like(world.start[name]) for name in names}],
+    )
 
     def client(job: Job) -> tuple[Params, Params]:
         x, direction = xs[job.version], directions[job.version]
@@ -24,11 +36,20 @@ def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
         for step, batch in enumerate(job.batches):
             grads = gradients(cross_entropy(p, step, *batch), p, names)
             whole = {name: grads[name] + decay * p[name].detach() for name in names}
-            sgd.step(p, {name: fresh * whole[name] + (1 - fresh) * direction[name] for name in names})
-        return p, {name: (x[name] - p[name].detach()) / (sgd.lr * len(job.batches)) for name in names}
+            sgd.step(
+                p, {name: fresh * whole[name] + (1 - fresh) * direction[name] for name in names}
+            )
+        return p, {
+            name: (x[name] - p[name].detach()) / (sgd.lr * len(job.batches)) for name in names
+        }
 
     for jobs in world.rounds:
         trained, shares = [client(job) for job in jobs], weights(world, jobs)
-        directions.append({name: mean([change[name] for _, change in trained], shares) for name in names})
+        directions.append(
+            {name: mean([change[name] for _, change in trained], shares) for name in names}
+        )
         xs.append(moved(xs[-1], jobs, [p for p, _ in trained], xs, shares))
-    return Book(xs[-1], server={"fedcm.direction": torch.cat([directions[-1][name].flatten() for name in names])})
+    return Book(
+        xs[-1],
+        server={"fedcm.direction": torch.cat([directions[-1][name].flatten() for name in names])},
+    )

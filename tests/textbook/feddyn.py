@@ -12,7 +12,10 @@ from textbook.world import Book, Job, Params, World
 def feddyn(world: World, alpha: float) -> Book:
     """A client minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2; h counts all clients, the mean those that took part."""
     x, names = dict(world.start), trainable(world.start)
-    g = {client: {name: torch.zeros_like(x[name]) for name in names} for client in range(world.clients)}
+    g = {
+        client: {name: torch.zeros_like(x[name]) for name in names}
+        for client in range(world.clients)
+    }
     h = {name: torch.zeros_like(x[name]) for name in names}
 
     def client(job: Job, received: Params) -> Params:
@@ -37,4 +40,6 @@ def feddyn(world: World, alpha: float) -> Book:
         return torch.cat([p[name].flatten() for name in names])
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    return Book(x, {i: {"feddyn.gradient": flat(g[i])} for i in took_part}, {"feddyn.drift": flat(h)})
+    return Book(
+        x, {i: {"feddyn.gradient": flat(g[i])} for i in took_part}, {"feddyn.drift": flat(h)}
+    )

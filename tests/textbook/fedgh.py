@@ -17,7 +17,12 @@ from textbook.servers import Cohort, slices, stepped
 from textbook.world import Book, World
 
 
-def fedgh(world: World, order: str = "lexicographic", conflict_test: str = "original", tensor: bool = False) -> Book:
+def fedgh(
+    world: World,
+    order: str = "lexicographic",
+    conflict_test: str = "original",
+    tensor: bool = False,
+) -> Book:
     """g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j of pairs that conflict, both lines of a pair from the running g."""
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
     parts = slices(world) if tensor else [slice(None)]
@@ -39,9 +44,14 @@ def fedgh(world: World, order: str = "lexicographic", conflict_test: str = "orig
     def rule(at: Cohort) -> Tensor:
         for each in counts.values():
             each.append(0.0)
-        pairs = list(combinations(sorted(range(len(at.jobs)), key=lambda place: at.jobs[place].client), 2))
+        pairs = list(
+            combinations(sorted(range(len(at.jobs)), key=lambda place: at.jobs[place].client), 2)
+        )
         if order == "random":
-            pairs = [pairs[k] for k in stream(world.seed, "fedgh.order", at.version).permutation(len(pairs))]
+            pairs = [
+                pairs[k]
+                for k in stream(world.seed, "fedgh.order", at.version).permutation(len(pairs))
+            ]
         g = torch.cat([harmonized(at.changes[:, part], pairs) for part in parts], dim=1)
         return at.x + at.weights @ g / at.weights.sum()
 
@@ -85,5 +95,8 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
         return at.x + found
 
     book = stepped(world, rule)
-    columns = {f"{name}.conflicts": conflicts, f"{name}.projections": [2 * count for count in conflicts]}
+    columns = {
+        f"{name}.conflicts": conflicts,
+        f"{name}.projections": [2 * count for count in conflicts],
+    }
     return replace(book, server={f"{name}.reference": r}, columns=columns)

@@ -26,12 +26,17 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
     return (against[:, present].sum(1) + (0.0 if others else 1.0)).log().mean()
 
 
-def fedlc(world: World, tau: float, others: bool = False, floor: float = 0.0, mixed: float | None = None) -> Book:
+def fedlc(
+    world: World, tau: float, others: bool = False, floor: float = 0.0, mixed: float | None = None
+) -> Book:
     """Of the client's own counts, at least `floor` each. mixed: Mixup's alpha; then either label has its share."""
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 
     def losses(job: Job, received: Params) -> Parts:
-        floored, drawn = counts[job.client].clamp(min=floor), mixes(world, job, mixed) if mixed else []
+        floored, drawn = (
+            counts[job.client].clamp(min=floor),
+            mixes(world, job, mixed) if mixed else [],
+        )
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
             lam, partner = drawn[step] if mixed else (1.0, torch.arange(len(y)))

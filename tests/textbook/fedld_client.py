@@ -46,7 +46,9 @@ def damped_margin(world: World, temperature: float, mixed: float | None = None) 
             f = logits(p, mixture(x, lam, partner))
             rho = margins(f, y if lam > 0.5 else y[partner])
             damped = (1 - (rho / temperature).sigmoid()).unsqueeze(1) * f
-            return lam * F.cross_entropy(damped, y) + (1 - lam) * F.cross_entropy(damped, y[partner]), 0.0
+            return lam * F.cross_entropy(damped, y) + (1 - lam) * F.cross_entropy(
+                damped, y[partner]
+            ), 0.0
 
         return loss
 

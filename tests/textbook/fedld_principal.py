@@ -30,7 +30,10 @@ def principal(
         values, vectors = torch.linalg.eigh(g @ g.T / m)
         values, vectors = values.flip(0), vectors.flip(1)  # descending
         kept = [k for k in range(max(1, int(fraction * m + 1e-9))) if values[k] > tol * values[0]]
-        w = values[kept] / {"l2": values[kept].norm(), "sum": values.sum(), "none": values[kept]}[scale]
+        w = (
+            values[kept]
+            / {"l2": values[kept].norm(), "sum": values.sum(), "none": values[kept]}[scale]
+        )
         found = torch.zeros_like(g)
         for share, k in zip(w, kept, strict=True):
             v = g.T @ vectors[:, k]

@@ -24,7 +24,9 @@ def means(world: World, client: int, rows: np.ndarray) -> Pairs:
     """Of a client's samples, for each row the mean of those that it names."""
     x, y = world.data[client]
     one_hot = torch.eye(world.classes, dtype=x.dtype)[y]
-    return torch.stack([x[row].mean(0) for row in rows]), torch.stack([one_hot[row].mean(0) for row in rows])
+    return torch.stack([x[row].mean(0) for row in rows]), torch.stack(
+        [one_hot[row].mean(0) for row in rows]
+    )
 
 
 def pooled(world: World, count: int, samples: int) -> Pairs:
@@ -73,7 +75,10 @@ def fedmix(
             x_bar, y_bar = (part[: len(y)].expand(len(y), *part.shape[1:]) for part in pairs[step])
             u = ((1 - lam) * x + (lam * x_bar if naive else 0.0)).requires_grad_()
             log_p = logits(p, u).log_softmax(1)
-            l1, l2 = (1 - lam) * F.nll_loss(log_p, y, reduction="none"), lam * -(y_bar * log_p).sum(1)
+            l1, l2 = (
+                (1 - lam) * F.nll_loss(log_p, y, reduction="none"),
+                lam * -(y_bar * log_p).sum(1),
+            )
             if naive:
                 return (l1 + l2).mean(), 0.0
             (slope,) = torch.autograd.grad(l1.sum(), u, create_graph=True)
@@ -83,4 +88,8 @@ def fedmix(
         return loss
 
     book = with_loss(world, losses)
-    return book if pool is None else replace(book, server={"fedmix.inputs": pool[0], "fedmix.targets": pool[1]})
+    return (
+        book
+        if pool is None
+        else replace(book, server={"fedmix.inputs": pool[0], "fedmix.targets": pool[1]})
+    )

@@ -24,7 +24,9 @@ def fednova(world: World, mu: float = 0.0) -> Book:
         a = [normaliser(len(job.batches), rate) for job, rate in zip(at.jobs, rates, strict=True)]
         p = (at.weights / at.weights.sum()).tolist()
         mean_steps = sum(share * steps for share, steps in zip(p, a, strict=True))
-        normalised = [share / steps * row for share, steps, row in zip(p, a, at.changes, strict=True)]
+        normalised = [
+            share / steps * row for share, steps, row in zip(p, a, at.changes, strict=True)
+        ]
         return at.x + mean_steps * sum(normalised[1:], normalised[0])
 
     return stepped(world, rule, proximal(mu) if mu else cross_entropy)

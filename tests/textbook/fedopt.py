@@ -79,4 +79,6 @@ def adaptive(world: World, loss: Loss = cross_entropy, **settings: object) -> Bo
 
 
 def _book(world: World, optimiser: ServerMomentum | Adaptive, loss: Loss = cross_entropy) -> Book:
-    return replace(stepped(world, lambda at: optimiser(at.x, at.mean), loss), server=optimiser.server)
+    return replace(
+        stepped(world, lambda at: optimiser(at.x, at.mean), loss), server=optimiser.server
+    )

@@ -33,7 +33,9 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
     """Means [C, D] of the features of each class, zero where there are none, and counts [C]."""
     z = features(dict(p), x, False)
     of_class = [z[y == k] for k in range(classes)]
-    return torch.stack([each.sum(0) / max(len(each), 1) for each in of_class]), torch.tensor([len(e) for e in of_class])
+    return torch.stack([each.sum(0) / max(len(each), 1) for each in of_class]), torch.tensor(
+        [len(e) for e in of_class]
+    )
 
 
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
@@ -48,7 +50,9 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
     """argmin a'Pa on the simplex: of every support the stationary point, of those inside the simplex the least."""
     m = len(h)
-    p = torch.stack([torch.stack([((h[i] - h[j]) * (h[i] - h[k])).sum() for k in range(m)]) for j in range(m)])
+    p = torch.stack(
+        [torch.stack([((h[i] - h[j]) * (h[i] - h[k])).sum() for k in range(m)]) for j in range(m)]
+    )
     p = p + torch.diag(torch.tensor(variances, dtype=torch.float64))
     best, value = torch.zeros(m).double(), float("inf")
     for support in (list(s) for size in range(1, m + 1) for s in combinations(range(m), size)):
@@ -61,11 +65,17 @@ def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Te
     return cut / cut.sum() if cut.any() else best
 
 
-def fedpac(world: World, lam: float = 1.0, head_epochs: int = 1, factor: float = 10.0, least: float = 1e-3) -> Book:
+def fedpac(
+    world: World, lam: float = 1.0, head_epochs: int = 1, factor: float = 10.0, least: float = 1e-3
+) -> Book:
     """See the algorithm: statistics, head phase, extractor phase; average, prototypes, mixtures."""
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}
-    heads, trained, shares = dict[int, Params](), dict[int, Params](), list[float]()  # heads: mixtures, as they came
+    heads, trained, shares = (
+        dict[int, Params](),
+        dict[int, Params](),
+        list[float](),
+    )  # heads: mixtures, as they came
     prototypes, present = torch.zeros(0), torch.zeros(0)
 
     def client(job: Job) -> Params:
@@ -95,25 +105,50 @@ def fedpac(world: World, lam: float = 1.0, head_epochs: int = 1, factor: float =
 
     def head_steps(job: Job, h: int) -> int:
         local, n = world.local, len(world.data[job.client][1])
-        dropped = n % local.batch == 1 and n > local.batch and any(is_buffer(name) for name in world.start)
+        dropped = (
+            n % local.batch == 1
+            and n > local.batch
+            and any(is_buffer(name) for name in world.start)
+        )
         once = -(-n // local.batch) - dropped
         return min(h * once, len(job.batches) * h // (h + 1))
 
     for jobs in world.rounds:
         models = [client(job) for job in jobs]
         found = [statistics(x, *world.data[job.client], world.classes) for job in jobs]
-        counted = [means(y, *world.data[job.client], world.classes) for job, y in zip(jobs, models, strict=True)]
+        counted = [
+            means(y, *world.data[job.client], world.classes)
+            for job, y in zip(jobs, models, strict=True)
+        ]
         total = sum(counts for _, counts in counted)
-        prototypes = sum(mu * counts[:, None] for mu, counts in counted) / total.clamp(min=1)[:, None]
+        prototypes = (
+            sum(mu * counts[:, None] for mu, counts in counted) / total.clamp(min=1)[:, None]
+        )
         present = total > 0
-        alphas = [mixture([v for v, _ in found], [h for _, h in found], i, least) for i in range(len(jobs))]
+        alphas = [
+            mixture([v for v, _ in found], [h for _, h in found], i, least)
+            for i in range(len(jobs))
+        ]
         shares.append(float(sum(alpha[i] for i, alpha in enumerate(alphas)) / len(jobs)))
         for job, alpha, y in zip(jobs, alphas, models, strict=True):
-            heads[job.client] = {n: sum(a * other[n] for a, other in zip(alpha, models, strict=True)) for n in HEAD}
+            heads[job.client] = {
+                n: sum(a * other[n] for a, other in zip(alpha, models, strict=True)) for n in HEAD
+            }
             trained[job.client] = {name: y[name] for name in HEAD}
         x = averaged([{name: y[name] for name in x} for y in models], weights(world, jobs))
 
     flat = torch.stack([torch.cat([h[name].flatten() for name in HEAD]) for h in heads.values()])
-    server = {"prototypes": prototypes, "present": present, "heads": flat, "clients": torch.tensor(list(heads))}
+    server = {
+        "prototypes": prototypes,
+        "present": present,
+        "heads": flat,
+        "clients": torch.tensor(list(heads)),
+    }
     own = {i: x | heads.get(i, first) for i in range(world.clients)}
-    return Book(x, trained, {f"fedpac.{n}": t for n, t in server.items()}, {"fedpac.own_weight": shares}, own)
+    return Book(
+        x,
+        trained,
+        {f"fedpac.{n}": t for n, t in server.items()},
+        {"fedpac.own_weight": shares},
+        own,
+    )

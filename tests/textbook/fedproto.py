@@ -83,5 +83,10 @@ def nearest(prototypes: dict[int, Tensor], classes: int) -> Params:
         return {}
     d = len(next(iter(prototypes.values())))
     rows = [2 * prototypes.get(k, torch.zeros(d).double()) for k in range(classes)]
-    bias = [-float(prototypes[k] @ prototypes[k]) if k in prototypes else -1e30 for k in range(classes)]
-    return {"model.head.weight": torch.stack(rows), "model.head.bias": torch.tensor(bias, dtype=torch.float64)}
+    bias = [
+        -float(prototypes[k] @ prototypes[k]) if k in prototypes else -1e30 for k in range(classes)
+    ]
+    return {
+        "model.head.weight": torch.stack(rows),
+        "model.head.bias": torch.tensor(bias, dtype=torch.float64),
+    }

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from textbook.plain import averaged, copied, cross_entropy, detached, gradients, optimizer, trainable, weights
+from textbook.plain import (
+    averaged,
+    copied,
+    cross_entropy,
+    detached,
+    gradients,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
@@ -16,7 +25,10 @@ def fedrep(world: World, head: int, body: int) -> Book:
 
     def client(job: Job, p: Params) -> Params:
         cut = len(job.batches) * head // (head + body)
-        for part, batches in (("model.head", job.batches[:cut]), ("model.extractor", job.batches[cut:])):
+        for part, batches in (
+            ("model.head", job.batches[:cut]),
+            ("model.extractor", job.batches[cut:]),
+        ):
             sgd = optimizer(world, job)
             for batch in batches:
                 sgd.step(p, gradients(cross_entropy(p, 0, *batch), p, trainable(p, part)))
@@ -43,6 +55,9 @@ def _rounds(world: World, client: Callable[[Job, Params], Params]) -> Book:
     heads: dict[int, Params] = {}
     for jobs in world.rounds:
         models = [client(job, copied(x | heads.get(job.client, first))) for job in jobs]
-        heads |= {job.client: {name: y[name] for name in first} for job, y in zip(jobs, models, strict=True)}
+        heads |= {
+            job.client: {name: y[name] for name in first}
+            for job, y in zip(jobs, models, strict=True)
+        }
         x = averaged([{name: y[name] for name in x} for y in models], weights(world, jobs))
     return Book(x, heads, own={i: x | heads.get(i, first) for i in range(world.clients)})

@@ -15,7 +15,11 @@ def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
 
     def losses(job: Job, received: Params) -> Parts:
         counts = torch.bincount(world.data[job.client][1], minlength=world.classes).double()
-        scales = alpha + (1 - alpha) * counts / counts.max() if relative else torch.where(counts > 0, 1.0, alpha)
+        scales = (
+            alpha + (1 - alpha) * counts / counts.max()
+            if relative
+            else torch.where(counts > 0, 1.0, alpha)
+        )
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
             scaled = p[f"{HEAD}.weight"] * scales.unsqueeze(1)

@@ -8,7 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textbook.plain import averaged, copied, cross_entropy, gradients, mean, optimizer, trainable, weights
+from textbook.plain import (
+    averaged,
+    copied,
+    cross_entropy,
+    gradients,
+    mean,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
@@ -25,7 +34,10 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
     """What raysim keeps on a client stays there; with mu it is FedProx beside it, pulled at p itself."""
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
-    own = {client: {name: world.start[name] for name in world.personal} for client in range(world.clients)}
+    own = {
+        client: {name: world.start[name] for name in world.personal}
+        for client in range(world.clients)
+    }
 
     def client(job: Job) -> Params:
         p, sgd = copied(shared | own[job.client]), optimizer(world, job)
@@ -38,8 +50,13 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
     for jobs in world.rounds:
         models = [client(job) for job in jobs]
-        own |= {job.client: {n: y[n] for n in world.personal} for job, y in zip(jobs, models, strict=True)}
-        shared = averaged([{name: y[name] for name in shared} for y in models], weights(world, jobs))
+        own |= {
+            job.client: {n: y[n] for n in world.personal}
+            for job, y in zip(jobs, models, strict=True)
+        }
+        shared = averaged(
+            [{name: y[name] for name in shared} for y in models], weights(world, jobs)
+        )
     took_part = {job.client for jobs in world.rounds for job in jobs}
     private = {i: own[i] for i in took_part} if world.personal else {}
     return Book(shared, private, own={i: shared | own[i] for i in own})
@@ -55,7 +72,13 @@ def mofedsam(world: World, rho: float, beta: float) -> Book:
         decay, sgd.weight_decay = sgd.weight_decay, 0.0
         for batch in job.batches:
             g = uphill(p, *batch, rho, None)
-            sgd.step(p, {n: beta * (g[n] + decay * p[n].detach()) + (1 - beta) * direction[n] for n in names})
+            sgd.step(
+                p,
+                {
+                    n: beta * (g[n] + decay * p[n].detach()) + (1 - beta) * direction[n]
+                    for n in names
+                },
+            )
         return p, {n: (x[n] - p[n].detach()) / (sgd.lr * len(job.batches)) for n in names}
 
     for jobs in world.rounds:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from textbook.plain import averaged, copied, cross_entropy, detached, gradients, optimizer, trainable, weights
+from textbook.plain import (
+    averaged,
+    copied,
+    cross_entropy,
+    detached,
+    gradients,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     """Sent is theta_K - lam c_k with c_k as it is after the round; parameters only, buffers as they are."""
     x, names = dict(world.start), trainable(world.start)
-    c = {client: {name: torch.zeros_like(x[name]) for name in names} for client in range(world.clients)}
+    c = {
+        client: {name: torch.zeros_like(x[name]) for name in names}
+        for client in range(world.clients)
+    }
 
     def client(job: Job) -> Params:
         p, sgd, own = copied(x), optimizer(world, job), c[job.client]

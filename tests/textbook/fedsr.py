@@ -13,7 +13,17 @@ from torch.distributions import Normal, kl_divergence
 
 from raysim.primitives.streams import torch_seed
 from textbook.corrected import by_round
-from textbook.plain import RowMean, averaged, copied, features, gradients, head, optimizer, trainable, weights
+from textbook.plain import (
+    RowMean,
+    averaged,
+    copied,
+    features,
+    gradients,
+    head,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 REFERENCE = "fedsr.reference"
@@ -22,7 +32,11 @@ REFERENCE = "fedsr.reference"
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
     """The extractor, and the linear layer behind it: [B, Z] or, with a raw deviation, [B, 2 Z]."""
     first = "model.extractor.0."
-    inner = {name.replace(first, "model.extractor."): t for name, t in p.items() if name.startswith(first)}
+    inner = {
+        name.replace(first, "model.extractor."): t
+        for name, t in p.items()
+        if name.startswith(first)
+    }
     h = features(inner, x, training)
     return F.linear(h, p["model.extractor.1.weight"], p["model.extractor.1.bias"])
 
@@ -33,10 +47,14 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
     if probabilistic:
         mean, raw = out.chunk(2, dim=1)
         noise = world.drawn["noise"].double()
-        chances = torch.stack([head(p, mean + F.softplus(raw) * eps).softmax(1) for eps in noise]).mean(0)
+        chances = torch.stack(
+            [head(p, mean + F.softplus(raw) * eps).softmax(1) for eps in noise]
+        ).mean(0)
     else:
         chances = head(p, out).softmax(1)
-    return (chances.argmax(1) == y).double().mean().item(), -chances[range(len(x)), y].log().mean().item()
+    return (chances.argmax(1) == y).double().mean().item(), -chances[
+        range(len(x)), y
+    ].log().mean().item()
 
 
 def first_reference(world: World) -> Params:
@@ -47,7 +65,11 @@ def first_reference(world: World) -> Params:
 
 
 def fedsr(
-    world: World, alpha_l2r: float, alpha_cmi: float, probabilistic: bool = True, share_reference: bool = False
+    world: World,
+    alpha_l2r: float,
+    alpha_cmi: float,
+    probabilistic: bool = True,
+    share_reference: bool = False,
 ) -> Book:
     """CE + alpha_l2r mean |z| + alpha_cmi mean KL(N(s mu, (s sigma)^2) || N(r_mu[y], r_sigma[y]^2)), all trained."""
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
@@ -57,7 +79,9 @@ def fedsr(
     def client(job: Job, received: Params) -> Params:
         p, sgd, seen = copied(received | private[job.client]), optimizer(world, job), RowMean()
         names = trainable(p) + trainable(p, REFERENCE)
-        random = torch.Generator().manual_seed(torch_seed(world.seed, "torch", job.client, job.turn))
+        random = torch.Generator().manual_seed(
+            torch_seed(world.seed, "torch", job.client, job.turn)
+        )
         for x, y in job.batches:
             z = mapped(p, x)
             if probabilistic:
@@ -67,8 +91,13 @@ def fedsr(
             task = F.cross_entropy(head(p, z), y)
             loss = task + alpha_l2r * z.square().sum(1).sqrt().mean()
             if reference:
-                scale, centre, spread = (p[f"{REFERENCE}.{name}"] for name in ("scale", "mean", "std"))
-                own, wanted = Normal(scale * mean, scale * std), Normal(centre[y], F.softplus(spread)[y])
+                scale, centre, spread = (
+                    p[f"{REFERENCE}.{name}"] for name in ("scale", "mean", "std")
+                )
+                own, wanted = (
+                    Normal(scale * mean, scale * std),
+                    Normal(centre[y], F.softplus(spread)[y]),
+                )
                 loss = loss + alpha_cmi * kl_divergence(own, wanted).sum(1).mean()
             seen.add(task, x)
             sgd.step(p, gradients(loss, p, names))
@@ -85,4 +114,8 @@ def fedsr(
         columns["accuracy_global"].append(accuracy)
         columns["loss_global"].append(loss)
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    return Book(x, {i: private[i] for i in took_part}, columns=columns | {"train_loss": by_round(world, losses)})
+    return Book(
+        x,
+        {i: private[i] for i in took_part},
+        columns=columns | {"train_loss": by_round(world, losses)},
+    )

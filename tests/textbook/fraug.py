@@ -39,7 +39,9 @@ from textbook.world import Book, Job, Params, World
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 
 
-def network(p: Params, name: str, rows: Tensor, labels: Tensor, classes: int, training: bool = False) -> Tensor:
+def network(
+    p: Params, name: str, rows: Tensor, labels: Tensor, classes: int, training: bool = False
+) -> Tensor:
     """G or H: [rows ; onehot(labels)], linear, BatchNorm, ReLU, linear, BatchNorm if it has one; G ends with ReLU."""
 
     def norm(layer: int, x: Tensor) -> Tensor:
@@ -77,8 +79,15 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     rows = torch.cat([a, b])
     squares = (rows[:, None] - rows).square().sum(2)
     width = squares.detach().sum() / (len(rows) ** 2 - len(rows))
-    k = sum((torch.exp(-squares / (width * 2.0 ** (q - 2))) for q in range(5)), torch.zeros_like(squares))
-    return k[: len(a), : len(a)].mean() + k[len(a) :, len(a) :].mean() - 2 * k[: len(a), len(a) :].mean()
+    k = sum(
+        (torch.exp(-squares / (width * 2.0 ** (q - 2))) for q in range(5)),
+        torch.zeros_like(squares),
+    )
+    return (
+        k[: len(a), : len(a)].mean()
+        + k[len(a) :, len(a) :].mean()
+        - 2 * k[: len(a), len(a) :].mean()
+    )
 
 
 def entropy(scores: Tensor) -> Tensor:
@@ -105,17 +114,25 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         "generator_metric": "mmd", "rtnet_metric": "mmd", "generator_lr_factor": 5.0, "rtnet_lr_factor": 2.5,
     } | settings  # fmt: skip
     has_g, has_h, classes = get["use_generator"], get["use_rtnet"], world.classes
-    x, mine = dict(world.start), [{n: world.start[n] for n in world.personal} for _ in range(world.clients)]
+    x, mine = (
+        dict(world.start),
+        [{n: world.start[n] for n in world.personal} for _ in range(world.clients)],
+    )
     prototypes = [torch.zeros_like(x["model.head.weight"]) for _ in range(world.clients)]
     kept: dict[int, tuple[Any, Any, Any]] = {}
     count: dict[int, int] = {}
 
     hidden, dim = get["noise_dim"], x["model.head.weight"].shape[1]
-    assert not has_h or x[f"{RTNET}.layers.0.weight"].shape == (hidden, (dim if has_g else hidden) + classes)
+    assert not has_h or x[f"{RTNET}.layers.0.weight"].shape == (
+        hidden,
+        (dim if has_g else hidden) + classes,
+    )
     local = ("model.", RTNET, *([GENERATOR] if get["generator_norm"] == "local" else []))
     norms = {n.rpartition(".")[0] for n in x if n.endswith("running_mean")}
     assert world.personal == {
-        n for n in x if n.startswith(local) and (n.startswith(RTNET) or n.rpartition(".")[0] in norms)
+        n
+        for n in x
+        if n.startswith(local) and (n.startswith(RTNET) or n.rpartition(".")[0] in norms)
     }
 
     def client(job: Job) -> tuple[Params, list[float], dict[str, float]]:
@@ -123,16 +140,28 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         draw = generator.random if get["noise"] == "uniform" else generator.standard_normal
         p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, RowMean()
         seen: dict[str, list[float]] = {}
-        fresh = [optimizer(world, job, f) for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])]
-        for new, old in zip(fresh, kept.get(i, ()), strict=False):  # buffers go on, rates are those of this round
+        fresh = [
+            optimizer(world, job, f)
+            for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])
+        ]
+        for new, old in zip(
+            fresh, kept.get(i, ()), strict=False
+        ):  # buffers go on, rates are those of this round
             new.buffers = old.buffers
         kept[i] = tuple(fresh) if get["keep_optimizer"] else ()
         count[i] = count.get(i, 0) + sum(len(y) > 1 for _, y in job.batches)
         rho = ramp(t, rounds, get["gamma"], get["ramp"])
-        beta, strength = min(get["weight"], rho), rho if get["residual"] is None else get["residual"]
-        mu = get["prototype_weight"] * (ramp(t, rounds, 5.0, "laine_aila") if get["prototype_ramp"] else 1.0)
+        beta, strength = (
+            min(get["weight"], rho),
+            rho if get["residual"] is None else get["residual"],
+        )
+        mu = get["prototype_weight"] * (
+            ramp(t, rounds, 5.0, "laine_aila") if get["prototype_ramp"] else 1.0
+        )
 
-        def synthetic(v: Tensor, z: Tensor, labels: Tensor, rho: float, training: bool = False) -> Tensor:
+        def synthetic(
+            v: Tensor, z: Tensor, labels: Tensor, rho: float, training: bool = False
+        ) -> Tensor:
             """v + rho H(G(z, y), y)."""
             source = network(p, GENERATOR, z, labels, classes).detach() if has_g else z
             return (
@@ -148,35 +177,57 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             if size == 1:
                 continue
             z = z.to(inputs.dtype)
-            turn = torch.tensor([((t * len(job.batches) + s) * size + b) % classes for b in range(size)])
+            turn = torch.tensor(
+                [((t * len(job.batches) + s) * size + b) % classes for b in range(size)]
+            )
             v = features(p, inputs)
             c = prototypes[i] = prototypes[i].clone()
             for k in y.unique():
                 c[k] = (1 - mu) * c[k] + mu * v.detach()[y == k].mean(0)
-            around = [synthetic(v, z[0], y, strength).detach(), synthetic(c[turn], z[1], turn, strength).detach()]
+            around = [
+                synthetic(v, z[0], y, strength).detach(),
+                synthetic(c[turn], z[1], turn, strength).detach(),
+            ]
             real = F.cross_entropy(head(p, v), y)
-            made = F.cross_entropy(head(p, around[0]), y) + F.cross_entropy(head(p, around[1]), turn)
+            made = F.cross_entropy(head(p, around[0]), y) + F.cross_entropy(
+                head(p, around[1]), turn
+            )
             loss = (1 - beta) * real + beta / 2 * made
             losses.add(loss, inputs)
             if beta:  # else no embeddings are made
                 right = [head(p, e).argmax(1) == k for e, k in zip(around, (y, turn), strict=True)]
-                seen.setdefault("fraug.synthetic_accuracy", []).append(float(torch.cat(right).to(v.dtype).mean()))
+                seen.setdefault("fraug.synthetic_accuracy", []).append(
+                    float(torch.cat(right).to(v.dtype).mean())
+                )
                 seen.setdefault("fraug.real_norm", []).append(mean_norm(v))
             if beta and has_g:
-                both = [network(p, GENERATOR, z[k], labels, classes) for k, labels in enumerate((y, turn))]
+                both = [
+                    network(p, GENERATOR, z[k], labels, classes)
+                    for k, labels in enumerate((y, turn))
+                ]
                 seen.setdefault("fraug.generated_norm", []).append(mean_norm(torch.cat(both)))
             fresh[0].step(p, gradients(loss, p, trainable(p)))
 
             v = features(p, inputs, training=False).detach()
             if has_g:
                 e = network(p, GENERATOR, z[2], turn, classes, training=True)
-                away = distance(e, c[turn] if get["generator_metric"] == "mse" else v, get["generator_metric"])
+                away = distance(
+                    e, c[turn] if get["generator_metric"] == "mse" else v, get["generator_metric"]
+                )
                 loss = F.cross_entropy(head(p, e), turn) - get["generator_lam"] * away
                 fresh[1].step(p, gradients(loss, p, trainable(p, GENERATOR)))
             if has_h:
-                hat, tilde = synthetic(c[turn], z[3], turn, 1.0, True), synthetic(v, z[4], y, 1.0, True)
-                near = distance(tilde, v, get["rtnet_metric"]) + distance(hat, c[turn], get["rtnet_metric"])
-                loss = -(entropy(head(p, tilde)) + entropy(head(p, hat))) / 2 + get["rtnet_lam"] / 2 * near
+                hat, tilde = (
+                    synthetic(c[turn], z[3], turn, 1.0, True),
+                    synthetic(v, z[4], y, 1.0, True),
+                )
+                near = distance(tilde, v, get["rtnet_metric"]) + distance(
+                    hat, c[turn], get["rtnet_metric"]
+                )
+                loss = (
+                    -(entropy(head(p, tilde)) + entropy(head(p, hat))) / 2
+                    + get["rtnet_lam"] / 2 * near
+                )
                 fresh[2].step(p, gradients(loss, p, trainable(p, RTNET)))
         return detached(p), losses, {name: mean_of(values) for name, values in seen.items()}
 
@@ -193,14 +244,25 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             looks.setdefault(name, []).append(mean_of(known) if known else math.nan)
 
     private: dict[int, Params] = {}
-    names = sorted(trainable(x), key=lambda name: name in world.personal)  # shared parameters first, else as they are
+    names = sorted(
+        trainable(x), key=lambda name: name in world.personal
+    )  # shared parameters first, else as they are
     for i in count:
         private[i] = mine[i] | {"fraug.prototypes": prototypes[i]}
-        stages = zip(("task", GENERATOR, RTNET), (names, trainable(x, GENERATOR), trainable(x, RTNET)), strict=True)
+        stages = zip(
+            ("task", GENERATOR, RTNET),
+            (names, trainable(x, GENERATOR), trainable(x, RTNET)),
+            strict=True,
+        )
         for sgd, (stage, own) in zip(kept[i], stages, strict=False):
             if own and count[i]:
                 private[i][f"local.kept.{stage}/steps"] = torch.tensor([count[i]])
             if sgd.buffers:
-                private[i][f"local.kept.{stage}/first"] = torch.cat([sgd.buffers[n].flatten() for n in own])
-    models = {i: {n: t for n, t in (x | mine[i]).items() if n.startswith("model.")} for i in range(world.clients)}
+                private[i][f"local.kept.{stage}/first"] = torch.cat(
+                    [sgd.buffers[n].flatten() for n in own]
+                )
+    models = {
+        i: {n: t for n, t in (x | mine[i]).items() if n.startswith("model.")}
+        for i in range(world.clients)
+    }
     return Book(x, private, columns={"train_loss": train_loss} | looks, own=models)

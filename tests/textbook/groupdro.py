@@ -16,7 +16,9 @@ from textbook.servers import stepped
 from textbook.world import Book, Job, Params, World
 
 
-def groupdro(world: World, step_size: float, batches: str = "first", prior: str = "uniform", mu: float = 0.0) -> Book:
+def groupdro(
+    world: World, step_size: float, batches: str = "first", prior: str = "uniform", mu: float = 0.0
+) -> Book:
     """q_i <- q_i exp(eta l_i) for the participants; they are averaged with q_i / sum_j q_j.
 
     mu: of a proximal term (FedProx) beside it, which is no part of l_i.
@@ -34,7 +36,9 @@ def groupdro(world: World, step_size: float, batches: str = "first", prior: str 
             start.update({name: t.detach().clone() for name, t in p.items()})
         seen[-1].append(float(found.detach()))
         reported[-1].add(found, x)
-        return found + mu / 2 * sum((t - start[n]).square().sum() for n, t in p.items() if t.requires_grad)
+        return found + mu / 2 * sum(
+            (t - start[n]).square().sum() for n, t in p.items() if t.requires_grad
+        )
 
     start: Params = {}
     means: list[float] = []

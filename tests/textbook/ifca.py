@@ -11,7 +11,10 @@ from textbook.world import Book, Params, World
 def ifca(world: World, clusters: int) -> Book:
     """Each client trains the model with the least loss; each model is the mean of its clients'."""
     prefixes = ["model.", *(f"ifca.model{k}." for k in range(1, clusters))]
-    models = [{f"model.{n.removeprefix(at)}": t for n, t in world.start.items() if n.startswith(at)} for at in prefixes]
+    models = [
+        {f"model.{n.removeprefix(at)}": t for n, t in world.start.items() if n.startswith(at)}
+        for at in prefixes
+    ]
     shares: list[list[float]] = [[] for _ in models]
 
     def best(client: int) -> int:
@@ -28,7 +31,9 @@ def ifca(world: World, clusters: int) -> Book:
             samples[k].append(float(job.samples))
         for k in range(clusters):
             shares[k].append(len(trained[k]) / len(jobs))
-        models = [averaged(trained[k], samples[k]) if trained[k] else models[k] for k in range(clusters)]
+        models = [
+            averaged(trained[k], samples[k]) if trained[k] else models[k] for k in range(clusters)
+        ]
 
     shared = {
         f"{at}{name.removeprefix('model.')}": tensor

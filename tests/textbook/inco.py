@@ -32,7 +32,9 @@ def network(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
         p[f"{block}.bn1.num_batches_tracked"].add_(1)
         statistics = p[f"{block}.bn1.running_mean"], p[f"{block}.bn1.running_var"]
         hidden = conv(f"{block}.conv1", x)
-        hidden = F.batch_norm(hidden, *statistics, p[f"{block}.bn1.weight"], p[f"{block}.bn1.bias"], True)
+        hidden = F.batch_norm(
+            hidden, *statistics, p[f"{block}.bn1.weight"], p[f"{block}.bn1.bias"], True
+        )
         x = (x + conv(f"{block}.conv2", hidden.relu())).relu()
     return head(p, F.adaptive_avg_pool2d(x, 2).flatten(1))
 
@@ -60,7 +62,9 @@ def inco(
         for target, source in PAIRS.items():
             g, g0 = plain[target], plain[source]
             if kernels:
-                rows = [mixed(g[o, i], g0[o, i]) for o in range(g.shape[0]) for i in range(g.shape[1])]
+                rows = [
+                    mixed(g[o, i], g0[o, i]) for o in range(g.shape[0]) for i in range(g.shape[1])
+                ]
                 new[target] = torch.stack(rows).view(g.shape)
             else:
                 new[target] = mixed(g, g0)

@@ -20,10 +20,14 @@ def local(world: World, keep: bool = False) -> Book:
             optimizers[job.client] = Optimizer(world.local)
         for step, (x, y) in enumerate(job.batches):
             grads = gradients(cross_entropy(p, step, x, y), p, trainable(p))
-            optimizers[job.client].step(p, grads, world.local.lr * world.local.lr_decay**job.version)
+            optimizers[job.client].step(
+                p, grads, world.local.lr * world.local.lr_decay**job.version
+            )
     private = {client: detached(models[client]) for client in optimizers}
     for client, optimizer in optimizers.items() if keep else ():
-        private[client] |= {f"local.kept.task/{name}": value for name, value in optimizer.kept().items()}
+        private[client] |= {
+            f"local.kept.task/{name}": value for name, value in optimizer.kept().items()
+        }
     return Book({}, private, own={client: detached(model) for client, model in models.items()})
 
 
@@ -39,9 +43,15 @@ class Optimizer:
         own, self.steps = self.settings, self.steps + 1
         for name, grad in grads.items():
             g = grad + own.weight_decay * p[name].detach()
-            m, v = self.first.get(name, torch.zeros_like(g)), self.second.get(name, torch.zeros_like(g))
+            m, v = (
+                self.first.get(name, torch.zeros_like(g)),
+                self.second.get(name, torch.zeros_like(g)),
+            )
             if own.optimizer == "adam":
-                self.first[name], self.second[name] = m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+                self.first[name], self.second[name] = m, v = (
+                    0.9 * m + 0.1 * g,
+                    0.999 * v + 0.001 * g**2,
+                )
                 g = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
             else:
                 self.first[name] = m = own.momentum * m + g
@@ -51,5 +61,9 @@ class Optimizer:
     def kept(self) -> Params:
         """What a client keeps, each buffer as one vector."""
         buffers = {"first": self.first, "second": self.second}
-        flat = {name: torch.cat([t.flatten() for t in parts.values()]) for name, parts in buffers.items() if parts}
+        flat = {
+            name: torch.cat([t.flatten() for t in parts.values()])
+            for name, parts in buffers.items()
+            if parts
+        }
         return {"steps": torch.tensor([self.steps]), **flat}

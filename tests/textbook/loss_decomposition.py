@@ -17,19 +17,27 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
     """A_ij is the loss of local model i on client j's samples, b_j that of the next shared model, p_i = n_i / n."""
-    own = {client: {name: world.start[name] for name in world.personal} for client in range(world.clients)}
+    own = {
+        client: {name: world.start[name] for name in world.personal}
+        for client in range(world.clients)
+    }
     x, found = dict(world.start), []
 
     def loss(model: Params, client: int) -> float:
         inputs, labels = world.data[client]
         if len(labels) > most:
-            chosen = stream(world.seed, "decompose", client).choice(len(labels), most, replace=False)
+            chosen = stream(world.seed, "decompose", client).choice(
+                len(labels), most, replace=False
+            )
             inputs, labels = inputs[chosen], labels[chosen]
         return float(F.cross_entropy(logits(dict(model) | own[client], inputs, False), labels))
 
     for jobs in world.rounds:
         models = [detached(train(world, job, x | own[job.client])) for job in jobs]
-        own |= {job.client: {name: y[name] for name in own[0]} for job, y in zip(jobs, models, strict=True)}
+        own |= {
+            job.client: {name: y[name] for name in own[0]}
+            for job, y in zip(jobs, models, strict=True)
+        }
         x = averaged(models, weights(world, jobs))
         p = np.array([job.samples for job in jobs]) / sum(job.samples for job in jobs)
         a = np.array([[loss(model, job.client) for job in jobs] for model in models])
@@ -38,6 +46,9 @@ def loss_decomposition(world: World, most: int = 1000) -> Book:
         shift = sum(p[i] * p[j] * (a[i, j] - a[i, i]) for i in m for j in m)
         aggregation = sum(p[i] * sum(p[j] * (b[j] - a[i, j]) for j in m) for i in m)
         found.append((p @ b, p @ a.diagonal(), shift, aggregation))
-    columns = {f"decomposition.{name}": column for name, column in zip(NAMES, zip(*found, strict=True), strict=True)}
+    columns = {
+        f"decomposition.{name}": column
+        for name, column in zip(NAMES, zip(*found, strict=True), strict=True)
+    }
     took_part = {job.client for jobs in world.rounds for job in jobs}
     return Book(x, {i: own[i] for i in took_part} if own[0] else {}, columns=columns)

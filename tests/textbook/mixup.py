@@ -16,7 +16,8 @@ def mixes(world: World, job: Job, alpha: float) -> list[tuple[float, Tensor]]:
     generator = stream(world.seed, "draws.mixup", job.client, job.turn)
     lams = generator.beta(alpha, alpha, size=len(job.batches)).tolist()
     return [
-        (lam, torch.from_numpy(generator.permutation(len(y)))) for lam, (_, y) in zip(lams, job.batches, strict=True)
+        (lam, torch.from_numpy(generator.permutation(len(y))))
+        for lam, (_, y) in zip(lams, job.batches, strict=True)
     ]
 
 
@@ -33,7 +34,9 @@ def mixup(world: World, alpha: float) -> Book:
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
             targets = mixture(F.one_hot(y, world.classes).double(), *drawn[step])
-            return -(targets * logits(p, mixture(x, *drawn[step])).log_softmax(1)).sum() / len(y), 0.0
+            return -(targets * logits(p, mixture(x, *drawn[step])).log_softmax(1)).sum() / len(
+                y
+            ), 0.0
 
         return loss
 

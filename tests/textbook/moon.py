@@ -21,9 +21,15 @@ def represented(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Te
     if f"{EXTRACTOR}.3.weight" not in p:
         return features(p, x, training)
     inner = f"{EXTRACTOR}.0."
-    z = features({n.replace(inner, f"{EXTRACTOR}."): p[n] for n in p if n.startswith(inner)}, x, training)
+    z = features(
+        {n.replace(inner, f"{EXTRACTOR}."): p[n] for n in p if n.startswith(inner)}, x, training
+    )
     for layer in (1, 3):
-        z = F.linear(z if layer == 1 else z.relu(), p[f"{EXTRACTOR}.{layer}.weight"], p[f"{EXTRACTOR}.{layer}.bias"])
+        z = F.linear(
+            z if layer == 1 else z.relu(),
+            p[f"{EXTRACTOR}.{layer}.weight"],
+            p[f"{EXTRACTOR}.{layer}.bias"],
+        )
     return z
 
 
@@ -32,10 +38,14 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
 
 
-def moon(world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1) -> Book:
+def moon(
+    world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1
+) -> Book:
     """CE + mu l_con, with the client's last `pool` models as negatives. projection: widths of its two layers."""
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
-    assert tuple(len(world.start[name]) for name in layers if layers[1] in world.start) == projection
+    assert (
+        tuple(len(world.start[name]) for name in layers if layers[1] in world.start) == projection
+    )
     before: dict[int, list[Params]] = {}
 
     def losses(job: Job, received: Params) -> Parts:
@@ -47,7 +57,9 @@ def moon(world: World, mu: float, tau: float, projection: tuple[int, ...] = (), 
             if not negatives:
                 return task, 0.0
             pull = (cosine(z, represented(frozen, x, training=False)) / tau).exp()
-            push = sum((cosine(z, represented(old, x, training=False)) / tau).exp() for old in negatives)
+            push = sum(
+                (cosine(z, represented(old, x, training=False)) / tau).exp() for old in negatives
+            )
             return task, mu * -(pull / (pull + push)).log().mean()
 
         return loss
@@ -60,5 +72,7 @@ def moon(world: World, mu: float, tau: float, projection: tuple[int, ...] = (), 
         return torch.cat([p[name].flatten() for name in world.start if p[name].is_floating_point()])
 
     book = with_loss(world, losses, trained)
-    private = {i: {"moon.previous": torch.stack([flat(p) for p in models])} for i, models in before.items()}
+    private = {
+        i: {"moon.previous": torch.stack([flat(p) for p in models])} for i, models in before.items()
+    }
     return replace(book, private=private)

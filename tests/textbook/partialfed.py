@@ -55,8 +55,12 @@ class Policy:
             chosen, waiting = waiting[: asked.batch], waiting[asked.batch :]
             pi = self.logits.clone().requires_grad_()
             soft = dict(zip(self.layers, ((pi + gumbel) / temperature).softmax(1), strict=True))
-            model = {n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * kept[n] for n in received}
-            (slope,) = torch.autograd.grad(F.cross_entropy(evaluated(model, x[chosen]), y[chosen]), [pi])
+            model = {
+                n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * kept[n] for n in received
+            }
+            (slope,) = torch.autograd.grad(
+                F.cross_entropy(evaluated(model, x[chosen]), y[chosen]), [pi]
+            )
             self.adam.step({"pi": self.logits}, {"pi": slope}, asked.rate)
         noisy = self.logits + noise[-1] if asked.sampled else self.logits
         return noisy[:, 0] >= noisy[:, 1]
@@ -77,7 +81,11 @@ def evaluated(p: Params, x: Tensor) -> Tensor:
 
 
 def partialfed(
-    world: World, mask: Sequence[bool] = (), most: int = 10**9, mu: float = 0.0, policy: Asked | None = None
+    world: World,
+    mask: Sequence[bool] = (),
+    most: int = 10**9,
+    mu: float = 0.0,
+    policy: Asked | None = None,
 ) -> Book:
     """Load the layers of the mask (or as the policy says), all at first or after more than `most` versions away.
 
@@ -113,7 +121,9 @@ def partialfed(
         counters = [tensor.flatten() for tensor in model.values() if not tensor.is_floating_point()]
         private[i] = {
             "partialfed.model": torch.cat(floats),
-            "partialfed.counters": torch.cat(counters) if counters else torch.empty(0, dtype=torch.int64),
+            "partialfed.counters": torch.cat(counters)
+            if counters
+            else torch.empty(0, dtype=torch.int64),
             "partialfed.version": torch.tensor([versions[i]]),
         }
         if policy:

@@ -35,8 +35,15 @@ def after_local(world: World) -> Book:
         last |= {job.client: model for job, model in zip(jobs, models, strict=True)}
         x = averaged(models, weights(world, jobs))
     floats = [name for name in sorted(x, key=is_buffer) if x[name].is_floating_point()]
-    private = {i: {"pfedavg.model": torch.cat([y[name].flatten() for name in floats])} for i, y in last.items()}
-    return Book(x, private, own={i: {name: last.get(i, x)[name] for name in floats} for i in range(world.clients)})
+    private = {
+        i: {"pfedavg.model": torch.cat([y[name].flatten() for name in floats])}
+        for i, y in last.items()
+    }
+    return Book(
+        x,
+        private,
+        own={i: {name: last.get(i, x)[name] for name in floats} for i in range(world.clients)},
+    )
 
 
 def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = False) -> Book:
@@ -44,14 +51,24 @@ def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = F
     x, accuracy, own = dict(world.start), list[float](), dict[int, Params]()
     for version, jobs in enumerate(world.rounds, 1):
         x = averaged([train(world, job, x) for job in jobs], weights(world, jobs))
-        own = {client: tuned(world, x, client, version, epochs, head_only) for client in range(world.clients)}
-        tests = [(logits(own[client], inputs, False).argmax(1) == y) for client, (inputs, y) in enumerate(world.tests)]
+        own = {
+            client: tuned(world, x, client, version, epochs, head_only)
+            for client in range(world.clients)
+        }
+        tests = [
+            (logits(own[client], inputs, False).argmax(1) == y)
+            for client, (inputs, y) in enumerate(world.tests)
+        ]
         scored = version == len(world.rounds) or not last
-        accuracy.append(float(np.mean([right.double().mean() for right in tests])) if scored else np.nan)
+        accuracy.append(
+            float(np.mean([right.double().mean() for right in tests])) if scored else np.nan
+        )
     return Book(x, columns={"accuracy_finetuned": accuracy}, own=own)
 
 
-def tuned(world: World, model: Params, client: int, version: int, epochs: int, head_only: bool) -> Params:
+def tuned(
+    world: World, model: Params, client: int, version: int, epochs: int, head_only: bool
+) -> Params:
     """`model` after some passes over the client's samples, and those of its that training left out, if handed over."""
     spared = world.drawn.get("spared")
     parts = [world.data[client], *([spared[client]] if spared else [])]
@@ -64,6 +81,8 @@ def tuned(world: World, model: Params, client: int, version: int, epochs: int, h
             chosen = positions[start : start + batch]
             if len(chosen) == 1 and start and any(is_buffer(name) for name in p):
                 continue  # BatchNorm knows no variance of a single sample
-            loss = torch.nn.functional.cross_entropy(head(p, features(p, x[chosen], not head_only)), y[chosen])
+            loss = torch.nn.functional.cross_entropy(
+                head(p, features(p, x[chosen], not head_only)), y[chosen]
+            )
             sgd.step(p, gradients(loss, p, trainable(p, "model.head" if head_only else "model")))
     return detached(p)

@@ -40,7 +40,10 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
 
     for jobs in world.rounds:
         mean = averaged([client(job) for job in jobs], weights(world, jobs))
-        x = {name: mean[name] if is_buffer(name) else (1 - beta) * x[name] + beta * mean[name] for name in x}
+        x = {
+            name: mean[name] if is_buffer(name) else (1 - beta) * x[name] + beta * mean[name]
+            for name in x
+        }
 
     private = {i: {"pfedme.theta": flat(theta)} for i, theta in thetas.items()}
     own = {

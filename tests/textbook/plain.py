@@ -54,7 +54,8 @@ def trainable(p: Mapping[str, Tensor], prefix: str = "model") -> list[str]:
 def copied(p: Mapping[str, Tensor]) -> Params:
     """A copy that can be trained."""
     return {
-        name: t.clone().requires_grad_(t.is_floating_point() and not is_buffer(name)) for name, t in detached(p).items()
+        name: t.clone().requires_grad_(t.is_floating_point() and not is_buffer(name))
+        for name, t in detached(p).items()
     }
 
 
@@ -66,8 +67,12 @@ def detached(p: Mapping[str, Tensor]) -> Params:
 def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Params:
     """The gradient of a loss, zero for parameters that it does not depend on."""
     names = list(names)
-    found = torch.autograd.grad(loss, [p[name] for name in names], allow_unused=True, retain_graph=True)
-    return {n: torch.zeros_like(p[n]) if g is None else g for n, g in zip(names, found, strict=True)}
+    found = torch.autograd.grad(
+        loss, [p[name] for name in names], allow_unused=True, retain_graph=True
+    )
+    return {
+        n: torch.zeros_like(p[n]) if g is None else g for n, g in zip(names, found, strict=True)
+    }
 
 
 class Sgd:
@@ -76,7 +81,9 @@ class Sgd:
     clip: the largest norm of all gradients together, weight decay not counted; 0 for any.
     """
 
-    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float = 0.0):
+    def __init__(
+        self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float = 0.0
+    ):
         self.lr, self.momentum, self.weight_decay, self.clip = lr, momentum, weight_decay, clip
         self.buffers: Params = {}
 
@@ -84,11 +91,16 @@ class Sgd:
         """Move the parameters that have a gradient."""
         if self.clip:
             norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
-            grads = {name: grad * min(1.0, self.clip / (float(norm) + 1e-6)) for name, grad in grads.items()}
+            grads = {
+                name: grad * min(1.0, self.clip / (float(norm) + 1e-6))
+                for name, grad in grads.items()
+            }
         for name, grad in grads.items():
             direction = grad + self.weight_decay * p[name].detach()
             if self.momentum:
-                direction = self.momentum * self.buffers.get(name, torch.zeros_like(direction)) + direction
+                direction = (
+                    self.momentum * self.buffers.get(name, torch.zeros_like(direction)) + direction
+                )
                 self.buffers[name] = direction
             p[name].data -= self.lr * direction
 
@@ -96,7 +108,12 @@ class Sgd:
 def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
     """A job's own: the learning rate decays with the version that it received."""
     local = world.local
-    return Sgd(local.lr * local.lr_decay**job.version * factor, local.momentum, local.weight_decay, local.clip)
+    return Sgd(
+        local.lr * local.lr_decay**job.version * factor,
+        local.momentum,
+        local.weight_decay,
+        local.clip,
+    )
 
 
 def weights(world: World, jobs: Sequence[Job]) -> list[float]:
@@ -108,7 +125,9 @@ def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """sum_i w_i a_i / sum_i w_i; the maximum of integers."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
-    return sum((w * t for w, t in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0])) / sum(weights)
+    return sum(
+        (w * t for w, t in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0])
+    ) / sum(weights)
 
 
 def averaged(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Params:
@@ -117,11 +136,18 @@ def averaged(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -
 
 
 def moved(
-    x: Params, jobs: Sequence[Job], models: Sequence[Params], received: Sequence[Params], weights: Sequence[float]
+    x: Params,
+    jobs: Sequence[Job],
+    models: Sequence[Params],
+    received: Sequence[Params],
+    weights: Sequence[float],
 ) -> Params:
     """x plus the mean of what models moved from what each had received, which may be stale; of buffers the mean."""
     pairs = zip(models, (received[job.version] for job in jobs), strict=True)
-    changed = [{name: x[name] + p[name].detach() - base[name] for name in trainable(x)} for p, base in pairs]
+    changed = [
+        {name: x[name] + p[name].detach() - base[name] for name in trainable(x)}
+        for p, base in pairs
+    ]
     return {**averaged(models, weights), **averaged(changed, weights)}
 
 
@@ -173,7 +199,9 @@ Parts = Callable[[Params, int, Tensor, Tensor], tuple[Tensor, Tensor | float]]
 
 
 def with_loss(
-    world: World, losses: Callable[[Job, Params], Parts], trained: Callable[[Job, Params], None] = lambda job, p: None
+    world: World,
+    losses: Callable[[Job, Params], Parts],
+    trained: Callable[[Job, Params], None] = lambda job, p: None,
 ) -> Book:
     """FedAvg with another local loss: of a job and the model it received. trained: told of every model at its end.
 

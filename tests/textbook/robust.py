@@ -18,7 +18,10 @@ from textbook.world import Book, World
 
 def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
     """A number of every coordinate's values."""
-    return stepped(world, lambda at: at.x + torch.tensor([rule(v) for v in at.changes.T.tolist()], dtype=at.x.dtype))
+    return stepped(
+        world,
+        lambda at: at.x + torch.tensor([rule(v) for v in at.changes.T.tolist()], dtype=at.x.dtype),
+    )
 
 
 def coordinate_median(world: World) -> Book:
@@ -58,7 +61,10 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
     def rule(at: Cohort) -> Tensor:
         z = at.mean
         for _ in range(steps):
-            b = [float(a) / max(nu, float((z - g).norm())) for a, g in zip(at.weights, at.changes, strict=True)]
+            b = [
+                float(a) / max(nu, float((z - g).norm()))
+                for a, g in zip(at.weights, at.changes, strict=True)
+            ]
             z = sum(w * g for w, g in zip(b, at.changes, strict=True)) / sum(b)
         return at.x + z
 
@@ -72,7 +78,9 @@ def norm_clipping(world: World, bound: float) -> Book:
     def rule(at: Cohort) -> Tensor:
         norms = [float(g.norm()) for g in at.changes]
         counts.append(sum(norm > bound for norm in norms))
-        clipped = torch.stack([g * min(1.0, bound / norm) for g, norm in zip(at.changes, norms, strict=True)])
+        clipped = torch.stack(
+            [g * min(1.0, bound / norm) for g, norm in zip(at.changes, norms, strict=True)]
+        )
         return at.x + at.weights @ clipped / at.weights.sum()
 
     return replace(stepped(world, rule), columns={"norm_clipping.clipped": counts})

@@ -16,7 +16,9 @@ def scaffold(world: World) -> Book:
     """g - c_i + c at every step; c_i+ = c_i - c + (x - y) / (K' eta); c moves by the changes' sum over all N."""
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]
-    own = {client: dict(cs[0]) for client in range(world.clients)}  # a client goes on from what it itself left last
+    own = {
+        client: dict(cs[0]) for client in range(world.clients)
+    }  # a client goes on from what it itself left last
 
     def client(job: Job) -> tuple[Params, Params]:
         x, c = xs[job.version], cs[job.version]
@@ -25,15 +27,22 @@ def scaffold(world: World) -> Book:
             grads = gradients(cross_entropy(p, step, *batch), p, names)
             sgd.step(p, {name: grads[name] - own[job.client][name] + c[name] for name in names})
         rho, steps = world.local.momentum, len(job.batches)
-        worth = sum((1 - rho ** (steps - k)) / (1 - rho) for k in range(steps))  # each gradient's part in the movement
-        return p, {n: own[job.client][n] - c[n] + (x[n] - p[n].detach()) / (worth * sgd.lr) for n in names}
+        worth = sum(
+            (1 - rho ** (steps - k)) / (1 - rho) for k in range(steps)
+        )  # each gradient's part in the movement
+        return p, {
+            n: own[job.client][n] - c[n] + (x[n] - p[n].detach()) / (worth * sgd.lr) for n in names
+        }
 
     for jobs in world.rounds:
         models, c = list[Params](), cs[-1]
         for job in jobs:
             model, new = client(job)
             models.append(model)
-            c = {name: c[name] + (new[name] - own[job.client][name]) / world.clients for name in names}
+            c = {
+                name: c[name] + (new[name] - own[job.client][name]) / world.clients
+                for name in names
+            }
             own[job.client] = new
         xs.append(moved(xs[-1], jobs, models, xs, weights(world, jobs)))
         cs.append(c)

@@ -56,9 +56,20 @@ def stepped(
     names, models = trainable(world.start), [dict(world.start)]
     for version, jobs in enumerate(world.rounds):
         trained = [detached(train(world, job, models[job.version], loss)) for job in jobs]
-        changes = [flat(y, names) - flat(models[job.version], names) for y, job in zip(trained, jobs, strict=True)]
+        changes = [
+            flat(y, names) - flat(models[job.version], names)
+            for y, job in zip(trained, jobs, strict=True)
+        ]
         raw, x = weigh(world, version, jobs), models[-1]
-        new = rule(Cohort(version, jobs, flat(x, names), torch.stack(changes), torch.tensor(raw, dtype=torch.float64)))
+        new = rule(
+            Cohort(
+                version,
+                jobs,
+                flat(x, names),
+                torch.stack(changes),
+                torch.tensor(raw, dtype=torch.float64),
+            )
+        )
         models.append(averaged(trained, raw) | unflat(new, x, names))
         after(models[-1])
     return Book(models[-1])

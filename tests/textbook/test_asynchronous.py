@@ -24,7 +24,11 @@ from textbook.world import Book, World
 
 NORMED = {"model": NORMED_MLP}
 LONG, BY_SAMPLES = {"rounds": 10}, {"rounds": 10, "weighting": "samples"}
-ALONE, PAIRS, FEW = Buffered(concurrency=4, size=1), Buffered(concurrency=4, size=2), Buffered(concurrency=3, size=3)
+ALONE, PAIRS, FEW = (
+    Buffered(concurrency=4, size=1),
+    Buffered(concurrency=4, size=2),
+    Buffered(concurrency=3, size=3),
+)
 ADAM = {"lr": 0.4, "beta1": 0.6, "beta2": 0.8, "eps": 1e-3}
 SAME = {"server_lr": 0.4, "beta1": 0.6, "beta2": 0.8, "eps": 1e-3}
 
@@ -32,10 +36,18 @@ ROWS = {
     "fedasync": Row(partial(fedasync, alpha=0.6), lambda: [FedAsync()], run=LONG, schedule=ALONE),
     "fedasync in rounds": Row(partial(fedasync, alpha=0.6), lambda: [FedAsync()], NORMED),
     "fedasync of pairs": Row(
-        partial(fedasync, alpha=0.5, a=1.3), lambda: [FedAsync(0.5, a=1.3)], NORMED, LONG, schedule=PAIRS
+        partial(fedasync, alpha=0.5, a=1.3),
+        lambda: [FedAsync(0.5, a=1.3)],
+        NORMED,
+        LONG,
+        schedule=PAIRS,
     ),
     "fedasync with a constant rate": Row(
-        partial(fedasync, alpha=0.9, kind="constant"), lambda: [FedAsync(0.9, "constant")], NORMED, LONG, ALONE
+        partial(fedasync, alpha=0.9, kind="constant"),
+        lambda: [FedAsync(0.9, "constant")],
+        NORMED,
+        LONG,
+        ALONE,
     ),
     "fedasync with a hinge": Row(
         partial(fedasync, alpha=0.6, kind="hinge", a=0.7, b=1.0),
@@ -75,13 +87,29 @@ ROWS = {
     "ace in rounds": Row(partial(ace, lr=0.5), lambda: [ACE(0.5, cache="memory")], NORMED),
     "ace of buffers": Row(partial(ace, lr=0.5), lambda: [ACE(0.5)], NORMED, LONG, FEW),
     "ace that waits for everybody": Row(
-        partial(ace, lr=0.5, initialise=True), lambda: [ACE(0.5, initialise=True)], NORMED, LONG, ALONE
+        partial(ace, lr=0.5, initialise=True),
+        lambda: [ACE(0.5, initialise=True)],
+        NORMED,
+        LONG,
+        ALONE,
     ),
     "aced": Row(partial(ace, lr=0.5, oldest=3), lambda: [ACE(0.5, 3)], NORMED, LONG, ALONE),
-    "aced of pairs": Row(partial(ace, lr=0.5, oldest=2), lambda: [ACE(0.5, 2)], NORMED, LONG, PAIRS),
-    "aced without a memory": Row(partial(ace, lr=0.5, oldest=0), lambda: [ACE(0.5, 0)], NORMED, LONG, ALONE),
-    "fadas": Row(partial(fadas, **ADAM, threshold=1), lambda: [FADAS(threshold=1, **SAME)], NORMED, LONG, PAIRS),
-    "fadas in rounds": Row(partial(fadas, **ADAM, threshold=0), lambda: [FADAS(threshold=0, **SAME)], NORMED),
+    "aced of pairs": Row(
+        partial(ace, lr=0.5, oldest=2), lambda: [ACE(0.5, 2)], NORMED, LONG, PAIRS
+    ),
+    "aced without a memory": Row(
+        partial(ace, lr=0.5, oldest=0), lambda: [ACE(0.5, 0)], NORMED, LONG, ALONE
+    ),
+    "fadas": Row(
+        partial(fadas, **ADAM, threshold=1),
+        lambda: [FADAS(threshold=1, **SAME)],
+        NORMED,
+        LONG,
+        PAIRS,
+    ),
+    "fadas in rounds": Row(
+        partial(fadas, **ADAM, threshold=0), lambda: [FADAS(threshold=0, **SAME)], NORMED
+    ),
     "fadas of single arrivals, capped": Row(
         partial(fadas, **ADAM, threshold=0, rule="cap"),
         lambda: [FADAS(threshold=0, rule="cap", **SAME)],
@@ -89,7 +117,10 @@ ROWS = {
         schedule=ALONE,
     ),
     "fadas by samples, without a threshold": Row(
-        partial(fadas, **ADAM), lambda: [FADAS(threshold=None, **SAME)], run=BY_SAMPLES, schedule=PAIRS
+        partial(fadas, **ADAM),
+        lambda: [FADAS(threshold=None, **SAME)],
+        run=BY_SAMPLES,
+        schedule=PAIRS,
     ),
     "fadas with bias correction": Row(
         partial(fadas, **ADAM, threshold=2, bias_correction=True),
@@ -104,7 +135,9 @@ def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
     """The book, once it is sure that updates were stale: all of one aggregation, or a client came twice in it."""
 
     def sure(world: World) -> Book:
-        ages = [[version - job.version for job in jobs] for version, jobs in enumerate(world.rounds)]
+        ages = [
+            [version - job.version for job in jobs] for version, jobs in enumerate(world.rounds)
+        ]
         again = [len({job.client for job in jobs}) < len(jobs) for jobs in world.rounds]
         assert max(map(max, ages)) > 0 and (any(again) if twice else max(map(min, ages)) > 0)
         return book(world)
@@ -115,4 +148,8 @@ def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_method_ends_where_its_textbook_does(name: str) -> None:
     row = ROWS[name]
-    check(replace(row, book=late(row.book, row.schedule is FEW)) if isinstance(row.schedule, Buffered) else row)
+    check(
+        replace(row, book=late(row.book, row.schedule is FEW))
+        if isinstance(row.schedule, Buffered)
+        else row
+    )

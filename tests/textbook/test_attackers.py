@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, NORMED_MLP, SEED, changed, coordinate, ran, run, run_spec, several, tiny
+from tiny_runs import (
+    LOCAL,
+    NORMED_MLP,
+    SEED,
+    changed,
+    coordinate,
+    ran,
+    run,
+    run_spec,
+    several,
+    tiny,
+)
 
 from raysim.api.method import Method
 from raysim.data.federated import federate
@@ -58,12 +69,20 @@ def test_flipped_labels_are_those_of_the_attackers_training_samples_alone() -> N
     spec = changed(run_spec(data=data), attack=Attack("label_flip", 0.34))
     truth = torch.from_numpy(data.open().labels)
     seen = spec.attackers.labels(truth, data.partition.train, 5)
-    theirs = np.concatenate([data.partition.train.rows(client) for client in spec.attackers.clients])
+    theirs = np.concatenate(
+        [data.partition.train.rows(client) for client in spec.attackers.clients]
+    )
     assert len(spec.attackers.clients) == 2 and len(theirs) == 32
-    assert (seen != truth).nonzero().flatten().tolist() == sorted(row for row in theirs.tolist() if truth[row] != 2)
+    assert (seen != truth).nonzero().flatten().tolist() == sorted(
+        row for row in theirs.tolist() if truth[row] != 2
+    )
     assert (seen[theirs] == 4 - truth[theirs]).all()
     honest, found = run(run_spec(data=data)), run(spec)
-    assert found.bits != honest.bits and found.rows[0]["attackers"] is not None and "attackers" not in honest.rows[0]
+    assert (
+        found.bits != honest.bits
+        and found.rows[0]["attackers"] is not None
+        and "attackers" not in honest.rows[0]
+    )
 
 
 def test_attackers_are_the_same_on_two_hosts_and_after_a_stop(tmp_path: Any) -> None:
@@ -71,7 +90,9 @@ def test_attackers_are_the_same_on_two_hosts_and_after_a_stop(tmp_path: Any) -> 
     whole = run(spec)
     assert ran(coordinate(spec, runtime=several(spec, 2))).bits == whole.bits
     ran(coordinate(spec, rounds=1, checkpoint_every=1, folder=str(tmp_path)))
-    later = ran(coordinate(spec, resume=str(tmp_path / "checkpoints/round-000001"), folder=str(tmp_path)))
+    later = ran(
+        coordinate(spec, resume=str(tmp_path / "checkpoints/round-000001"), folder=str(tmp_path))
+    )
     assert later.bits == whole.bits and later.history == whole.history
 
 
@@ -93,8 +114,15 @@ def test_an_attack_that_is_too_long_is_left_out_like_any_failure() -> None:
     spec = changed(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
     found = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
     assert {failure.client for failure in found.failures} == {*spec.attackers.clients.tolist()}
-    assert "client" in found.failures[0].error and "faults.norm=100 allows less" in found.failures[0].error
-    assert [row["attackers"] for row in found.rows] == [0, 0, 0] and found.coordinator.server.vector.norm() < 100
+    assert (
+        "client" in found.failures[0].error
+        and "faults.norm=100 allows less" in found.failures[0].error
+    )
+    assert [row["attackers"] for row in found.rows] == [
+        0,
+        0,
+        0,
+    ] and found.coordinator.server.vector.norm() < 100
 
 
 def test_numbers_that_a_pencil_can_check() -> None:
@@ -107,12 +135,19 @@ def test_numbers_that_a_pencil_can_check() -> None:
 @pytest.mark.parametrize(
     ("attack", "kind", "size", "sentence"),
     [
-        (Attack("scaled", 0.01, 2.0), "classification", 9, "attack.share=0.01 of 7 clients is nobody"),
+        (
+            Attack("scaled", 0.01, 2.0),
+            "classification",
+            9,
+            "attack.share=0.01 of 7 clients is nobody",
+        ),
         (Attack("alie", 0.3), "classification", 2, "has at most 2: aggregate more"),
         (Attack("label_flip", 0.3), "regression", 9, "this data is for regression"),
     ],
 )
-def test_an_attack_that_cannot_be_is_refused(attack: Attack, kind: str, size: int, sentence: str) -> None:
+def test_an_attack_that_cannot_be_is_refused(
+    attack: Attack, kind: str, size: int, sentence: str
+) -> None:
     train = DATA.partition.train
     with pytest.raises(ValueError, match=sentence):
         Attackers(attack, SEED, train.counts).check(kind, train, size)

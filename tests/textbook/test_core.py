@@ -59,10 +59,14 @@ ROWS = {
     "clipped now and then": Row(core, list, trained(clip=1.6, weight_decay=0.3)),
     "clipped, nesterov, BatchNorm": Row(core, list, trained(True, clip=0.2, nesterov=True)),
     "steps": Row(core, list, {"local": STEPS}),
-    "steps with BatchNorm": Row(core, list, {"local": replace(STEPS, batch=3), "model": NORMED_MLP}),
+    "steps with BatchNorm": Row(
+        core, list, {"local": replace(STEPS, batch=3), "model": NORMED_MLP}
+    ),
     "steps with replacement": Row(core, list, {"local": replace(STEPS, sampling="replacement")}),
     "epochs with replacement": Row(core, list, trained(sampling="replacement")),
-    "batches larger than a client": Row(core, list, {"local": replace(STEPS, batch=30, sampling="replacement")}),
+    "batches larger than a client": Row(
+        core, list, {"local": replace(STEPS, batch=30, sampling="replacement")}
+    ),
     "one batch a pass": Row(core, list, trained(batch=1000)),
     "uniform weights": Row(core, list, trained(True), {"weighting": "uniform"}),
     "BatchNorm that has seen more batches of some": Row(core, list, trained(True, batch=3)),
@@ -82,18 +86,24 @@ def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
     check(ROWS[name])
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"]
+)
 def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> None:
     study = run_spec(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
     ways = [run(study, schedule, summation=group, rounds=2).tensors for group in (1, 4, 100)]
-    assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), "or nothing is tested"
+    assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), (
+        "or nothing is tested"
+    )
     for other in ways[1:]:
         for name, tensor in ways[0].items():
             np.testing.assert_allclose(other[name], tensor, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_the_rows_with_late_updates_have_some() -> None:
-    found = run(run_spec(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6)
+    found = run(
+        run_spec(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6
+    )
     assert sum(row["staleness"] > 0 for row in found.rows) > 2  # type: ignore[operator, misc]
 
 
@@ -101,11 +111,15 @@ def test_the_rows_with_late_updates_have_some() -> None:
 
 COUNTS = [20, 0, 35, 20, 8, 50, 20, 41]
 FLOATS = 64 + 1 + 5 + 5  # an Mlp of one unit on 8 x 8 pixels in 5 classes
-SLOW = Lognormal(speed=50.0, sigma=0.7, bandwidth_down=900.0, bandwidth_up=300.0, bandwidth_sigma=0.4)
+SLOW = Lognormal(
+    speed=50.0, sigma=0.7, bandwidth_down=900.0, bandwidth_up=300.0, bandwidth_sigma=0.4
+)
 
 
 def slow(client: int) -> float:
-    return lognormal_seconds(SEED, len(COUNTS), client, COUNTS[client], FLOATS, 50.0, 900.0, 300.0, 0.7, 0.4)
+    return lognormal_seconds(
+        SEED, len(COUNTS), client, COUNTS[client], FLOATS, 50.0, 900.0, 300.0, 0.7, 0.4
+    )
 
 
 def ideal(client: int) -> float:
@@ -119,7 +133,14 @@ def expected(schedule: Synchronous | Buffered, fleet: str, rounds: int) -> list[
 
 
 FLEETS = {"ideal": Ideal(speed=10.0), "lognormal": SLOW}
-SCHEDULES = [Synchronous(3), Synchronous(7), Buffered(4, 2), Buffered(7, 3), Buffered(3, 1), Buffered(5, 5)]
+SCHEDULES = [
+    Synchronous(3),
+    Synchronous(7),
+    Buffered(4, 2),
+    Buffered(7, 3),
+    Buffered(3, 1),
+    Buffered(5, 5),
+]
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
@@ -131,20 +152,32 @@ def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
     assert ledger.cohorts == [[job.client for job in each.taken] for each in wanted]
     assert ledger.staleness == [[job.staleness for job in each.taken] for each in wanted]
     known = [job for each in wanted for job in (*each.taken, *each.waiting, *each.running)]
-    jobs = {job.number: (job.client, job.turn, job.version, float(COUNTS[job.client])) for job in known}
-    ran = [(job.number, (job.client, job.participation, job.version, job.weight)) for job in runtime.jobs]
-    assert dict(ran) == {number: jobs[number] for number, _ in ran} and len(ran) >= 12 * schedule.size
+    jobs = {
+        job.number: (job.client, job.turn, job.version, float(COUNTS[job.client])) for job in known
+    }
+    ran = [
+        (job.number, (job.client, job.participation, job.version, job.weight))
+        for job in runtime.jobs
+    ]
+    assert (
+        dict(ran) == {number: jobs[number] for number, _ in ran} and len(ran) >= 12 * schedule.size
+    )
     assert len(events) > 12
     for row, each in zip(coordinator.rows, wanted, strict=True):
         assert row["virtual_seconds"] == pytest.approx(each.now, rel=1e-12)
-        assert (row["floats_down"], row["floats_up"]) == (FLOATS * each.sent, FLOATS * each.arrivals)
+        assert (row["floats_down"], row["floats_up"]) == (
+            FLOATS * each.sent,
+            FLOATS * each.arrivals,
+        )
         assert (row["clients"], row["failures"]) == (schedule.size, 0)
         assert row["samples"] == sum(COUNTS[job.client] for job in each.taken)
         assert row["staleness"] == pytest.approx(np.mean([job.staleness for job in each.taken]))
 
 
 def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_send() -> None:
-    fleet = Lognormal(speed=10.0, sigma=0.0, bandwidth_down=100.0, bandwidth_up=50.0, bandwidth_sigma=0.0)
+    fleet = Lognormal(
+        speed=10.0, sigma=0.0, bandwidth_down=100.0, bandwidth_up=50.0, bandwidth_sigma=0.0
+    )
     coordinator, ledger, _ = silent([20, 50, 30], Synchronous(3), fleet, rounds=2)
     [*coordinator.run()]
     # 75 floats are 300 bytes: 3 s down, 6 s up; 2, 5 and 3 s of training.
@@ -153,7 +186,9 @@ def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_
 
 
 def test_clients_that_need_the_same_time_are_taken_by_their_ids() -> None:
-    coordinator, ledger, _ = silent([20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3)
+    coordinator, ledger, _ = silent(
+        [20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3
+    )
     [*coordinator.run()]
     # 1 and 3 after a second; both begin again and are back after two, when 0, 2 and 4 are: five in the order of ids.
     assert ledger.cohorts == [[1, 3], [0, 1], [2, 3]]
@@ -172,15 +207,22 @@ def test_passes_count_as_work_and_a_step_as_a_batch_or_all_that_a_client_has() -
         fleet = Ideal(speed=10.0)
         for samples, wanted in zip((20, 5), seconds, strict=True):
             devices = fleet.devices(0, 1, lambda: 1.0)
-            assert devices.trip(0, 0, 0.0, local.budget(samples), 0, 0).finish == pytest.approx(wanted)
+            assert devices.trip(0, 0, 0.0, local.budget(samples), 0, 0).finish == pytest.approx(
+                wanted
+            )
         found = run(run_spec(data=data, local=local), Synchronous(4), fleet, rounds=1)
-        most = max(n * local.epochs if local.epochs else local.steps * min(local.batch, n) for n in counts.tolist())  # type: ignore[operator]
+        most = max(
+            n * local.epochs if local.epochs else local.steps * min(local.batch, n)
+            for n in counts.tolist()
+        )  # type: ignore[operator]
         assert found.rows[0]["virtual_seconds"] == pytest.approx(most / 10)
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_the_numbers_of_a_checkpoint_are_those_on_paper(schedule: Any, fleet: str, tmp_path: Path) -> None:
+def test_the_numbers_of_a_checkpoint_are_those_on_paper(
+    schedule: Any, fleet: str, tmp_path: Path
+) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}
     coordinator, _, _ = silent(COUNTS, schedule, FLEETS[fleet], **settings)
     [*coordinator.run()]
@@ -201,7 +243,11 @@ def test_the_numbers_of_a_checkpoint_are_those_on_paper(schedule: Any, fleet: st
         }
         for job in going:
             mine = planned[job.number]
-            assert (mine.client, mine.participation, mine.version) == (job.client, job.turn, job.version)
+            assert (mine.client, mine.participation, mine.version) == (
+                job.client,
+                job.turn,
+                job.version,
+            )
             assert mine.finish == pytest.approx(job.finish, rel=1e-12)
             assert (mine.work, mine.down, mine.up) == (COUNTS[job.client], FLOATS, FLOATS)
         if version == 10:  # the plan ends with the run
@@ -269,9 +315,13 @@ def columns(found: Ran) -> dict[str, Any]:
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
 
 
-def scored(*methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any) -> tuple[Ran, dict[int, Params]]:
+def scored(
+    *methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any
+) -> tuple[Ran, dict[int, Params]]:
     """A run, and every client's model: the shared one with the client's own tensors in it."""
-    study = run_spec(*methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others)
+    study = run_spec(
+        *methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others
+    )
     found = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
     layout, coordinator = found.coordinator.layout, found.coordinator
     states = dict(coordinator.private.accepted())
@@ -292,20 +342,33 @@ def adapted(models: Mapping[int, Params], epochs: int) -> dict[int, Params]:
     data = [samples(SPREAD.partition.train.rows(client))[:2] for client in range(4)]
     world = World(SEED, 4, 5, (), data, data[0], {}, frozenset(), LOCAL, "samples")
     with torch.enable_grad():
-        return {client: tuned(world, model, client, 3, epochs, False) for client, model in models.items()}
+        return {
+            client: tuned(world, model, client, 3, epochs, False)
+            for client, model in models.items()
+        }
 
 
 def test_one_model_for_all_is_scored_on_every_clients_rows_and_on_the_central_ones() -> None:
     found, models = scored()
-    wanted = own_columns(models) | central_columns(models[0]) | own_columns(adapted(models, 2), "_finetuned")
+    wanted = (
+        own_columns(models)
+        | central_columns(models[0])
+        | own_columns(adapted(models, 2), "_finetuned")
+    )
     assert columns(found) == pytest.approx(wanted, rel=1e-9)
     assert len(set(wanted.values())) > 8, "or columns could be taken for one another"
 
 
-def test_models_with_layers_of_their_own_are_scored_each_on_its_rows_and_on_the_central_ones() -> None:
+def test_models_with_layers_of_their_own_are_scored_each_on_its_rows_and_on_the_central_ones() -> (
+    None
+):
     found, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
     common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
-    wanted = own_columns(models) | {"accuracy_common": common} | own_columns(adapted(models, 2), "_finetuned")
+    wanted = (
+        own_columns(models)
+        | {"accuracy_common": common}
+        | own_columns(adapted(models, 2), "_finetuned")
+    )
     assert columns(found) == pytest.approx(wanted, rel=1e-9)
 
 
@@ -315,7 +378,9 @@ def test_a_method_that_makes_models_of_the_shared_one_is_scored_both_ways() -> N
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}
     common = hits(turned, SPREAD.central).mean()
     own = own_columns(dict.fromkeys(models, turned))
-    wanted = own | own_columns(models, "_shared") | central_columns(shared) | {"accuracy_common": common}
+    wanted = (
+        own | own_columns(models, "_shared") | central_columns(shared) | {"accuracy_common": common}
+    )
     assert columns(found) == pytest.approx(wanted, rel=1e-9)
 
 

@@ -19,7 +19,10 @@ from textbook.check import Row, check
 from textbook.dp_fedavg import dp_fedavg, epsilon_poisson
 
 SPENT = dict.fromkeys(("dp_fedavg.epsilon", "dp_fedavg.epsilon_poisson"), "the accountant's")
-SEVEN: dict[str, Any] = {"study": {"data": tiny(clients=7, samples=120)}, "schedule": Synchronous(7)}
+SEVEN: dict[str, Any] = {
+    "study": {"data": tiny(clients=7, samples=120)},
+    "schedule": Synchronous(7),
+}
 ROWS = {
     "as it is": Row(partial(dp_fedavg, m=3, z=1.0, c=0.1), lambda: [DPFedAvg()], skips=SPENT),
     "little noise, of seven": Row(
@@ -44,14 +47,20 @@ def test_a_run_ends_where_its_textbook_does(name: str) -> None:
 def test_epsilon_is_a_column_and_grows_with_every_round() -> None:
     found = run(run_spec(DPFedAvg(delta=1e-3)), Synchronous(3))
     for number, row in enumerate(found.rows, start=1):
-        assert row["dp_fedavg.epsilon"] == epsilon(1.0, found.coordinator.server.able, 3, number, 1e-3)
+        assert row["dp_fedavg.epsilon"] == epsilon(
+            1.0, found.coordinator.server.able, 3, number, 1e-3
+        )
     assert found.rows[0]["dp_fedavg.epsilon"] < found.rows[-1]["dp_fedavg.epsilon"]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("clients", "cohort", "rounds"), [(60000, 256, 14062), (100, 10, 50), (10, 10, 3)])
+@pytest.mark.parametrize(
+    ("clients", "cohort", "rounds"), [(60000, 256, 14062), (100, 10, 50), (10, 10, 3)]
+)
 def test_epsilons_are_those_of_the_papers_formulas(clients: int, cohort: int, rounds: int) -> None:
     by_hand = epsilon_poisson(2.2, cohort / clients, rounds, 1e-5)
-    assert epsilon(2.2, clients, cohort, rounds, 1e-5, poisson=True) == pytest.approx(by_hand, rel=1e-6)
+    assert epsilon(2.2, clients, cohort, rounds, 1e-5, poisson=True) == pytest.approx(
+        by_hand, rel=1e-6
+    )
     # Everybody takes part: the Gaussian mechanism, of twice the sensitivity where neighbours replace a client.
     everybody = epsilon_poisson(1.1, 1.0, rounds, 1e-5)
     assert epsilon(2.2, cohort, cohort, rounds, 1e-5) == pytest.approx(everybody, rel=1e-6)
@@ -80,7 +89,9 @@ class Sending(Method):
         ((), MLP, True, "schedule"),
     ],
 )
-def test_dp_fedavg_refuses_what_it_does_not_hide(others: Any, model: Any, stale: bool, named: str) -> None:
+def test_dp_fedavg_refuses_what_it_does_not_hide(
+    others: Any, model: Any, stale: bool, named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
         declare_run(run_spec(DPFedAvg(0.0), *others, model=model, stale=stale))
 

@@ -30,14 +30,19 @@ STEPS: dict[str, Any] = {"local": replace(LOCAL, epochs=None, steps=5, momentum=
 CLIPPED: dict[str, Any] = {"local": replace(LOCAL, clip=0.05)}
 PLAIN: dict[str, Any] = {"local": replace(LOCAL, momentum=0.0, weight_decay=0.0)}
 SAMPLES, UNIFORM = {"weighting": "samples"}, {"weighting": "uniform"}
-FEW: dict[str, Any] = {"schedule": Synchronous(1), "run": {"rounds": 2}}  # so some client never takes part
+FEW: dict[str, Any] = {
+    "schedule": Synchronous(1),
+    "run": {"rounds": 2},
+}  # so some client never takes part
 ALL: dict[str, Any] = {"schedule": Synchronous(4)}
 
 
 def phases(head: int, body: int, **study: Any) -> Row:
     local = replace(LOCAL, epochs=head + body)
     return Row(
-        partial(fedrep, head=head, body=body), lambda: [FedRep("alternate", head, body)], {"local": local} | study
+        partial(fedrep, head=head, body=body),
+        lambda: [FedRep("alternate", head, body)],
+        {"local": local} | study,
     )
 
 
@@ -48,19 +53,28 @@ ROWS = {
     "feddyn, clipped": Row(partial(feddyn, alpha=0.3), lambda: [FedDyn(0.3)], CLIPPED),
     "feddyn, plain SGD": Row(partial(feddyn, alpha=0.001), lambda: [FedDyn(0.001)], PLAIN),
     "feddyn, everybody": Row(partial(feddyn, alpha=0.1), lambda: [FedDyn(0.1)], NORMED, **ALL),
-    "feddyn, some never train": Row(partial(feddyn, alpha=0.1), lambda: [FedDyn(0.1)], NORMED, **FEW),
+    "feddyn, some never train": Row(
+        partial(feddyn, alpha=0.1), lambda: [FedDyn(0.1)], NORMED, **FEW
+    ),
     "fedsam": Row(partial(fedsam, rho=0.05), lambda: [FedSAM()]),
     "fedsam with BatchNorm": Row(partial(fedsam, rho=0.3), lambda: [FedSAM(0.3)], NORMED),
-    "fedsam, uniform, plain SGD": Row(partial(fedsam, rho=0.3), lambda: [FedSAM(0.3)], PLAIN, UNIFORM),
+    "fedsam, uniform, plain SGD": Row(
+        partial(fedsam, rho=0.3), lambda: [FedSAM(0.3)], PLAIN, UNIFORM
+    ),
     "fedsam, clipped": Row(partial(fedsam, rho=0.3), lambda: [FedSAM(0.3)], CLIPPED),
     "fedsam and fedbn": Row(partial(fedsam, rho=0.3), lambda: [FedSAM(0.3), FedBN()], NORMED),
-    "fedsam and fedprox": Row(partial(fedsam, rho=0.3, mu=0.5), lambda: [FedProx(0.5), FedSAM(0.3)], NORMED),
+    "fedsam and fedprox": Row(
+        partial(fedsam, rho=0.3, mu=0.5), lambda: [FedProx(0.5), FedSAM(0.3)], NORMED
+    ),
     "fedasam": Row(partial(fedsam, rho=0.5, eta=0.2), lambda: [FedSAM(0.5, adaptive=True)]),
     "fedasam with BatchNorm": Row(
         partial(fedsam, rho=0.5, eta=0.01), lambda: [FedSAM(0.5, adaptive=True, eta=0.01)], NORMED
     ),
     "fedasam and fedbn": Row(
-        partial(fedsam, rho=0.5, eta=0.2), lambda: [FedBN(), FedSAM(0.5, adaptive=True)], NORMED, **FEW
+        partial(fedsam, rho=0.5, eta=0.2),
+        lambda: [FedBN(), FedSAM(0.5, adaptive=True)],
+        NORMED,
+        **FEW,
     ),
     "mofedsam": Row(partial(mofedsam, rho=0.05, beta=0.1), lambda: [FedSAM(), FedCM(0.1)]),
     "mofedsam by samples, with BatchNorm": Row(
@@ -73,8 +87,12 @@ ROWS = {
     "fedspeed, one gradient": Row(
         partial(fedspeed, lam=0.5, rho=0.1, share=0.0), lambda: [FedSpeed(0.5, 0.1, 0.0)], NORMED
     ),
-    "fedspeed, no step uphill": Row(partial(fedspeed, lam=0.5, rho=0.0, share=1.0), lambda: [FedSpeed(0.5, 0.0)]),
-    "fedspeed, plain SGD": Row(partial(fedspeed, lam=0.2, rho=0.1, share=1.0), lambda: [FedSpeed(0.2)], PLAIN),
+    "fedspeed, no step uphill": Row(
+        partial(fedspeed, lam=0.5, rho=0.0, share=1.0), lambda: [FedSpeed(0.5, 0.0)]
+    ),
+    "fedspeed, plain SGD": Row(
+        partial(fedspeed, lam=0.2, rho=0.1, share=1.0), lambda: [FedSpeed(0.2)], PLAIN
+    ),
     "fedspeed by samples, some never train": Row(
         partial(fedspeed, lam=0.5, rho=0.1, share=0.5),
         lambda: [FedSpeed(0.5, 0.1, 0.5)],
@@ -84,7 +102,9 @@ ROWS = {
     ),
     "ditto": Row(partial(ditto, lam=1.0), lambda: [Ditto()]),
     "ditto with BatchNorm": Row(partial(ditto, lam=0.1), lambda: [Ditto(0.1)], NORMED),
-    "ditto, another rate": Row(partial(ditto, lam=1.0, factor=0.3), lambda: [Ditto(1.0, 0.3)], NORMED),
+    "ditto, another rate": Row(
+        partial(ditto, lam=1.0, factor=0.3), lambda: [Ditto(1.0, 0.3)], NORMED
+    ),
     "ditto, no pull": Row(partial(ditto, lam=0.0), lambda: [Ditto(0.0)], NORMED),
     "ditto, fixed steps": Row(partial(ditto, lam=1.0), lambda: [Ditto()], STEPS),
     "ditto, clipped": Row(partial(ditto, lam=1.0), lambda: [Ditto()], CLIPPED),

@@ -68,8 +68,12 @@ ROWS = {
     "no momentum": row(study={"local": replace(SHORT, momentum=0.0)}),
     "no BatchNorm in the model": row(study={"model": MLP}),
     "a head without bias": row(study={"model": Bare()}),
-    "a client of one sample": row(study={"data": with_few(1)}, schedule=Synchronous(4), run={"rounds": 2}),
-    "a client of two samples": row(study={"data": with_few(2)}, schedule=Synchronous(4), run={"rounds": 2}),
+    "a client of one sample": row(
+        study={"data": with_few(1)}, schedule=Synchronous(4), run={"rounds": 2}
+    ),
+    "a client of two samples": row(
+        study={"data": with_few(2)}, schedule=Synchronous(4), run={"rounds": 2}
+    ),
     "a client that never trains": row(schedule=Synchronous(1), run={"rounds": 2}),
 }
 

@@ -38,12 +38,18 @@ ROWS = {
     "scaffold by samples, with BatchNorm": Row(scaffold, lambda: [Scaffold()], NORMED, SAMPLES),
     "scaffold, fixed steps": Row(scaffold, lambda: [Scaffold()], STEPS),
     "scaffold, late": Row(scaffold, lambda: [Scaffold()], **LATE),
-    "scaffold by samples, one by one": Row(scaffold, lambda: [Scaffold()], {}, SAMPLES | LONG, Buffered(3, 1)),
+    "scaffold by samples, one by one": Row(
+        scaffold, lambda: [Scaffold()], {}, SAMPLES | LONG, Buffered(3, 1)
+    ),
     "fedcm, late": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], **LATE),
     "scaffold, clipped": Row(scaffold, lambda: [Scaffold()], CLIPPED),
     "fedcm": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)]),
-    "fedcm by samples, with BatchNorm": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], NORMED, SAMPLES),
-    "fedcm, warm start": Row(partial(fedcm, alpha=0.1, warm_start=True), lambda: [FedCM(warm_start=True)]),
+    "fedcm by samples, with BatchNorm": Row(
+        partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], NORMED, SAMPLES
+    ),
+    "fedcm, warm start": Row(
+        partial(fedcm, alpha=0.1, warm_start=True), lambda: [FedCM(warm_start=True)]
+    ),
     "fedcm, fixed steps": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], STEPS),
     "fedcm, clipped": Row(partial(fedcm, alpha=0.3), lambda: [FedCM(0.3)], CLIPPED),
     "fedcm, everything fresh": Row(partial(fedcm, alpha=1.0), lambda: [FedCM(1.0)]),

@@ -36,7 +36,9 @@ def prototypes(lam: float, predict: Any, **study: Any) -> Row:
     return Row(book, lambda: [FedProto(lam, predict)], study)
 
 
-def envelopes(steps: int = 5, lam: float = 15.0, rate: float = 0.01, beta: float = 1.0, **others: Any) -> Row:
+def envelopes(
+    steps: int = 5, lam: float = 15.0, rate: float = 0.01, beta: float = 1.0, **others: Any
+) -> Row:
     book = partial(pfedme, steps=steps, lam=lam, rate=rate, beta=beta)
     return Row(book, lambda: [PFedMe(steps, lam, rate, beta)], **others)
 
@@ -63,7 +65,9 @@ ROWS = {
     "fedala, more rounds": local_aggregation(rate=2.0, share=0.5, run={"rounds": 5}),
     "ifca": Row(partial(ifca, clusters=2), lambda: [IFCA()], run={"rounds": 5}),
     "ifca, three with BatchNorm": Row(partial(ifca, clusters=3), lambda: [IFCA(3)], NORMED),
-    "ifca, classes that few hold": Row(partial(ifca, clusters=3), lambda: [IFCA(3)], {"data": SKEWED}, {"rounds": 5}),
+    "ifca, classes that few hold": Row(
+        partial(ifca, clusters=3), lambda: [IFCA(3)], {"data": SKEWED}, {"rounds": 5}
+    ),
     "pfedme": envelopes(),
     "pfedme with BatchNorm": envelopes(3, 5.0, 0.1, study=NORMED),
     "pfedme, part of the mean": envelopes(2, 8.0, 0.05, 0.6, study=NORMED),

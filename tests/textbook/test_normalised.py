@@ -27,7 +27,10 @@ from textbook.qfedavg import qfedavg
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
 STEPS: dict[str, Any] = {"local": replace(LOCAL, epochs=None, steps=5)}
 PLAIN: dict[str, Any] = {"local": replace(LOCAL, momentum=0.0, weight_decay=0.0)}
-FEW: dict[str, Any] = {"schedule": Synchronous(1), "run": {"rounds": 2}}  # so some client never takes part
+FEW: dict[str, Any] = {
+    "schedule": Synchronous(1),
+    "run": {"rounds": 2},
+}  # so some client never takes part
 UNIFORM, SAMPLES = {"weighting": "uniform"}, {"weighting": "samples"}
 
 ROWS = {
@@ -35,25 +38,39 @@ ROWS = {
     "fednova with BatchNorm": Row(fednova, lambda: [FedNova()], NORMED),
     "fednova, plain SGD, uniform": Row(fednova, lambda: [FedNova()], PLAIN, UNIFORM),
     "fednova, fixed steps": Row(fednova, lambda: [FedNova()], STEPS),
-    "fednova and fedprox": Row(partial(fednova, mu=0.5), lambda: [FedProx(0.5), FedNova(0.5)], PLAIN | NORMED),
+    "fednova and fedprox": Row(
+        partial(fednova, mu=0.5), lambda: [FedProx(0.5), FedNova(0.5)], PLAIN | NORMED
+    ),
     "qfedavg": Row(partial(qfedavg, q=1.0), lambda: [QFedAvg()]),
     "qfedavg with BatchNorm": Row(partial(qfedavg, q=0.3), lambda: [QFedAvg(0.3)], NORMED),
-    "qfedavg, a large q, by samples": Row(partial(qfedavg, q=5.0), lambda: [QFedAvg(5.0)], run=SAMPLES),
+    "qfedavg, a large q, by samples": Row(
+        partial(qfedavg, q=5.0), lambda: [QFedAvg(5.0)], run=SAMPLES
+    ),
     "qfedavg, q=0": Row(partial(qfedavg, q=0.0), lambda: [QFedAvg(0.0)], PLAIN),
     "afl": Row(partial(afl, gamma=0.1), lambda: [AFL()]),
     "afl with BatchNorm, a small step": Row(partial(afl, gamma=0.01), lambda: [AFL(0.01)], NORMED),
-    "afl, a large step, by samples": Row(partial(afl, gamma=3.0), lambda: [AFL(3.0)], run=SAMPLES | {"rounds": 5}),
+    "afl, a large step, by samples": Row(
+        partial(afl, gamma=3.0), lambda: [AFL(3.0)], run=SAMPLES | {"rounds": 5}
+    ),
     "fedbabu": Row(partial(fedbabu, epochs=2, head_only=True), lambda: [FedBABU(2)]),
-    "fedbabu with BatchNorm": Row(partial(fedbabu, epochs=2, head_only=True), lambda: [FedBABU(2)], NORMED),
+    "fedbabu with BatchNorm": Row(
+        partial(fedbabu, epochs=2, head_only=True), lambda: [FedBABU(2)], NORMED
+    ),
     "fedbabu, fine-tuned as a whole": Row(
         partial(fedbabu, epochs=1, head_only=False), lambda: [FedBABU(1, "all")], NORMED
     ),
-    "fedbabu, some never train": Row(partial(fedbabu, epochs=1, head_only=True), lambda: [FedBABU(1)], NORMED, **FEW),
+    "fedbabu, some never train": Row(
+        partial(fedbabu, epochs=1, head_only=True), lambda: [FedBABU(1)], NORMED, **FEW
+    ),
     "apfl": Row(partial(apfl, alpha=0.5), lambda: [APFL()]),
     "apfl with BatchNorm": Row(partial(apfl, alpha=0.3), lambda: [APFL(0.3)], NORMED),
     "apfl, plain SGD": Row(partial(apfl, alpha=0.8), lambda: [APFL(0.8)], PLAIN),
-    "apfl, fixed alpha": Row(partial(apfl, alpha=0.3, adaptive=False), lambda: [APFL(0.3, False)], NORMED),
-    "apfl, a large rate": Row(partial(apfl, alpha=0.99), lambda: [APFL(0.99)], {"local": replace(LOCAL, lr=0.7)}),
+    "apfl, fixed alpha": Row(
+        partial(apfl, alpha=0.3, adaptive=False), lambda: [APFL(0.3, False)], NORMED
+    ),
+    "apfl, a large rate": Row(
+        partial(apfl, alpha=0.99), lambda: [APFL(0.99)], {"local": replace(LOCAL, lr=0.7)}
+    ),
     "apfl, some never train": Row(partial(apfl, alpha=0.5), lambda: [APFL()], NORMED, **FEW),
 }
 
@@ -65,7 +82,9 @@ def test_method_ends_where_its_textbook_does(name: str) -> None:
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("pull", [0.0, 0.3])
-def test_effective_steps_are_the_distance_of_sgd(momentum: float, nesterov: bool, pull: float) -> None:
+def test_effective_steps_are_the_distance_of_sgd(
+    momentum: float, nesterov: bool, pull: float
+) -> None:
     position = torch.zeros((), dtype=torch.float64, requires_grad=True)
     sgd = torch.optim.SGD([position], lr=0.01, momentum=momentum, nesterov=nesterov)
     for _ in range(7):

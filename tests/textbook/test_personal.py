@@ -40,20 +40,29 @@ from textbook.pfedavg import after_local, finetuned
 
 DATA = tiny(clients=4, samples=70)
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
-FEW: dict[str, Any] = {"schedule": Synchronous(1), "run": {"rounds": 2}}  # so some client never takes part
+FEW: dict[str, Any] = {
+    "schedule": Synchronous(1),
+    "run": {"rounds": 2},
+}  # so some client never takes part
 SPARED = federate(
     Synthetic(samples=120, test_samples=20, classes=5, mean=[0.5], std=[0.3]),
     Dirichlet(clients=4, alpha=2.0, minimum=5, fraction=0.4),
     SEED,
 )
 
-SKEWED = federate(Synthetic(samples=70, test_samples=20, classes=5), Dirichlet(clients=4, alpha=0.15, minimum=6), SEED)
+SKEWED = federate(
+    Synthetic(samples=70, test_samples=20, classes=5),
+    Dirichlet(clients=4, alpha=0.15, minimum=6),
+    SEED,
+)
 
 
 def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
     """Inputs, normalised by hand, and labels."""
     source = data.open()
-    return (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(source.labels[rows])
+    return (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(
+        source.labels[rows]
+    )
 
 
 def adapting(how: Finetune) -> dict[str, Any]:
@@ -73,36 +82,50 @@ def pooling(asked: Local, **study: Any) -> Row:
         "local": asked,
     }
     return Row(
-        centralized, lambda: [Centralized()], {"data": data, "local": local, **study}, schedule=schedule, drawn=drawn
+        centralized,
+        lambda: [Centralized()],
+        {"data": data, "local": local, **study},
+        schedule=schedule,
+        drawn=drawn,
     )
 
 
-def selecting(*, kind: Any = "cosine", warmup: int = 1, refresh: int = 1, rounds: int = 3, **study: Any) -> Row:
+def selecting(
+    *, kind: Any = "cosine", warmup: int = 1, refresh: int = 1, rounds: int = 3, **study: Any
+) -> Row:
     book = partial(fedbss, warmup=warmup, kind=kind, refresh=refresh)
     return Row(book, lambda: [FedBSS(warmup, refresh, kind)], study, {"rounds": rounds})
 
 
 def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **settings: Any) -> Row:
-    return Row(partial(partialfed, mask=mask), lambda: [PartialFed(strategy, **settings)], {"model": model})
+    return Row(
+        partial(partialfed, mask=mask), lambda: [PartialFed(strategy, **settings)], {"model": model}
+    )
 
 
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
     """A policy that learns much, at a temperature that meets its floor."""
     asked = Asked(steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled)
     method = partial(PartialFed, "adaptive", None, None, 4, 5, 0.3, 2.0, 0.5, 0.6, sampled)
-    return Row(partial(partialfed, policy=asked), lambda: [method()], {"model": model}, {"rounds": 4})
+    return Row(
+        partial(partialfed, policy=asked), lambda: [method()], {"model": model}, {"rounds": 4}
+    )
 
 
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
     """FedPAC; drawn: its settings by the textbook's names."""
     asked = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
     method = partial(FedPAC, asked["lam"], asked["head_epochs"], asked["factor"], asked["least"])
-    return Row(partial(fedpac, **asked), lambda: [method()], {"local": replace(LOCAL, epochs=3)} | study)
+    return Row(
+        partial(fedpac, **asked), lambda: [method()], {"local": replace(LOCAL, epochs=3)} | study
+    )
 
 
 ROWS = {
     "fedbn": Row(fedbn, lambda: [FedBN()], NORMED),
-    "fedbn, statistics": Row(partial(fedbn, scope="statistics"), lambda: [FedBN("statistics")], NORMED),
+    "fedbn, statistics": Row(
+        partial(fedbn, scope="statistics"), lambda: [FedBN("statistics")], NORMED
+    ),
     "fedbn, affine": Row(partial(fedbn, scope="affine"), lambda: [FedBN("affine")], NORMED),
     "fedbn, none": Row(partial(fedbn, scope="none"), lambda: [FedBN("none")], NORMED),
     "fedbn by name": Row(fedbn, lambda: [FedBN(name_rule="or.2")], NORMED),
@@ -121,9 +144,13 @@ ROWS = {
     "fedbss, linear": selecting(kind="linear", local=replace(LOCAL, epochs=3)),
     "fedbss, filter": selecting(kind="filter"),
     "fedbss, all": selecting(kind="all"),
-    "fedbss from the start": selecting(warmup=0, refresh=2, rounds=4, local=replace(LOCAL, epochs=4)),
+    "fedbss from the start": selecting(
+        warmup=0, refresh=2, rounds=4, local=replace(LOCAL, epochs=4)
+    ),
     "fedbss, steps": selecting(warmup=0, local=replace(LOCAL, epochs=None, steps=7, phases=3)),
-    "fedbss, fewer steps than phases": selecting(warmup=0, local=replace(LOCAL, epochs=None, steps=4, phases=6)),
+    "fedbss, fewer steps than phases": selecting(
+        warmup=0, local=replace(LOCAL, epochs=None, steps=4, phases=6)
+    ),
     "partialfed, bottom up": loading("bottom_up", (True, False, False), num_loaded=1),
     "partialfed, top down": loading("top_down", (False, True, True), num_loaded=2),
     "partialfed, no_bn": loading("no_bn", (True, False, True)),
@@ -153,7 +180,9 @@ ROWS = {
     "fedpac": mixing(),
     "fedpac with BatchNorm": mixing(**NORMED),
     "fedpac without alignment": mixing(drawn={"lam": 0.0}),
-    "fedpac, longer head phase": mixing(drawn={"head_epochs": 2}, local=replace(LOCAL, epochs=4), **NORMED),
+    "fedpac, longer head phase": mixing(
+        drawn={"head_epochs": 2}, local=replace(LOCAL, epochs=4), **NORMED
+    ),
     "fedpac, few heads": mixing(drawn={"least": 0.4}),
     "fedpac, no head": mixing(drawn={"least": 1.0}),
     "fedpac, steps": mixing(drawn={"head_epochs": 2}, local=replace(LOCAL, epochs=None, steps=5)),
@@ -161,7 +190,9 @@ ROWS = {
     "local": Row(local, lambda: [LocalTraining()], NORMED),
     "local, kept optimisers": Row(partial(local, keep=True), lambda: [LocalTraining(True)], NORMED),
     "local, kept Nesterov": Row(
-        partial(local, keep=True), lambda: [LocalTraining(True)], {"local": replace(LOCAL, nesterov=True)}
+        partial(local, keep=True),
+        lambda: [LocalTraining(True)],
+        {"local": replace(LOCAL, nesterov=True)},
     ),
     "local, kept Adam": Row(
         partial(local, keep=True),
@@ -170,16 +201,22 @@ ROWS = {
     ),
     "pfedavg": Row(after_local, lambda: [PFedAvg()], NORMED),
     "pfedavg, some never train": Row(after_local, lambda: [PFedAvg()], NORMED, **FEW),
-    "pfedavg, fine-tuned": Row(partial(finetuned, epochs=2), lambda: [PFedAvg("finetune", 2)], NORMED),
+    "pfedavg, fine-tuned": Row(
+        partial(finetuned, epochs=2), lambda: [PFedAvg("finetune", 2)], NORMED
+    ),
     "pfedavg, fine-tuned at last": Row(
         partial(finetuned, epochs=1, last=True), lambda: [PFedAvg("finetune_last")], NORMED
     ),
     "pfedavg, fine-tuned heads": Row(
-        partial(finetuned, epochs=2, head_only=True), lambda: [PFedAvg("finetune", 2, head_only=True)], NORMED
+        partial(finetuned, epochs=2, head_only=True),
+        lambda: [PFedAvg("finetune", 2, head_only=True)],
+        NORMED,
     ),
     "evaluate.finetune": Row(partial(finetuned, epochs=2), list, run=adapting(Finetune(2))),
     "evaluate.finetune of heads at last": Row(
-        partial(finetuned, epochs=1, head_only=True, last=True), list, run=adapting(Finetune(1, head=True, last=True))
+        partial(finetuned, epochs=1, head_only=True, last=True),
+        list,
+        run=adapting(Finetune(1, head=True, last=True)),
     ),
     "evaluate.finetune on training samples": Row(
         partial(finetuned, epochs=1), list, {"data": SPARED}, adapting(Finetune(1))
@@ -189,17 +226,24 @@ ROWS = {
         list,
         {"data": SPARED},
         adapting(Finetune(1, samples="all")),
-        drawn={"spared": [samples(SPARED, SPARED.partition.spare.rows(client)) for client in range(4)]},
+        drawn={
+            "spared": [samples(SPARED, SPARED.partition.spare.rows(client)) for client in range(4)]
+        },
     ),
     "centralized": pooling(replace(LOCAL, epochs=4)),
     "centralized, part of a pass": pooling(replace(LOCAL, epochs=1), **NORMED),
     "centralized, steps": pooling(replace(LOCAL, epochs=None, steps=4)),
     "loss decomposition": Row(loss_decomposition, list, run={"evaluate": Evaluation(decompose=1)}),
     "loss decomposition, uniform": Row(
-        loss_decomposition, list, NORMED, {"evaluate": Evaluation(decompose=1), "weighting": "uniform"}
+        loss_decomposition,
+        list,
+        NORMED,
+        {"evaluate": Evaluation(decompose=1), "weighting": "uniform"},
     ),
     "loss decomposition of some samples": Row(
-        partial(loss_decomposition, most=4), list, run={"evaluate": Evaluation(decompose=1, decompose_rows=4)}
+        partial(loss_decomposition, most=4),
+        list,
+        run={"evaluate": Evaluation(decompose=1, decompose_rows=4)},
     ),
     "loss decomposition with personal layers": Row(
         loss_decomposition, lambda: [FedBN()], NORMED, {"evaluate": Evaluation(decompose=1)}

@@ -19,7 +19,10 @@ from textbook import robust
 from textbook.check import Row, check
 
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
-SEVEN: dict[str, Any] = {"study": {"data": tiny(clients=7, samples=120)}, "schedule": Synchronous(7)}
+SEVEN: dict[str, Any] = {
+    "study": {"data": tiny(clients=7, samples=120)},
+    "schedule": Synchronous(7),
+}
 SAMPLES, UNIFORM = {"weighting": "samples"}, {"weighting": "uniform"}
 STALE: dict[str, Any] = {"schedule": Buffered(concurrency=4, size=3), "run": {"rounds": 4}}
 
@@ -28,14 +31,24 @@ ROWS = {
     "coordinate_median of four, with BatchNorm": Row(
         robust.coordinate_median, lambda: [CoordinateMedian()], NORMED, schedule=Synchronous(4)
     ),
-    "coordinate_median of stale updates": Row(robust.coordinate_median, lambda: [CoordinateMedian()], **STALE),
-    "trimmed_mean of three": Row(partial(robust.trimmed_mean, share=0.4), lambda: [TrimmedMean(0.4)]),
-    "trimmed_mean of seven": Row(partial(robust.trimmed_mean, share=0.3), lambda: [TrimmedMean(0.3)], **SEVEN),
-    "trimmed_mean, too few": Row(partial(robust.trimmed_mean, share=0.2), lambda: [TrimmedMean()], NORMED),
+    "coordinate_median of stale updates": Row(
+        robust.coordinate_median, lambda: [CoordinateMedian()], **STALE
+    ),
+    "trimmed_mean of three": Row(
+        partial(robust.trimmed_mean, share=0.4), lambda: [TrimmedMean(0.4)]
+    ),
+    "trimmed_mean of seven": Row(
+        partial(robust.trimmed_mean, share=0.3), lambda: [TrimmedMean(0.3)], **SEVEN
+    ),
+    "trimmed_mean, too few": Row(
+        partial(robust.trimmed_mean, share=0.2), lambda: [TrimmedMean()], NORMED
+    ),
     "krum": Row(partial(robust.krum, f=1), lambda: [Krum()], **SEVEN),
     "krum of three": Row(partial(robust.krum, f=1), lambda: [Krum()], NORMED),
     "multi-krum": Row(partial(robust.krum, f=2, selected=3), lambda: [Krum(2, 3)], **SEVEN),
-    "multi-krum of n - f": Row(partial(robust.krum, f=2, selected=None), lambda: [Krum(2, None)], **SEVEN),
+    "multi-krum of n - f": Row(
+        partial(robust.krum, f=2, selected=None), lambda: [Krum(2, None)], **SEVEN
+    ),
     "multi-krum of one of two": Row(
         partial(robust.krum, f=1, selected=None), lambda: [Krum(1, None)], schedule=Synchronous(2)
     ),
@@ -47,12 +60,16 @@ ROWS = {
     "geometric_median, a large nu": Row(
         partial(robust.geometric_median, nu=0.5), lambda: [GeometricMedian(nu=0.5)], **SEVEN
     ),
-    "geometric_median of stale updates": Row(robust.geometric_median, lambda: [GeometricMedian()], **STALE),
+    "geometric_median of stale updates": Row(
+        robust.geometric_median, lambda: [GeometricMedian()], **STALE
+    ),
     "norm_clipping": Row(partial(robust.norm_clipping, bound=0.5), lambda: [NormClipping(0.5)]),
     "norm_clipping, uniform": Row(
         partial(robust.norm_clipping, bound=0.2), lambda: [NormClipping(0.2)], NORMED, UNIFORM
     ),
-    "norm_clipping, nothing to clip": Row(partial(robust.norm_clipping, bound=1e6), lambda: [NormClipping(1e6)]),
+    "norm_clipping, nothing to clip": Row(
+        partial(robust.norm_clipping, bound=1e6), lambda: [NormClipping(1e6)]
+    ),
 }
 
 
@@ -74,16 +91,31 @@ def test_two_of_seven_cannot_move_the_result_beyond_the_others(attack: float) ->
     ):
         assert ((low <= found) & (found <= high)).all()
     assert not ((low <= updates.mean(0)) & (updates.mean(0) <= high)).all()
-    if abs(attack) < 1e30:  # with the mean as start, three steps come back from far, but not from anywhere
-        assert geometric_median(updates, torch.ones(7, dtype=torch.float64), 50).norm() < 2 * honest.norm()
+    if (
+        abs(attack) < 1e30
+    ):  # with the mean as start, three steps come back from far, but not from anywhere
+        assert (
+            geometric_median(updates, torch.ones(7, dtype=torch.float64), 50).norm()
+            < 2 * honest.norm()
+        )
 
 
 def test_numbers_that_a_pencil_can_check() -> None:
     values = torch.tensor([[1.0], [2.0], [4.0], [8.0], [100.0]])
     assert coordinate_median(values).item() == 4.0 and coordinate_median(values[:4]).item() == 3.0
-    assert trimmed_mean(values, 0.2).item() == pytest.approx(14 / 3) and trimmed_mean(values, 0.4).item() == 4.0
-    assert [trimmed(10, share) for share in (0.29999995, 0.3, 0.29)] == [2, 3, 2] and trimmed(100, 0.29) == 29
+    assert (
+        trimmed_mean(values, 0.2).item() == pytest.approx(14 / 3)
+        and trimmed_mean(values, 0.4).item() == 4.0
+    )
+    assert [trimmed(10, share) for share in (0.29999995, 0.3, 0.29)] == [2, 3, 2] and trimmed(
+        100, 0.29
+    ) == 29
     # n = 5, f = 1, two nearest others: scores 1+9, 1+4, 4+9, 16+36, ...
     assert multi_krum(values, 1).item() == 2.0 and multi_krum(values, 1, 2).item() == 1.5
-    assert geometric_median(values.double(), torch.ones(5).double(), 200).item() == pytest.approx(4.0, abs=1e-3)
-    assert clip_factor(torch.tensor([3.0, 4.0]), 2.5) == 0.5 and clip_factor(torch.tensor([3.0, 4.0]), 5.0) == 1.0
+    assert geometric_median(values.double(), torch.ones(5).double(), 200).item() == pytest.approx(
+        4.0, abs=1e-3
+    )
+    assert (
+        clip_factor(torch.tensor([3.0, 4.0]), 2.5) == 0.5
+        and clip_factor(torch.tensor([3.0, 4.0]), 5.0) == 1.0
+    )

@@ -47,7 +47,11 @@ SKEWED = {
 }
 PAIRED = {"model": BLOCKS}
 MANY = {
-    "data": federate(Synthetic(samples=90, test_samples=20, classes=5), Dirichlet(clients=8, alpha=0.1, minimum=5), 1)
+    "data": federate(
+        Synthetic(samples=90, test_samples=20, classes=5),
+        Dirichlet(clients=8, alpha=0.1, minimum=5),
+        1,
+    )
 }
 
 OPTIMISERS = {
@@ -56,17 +60,21 @@ OPTIMISERS = {
         partial(fedavgm, lr=0.7, momentum=0.6, nesterov=True), lambda: [FedAvgM(0.7, 0.6, True)]
     ),
     "fedadagrad": Row(
-        partial(adaptive, name="fedadagrad", lr=0.1, beta1=0.0, tau=0.01), lambda: [FedAdagrad(0.1, tau=0.01)]
+        partial(adaptive, name="fedadagrad", lr=0.1, beta1=0.0, tau=0.01),
+        lambda: [FedAdagrad(0.1, tau=0.01)],
     ),
     "fedadagrad with momentum": Row(
-        partial(adaptive, name="fedadagrad", lr=0.1, beta1=0.4, tau=0.01), lambda: [FedAdagrad(0.1, 0.4, 0.01)]
+        partial(adaptive, name="fedadagrad", lr=0.1, beta1=0.4, tau=0.01),
+        lambda: [FedAdagrad(0.1, 0.4, 0.01)],
     ),
     "fedadam": Row(
         partial(adaptive, name="fedadam", lr=0.05, beta1=0.6, beta2=0.8, tau=0.01),
         lambda: [FedAdam(0.05, 0.6, 0.8, 0.01)],
     ),
     "fedadam with bias correction": Row(
-        partial(adaptive, name="fedadam", lr=0.05, beta1=0.6, beta2=0.8, tau=0.01, bias_correction=True),
+        partial(
+            adaptive, name="fedadam", lr=0.05, beta1=0.6, beta2=0.8, tau=0.01, bias_correction=True
+        ),
         lambda: [FedAdam(0.05, 0.6, 0.8, 0.01, True)],
     ),
     "fedyogi": Row(
@@ -74,7 +82,9 @@ OPTIMISERS = {
         lambda: [FedYogi(0.05, 0.6, 0.8, 0.01)],
     ),
     "fedyogi with bias correction": Row(
-        partial(adaptive, name="fedyogi", lr=0.05, beta1=0.6, beta2=0.8, tau=0.01, bias_correction=True),
+        partial(
+            adaptive, name="fedyogi", lr=0.05, beta1=0.6, beta2=0.8, tau=0.01, bias_correction=True
+        ),
         lambda: [FedYogi(0.05, 0.6, 0.8, 0.01, True)],
     ),
 }
@@ -87,7 +97,9 @@ ROWS = (
     }
     | {
         "fedexp": Row(partial(fedexp, epsilon=1e-3), lambda: [FedExP()], SKEWED),
-        "fedexp, all weights equal": Row(partial(fedexp, epsilon=1e-3), lambda: [FedExP()], SKEWED, UNIFORM),
+        "fedexp, all weights equal": Row(
+            partial(fedexp, epsilon=1e-3), lambda: [FedExP()], SKEWED, UNIFORM
+        ),
         "fedexp without a least factor": Row(
             partial(fedexp, epsilon=0.01, minimum=0.0), lambda: [FedExP(0.01, minimum=0.0)]
         ),
@@ -96,18 +108,26 @@ ROWS = (
             lambda: [FedExP(0.01, "count", 0.7, 0.5)],
             SKEWED,
         ),
-        "fedexp with BatchNorm": Row(partial(fedexp, epsilon=1e-3), lambda: [FedExP()], SKEWED | NORMED),
+        "fedexp with BatchNorm": Row(
+            partial(fedexp, epsilon=1e-3), lambda: [FedExP()], SKEWED | NORMED
+        ),
         "groupdro": Row(partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)]),
-        "groupdro with BatchNorm": Row(partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)], NORMED),
-        "groupdro of all batches": Row(partial(groupdro, step_size=0.5, batches="all"), lambda: [GroupDRO(0.5, "all")]),
+        "groupdro with BatchNorm": Row(
+            partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)], NORMED
+        ),
+        "groupdro of all batches": Row(
+            partial(groupdro, step_size=0.5, batches="all"), lambda: [GroupDRO(0.5, "all")]
+        ),
         "groupdro from a prior by samples": Row(
-            partial(groupdro, step_size=0.5, prior="samples"), lambda: [GroupDRO(0.5, prior="samples")]
+            partial(groupdro, step_size=0.5, prior="samples"),
+            lambda: [GroupDRO(0.5, prior="samples")],
         ),
         "groupdro besides weights by samples": Row(
             partial(groupdro, step_size=0.5), lambda: [GroupDRO(0.5)], run=BY_SAMPLES
         ),
         "groupdro with fedprox": Row(
-            partial(groupdro, step_size=0.5, batches="all", mu=0.3), lambda: [GroupDRO(0.5, "all"), FedProx(0.3)]
+            partial(groupdro, step_size=0.5, batches="all", mu=0.3),
+            lambda: [GroupDRO(0.5, "all"), FedProx(0.3)],
         ),
         "fedbuff": Row(fedbuff, lambda: [FedBuff()], run=LONG, schedule=BUFFER),
         "fedbuff in rounds": Row(fedbuff, lambda: [FedBuff()]),
@@ -116,7 +136,11 @@ ROWS = (
         ),
         "fedbuff with BatchNorm": Row(fedbuff, lambda: [FedBuff()], NORMED, LONG, BUFFER),
         "fedbuff over the weights": Row(
-            partial(fedbuff, normalization="weights"), lambda: [FedBuff(normalization="weights")], NORMED, LONG, BUFFER
+            partial(fedbuff, normalization="weights"),
+            lambda: [FedBuff(normalization="weights")],
+            NORMED,
+            LONG,
+            BUFFER,
         ),
         "fedbuff over the weights by samples": Row(
             partial(fedbuff, normalization="weights"),
@@ -126,10 +150,22 @@ ROWS = (
             BUFFER,
         ),
         "fedbuff as a sum": Row(
-            partial(fedbuff, normalization="none"), lambda: [FedBuff(normalization="none")], NORMED, LONG, BUFFER
+            partial(fedbuff, normalization="none"),
+            lambda: [FedBuff(normalization="none")],
+            NORMED,
+            LONG,
+            BUFFER,
         ),
         "fedbuff with fedadam": Row(
-            partial(fedbuff_fedadam, exponent=0.5, lr=0.05, beta1=0.6, beta2=0.8, tau=0.01, bias_correction=True),
+            partial(
+                fedbuff_fedadam,
+                exponent=0.5,
+                lr=0.05,
+                beta1=0.6,
+                beta2=0.8,
+                tau=0.01,
+                bias_correction=True,
+            ),
             lambda: [FedBuff(), FedAdam(0.05, 0.6, 0.8, 0.01, True)],
             run=LONG,
             schedule=BUFFER,
@@ -193,9 +229,13 @@ ROWS |= {
     ),
     "inco": Row(inco, lambda: [InCo()], PAIRED),
     "inco of whole tensors": Row(partial(inco, kernels=False), lambda: [InCo("tensor")], PAIRED),
-    "inco where updates conflict": Row(partial(inco, always=False), lambda: [InCo(align="conflict")], PAIRED),
+    "inco where updates conflict": Row(
+        partial(inco, always=False), lambda: [InCo(align="conflict")], PAIRED
+    ),
     "inco with a small clamp and no clip": Row(
-        partial(inco, most=0.2, clip=float("inf")), lambda: [InCo(clamp_max=0.2, value_clip=None)], PAIRED
+        partial(inco, most=0.2, clip=float("inf")),
+        lambda: [InCo(clamp_max=0.2, value_clip=None)],
+        PAIRED,
     ),
     "inco with a small clip": Row(
         partial(inco, clip=0.003, eps=0.01), lambda: [InCo(value_clip=0.003, eps=0.01)], PAIRED
@@ -215,15 +255,24 @@ ROWS |= {
         lambda: [FedGH(conflict_test="current", granularity="tensor")],
         schedule=Synchronous(4),
     ),
-    "fedgh by tensor": Row(partial(fedgh, tensor=True), lambda: [FedGH(granularity="tensor")], SKEWED | NORMED),
+    "fedgh by tensor": Row(
+        partial(fedgh, tensor=True), lambda: [FedGH(granularity="tensor")], SKEWED | NORMED
+    ),
     "fedgh_hierarchical": Row(hierarchical, lambda: [HierarchicalFedGH()], SKEWED),
     "fedgh_hierarchical of seven": Row(
-        partial(hierarchical, eps=0.01), lambda: [HierarchicalFedGH(0.01)], MANY | NORMED, schedule=Synchronous(7)
+        partial(hierarchical, eps=0.01),
+        lambda: [HierarchicalFedGH(0.01)],
+        MANY | NORMED,
+        schedule=Synchronous(7),
     ),
-    "fedgh_hierarchical of two": Row(hierarchical, lambda: [HierarchicalFedGH()], SKEWED, schedule=Synchronous(2)),
+    "fedgh_hierarchical of two": Row(
+        hierarchical, lambda: [HierarchicalFedGH()], SKEWED, schedule=Synchronous(2)
+    ),
     "fedld_principal": Row(principal, lambda: [PrincipalGradient()]),
     "fedld_principal of all components, over all eigenvalues": Row(
-        partial(principal, fraction=1.0, scale="sum"), lambda: [PrincipalGradient(1.0, "sum")], NORMED
+        partial(principal, fraction=1.0, scale="sum"),
+        lambda: [PrincipalGradient(1.0, "sum")],
+        NORMED,
     ),
     "fedld_principal that lengthens": Row(
         partial(principal, fraction=0.5, scale="none"),
@@ -234,7 +283,9 @@ ROWS |= {
         partial(principal, tensor=True), lambda: [PrincipalGradient(granularity="tensor")], NORMED
     ),
     "fedld_principal with a large tolerance": Row(
-        partial(principal, fraction=1.0, tol=0.3), lambda: [PrincipalGradient(1.0, tol=0.3)], schedule=Synchronous(4)
+        partial(principal, fraction=1.0, tol=0.3),
+        lambda: [PrincipalGradient(1.0, tol=0.3)],
+        schedule=Synchronous(4),
     ),
     "fedld": Row(partial(fedld, lam=0.2), lambda: [MarginControl(0.2), PrincipalGradient()]),
 }

@@ -32,7 +32,9 @@ from textbook.fedsr import fedsr
 from textbook.vhl import vhl
 
 NORMED = {"model": NORMED_MLP}
-WIDE = {"model": MLP}  # without a projection, images that wake no unit at all would have no direction
+WIDE = {
+    "model": MLP
+}  # without a projection, images that wake no unit at all would have no direction
 PROXY = Synthetic(samples=40, test_samples=20, classes=7, seed=9, mean=[0.2], std=[0.6])
 
 
@@ -43,9 +45,16 @@ def public(host: Host) -> Mapping[str, Any]:
     return {"proxy": ((images - 0.2) / 0.6, data.labels[: data.train_rows])}
 
 
-def of_fedbr(*others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any) -> Row:
+def of_fedbr(
+    *others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any
+) -> Row:
     """A row of FedBR; in the list, other methods stand behind it."""
-    asked: dict[str, Any] = {"lam": 0.7, "mu": 0.9, "pseudo_batch": 4, "samples_per_mean": 3} | settings
+    asked: dict[str, Any] = {
+        "lam": 0.7,
+        "mu": 0.9,
+        "pseudo_batch": 4,
+        "samples_per_mean": 3,
+    } | settings
     told = {key: value for key, value in asked.items() if key not in ("projection", "rounds")}
     if told.pop("fresh", False):
         told["pseudo"] = "fresh"
@@ -77,7 +86,9 @@ def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
     return Row(partial(fedsr, **told), lambda: [FedSR(**asked)], study or {}, drawn=drawn)
 
 
-def of_vhl(*others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
+def of_vhl(
+    *others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any
+) -> Row:
     """A row of VHL at a higher temperature than the paper's; in the list, other methods stand behind it."""
     asked: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
     given = {"virtual_batch": 7} | asked
@@ -122,7 +133,9 @@ ROWS = {
     "fedbr with fresh means": of_fedbr(fresh=True),
     "fedbr with fresh means by samples": of_fedbr(fresh=True, sources="unbalanced"),
     "fedbr with mixtures": of_fedbr(pseudo="mixture"),
-    "fedbr with mixtures by images": of_fedbr(pseudo="mixture", sources="unbalanced", mix_samples=2),
+    "fedbr with mixtures by images": of_fedbr(
+        pseudo="mixture", sources="unbalanced", mix_samples=2
+    ),
     "fedbr with mixtures and BatchNorm": of_fedbr(pseudo="mixture", study=NORMED),
     "fedbr with mixtures drawn once": of_fedbr(pseudo="mixture", pseudo_refresh="once"),
     "fedbr with mixtures of nothing": of_fedbr(pseudo="mixture", mix_samples=0),
@@ -130,7 +143,9 @@ ROWS = {
     "fedbr, mixup": of_fedbr(Mixup),
     "fedbr, mixup with mixtures": of_fedbr(Mixup, pseudo="mixture"),
     "fedbr, fedcm": of_fedbr(FEDCM, rounds=partial(with_fedcm, alpha=0.3)),
-    "fedbr, fedcm without max step": of_fedbr(FEDCM, rounds=partial(with_fedcm, alpha=0.3), max_step=False),
+    "fedbr, fedcm without max step": of_fedbr(
+        FEDCM, rounds=partial(with_fedcm, alpha=0.3), max_step=False
+    ),
     "fedbr, scaffold": of_fedbr(Scaffold, rounds=with_scaffold),
     "fedbr, scaffold with BatchNorm": of_fedbr(Scaffold, rounds=with_scaffold, study=NORMED),
     "fedbr, scaffold without max step": of_fedbr(Scaffold, rounds=with_scaffold, max_step=False),
@@ -138,14 +153,21 @@ ROWS = {
     "dann": Row(partial(dann, lam=0.4), lambda: [Dann(0.4, width=9)]),
     "dann with BatchNorm": Row(partial(dann, lam=0.4), lambda: [Dann(0.4, width=9)], NORMED),
     "dann without adversary": Row(partial(dann, lam=0.0), lambda: [Dann(0.0, width=9)]),
-    "dann with two discriminator steps": Row(partial(dann, lam=0.4, r=2), lambda: [Dann(0.4, 9, 2)]),
-    "dann with a rate of its own": Row(partial(dann, lam=0.4, rate=0.3), lambda: [Dann(0.4, 9, rate=0.3)]),
-    "dann by reversal": Row(partial(dann, lam=0.4, reversal=True), lambda: [Dann(0.4, width=9, mode="grl")]),
+    "dann with two discriminator steps": Row(
+        partial(dann, lam=0.4, r=2), lambda: [Dann(0.4, 9, 2)]
+    ),
+    "dann with a rate of its own": Row(
+        partial(dann, lam=0.4, rate=0.3), lambda: [Dann(0.4, 9, rate=0.3)]
+    ),
+    "dann by reversal": Row(
+        partial(dann, lam=0.4, reversal=True), lambda: [Dann(0.4, width=9, mode="grl")]
+    ),
     "dann by reversal with BatchNorm": Row(
         partial(dann, lam=0.4, reversal=True), lambda: [Dann(0.4, width=9, mode="grl")], NORMED
     ),
     "dann, scaffold": Row(
-        partial(dann, lam=0.4, r=2, rate=0.3, rounds=with_scaffold), lambda: [Dann(0.4, 9, 2, 0.3), Scaffold()]
+        partial(dann, lam=0.4, r=2, rate=0.3, rounds=with_scaffold),
+        lambda: [Dann(0.4, 9, 2, 0.3), Scaffold()],
     ),
     "dann, fedcm": Row(
         partial(dann, lam=0.4, r=2, rate=0.3, rounds=partial(with_fedcm, alpha=0.3)),
@@ -156,12 +178,16 @@ ROWS = {
     "vhl with shared labels": of_vhl(label_mode="shared", alpha=0.6, gamma=0.7),
     "vhl with BatchNorm": of_vhl(study=NORMED),
     "vhl aligning in the first epoch": of_vhl(align_epochs=1),
-    "vhl aligning in the first epoch with nothing else": of_vhl(align_epochs=1, alpha=0.0, study=NORMED),
+    "vhl aligning in the first epoch with nothing else": of_vhl(
+        align_epochs=1, alpha=0.0, study=NORMED
+    ),
     "vhl without alignment": of_vhl(gamma=0.0, kappa=0.0),
     "vhl without virtual contrast": of_vhl(kappa=0.0, gamma=0.6),
     "vhl of virtual contrast alone": of_vhl(alpha=0.0, gamma=0.0),
     "vhl on larger images": of_vhl(study={"data": larger()}),
-    "vhl counting steps": of_vhl(align_epochs=1, study={"local": Local(0.1, epochs=None, steps=3, batch=8)}),
+    "vhl counting steps": of_vhl(
+        align_epochs=1, study={"local": Local(0.1, epochs=None, steps=3, batch=8)}
+    ),
     "vhl, mixup": of_vhl(Mixup),
     "vhl, mixup with BatchNorm": of_vhl(Mixup, study=NORMED, align_epochs=1),
     "fedsr": of_fedsr(),
@@ -176,5 +202,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_method_with_more_than_one_step_or_network_ends_where_its_textbook_does(name: str) -> None:
+def test_a_method_with_more_than_one_step_or_network_ends_where_its_textbook_does(
+    name: str,
+) -> None:
     check(ROWS[name])

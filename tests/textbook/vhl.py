@@ -13,7 +13,18 @@ from torch import Tensor
 
 from raysim.primitives.streams import stream
 from textbook.corrected import by_round
-from textbook.plain import RowMean, averaged, copied, features, gradients, head, logits, optimizer, trainable, weights
+from textbook.plain import (
+    RowMean,
+    averaged,
+    copied,
+    features,
+    gradients,
+    head,
+    logits,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
@@ -23,7 +34,9 @@ def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
     means = random.standard_normal((world.classes, channels, 8, 8))
     noise = random.standard_normal((count, channels, 8, 8))
     labels = torch.arange(count) % world.classes
-    coarse = torch.stack([torch.from_numpy(means[y] + 0.5 * e) for y, e in zip(labels, noise, strict=True)])
+    coarse = torch.stack(
+        [torch.from_numpy(means[y] + 0.5 * e) for y, e in zip(labels, noise, strict=True)]
+    )
     images = F.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
     flat = images.transpose(0, 1).flatten(1)  # a row a channel
     mean, deviation = flat.mean(1), flat.var(1, unbiased=False).sqrt()
@@ -68,12 +81,16 @@ def vhl(
         for step, ((x, y), draws) in enumerate(zip(job.batches, job.draws, strict=True)):
             epoch = step // (len(job.batches) // world.local.epochs) if world.local.epochs else 0
             rows, *views = draws["vhl.views"].tolist()
-            x_v = torch.stack([view(images[row], *each) for row, *each in zip(rows, *views, strict=True)])
+            x_v = torch.stack(
+                [view(images[row], *each) for row, *each in zip(rows, *views, strict=True)]
+            )
             y_v, aligned = classes[rows], epoch < align_epochs
             if mixup:
                 weight, order = draws["mixup.lam"], draws["mixup.permutation"]
                 out = logits(p, weight * x + (1 - weight) * x[order])
-                loss = weight * F.cross_entropy(out, y) + (1 - weight) * F.cross_entropy(out, y[order])
+                loss = weight * F.cross_entropy(out, y) + (1 - weight) * F.cross_entropy(
+                    out, y[order]
+                )
             joined = alpha > 0 or (aligned and gamma + kappa > 0)
             if joined or not mixup:
                 h = features(p, torch.cat([x, x_v]) if joined else x)
@@ -81,7 +98,9 @@ def vhl(
                 loss = F.cross_entropy(head(p, h[: len(x)]), y)
             losses.add(loss, x)
             if alpha:
-                loss = loss + alpha * F.cross_entropy(head(p, h[len(x) :]), y_v + (world.classes if extra else 0))
+                loss = loss + alpha * F.cross_entropy(
+                    head(p, h[len(x) :]), y_v + (world.classes if extra else 0)
+                )
             if aligned and gamma:
                 both = torch.cat([h[: len(x)], h[len(x) :].detach()])
                 loss = loss + gamma * contrast(both, torch.cat([y, y_v]), temperature)

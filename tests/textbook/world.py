@@ -19,7 +19,9 @@ class Job:
     turn: int  # participations of this client before this one
     version: int  # aggregations behind the model that it received
     samples: int  # training samples that the client holds
-    batches: Sequence[tuple[Tensor, Tensor]]  # of each step: inputs float64 [B, ...], labels int64 [B]
+    batches: Sequence[
+        tuple[Tensor, Tensor]
+    ]  # of each step: inputs float64 [B, ...], labels int64 [B]
     draws: Sequence[Mapping[str, Tensor]]  # of each step: random values by full name
 
 
@@ -37,7 +39,9 @@ class World:
     personal: frozenset[str]  # names of those that raysim keeps on the client
     local: Any  # lr, lr_decay, momentum, weight_decay, batch, epochs, steps
     weighting: str  # "samples" or "uniform", before any method changes it
-    drawn: Mapping[str, Any] = field(default_factory=dict)  # what a row of the table hands over besides
+    drawn: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what a row of the table hands over besides
     tests: Sequence[tuple[Tensor, Tensor]] = ()  # of each client: the test samples of its own
 
 
@@ -49,7 +53,9 @@ class Book:
     """
 
     shared: Mapping[str, Tensor]
-    private: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)  # by client that took part
+    private: Mapping[int, Mapping[str, Tensor]] = field(
+        default_factory=dict
+    )  # by client that took part
     server: Mapping[str, Tensor] = field(default_factory=dict)
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     own: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)

@@ -53,7 +53,14 @@ SCHEDULES = {
     "buffer": ["schedule=buffered", "schedule.concurrency=3", "schedule.size=2", "fleet=lognormal"],
 }
 BASE = (
-    *("data=synthetic", "data.samples=200", "partition=iid", "partition.clients=6", "model=mlp", "local.epochs=1"),
+    *(
+        "data=synthetic",
+        "data.samples=200",
+        "partition=iid",
+        "partition.clients=6",
+        "model=mlp",
+        "local.epochs=1",
+    ),
     *("rounds=8", "checkpoint.every=2", "out=out"),
 )
 RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.hosts=2"]}
@@ -66,8 +73,19 @@ VICTIMS = {
     "raylet": "raylet",
     "gcs": "gcs_server",
 }
-MEASURED = ("wall_seconds", "host_seconds", "host_busy", "host_busy_least", "device_busy", "store_bytes", "host_deaths")
-PATIENT = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
+MEASURED = (
+    "wall_seconds",
+    "host_seconds",
+    "host_busy",
+    "host_busy_least",
+    "device_busy",
+    "store_bytes",
+    "host_deaths",
+)
+PATIENT = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+}  # on a busy machine
 PATIENCE = 600  # seconds for a run of a few
 MARK = "RAYSIM_FAULTS"  # in the environment of all processes of a case
 TICK = os.sysconf("SC_CLK_TCK")
@@ -118,19 +136,37 @@ def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
     victims = list(VICTIMS) if runtime == "local" else ["driver"]
     for _ in range(count):
         method = rng.choice(list(METHODS))
-        schedule = {"fedbuff": "buffer", "fedasync": "one"}.get(method) or rng.choice(["rounds", "buffer"])
+        schedule = {"fedbuff": "buffer", "fedasync": "one"}.get(method) or rng.choice(
+            ["rounds", "buffer"]
+        )
         yield Case(method, schedule, runtime, rng.choice(faults), rng.choice(victims), rng.random())
 
 
-SCHEDULES["one"] = ["schedule=buffered", "schedule.concurrency=3", "schedule.size=1", "fleet=lognormal"]
+SCHEDULES["one"] = [
+    "schedule=buffered",
+    "schedule.concurrency=3",
+    "schedule.size=1",
+    "fleet=lognormal",
+]
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
-FORKS = multiprocessing.get_context("forkserver")  # a process that has imported raysim makes those of the runs
+FORKS = multiprocessing.get_context(
+    "forkserver"
+)  # a process that has imported raysim makes those of the runs
 FORKS.set_forkserver_preload(
     [
-        *("raysim.cli", "raysim.experiment.execute", "raysim.runtime.inprocess", "matplotlib.figure"),
-        *("mlflow.pytorch", "mlflow.store.tracking.sqlalchemy_store", "torch.export._trace"),  # seconds each
+        *(
+            "raysim.cli",
+            "raysim.experiment.execute",
+            "raysim.runtime.inprocess",
+            "matplotlib.figure",
+        ),
+        *(
+            "mlflow.pytorch",
+            "mlflow.store.tracking.sqlalchemy_store",
+            "torch.export._trace",
+        ),  # seconds each
     ]
 )
 
@@ -167,7 +203,9 @@ def descendants(pid: int) -> list[int]:
 def named(pid: int) -> str:
     """How it was started."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     return ""
 
 
@@ -260,7 +298,10 @@ def _marked(mark: str) -> Iterator[int]:
 def result(folder: Path) -> tuple[Any, ...]:
     """The digests and the history of a finished run."""
     summary = json.loads((folder / "out/summary.json").read_text())
-    rows = [{k: v for k, v in row.items() if k not in MEASURED} for row in read_history(folder / "out/history.parquet")]
+    rows = [
+        {k: v for k, v in row.items() if k not in MEASURED}
+        for row in read_history(folder / "out/history.parquet")
+    ]
     return summary["model_sha256"], summary["state_sha256"], json.dumps(rows)
 
 
@@ -281,7 +322,9 @@ def undisturbed(case: Case) -> Undisturbed:
     if (key := tuple(case.words)) not in UNDISTURBED:
         with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
             folder, seconds = Path(text), 0.0
-            if case.fault in DATABASE:  # MLflow takes ten times as long to make a database as all else
+            if (
+                case.fault in DATABASE
+            ):  # MLflow takes ten times as long to make a database as all else
                 (folder / "mlflow.db").write_bytes(_database())
             run = start(case.words, folder, uuid.uuid4().hex)
             while run.is_alive():
@@ -297,7 +340,12 @@ def undisturbed(case: Case) -> Undisturbed:
 def _database() -> bytes:
     """One that MLflow has made."""
     with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
-        assert finish(start(Case("fedavg", "rounds", "inprocess", "lock", "", 0).words, Path(text), "")) == 0
+        assert (
+            finish(
+                start(Case("fedavg", "rounds", "inprocess", "lock", "", 0).words, Path(text), "")
+            )
+            == 0
+        )
         return Path(text, "mlflow.db").read_bytes()
 
 
@@ -321,7 +369,9 @@ def carry_out(case: Case, seed: int) -> str:
             statuses = [finish(run)]
         while statuses[-1] not in (0, HANGS) and len(statuses) < 5:
             statuses.append(finish(start([*case.words, "resume=latest"], folder, mark)))
-        return wrong(case, folder, statuses, mark, expected) or ("same" if reached else "same, too late")
+        return wrong(case, folder, statuses, mark, expected) or (
+            "same" if reached else "same, too late"
+        )
 
 
 def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
@@ -344,8 +394,22 @@ def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Un
 
 # --- what a dead host costs -----------------------------------------------------------------------------------------
 LONG = (
-    *("run", "data=synthetic", "data.samples=5000", "partition=iid", "partition.clients=50", "schedule.cohort=10"),
-    *("local.epochs=2", "rounds=150", "checkpoint.every=0", "tracking=none", "runtime.hosts=2", "out=out"),
+    *(
+        "run",
+        "data=synthetic",
+        "data.samples=5000",
+        "partition=iid",
+        "partition.clients=50",
+        "schedule.cohort=10",
+    ),
+    *(
+        "local.epochs=2",
+        "rounds=150",
+        "checkpoint.every=0",
+        "tracking=none",
+        "runtime.hosts=2",
+        "out=out",
+    ),
 )
 
 
@@ -366,13 +430,20 @@ def cost(pairs: int) -> None:
                     ):  # it appears once the hosts are ready
                         time.sleep(0.1)
                     time.sleep(5)
-                    disturb(run, Case("fedavg", "rounds", "local", "KILL", "host", 0.5), random.Random(pair))
+                    disturb(
+                        run,
+                        Case("fedavg", "rounds", "local", "KILL", "host", 0.5),
+                        random.Random(pair),
+                    )
                 assert finish(run) == 0, Path(text, "err").read_text()
                 rows = read_history(Path(text, "out/history.parquet"))
                 assert sum(row["host_deaths"] for row in rows) == kills, "one host died, or none"
                 seconds[kills] = rows[-1]["wall_seconds"]
         more.append(seconds[True] - seconds[False])
-        print(f"killed {seconds[True]:.2f} s, undisturbed {seconds[False]:.2f} s: {more[-1]:+.2f} s", flush=True)
+        print(
+            f"killed {seconds[True]:.2f} s, undisturbed {seconds[False]:.2f} s: {more[-1]:+.2f} s",
+            flush=True,
+        )
     print(f"a killed host costs {statistics.median(more):.2f} s (median of {pairs})")
 
 
@@ -383,7 +454,9 @@ def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
     for number, case in enumerate(cases(count, seed, runtime)):
         if (seed, runtime, number) in done or (only and case.fault != only):
             continue
-        lines.append({"seed": seed, "number": number, "case": asdict(case), "found": carry_out(case, number)})
+        lines.append(
+            {"seed": seed, "number": number, "case": asdict(case), "found": carry_out(case, number)}
+        )
         with log.open("a") as file:
             file.write(json.dumps(lines[-1]) + "\n")
         print(f"{number + 1}/{count} {case}: {lines[-1]['found']}", flush=True)
@@ -398,15 +471,28 @@ def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runtime", choices=RUNTIMES, default="inprocess")
     parser.add_argument(
-        "--log", type=Path, default=Path("faults.jsonl"), help="what became of the cases, a line for each"
+        "--log",
+        type=Path,
+        default=Path("faults.jsonl"),
+        help="what became of the cases, a line for each",
     )
-    parser.add_argument("--fault", choices=[*SIGNALS, "disk", *DATABASE], default="", help="only cases of this one")
-    parser.add_argument("--cost", type=int, default=0, metavar="PAIRS", help="measure what a killed host costs instead")
+    parser.add_argument(
+        "--fault", choices=[*SIGNALS, "disk", *DATABASE], default="", help="only cases of this one"
+    )
+    parser.add_argument(
+        "--cost",
+        type=int,
+        default=0,
+        metavar="PAIRS",
+        help="measure what a killed host costs instead",
+    )
     parsed = parser.parse_args()
     if parsed.cost:
         sys.exit(cost(parsed.cost))

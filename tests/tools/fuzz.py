@@ -48,16 +48,38 @@ from raysim.results.observers import Pictures
 from raysim.results.tracking import flatten
 
 QUICK = (
-    *("runtime=inprocess", "tracking=none", "data=synthetic", "data.samples=60", "data.test_samples=10"),
-    *("partition=iid", "partition.clients=5", "schedule.cohort=2", "local.epochs=1", "model=mlp", "rounds=1"),
+    *(
+        "runtime=inprocess",
+        "tracking=none",
+        "data=synthetic",
+        "data.samples=60",
+        "data.test_samples=10",
+    ),
+    *(
+        "partition=iid",
+        "partition.clients=5",
+        "schedule.cohort=2",
+        "local.epochs=1",
+        "model=mlp",
+        "rounds=1",
+    ),
 )
-STATEFUL = ("method=scaffold", "schedule.cohort=5")  # every client keeps something, so that checkpoints have a log
+STATEFUL = (
+    "method=scaffold",
+    "schedule.cohort=5",
+)  # every client keeps something, so that checkpoints have a log
 PATIENCE = 60  # seconds of work, or of waiting
 LOOK = 6  # seconds between two looks at whether a case still works
 MEMORY = 1 << 30  # bytes by which a case may raise the peak of those before it
 LIMIT = 8 << 30  # bytes that this process may have, so that no case takes the machine with it
 BATCH = 50  # cases that are made from one seed, and are one line of the log
-SLOW = {"rounds", "local.epochs", "local.steps", "evaluate.finetune.epochs", "data.samples"}  # a large one is meant
+SLOW = {
+    "rounds",
+    "local.epochs",
+    "local.steps",
+    "evaluate.finetune.epochs",
+    "data.samples",
+}  # a large one is meant
 
 
 class Hang(BaseException):
@@ -111,17 +133,25 @@ def outcome(words: list[str]) -> str:
     except Hang:
         return "hangs"
     except BaseException as error:
-        at = [frame for frame in traceback.extract_tb(error.__traceback__) if "/raysim/" in frame.filename][-1]
+        at = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "/raysim/" in frame.filename
+        ][-1]
         return f"raises {type(error).__name__}: {str(error)[:200]} ({at.filename}:{at.lineno})"
     sentences = [line for line in err.getvalue().splitlines() if line.startswith("raysim: ")]
     if status == 2 and len(sentences) == 1:
         return "refused"
-    return {0: "run", 1: "failed"}.get(status, f"status {status}, {len(sentences)} sentences: {err.getvalue()[:300]}")
+    return {0: "run", 1: "failed"}.get(
+        status, f"status {status}, {len(sentences)} sentences: {err.getvalue()[:300]}"
+    )
 
 
 def files(folder: Path) -> set[str]:
     """All that lies there, without caches of data."""
-    return {str(path) for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts[:1]}
+    return {
+        str(path) for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts[:1]
+    }
 
 
 def case(kind: str, words: list[str], folder: Path) -> None:
@@ -148,7 +178,9 @@ def keep(folder: Path) -> None:
     """What broke, as files, where RAYSIM_FUZZ_KEEP names a folder for it."""
     if place := os.environ.get("RAYSIM_FUZZ_KEEP"):
         target = Path(place, f"{len(list(Path(place).glob('*')))}")
-        subprocess.run(["cp", "-a", folder, target], check=False)  # pipes, loops and devices as they are
+        subprocess.run(
+            ["cp", "-a", folder, target], check=False
+        )  # pipes, loops and devices as they are
 
 
 @contextlib.contextmanager
@@ -160,7 +192,9 @@ def somewhere() -> Iterator[Path]:
         try:
             yield Path(text)
         finally:
-            os.environ.pop("RAYSIM_CACHE") if before is None else os.environ.update(RAYSIM_CACHE=before)
+            os.environ.pop("RAYSIM_CACHE") if before is None else os.environ.update(
+                RAYSIM_CACHE=before
+            )
 
 
 # --- what is thrown ---------------------------------------------------------------------------------------------------
@@ -182,8 +216,31 @@ ODD = st.sampled_from(
             "{a: {b: 1}}",
             "latest",
         ),
-        *("~", "~nosuchuser", "/dev/full", "/dev/null", "..", ".", "a\0b", "${seed}", "${oc.env:HOME}", "${", "\udcff"),
-        *(str(10**12), str(2**63), str(2**64), "1" + "0" * 400, "x" * 5000, "a/" * 3000, "[1,2,3]", "0.5", "2", "7"),
+        *(
+            "~",
+            "~nosuchuser",
+            "/dev/full",
+            "/dev/null",
+            "..",
+            ".",
+            "a\0b",
+            "${seed}",
+            "${oc.env:HOME}",
+            "${",
+            "\udcff",
+        ),
+        *(
+            str(10**12),
+            str(2**63),
+            str(2**64),
+            "1" + "0" * 400,
+            "x" * 5000,
+            "a/" * 3000,
+            "[1,2,3]",
+            "0.5",
+            "2",
+            "7",
+        ),
     )
 )
 VALUES = st.one_of(
@@ -194,10 +251,14 @@ VALUES = st.one_of(
     st.lists(ODD, max_size=3).map(lambda each: f"[{','.join(each)}]"),
 )
 NODES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10), st.just("???")),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10), st.just("???")
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.one_of(st.text(max_size=5), st.integers(), st.just("_target_")), inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.text(max_size=5), st.integers(), st.just("_target_")), inner, max_size=3
+        ),
     ),
     max_leaves=6,
 )
@@ -220,25 +281,35 @@ def _words(key: str, value: str) -> list[str]:
 
 OVERRIDES = st.one_of(
     st.builds(_words, st.sampled_from(keys()), VALUES),
-    st.builds(lambda option, value: [option, value], st.sampled_from(["--conf", "--config", "--allow"]), VALUES),
+    st.builds(
+        lambda option, value: [option, value],
+        st.sampled_from(["--conf", "--config", "--allow"]),
+        VALUES,
+    ),
     st.text(max_size=30).map(lambda text: [text]),
 )
 
 
 def _rest(given: list[str]) -> list[str]:
     """The quick run without what is given."""
-    return [word for word in QUICK if word.split("=")[0] not in {each.split("=")[0] for each in given}]
+    return [
+        word for word in QUICK if word.split("=")[0] not in {each.split("=")[0] for each in given}
+    ]
 
 
 def command_lines(data: Any) -> None:
     """One or two settings of a run, as a user might mistype them."""
-    given_words = [word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=2)) for word in words]
+    given_words = [
+        word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=2)) for word in words
+    ]
     with somewhere() as folder:
         methods = "method=[fedprox,scaffold,fedavgm]"
         case("command line", ["run", "out=out", *_rest(given_words), methods, *given_words], folder)
 
 
-COMMANDS: Mapping[str, list[str]] = {  # others that read words, in a folder with a finished run: out
+COMMANDS: Mapping[
+    str, list[str]
+] = {  # others that read words, in a folder with a finished run: out
     "partition": ["partition", *QUICK[2:7], "--out", "picture.png"],
     "report": ["report", "out"],
     "methods": ["methods"],
@@ -255,7 +326,9 @@ COMMANDS: Mapping[str, list[str]] = {  # others that read words, in a folder wit
 def other_commands(data: Any) -> None:
     """One to three words after those that a command needs."""
     name = data.draw(st.sampled_from(sorted(COMMANDS)))
-    words = [word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=3)) for word in words]
+    words = [
+        word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=3)) for word in words
+    ]
     with somewhere() as folder:
         shutil.copytree(prepared("run"), folder, dirs_exist_ok=True)
         case(f"command {name}".rstrip(), [*COMMANDS[name], *words], folder)
@@ -305,7 +378,9 @@ def mutated(data: Any, content: bytes) -> bytes:
 
 def damage(data: Any, path: Path) -> None:
     """Another content, or something that is no file."""
-    kind = data.draw(st.sampled_from(["bytes"] * 8 + ["pipe", "folder", "loop", "missing", "empty", "device"]))
+    kind = data.draw(
+        st.sampled_from(["bytes"] * 8 + ["pipe", "folder", "loop", "missing", "empty", "device"])
+    )
     content = path.read_bytes()
     path.unlink()
     if kind == "bytes":
@@ -338,7 +413,10 @@ def prepared(kind: str) -> Path:
             for name in names:
                 write_picture(root / "data" / label / name, picture())
         pairs = [(label, name) for label in ("cat", "dog") for name in names]
-        rows = [f"{label}/{name},x,{label},{'test' if name[0] > '5' else 'train'}" for label, name in pairs]
+        rows = [
+            f"{label}/{name},x,{label},{'test' if name[0] > '5' else 'train'}"
+            for label, name in pairs
+        ]
         (root / "data/split.csv").write_text("path,domain,class,split\n" + "\n".join(rows) + "\n")
     elif kind == "idx":
         write_mnist(root / "data", 20, 10)
@@ -348,23 +426,35 @@ def prepared(kind: str) -> Path:
         _write_leaf(root / "data")
     elif kind == "trace":
         rows = {"client": list(range(5)), "start": [[0.0, 50.0]] * 5, "end": [[40.0, 90.0]] * 5}
-        rows |= {name: [value] * 5 for name, value in (("period", 1e3), ("speed", 50.0), ("down", 1e6), ("up", 1e6))}
+        rows |= {
+            name: [value] * 5
+            for name, value in (("period", 1e3), ("speed", 50.0), ("down", 1e6), ("up", 1e6))
+        }
         pq.write_table(pa.table(rows), root / "trace.parquet")
     elif kind == "fedscale":
-        capacity = {number: {"computation": 100.0 + number, "communication": 1e4} for number in range(1, 6)}
+        capacity = {
+            number: {"computation": 100.0 + number, "communication": 1e4} for number in range(1, 6)
+        }
         behaviour = {n: {"duration": 211625, "inactive": [2e4, 9e4], "finish_time": 211625, "active": [12.0, 5e4],
                          "model": "CPH1801"} for n in range(5)}  # fmt: skip
         for name, content in (("capacity", capacity), ("behaviour", behaviour)):
             (root / name).write_bytes(pickle.dumps(content))
     elif kind == "options":
         (root / "conf/method").mkdir(parents=True)
-        (root / "conf/method/mine.yaml").write_text("mine:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.1\n")
+        (root / "conf/method/mine.yaml").write_text(
+            "mine:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.1\n"
+        )
         (root / "runtime_env.yaml").write_text("pip: [numpy]\nenv_vars: {A: b}\n")
     else:
         os.environ["RAYSIM_CACHE"] = str(root / "cache")
         here = os.getcwd()
         os.chdir(root)
-        assert outcome(["run", *QUICK, *STATEFUL, "rounds=2", "checkpoint.every=1", "out=out", "--quiet"]) == "run"
+        assert (
+            outcome(
+                ["run", *QUICK, *STATEFUL, "rounds=2", "checkpoint.every=1", "out=out", "--quiet"]
+            )
+            == "run"
+        )
         os.chdir(here)
     return root
 
@@ -380,16 +470,26 @@ def _write_leaf(folder: Path) -> None:
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)
         users = {name: {"x": ["But, soft! "] * 4, "y": ["w"] * 4} for name in ("ROMEO", "JULIET")}
-        (folder / split / "all.json").write_text(json.dumps({"users": [*users], "user_data": users}))
+        (folder / split / "all.json").write_text(
+            json.dumps({"users": [*users], "user_data": users})
+        )
 
 
 def _reading(*words: str) -> list[str]:
     """A run on data that lie in the folder data."""
-    return ["run", *(word for word in QUICK if not word.startswith("data")), *words, "data.root=data", "out=new"]
+    return [
+        "run",
+        *(word for word in QUICK if not word.startswith("data")),
+        *words,
+        "data.root=data",
+        "out=new",
+    ]
 
 
 GO_ON = ["run", *QUICK, *STATEFUL, "out=out", "resume=latest", "rounds=3"]
-READERS: Mapping[str, tuple[str, list[str]]] = {  # which of the prepared files is damaged, and what reads it
+READERS: Mapping[
+    str, tuple[str, list[str]]
+] = {  # which of the prepared files is damaged, and what reads it
     "parquet": ("data/*.parquet", _reading("data=parquet")),
     "strips": ("data/*", _reading("data=strips")),
     "pictures": ("data/**/*.*", _reading("data=image_folder")),
@@ -400,11 +500,20 @@ READERS: Mapping[str, tuple[str, list[str]]] = {  # which of the prepared files 
     "report": ("out/*.*", ["report", "out", "--out", "page"]),
     "numpy": ("data/*.npz", _reading("data=numpy", "model.hidden=[4]")),
     "leaf": ("data/*/*.json", _reading("data=leaf", "model=gru")),
-    "trace": ("trace.parquet", ["run", *QUICK, "fleet=trace", "fleet.file=trace.parquet", "out=new"]),
+    "trace": (
+        "trace.parquet",
+        ["run", *QUICK, "fleet=trace", "fleet.file=trace.parquet", "out=new"],
+    ),
     "trace, checked": ("trace.parquet", ["fleet", "check", "trace.parquet"]),
     "fedscale": ("*", ["fleet", "convert", "capacity", "behaviour"]),
-    "options": ("conf/method/mine.yaml", ["run", *QUICK, "--conf", "conf", "method=mine", "out=new"]),
-    "configuration": ("out/config.yaml", ["run", "--config", "out/config.yaml", *QUICK[:2], "out=new"]),
+    "options": (
+        "conf/method/mine.yaml",
+        ["run", *QUICK, "--conf", "conf", "method=mine", "out=new"],
+    ),
+    "configuration": (
+        "out/config.yaml",
+        ["run", "--config", "out/config.yaml", *QUICK[:2], "out=new"],
+    ),
 }
 
 
@@ -427,7 +536,9 @@ LABELS = st.one_of(
 
 def odd_labels(data: Any) -> None:
     """Labels of every type that a Parquet file can hold, also lists of them, another one in the test file at times."""
-    kinds = st.sampled_from([LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)])
+    kinds = st.sampled_from(
+        [LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)]
+    )
     with somewhere() as folder:
         usual = pa.array([0, 1] * 10)
         for split in ("train", "test"):
@@ -435,7 +546,11 @@ def odd_labels(data: Any) -> None:
             good = data.draw(st.sampled_from([[0, 1], ["a", "b"], [[0], [1]], [["a"], ["b", "a"]]]))
             try:
                 labels = pa.array([*rows, *good * 10][:20])
-            except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # of two types, which no column can have
+            except (
+                pa.ArrowInvalid,
+                pa.ArrowTypeError,
+                OverflowError,
+            ):  # of two types, which no column can have
                 labels = usual
             pixels = [picture() for _ in range(20)]
             write_parquet(folder / f"data/{split}.parquet", pixels, labels)
@@ -484,7 +599,9 @@ def main(cases: int, targets: Sequence[str], log: Path) -> int:
             FOUND.counts, FOUND.broken = Counter(), []
             fuzz(target, min(BATCH, cases - start), start)
             counts = [[kind, found, count] for (kind, found), count in FOUND.counts.items()]
-            lines.append({"target": target, "start": start, "counts": counts, "broken": FOUND.broken})
+            lines.append(
+                {"target": target, "start": start, "counts": counts, "broken": FOUND.broken}
+            )
             with log.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
     total: Counter[tuple[str, str]] = Counter()
@@ -499,9 +616,13 @@ def main(cases: int, targets: Sequence[str], log: Path) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=300, help="of each kind (300)")
     parser.add_argument("--only", choices=TARGETS, help="one kind alone")
-    parser.add_argument("--log", type=Path, default=Path("fuzz.jsonl"), help="what was found, a line for 50 cases")
+    parser.add_argument(
+        "--log", type=Path, default=Path("fuzz.jsonl"), help="what was found, a line for 50 cases"
+    )
     parsed = parser.parse_args()
     sys.exit(main(parsed.cases, [parsed.only] if parsed.only else [*TARGETS], parsed.log))

@@ -49,13 +49,23 @@ CORE = [
     f"raysim/{name}.py"
     for name in (
         *("training/step", "training/trainer", "vectors/optimizer", "data/partition"),
-        *(f"simulation/{each}" for each in ("server", "schedule", "planner", "waiting", "fleet", "availability")),
+        *(
+            f"simulation/{each}"
+            for each in ("server", "schedule", "planner", "waiting", "fleet", "availability")
+        ),
         *(f"simulation/{each}" for each in ("evaluator", "checkpoint", "private_states")),
     )
 ]
 ROOMS = [*CORE, "raysim/methods/*.py"]
 LEAST = {True: 25, False: 4}  # mutants of a core file, and of another
-CLOSE = ("textbook/", "vectors", "test_functions", "one_mathematics", "conformance", "methods/")  # best judges first
+CLOSE = (
+    "textbook/",
+    "vectors",
+    "test_functions",
+    "one_mathematics",
+    "conformance",
+    "methods/",
+)  # best judges first
 DEFAULTS = "/test_defaults.py::"  # they look at signatures, and run no line of what they look at
 QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first helping
 MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
@@ -65,7 +75,9 @@ def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mut
     """So many mutants, spread evenly over files by how many places they have, and over the lines of a file."""
     rng = random.Random(seed)
     files = sorted({str(path.relative_to(root)) for room in ROOMS for path in root.glob(room)})
-    chosen_files = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in globs)]
+    chosen_files = [
+        file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in globs)
+    ]
     places = {file: Places(file, (root / file).read_bytes()).found for file in chosen_files}
     quota = {file: min(LEAST[file in CORE], len(found)) for file, found in places.items()}
     free = {file: len(found) - quota[file] for file, found in places.items()}
@@ -90,14 +102,30 @@ class Mapper:
         import coverage
 
         os.environ["COVERAGE_CORE"] = "ctrace"  # the one that knows contexts in every Python
-        self.copy, self.seconds, self.failed, self.caches = copy, dict[str, float](), list[str](), list[Any]()
+        self.copy, self.seconds, self.failed, self.caches = (
+            copy,
+            dict[str, float](),
+            list[str](),
+            list[Any](),
+        )
         self.fixtures: dict[str, list[str]] = collections.defaultdict(list)
-        self.coverage = coverage.Coverage(data_file=None, include=[f"{copy}/raysim/*"], config_file=False)
+        self.coverage = coverage.Coverage(
+            data_file=None, include=[f"{copy}/raysim/*"], config_file=False
+        )
         self.coverage.start()
 
     def pytest_collection_finish(self) -> None:
-        own = [m for m in sys.modules.values() if str(self.copy / "tests") in (getattr(m, "__file__", "") or "")]
-        found = [value for m in own for value in vars(m).values() if getattr(value, "__module__", "") == m.__name__]
+        own = [
+            m
+            for m in sys.modules.values()
+            if str(self.copy / "tests") in (getattr(m, "__file__", "") or "")
+        ]
+        found = [
+            value
+            for m in own
+            for value in vars(m).values()
+            if getattr(value, "__module__", "") == m.__name__
+        ]
         self.caches = [value for value in found if hasattr(value, "cache_clear")]
 
     @pytest.hookimpl(wrapper=True)
@@ -110,7 +138,9 @@ class Mapper:
         started = time.monotonic()
         result = yield
         # A mutant's tests run in a process of their own, which would have to start Ray first.
-        self.seconds[item.nodeid] = time.monotonic() - started + 5.0 * ("ray_session" in item.fixturenames)
+        self.seconds[item.nodeid] = (
+            time.monotonic() - started + 5.0 * ("ray_session" in item.fixturenames)
+        )
         self.coverage.switch_context("")
         return result
 
@@ -133,10 +163,16 @@ class Mapper:
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
         bit = {test: 1 << index for index, test in enumerate(self.seconds)}
-        bits = {test: {test} for test in bit} | {name: set(tests) for name, tests in self.fixtures.items()}
+        bits = {test: {test} for test in bit} | {
+            name: set(tests) for name, tests in self.fixtures.items()
+        }
         mask = {name: sum(bit[test] for test in tests) for name, tests in bits.items()}
-        for file in (each for each in data.measured_files() if each.endswith(".py")):  # templates are run too
-            inner = inner_lines(Path(file).read_bytes())  # a test that imports first runs all others, and knows nothing
+        for file in (
+            each for each in data.measured_files() if each.endswith(".py")
+        ):  # templates are run too
+            inner = inner_lines(
+                Path(file).read_bytes()
+            )  # a test that imports first runs all others, and knows nothing
             lines[str(Path(file).relative_to(self.copy))] = {
                 line: hex(functools.reduce(operator.or_, (mask.get(name, 0) for name in names)))
                 for line, names in data.contexts_by_lineno(file).items()
@@ -151,32 +187,57 @@ class Map:
     def __init__(self, stored: dict[str, Any]):
         self.stored, self.tests = stored, list(stored["seconds"])
         self.seconds: dict[str, float] = stored["seconds"]
-        self.lines = {f: {int(n): int(bits, 16) for n, bits in by.items()} for f, by in stored["lines"].items()}
+        self.lines = {
+            f: {int(n): int(bits, 16) for n, bits in by.items()}
+            for f, by in stored["lines"].items()
+        }
 
     @classmethod
     def joined(cls, parts: Sequence[dict[str, Any]]) -> Map:
         """Of what the mappers of single test files found; tests that fail without a mutant stay out."""
         seconds: dict[str, float] = {}
-        lines: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
+        lines: dict[str, dict[str, int]] = collections.defaultdict(
+            lambda: collections.defaultdict(int)
+        )
         for part in parts:
-            good = sum(1 << i for i, test in enumerate(part["seconds"]) if test not in part["failed"])
+            good = sum(
+                1 << i for i, test in enumerate(part["seconds"]) if test not in part["failed"]
+            )
             for file, by in part["lines"].items():
                 for line, bits in by.items():
                     lines[file][line] |= (int(bits, 16) & good) << len(seconds)
             seconds |= part["seconds"]
         stored = {f: {line: hex(bits) for line, bits in by.items()} for f, by in lines.items()}
-        return cls({"seconds": seconds, "failed": sorted({t for p in parts for t in p["failed"]}), "lines": stored})
+        return cls(
+            {
+                "seconds": seconds,
+                "failed": sorted({t for p in parts for t in p["failed"]}),
+                "lines": stored,
+            }
+        )
 
     def of(self, mutant: Mutant) -> list[str]:
         """The tests that run its statement; where that runs at import, those that run what is around it."""
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
-            bits = functools.reduce(operator.or_, (m for n, m in by.items() if first <= n <= last), 0)
+            bits = functools.reduce(
+                operator.or_, (m for n, m in by.items() if first <= n <= last), 0
+            )
             if bits:
                 tests = [test for index, test in enumerate(self.tests) if bits >> index & 1]
                 break
-        blind = (DEFAULTS, f"/test_{Path(mutant.file).stem}.py::")  # they may look at what has run at import
-        return [*tests, *(test for test in self.tests if any(name in test for name in blind) and test not in tests)]
+        blind = (
+            DEFAULTS,
+            f"/test_{Path(mutant.file).stem}.py::",
+        )  # they may look at what has run at import
+        return [
+            *tests,
+            *(
+                test
+                for test in self.tests
+                if any(name in test for name in blind) and test not in tests
+            ),
+        ]
 
     def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
         """A few quick tests of the files that are most about it; then, within `cap` seconds (0: all), the others of the
@@ -186,8 +247,12 @@ class Map:
         files: dict[str, list[str]] = collections.defaultdict(list)
         for test in sorted(self.of(mutant), key=lambda test: (self.seconds[test], test)):
             files[test.split("::")[0]].append(test)
-        ranked = sorted(files, key=lambda f: (next((i for i, part in enumerate(close) if part in f), 99), f))
-        rounds = (files[f][i] for i in range(QUICK) for f in ranked[:QUICK_FILES] if i < len(files[f]))
+        ranked = sorted(
+            files, key=lambda f: (next((i for i, part in enumerate(close) if part in f), 99), f)
+        )
+        rounds = (
+            files[f][i] for i in range(QUICK) for f in ranked[:QUICK_FILES] if i < len(files[f])
+        )
         first, spent = list[str](), 0.0
         for test in rounds:
             if len(first) < QUICK and spent + self.seconds[test] <= QUICK_SECONDS:
@@ -195,7 +260,9 @@ class Map:
         named = [f for f in ranked if own in f or DEFAULTS in f"{f}::"]
         about = [test for f in named for test in files[f]]
         others = [
-            test for each in itertools.zip_longest(*(files[f] for f in ranked if f not in named)) for test in each
+            test
+            for each in itertools.zip_longest(*(files[f] for f in ranked if f not in named))
+            for test in each
         ]
         rest, taken = [test for test in (*about, *others) if test and test not in set(first)], 0.0
         within = [t for t in rest if (taken := taken + self.seconds[t]) <= cap or not cap]
@@ -229,7 +296,9 @@ class Judge:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self.wanted] or items  # a mutant may rename its tests
+        items[:] = [
+            item for item in items if item.nodeid in self.wanted
+        ] or items  # a mutant may rename its tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.first = self.first or (report.nodeid if report.failed else "")
@@ -260,14 +329,31 @@ def child(copy: Path, asked: Asked) -> NoReturn:
         log = os.open(copy / ".log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (ROOT, TOOLS))]
+        sys.path[:] = [
+            str(copy),
+            *(path for path in sys.path if Path(path).resolve() not in (ROOT, TOOLS)),
+        ]
         os.environ["PYTHONPATH"] = str(copy)
         spec = importlib.util.find_spec("raysim")
-        assert spec is not None and str(spec.origin).startswith(str(copy)), f"raysim comes from {spec}"
-        options = ["-q", "--no-header", "-o", "addopts=", "-p", "no:cacheprovider", f"--basetemp={copy}/.tmp"]
+        assert spec is not None and str(spec.origin).startswith(str(copy)), (
+            f"raysim comes from {spec}"
+        )
+        options = [
+            "-q",
+            "--no-header",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={copy}/.tmp",
+        ]
         judge: Any = Mapper(copy) if asked.mapped else Judge(asked.tests)
         options += ["-m", "not slow"] if asked.mapped else ["-x"]
-        code = int(pytest.main([*options, *dict.fromkeys(test.split("::")[0] for test in asked.tests)], [judge]))
+        code = int(
+            pytest.main(
+                [*options, *dict.fromkeys(test.split("::")[0] for test in asked.tests)], [judge]
+            )
+        )
         answer = judge.result() if asked.mapped else {"first": judge.first}
         if not asked.mapped or code in RAN:
             (copy / ".answer").write_text(json.dumps(answer))
@@ -325,11 +411,17 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
                 stop(pid)
                 del running[pid]
                 answered = (copy / ".answer").exists()
-                outcome = json.loads((copy / ".answer").read_text()) if answered else {"first": "a crash"}
+                outcome = (
+                    json.loads((copy / ".answer").read_text()) if answered else {"first": "a crash"}
+                )
                 code = os.waitstatus_to_exitcode(status) if ended else 0
-                outcome["verdict"] = "passed" if ended and code == 0 else "killed" if ended else "timeout"
+                outcome["verdict"] = (
+                    "passed" if ended and code == 0 else "killed" if ended else "timeout"
+                )
                 outcome["cpu"] = used.ru_utime + used.ru_stime
-                outcome["first"] = "too much memory" if large else outcome.get("first") or f"exit code {code}"
+                outcome["first"] = (
+                    "too much memory" if large else outcome.get("first") or f"exit code {code}"
+                )
                 go_on(copy, trial, outcome)
             time.sleep(0.01)
     finally:
@@ -339,8 +431,13 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
 
 def copied(folder: Path, number: int) -> Path:
     """A copy of the working tree: what git tracks or would."""
-    copy, listed = folder / f"copy{number}", ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+    copy, listed = (
+        folder / f"copy{number}",
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+    )
+    for name in subprocess.run(
+        listed, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
@@ -349,7 +446,11 @@ def copied(folder: Path, number: int) -> Path:
 
 def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
     """Every test file once, in a process of its own."""
-    found = {f for path in paths for f in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"))}
+    found = {
+        f
+        for path in paths
+        for f in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"))
+    }
     files = sorted(found, key=lambda file: -file.stat().st_size)
     parts: list[dict[str, Any]] = []
 
@@ -361,7 +462,9 @@ def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
 
     def done(part: dict[str, Any]) -> None:
         parts.append(part)
-        progress(f"map: {len(parts)} of {len(files)} test files, {sum(len(p['seconds']) for p in parts)} tests")
+        progress(
+            f"map: {len(parts)} of {len(files)} test files, {sum(len(p['seconds']) for p in parts)} tests"
+        )
 
     drive([functools.partial(trial, file) for file in files], copies, done)
     return Map.joined(parts)
@@ -375,13 +478,17 @@ def unmutated(tests: set[str], copies: Sequence[Path]) -> None:
         outcome = yield Asked(sorted(test for test in tests if test.split("::")[0] in own), 3600.0)
         if outcome["verdict"] != "passed":
             log = (copy / ".log").read_text()[-3000:]
-            sys.exit(f"without a mutant, {outcome['first']} is {outcome['verdict']}: mend that first\n{log}")
+            sys.exit(
+                f"without a mutant, {outcome['first']} is {outcome['verdict']}: mend that first\n{log}"
+            )
 
     parts = [set(files[i :: len(copies)]) for i in range(len(copies))]
     drive([functools.partial(trial, part) for part in parts if part], copies, lambda _: None)
 
 
-def judged(number: int, mutant: Mutant, known: Map, cap: float, copy: Path) -> Generator[Asked, Outcome, Any]:
+def judged(
+    number: int, mutant: Mutant, known: Map, cap: float, copy: Path
+) -> Generator[Asked, Outcome, Any]:
     """Write a mutant, run its tests, restore the file."""
     path, started = copy / mutant.file, time.monotonic()
     source, stat = path.read_bytes(), path.stat()
@@ -395,7 +502,13 @@ def judged(number: int, mutant: Mutant, known: Map, cap: float, copy: Path) -> G
         "before": before,
         "after": after,
     }
-    result |= {"verdict": "survived", "by": "", "tests": 0, "covering": len(known.of(mutant)), "cpu": 0.0}
+    result |= {
+        "verdict": "survived",
+        "by": "",
+        "tests": 0,
+        "covering": len(known.of(mutant)),
+        "cpu": 0.0,
+    }
     try:
         path.write_bytes(source[: mutant.start] + mutant.new + source[mutant.end :])
         # A time of its own: compiled files of Python and of numba know a source by its time and size.
@@ -403,7 +516,10 @@ def judged(number: int, mutant: Mutant, known: Map, cap: float, copy: Path) -> G
         for tests in known.helpings(mutant, cap):
             seconds = sum(known.seconds[test] for test in tests)
             outcome = yield Asked(tests, min(max(60.0, 5 * seconds), 1800.0))
-            result |= {"tests": result["tests"] + len(tests), "cpu": round(result["cpu"] + outcome["cpu"], 2)}
+            result |= {
+                "tests": result["tests"] + len(tests),
+                "cpu": round(result["cpu"] + outcome["cpu"], 2),
+            }
             if outcome["verdict"] != "passed":
                 result |= {"verdict": outcome["verdict"], "by": outcome["first"]}
                 break
@@ -416,15 +532,25 @@ def judged(number: int, mutant: Mutant, known: Map, cap: float, copy: Path) -> G
 # --- telling ----------------------------------------------------------------------------------------------------------
 def progress(text: str) -> None:
     """One line that is written over on a terminal."""
-    print(f"\r\033[K{text}" if sys.stdout.isatty() else text, end="" if sys.stdout.isatty() else "\n", flush=True)
+    print(
+        f"\r\033[K{text}" if sys.stdout.isatty() else text,
+        end="" if sys.stdout.isatty() else "\n",
+        flush=True,
+    )
 
 
 def shown(one: dict[str, Any]) -> str:
     """A survivor as a small diff."""
     ran = f"{one['tests']} of {one['covering']} tests" if one["covering"] else "no test runs it"
-    texts = [f"{sign} {line}" for sign, key in (("-", "before"), ("+", "after")) for line in one[key].splitlines()]
+    texts = [
+        f"{sign} {line}"
+        for sign, key in (("-", "before"), ("+", "after"))
+        for line in one[key].splitlines()
+    ]
     reason = [f"= {one['reason']}"] if "reason" in one else []
-    return "\n".join([f"[{one['id']}] {one['file']}:{one['line']} {one['kind']}, {ran}", *texts, *reason])
+    return "\n".join(
+        [f"[{one['id']}] {one['file']}:{one['line']} {one['kind']}, {ran}", *texts, *reason]
+    )
 
 
 def told(results: Sequence[dict[str, Any]]) -> None:
@@ -433,7 +559,9 @@ def told(results: Sequence[dict[str, Any]]) -> None:
     for one in results:
         rows[one["file"]][one["verdict"]] += 1
         rows["all"][one["verdict"]] += 1
-    print(f"\n{'file':<40}{'made':>6}{'killed':>8}{'timeout':>9}{'equiv.':>8}{'survived':>10}{'killed %':>10}")
+    print(
+        f"\n{'file':<40}{'made':>6}{'killed':>8}{'timeout':>9}{'equiv.':>8}{'survived':>10}{'killed %':>10}"
+    )
     for file in sorted(rows, key=lambda name: (name == "all", name)):
         n, made = rows[file], sum(rows[file].values())
         share = 100 * (n["killed"] + n["timeout"]) / max(1, made - n["equivalent"])
@@ -447,7 +575,11 @@ def told(results: Sequence[dict[str, Any]]) -> None:
 def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
     """The sample, or those of it that were asked for, by id."""
     mutants = dict(enumerate(sampled(root, args.only, args.count, args.seed)))
-    return {number: mutants[number] for number in map(int, args.ids.split(","))} if args.ids else mutants
+    return (
+        {number: mutants[number] for number in map(int, args.ids.split(","))}
+        if args.ids
+        else mutants
+    )
 
 
 def listed(mutants: dict[int, Mutant]) -> None:
@@ -466,11 +598,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
-    parser.add_argument("--map", type=Path, help="which test runs which line, as an earlier run stored it")
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders that the map is made from")
+    parser.add_argument(
+        "--map", type=Path, help="which test runs which line, as an earlier run stored it"
+    )
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests"], help="files or folders that the map is made from"
+    )
     parser.add_argument("--only", nargs="+", default=ROOMS, help="files to mutate (globs)")
-    parser.add_argument("--ids", help="only these of the sample, e.g. 12,57; their results replace those in --out")
-    parser.add_argument("--cap", type=float, default=30.0, help="most seconds of tests per mutant by the map; 0: all")
+    parser.add_argument(
+        "--ids", help="only these of the sample, e.g. 12,57; their results replace those in --out"
+    )
+    parser.add_argument(
+        "--cap",
+        type=float,
+        default=30.0,
+        help="most seconds of tests per mutant by the map; 0: all",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
 
@@ -494,17 +637,24 @@ def main() -> None:
         return ordered
 
     def done(one: dict[str, Any]) -> None:
-        if one["verdict"] == "survived" and (why := reasons.get((one["file"], one["before"], one["after"]))):
+        if one["verdict"] == "survived" and (
+            why := reasons.get((one["file"], one["before"], one["after"]))
+        ):
             one |= {"verdict": "equivalent", "reason": why}
         results[one["id"]] = one
         new.append(one)
         if len(new) % 10 == 0:
             stored()
         if sys.stdout.isatty() or len(new) % 10 == 0:
-            left, minutes = sum(each["verdict"] == "survived" for each in new), (time.monotonic() - started) / 60
+            left, minutes = (
+                sum(each["verdict"] == "survived" for each in new),
+                (time.monotonic() - started) / 60,
+            )
             progress(f"{len(new)} of {len(mutants)} mutants, {left} survived, {minutes:.1f} min")
 
-    with tempfile.TemporaryDirectory(prefix="raysim-mutants-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="raysim-mutants-", ignore_cleanup_errors=True
+    ) as folder:
         copies = [copied(Path(folder), number) for number in range(args.jobs)]
         mutants = chosen(copies[0], args)
         known = Map(json.loads(args.map.read_text())) if args.map else mapping(args.tests, copies)
@@ -516,7 +666,10 @@ def main() -> None:
         helpings = [known.helpings(mutant, args.cap)[:1] for mutant in mutants.values()]
         unmutated({test for parts in helpings for part in parts for test in part}, copies)
         started = time.monotonic()
-        trials = [functools.partial(judged, number, mutant, known, args.cap) for number, mutant in mutants.items()]
+        trials = [
+            functools.partial(judged, number, mutant, known, args.cap)
+            for number, mutant in mutants.items()
+        ]
         with contextlib.suppress(KeyboardInterrupt):
             drive(trials, copies, done)
     told(stored())

@@ -13,7 +13,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-OPERATORS = {"+": "-", "-": "+", "*": "/", "/": "*", "**": "*", "//": "*", "%": "*", "@": "*", "&": "|"}
+OPERATORS = {
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+    "**": "*",
+    "//": "*",
+    "%": "*",
+    "@": "*",
+    "&": "|",
+}
 COMPARISONS = {
     "<": ["<=", ">="], "<=": ["<", ">"], ">": [">=", "<="], ">=": [">", "<"], "==": ["!="], "!=": ["=="],
     "is": ["is not"], "is not": ["is"], "in": ["not in"], "not in": ["in"],
@@ -43,7 +53,10 @@ class Mutant:
         """The lines that change, before and after."""
         first = source.rfind(b"\n", 0, self.start) + 1
         last = source.find(b"\n", self.end)
-        before, after = source[first:last], source[first : self.start] + self.new + source[self.end : last]
+        before, after = (
+            source[first:last],
+            source[first : self.start] + self.new + source[self.end : last],
+        )
         return before.decode().strip(), after.decode().strip()
 
 
@@ -59,7 +72,9 @@ class Places:
 
     def at(self, node: Any) -> tuple[int, int]:
         """The bytes of a node."""
-        return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[
+            node.end_lineno - 1
+        ] + node.end_col_offset
 
     def text(self, node: ast.AST) -> bytes:
         """What is written there."""
@@ -71,7 +86,9 @@ class Places:
         new = new.encode() if isinstance(new, str) else new
         self.found.append(Mutant(self.file, kind, start, end, new, self.lines, self.scopes))
 
-    def between(self, kind: str, left: ast.AST, right: ast.AST, pattern: str, others: dict[str, list[str]]) -> None:
+    def between(
+        self, kind: str, left: ast.AST, right: ast.AST, pattern: str, others: dict[str, list[str]]
+    ) -> None:
         """Change the operator between two nodes."""
         start, end = self.at(left)[1], self.at(right)[0]
         gap = self.source[start:end]
@@ -90,7 +107,11 @@ class Places:
             self.statement(statement)
         for one, two in pairwise(body):
             (read1, write1), (read2, write2) = touched(one), touched(two)
-            made = {name for name in write1 if one.lineno <= self.first.get(name, 0) <= (one.end_lineno or 0)}
+            made = {
+                name
+                for name in write1
+                if one.lineno <= self.first.get(name, 0) <= (one.end_lineno or 0)
+            }
             # Their order can matter, and the second can do without a name that the first makes.
             if (write1 & (read2 | write2) or write2 & read1) and not made & read2:
                 self.lines = (one.lineno, two.end_lineno or two.lineno)
@@ -104,7 +125,10 @@ class Places:
             case ast.FunctionDef(name=name) if name in ("__repr__", "__str__"):
                 return
             case ast.FunctionDef() | ast.ClassDef():
-                outer, self.scopes = (self.scopes, self.first), ((node.lineno, node.end_lineno or 0), *self.scopes)
+                outer, self.scopes = (
+                    (self.scopes, self.first),
+                    ((node.lineno, node.end_lineno or 0), *self.scopes),
+                )
                 self.lines = (node.lineno, node.body[0].lineno - 1)
                 if isinstance(node, ast.FunctionDef):
                     self.first = first_bound(node)
@@ -127,7 +151,9 @@ class Places:
             swap = {f"{a}=": [f"{b}="] for a, b in OPERATORS.items()}
             self.between("operator", node.target, node.value, r"[-+*/%@&]{1,2}=", swap)
         for name, value in ast.iter_fields(node):
-            if name == "annotation" or (isinstance(node, ast.Expr) and isinstance(value, ast.Constant)):
+            if name == "annotation" or (
+                isinstance(node, ast.Expr) and isinstance(value, ast.Constant)
+            ):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 self.lines = lines
@@ -143,11 +169,18 @@ class Places:
     def droppable(self, node: ast.stmt) -> bool:
         """Statements that change something that exists without them."""
         match node:
-            case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.AnnAssign(target=ast.Attribute(), value=ast.expr()):
+            case (
+                ast.Expr(value=ast.Call())
+                | ast.AugAssign()
+                | ast.AnnAssign(target=ast.Attribute(), value=ast.expr())
+            ):
                 return True
             case ast.Assign(targets=[target]):
                 parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                return all(not isinstance(p, ast.Name) or 0 < self.first.get(p.id, 0) < node.lineno for p in parts)
+                return all(
+                    not isinstance(p, ast.Name) or 0 < self.first.get(p.id, 0) < node.lineno
+                    for p in parts
+                )
         return False
 
     def expression(self, node: ast.expr, condition: bool = False) -> None:
@@ -163,14 +196,24 @@ class Places:
             case ast.Constant(value=int() as value):
                 self.add("constant", start, end, str(value + 1))
             case ast.Constant(value=float() as value):
-                near = 1.0 if value == 0 else value * (1000 if value < 1e-5 else 1.1)  # a guard's tenth shows nowhere
+                near = (
+                    1.0 if value == 0 else value * (1000 if value < 1e-5 else 1.1)
+                )  # a guard's tenth shows nowhere
                 self.add("constant", start, end, repr(float(f"{near:.6g}")))
             case ast.BinOp(left=left, right=right):
                 kind = "sign" if isinstance(node.op, (ast.Add, ast.Sub)) else "operator"
                 if not any(crashing(side) for side in (left, right)):
-                    self.between(kind, left, right, r"\*\*|//|[-+*/%@&]", {a: [b] for a, b in OPERATORS.items()})
+                    self.between(
+                        kind,
+                        left,
+                        right,
+                        r"\*\*|//|[-+*/%@&]",
+                        {a: [b] for a, b in OPERATORS.items()},
+                    )
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                self.add("sign", start, self.at(operand)[0], self.source[start + 1 : self.at(operand)[0]])
+                self.add(
+                    "sign", start, self.at(operand)[0], self.source[start + 1 : self.at(operand)[0]]
+                )
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 self.add("boolean", start, start + 4, "")
             case ast.BoolOp(values=values):
@@ -213,14 +256,28 @@ class Places:
 
     def call(self, node: ast.Call, func: ast.expr) -> None:
         """Another name of the same kind, and two arguments swapped."""
-        name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+        name = (
+            func.attr
+            if isinstance(func, ast.Attribute)
+            else func.id
+            if isinstance(func, ast.Name)
+            else ""
+        )
         end = self.at(func)[1]
-        if name in NAMES and (isinstance(func, ast.Attribute) or name in ("min", "max", "any", "all")):
+        if name in NAMES and (
+            isinstance(func, ast.Attribute) or name in ("min", "max", "any", "all")
+        ):
             self.add("name", end - len(name), end, NAMES[name])
         if name in UNSWAPPED:
             return
-        plain = [pair for pair in pairwise(node.args) if not any(isinstance(one, ast.Starred) for one in pair)]
-        for one, two in plain[len(plain) // 2 :][:1]:  # of one call one pair, as most swaps only crash
+        plain = [
+            pair
+            for pair in pairwise(node.args)
+            if not any(isinstance(one, ast.Starred) for one in pair)
+        ]
+        for one, two in plain[len(plain) // 2 :][
+            :1
+        ]:  # of one call one pair, as most swaps only crash
             if self.text(one) != self.text(two):
                 self.swap("arguments", one, two)
 
@@ -235,7 +292,9 @@ def first_bound(scope: ast.AST) -> dict[str, int]:
     """Where each name of a function is bound first."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
-        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
+        if isinstance(node, ast.arg) or (
+            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ):
             name = node.arg if isinstance(node, ast.arg) else node.id
             found[name] = min(node.lineno, found.get(name, node.lineno))
     return found
@@ -253,7 +312,11 @@ def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
             write.add(ast.unparse(part.value))
     if isinstance(node, ast.AugAssign):
         read |= write
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+    elif (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+    ):
         write.add(ast.unparse(node.value.func.value))  # x.add_(y)
     return read - {"self"}, write - {"self"}
 

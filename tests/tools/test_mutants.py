@@ -14,7 +14,16 @@ TOOL = Path(__file__).parent / "mutants.py"
 
 @pytest.mark.slow
 def test_a_changed_method_is_noticed_by_its_tests(tmp_path: Path) -> None:
-    words = ["--ids", "0", "--jobs", "1", "--only", "raysim/methods/moon.py", "--tests", "tests/methods/test_moon.py"]
+    words = [
+        "--ids",
+        "0",
+        "--jobs",
+        "1",
+        "--only",
+        "raysim/methods/moon.py",
+        "--tests",
+        "tests/methods/test_moon.py",
+    ]
     command = [sys.executable, str(TOOL), *words, "--out", str(tmp_path / "mutants.json")]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

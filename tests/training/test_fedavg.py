@@ -22,7 +22,9 @@ from raysim.simulation.schedule import Synchronous
 CLIENTS, ROUNDS, BATCH, EPOCHS = 7, 2, 8, 2
 
 
-def batches(data: FederatedData, client: int, turn: int, whole: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    data: FederatedData, client: int, turn: int, whole: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """A client's batches: its samples shuffled anew every epoch. `whole`: a last batch of one sample is left out."""
     dataset, rows = data.open(), data.partition.train.rows(client)
     shuffle = stream(SEED, "batches", client, turn)
@@ -35,10 +37,14 @@ def batches(data: FederatedData, client: int, turn: int, whole: bool) -> Iterato
                 yield (images / 255 - 0.5) / 0.3, torch.tensor(dataset.labels[chosen])
 
 
-def plain_fedavg(model: nn.Module, data: FederatedData, weighting: str, **optimizer: Any) -> dict[str, Tensor]:
+def plain_fedavg(
+    model: nn.Module, data: FederatedData, weighting: str, **optimizer: Any
+) -> dict[str, Tensor]:
     """x + sum(w_i * (y_i - x)) / sum(w_i), summed over five clients at a time, in the order of their arrival."""
     counts = data.partition.train.counts
-    arrival = sorted(range(CLIENTS), key=lambda client: (counts[client], client))  # on equal devices
+    arrival = sorted(
+        range(CLIENTS), key=lambda client: (counts[client], client)
+    )  # on equal devices
     normed = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     for turn in range(ROUNDS):
         base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -50,8 +56,12 @@ def plain_fedavg(model: nn.Module, data: FederatedData, weighting: str, **optimi
                 steps.zero_grad()
                 nn.functional.cross_entropy(local(inputs), labels).backward()
                 steps.step()
-            deltas[client] = {name: tensor - base[name] for name, tensor in local.state_dict().items()}
-        weight = {client: float(counts[client]) if weighting == "samples" else 1.0 for client in arrival}
+            deltas[client] = {
+                name: tensor - base[name] for name, tensor in local.state_dict().items()
+            }
+        weight = {
+            client: float(counts[client]) if weighting == "samples" else 1.0 for client in arrival
+        }
         for name, tensor in model.state_dict().items():
             if not tensor.is_floating_point():
                 tensor.add_(max(deltas[client][name] for client in arrival))
@@ -77,7 +87,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 @pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_fedavg_equals_plain_pytorch_bit_for_bit(optimizer: dict[str, Any], model: ModelRecipe, weighting: Any) -> None:
+def test_fedavg_equals_plain_pytorch_bit_for_bit(
+    optimizer: dict[str, Any], model: ModelRecipe, weighting: Any
+) -> None:
     data = tiny(clients=CLIENTS, samples=170)
     assert 1 in data.partition.train.counts % BATCH, "some last batch has one sample"
     local = Local(lr=0.05, batch=BATCH, epochs=EPOCHS, **optimizer)
@@ -91,7 +103,11 @@ def test_fedavg_equals_plain_pytorch_bit_for_bit(optimizer: dict[str, Any], mode
     torch.set_num_threads(1)
     dataset = data.open()
     expected = plain_fedavg(
-        model.build(dataset.shape, dataset.num_classes, SEED), data, weighting, lr=local.lr, **optimizer
+        model.build(dataset.shape, dataset.num_classes, SEED),
+        data,
+        weighting,
+        lr=local.lr,
+        **optimizer,
     )
     assert found.tensors.keys() == {f"model.{name}" for name in expected}
     for name, tensor in expected.items():

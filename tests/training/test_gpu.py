@@ -14,7 +14,9 @@ NAMES = ("fedavg", "dann", "fedbr", "fedmix", "fedsr", "fraug", "scaffold")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_ends_at_the_cpus_numbers_in_every_way(name: str) -> None:
     rows = gpu.correctness(gpu.Options(methods=(name,)), lambda: True)
-    assert len(rows) >= 2 and not [row for row in rows if not row.get("distance", 1.0) <= row["allowed"]]
+    assert len(rows) >= 2 and not [
+        row for row in rows if not row.get("distance", 1.0) <= row["allowed"]
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "fedsr"])

@@ -42,7 +42,9 @@ def test_a_convolution_as_product_has_its_numbers(
         torch.testing.assert_close(one, other, **EXACT)
 
 
-@pytest.mark.parametrize("other", [nn.ReLU(), nn.GroupNorm(1, 2)], ids=["channels last", "contiguous"])
+@pytest.mark.parametrize(
+    "other", [nn.ReLU(), nn.GroupNorm(1, 2)], ids=["channels last", "contiguous"]
+)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -80,7 +82,12 @@ def test_values_cannot_be_read_and_shapes_can() -> None:
     x = torch.ones(3)
     with NoReading():
         assert len(x) == 3 and x.shape[0] == 3 and (x + 1).dtype == torch.float32
-        for read in (lambda: x.sum().item(), lambda: bool(x[0]), lambda: 1.0 in x, lambda: [0, 1, 2][x[0].long()]):
+        for read in (
+            lambda: x.sum().item(),
+            lambda: bool(x[0]),
+            lambda: 1.0 in x,
+            lambda: [0, 1, 2][x[0].long()],
+        ):
             with pytest.raises(RuntimeError, match="reads the value"):
                 read()
 

@@ -22,32 +22,58 @@ from raysim.training.identity import (
     identify,
 )
 
-FACTS = {"CPU capability": "AVX512", INSTRUCTIONS: "avx avx2 avx512_f", "torch": "2.9", "code of raysim": "abc"}
+FACTS = {
+    "CPU capability": "AVX512",
+    INSTRUCTIONS: "avx avx2 avx512_f",
+    "torch": "2.9",
+    "code of raysim": "abc",
+}
 DRIVER = Identity("driver", "node-a", FACTS)
 
 
 def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
     """Return a worker's identity; CPU_capability in place of "CPU capability"."""
-    facts = {"device": "cpu", **FACTS, **{key.replace("_", " "): value for key, value in changes.items()}}
+    facts = {
+        "device": "cpu",
+        **FACTS,
+        **{key.replace("_", " "): value for key, value in changes.items()},
+    }
     return Identity(f"host-{number}", node, facts)
 
 
 def test_process_is_equal_to_itself_and_names_what_bits_depend_on() -> None:
     identity = identify("driver", ["torchvision"])
-    expected = {"CPU capability", INSTRUCTIONS, "Python", "torch", "NumPy", "raysim", "code of raysim"}
+    expected = {
+        "CPU capability",
+        INSTRUCTIONS,
+        "Python",
+        "torch",
+        "NumPy",
+        "raysim",
+        "code of raysim",
+    }
     assert expected | {"ONEDNN_MAX_CPU_ISA", "code of torchvision"} <= identity.facts.keys()
-    assert "device" not in identity.facts and identify("host-0", device="cpu").facts["device"] == "cpu"
+    assert (
+        "device" not in identity.facts and identify("host-0", device="cpu").facts["device"] == "cpu"
+    )
     assert are_equal([identity, identify("host-0", device="cpu")])
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "fact"),
-    [("ATEN_CPU_CAPABILITY", "default", "CPU capability"), ("ONEDNN_MAX_CPU_ISA", "AVX2", "ONEDNN_MAX_CPU_ISA")],
+    [
+        ("ATEN_CPU_CAPABILITY", "default", "CPU capability"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", "ONEDNN_MAX_CPU_ISA"),
+    ],
 )
-def test_process_with_other_kernels_has_another_identity(variable: str, value: str, fact: str) -> None:
+def test_process_with_other_kernels_has_another_identity(
+    variable: str, value: str, fact: str
+) -> None:
     program = "from raysim.training.identity import identify; print(dict(identify('x').facts))"
     environment = {**os.environ, variable: value}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     other = Identity("host-0", "node-b", eval(ended.stdout))
     mine = identify("driver")
     assert {key for key in mine.facts if mine.facts[key] != other.facts[key]} == {fact}
@@ -70,10 +96,19 @@ def test_equal_processes_are_accepted() -> None:
 def test_unequal_processes_are_refused_with_nodes_and_facts() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
-        Participants(DRIVER).add(worker(0), worker(1, "node-b", **slow), worker(2, "node-b", **slow))
+        Participants(DRIVER).add(
+            worker(0), worker(1, "node-b", **slow), worker(2, "node-b", **slow)
+        )
     text = str(refused.value)
-    assert "host-1 on node-b, host-2 on node-b: CPU capability AVX2 (AVX512 in driver on node-a)" in text
-    assert f"{INSTRUCTIONS} without avx512_f" in text and "host-0" not in text and "runtime.mixed=true" in text
+    assert (
+        "host-1 on node-b, host-2 on node-b: CPU capability AVX2 (AVX512 in driver on node-a)"
+        in text
+    )
+    assert (
+        f"{INSTRUCTIONS} without avx512_f" in text
+        and "host-0" not in text
+        and "runtime.mixed=true" in text
+    )
 
 
 @pytest.mark.parametrize("fact", ["torch", "code of raysim"])
@@ -87,7 +122,9 @@ def test_late_process_with_other_code_is_refused(fact: str) -> None:
 
 def test_devices_are_compared_between_workers_alone() -> None:
     Participants(DRIVER).add(worker(0, device="H100"), worker(1, device="H100"))
-    with pytest.raises(UnequalWorkersError, match=r"host-1 on node-b: device A100 \(H100 in host-0 on node-a\)"):
+    with pytest.raises(
+        UnequalWorkersError, match=r"host-1 on node-b: device A100 \(H100 in host-0 on node-a\)"
+    ):
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
 
 
@@ -107,7 +144,9 @@ def test_many_differences_are_counted() -> None:
         Participants(Identity("driver", "node-a", facts)).add(other)
 
 
-def test_checksum_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_changes_with_any_file_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "my_package_of_parts"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -132,7 +171,12 @@ def test_checksum_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch
 
 
 def test_packages_of_a_run_are_those_allowed_and_those_named() -> None:
-    node = {"method": {"fedprox": {"_target_": "raysim.methods.fedprox.FedProx"}, "mine": {"_target_": "mine.Mine"}}}
+    node = {
+        "method": {
+            "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},
+            "mine": {"_target_": "mine.Mine"},
+        }
+    }
     assert used_packages(node | {"list": [{"_target_": "other.sub.Thing"}]}, ["allowed.part"]) == (
         "allowed",
         "mine",

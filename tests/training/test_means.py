@@ -75,11 +75,15 @@ def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
     for client in range(len(ENDS)):
         inputs, labels = host.trainer.gather(spec.data.partition.train.rows(client))
         with torch.no_grad():
-            found[client] = cross_entropy(host.vector.networks["model"](inputs), labels, reduction="none").double()
+            found[client] = cross_entropy(
+                host.vector.networks["model"](inputs), labels, reduction="none"
+            ).double()
     return found
 
 
-def train(method: Recording, schedule: Schedule, workers: int = 1, **others: Any) -> tuple[RunSpec, Ran]:
+def train(
+    method: Recording, schedule: Schedule, workers: int = 1, **others: Any
+) -> tuple[RunSpec, Ran]:
     """Run three rounds of the four clients."""
     spec = run_spec(method, data=unequal(), local=STILL, **others)
     runtime = several(spec, workers) if workers > 1 else InProcess(Host(spec))
@@ -89,13 +93,20 @@ def train(method: Recording, schedule: Schedule, workers: int = 1, **others: Any
 def aggregated(found: Ran) -> list[list[tuple[int, int]]]:
     """The client and the participation of every update, round by round."""
     jobs = [job for job in found.jobs if job.fate == "aggregated"]
-    return [[(job.client, job.participation) for job in jobs if job.round == row["round"]] for row in found.rows]
+    return [
+        [(job.client, job.participation) for job in jobs if job.round == row["round"]]
+        for row in found.rows
+    ]
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(4), Synchronous(3), Buffered(concurrency=4, size=2)])
+@pytest.mark.parametrize(
+    "schedule", [Synchronous(4), Synchronous(3), Buffered(concurrency=4, size=2)]
+)
 @pytest.mark.parametrize("method", [Recording, Alternating, Single])
 @pytest.mark.parametrize("way", [{}, {"lanes": 3}, {"lanes": 2, "graph": True}, {"workers": 2}])
-def test_train_loss_is_mean_over_rows(schedule: Schedule, method: type[Recording], way: Mapping[str, Any]) -> None:
+def test_train_loss_is_mean_over_rows(
+    schedule: Schedule, method: type[Recording], way: Mapping[str, Any]
+) -> None:
     watch = method()
     if way.get("lanes", 1) > 1 and method is Alternating:
         way = {**way, "graph": True}  # batched products have no stages
@@ -105,7 +116,9 @@ def test_train_loss_is_mean_over_rows(schedule: Schedule, method: type[Recording
         assert row["train_loss"] == pytest.approx(by_hand(losses, jobs, watch), rel=1e-6)
 
 
-def by_hand(losses: Mapping[int, Tensor], jobs: Sequence[tuple[int, int]], watch: Recording) -> float:
+def by_hand(
+    losses: Mapping[int, Tensor], jobs: Sequence[tuple[int, int]], watch: Recording
+) -> float:
     """The mean over all rows with the task loss, each counted as often as it was trained on."""
     seen = []
     for client, turn in jobs:

@@ -57,7 +57,10 @@ REFERENCES: dict[tuple[Kind, str], Reference] = {
 def expected(kind: Kind, name: str, labels: np.ndarray, outputs: np.ndarray) -> float:
     """What scikit-learn says, with its defaults."""
     if kind == "multilabel" and labels.shape[1] == 1:  # which it takes for two classes
-        labels, outputs = np.pad(labels, ((0, 0), (0, 1))), np.pad(outputs, ((0, 0), (0, 1)), constant_values=-1)
+        labels, outputs = (
+            np.pad(labels, ((0, 0), (0, 1))),
+            np.pad(outputs, ((0, 0), (0, 1)), constant_values=-1),
+        )
         share = 2.0 if name == "f1" else 1.0
         if name == "label_accuracy":
             return 1 - 2 * float(hamming_loss(labels, outputs > 0))
@@ -75,7 +78,11 @@ def scored(kind: Kind, name: str, labels: Tensor, outputs: Tensor) -> float:
 
 
 def test_every_metric_has_a_reference() -> None:
-    names = {(kind, metric.name) for kind, objective in OBJECTIVES.items() for metric in objective.metrics}
+    names = {
+        (kind, metric.name)
+        for kind, objective in OBJECTIVES.items()
+        for metric in objective.metrics
+    }
     assert names == REFERENCES.keys()
 
 
@@ -83,14 +90,20 @@ def test_every_metric_has_a_reference() -> None:
 @pytest.mark.parametrize("samples", [1, 2, 7, 60])
 @pytest.mark.parametrize("width", [1, 3, 8])
 @pytest.mark.parametrize("rare", [0.0, 0.1, 0.5, 1.0])
-def test_metric_is_scikit_learns(kind: Kind, name: str, samples: int, width: int, rare: float) -> None:
+def test_metric_is_scikit_learns(
+    kind: Kind, name: str, samples: int, width: int, rare: float
+) -> None:
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)
     if kind == "classification":
-        labels = rng.integers(max(1, round(rare * width)), size=samples)  # the other classes are absent
+        labels = rng.integers(
+            max(1, round(rare * width)), size=samples
+        )  # the other classes are absent
     elif kind == "multilabel":
         labels = (rng.random((samples, width)) < rare).astype(np.float32)
-        outputs[:, ::2] = np.where(rare < 0.5, -1, outputs[:, ::2])  # labels that are never predicted
+        outputs[:, ::2] = np.where(
+            rare < 0.5, -1, outputs[:, ::2]
+        )  # labels that are never predicted
     else:
         labels = rng.normal(size=(samples, width)).astype(np.float32)
     found = scored(kind, name, torch.from_numpy(labels), torch.from_numpy(outputs))
@@ -114,7 +127,10 @@ def split(kind: Kind, folder: Path) -> FederatedData:
     np.savez(folder / "train.npz", x=x, y=y)
     np.savez(folder / "test.npz", x=x[:25] + 0.1, y=y[:25])
     data = federate(NumPy(str(folder), cache=str(folder)), IID(clients=4), 0)
-    parts = [CSR(part.indices, np.append(part.offsets, part.offsets[-1])) for part in _train_and_test(data)]
+    parts = [
+        CSR(part.indices, np.append(part.offsets, part.offsets[-1]))
+        for part in _train_and_test(data)
+    ]
     return replace(data, partition=Partition(*parts))
 
 

@@ -59,7 +59,9 @@ def test_scores_of_each_sample(kind: Kind, name: str, labels: Tensor, scores: li
         ("regression", torch.zeros(2, 3), [14 / 3, 14 / 3]),
     ],
 )
-def test_the_loss_is_the_mean_of_each_samples(kind: Kind, labels: Tensor, losses: list[float]) -> None:
+def test_the_loss_is_the_mean_of_each_samples(
+    kind: Kind, labels: Tensor, losses: list[float]
+) -> None:
     objective = OBJECTIVES[kind]
     assert objective.losses(OUT, labels).tolist() == pytest.approx(losses)
     assert float(objective.loss(OUT, labels)) == pytest.approx(np.mean(losses))
@@ -67,7 +69,10 @@ def test_the_loss_is_the_mean_of_each_samples(kind: Kind, labels: Tensor, losses
 
 def test_among_five_is_fewer_than_all_of_six() -> None:
     out = torch.arange(6.0).repeat(2, 1)
-    assert OBJECTIVES["classification"].metrics[1].rows(out, tensor([0, 1])).tolist() == [False, True]
+    assert OBJECTIVES["classification"].metrics[1].rows(out, tensor([0, 1])).tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_numbers_are_normalised_by_channel_and_tokens_are_left_alone() -> None:
@@ -87,9 +92,17 @@ def test_one_client_and_one_step_on_values_is_a_step_of_gradient_descent(tmp_pat
     np.savez(tmp_path / "train.npz", x=x, y=y)
     np.savez(tmp_path / "test.npz", x=x[:4], y=y[:4])
     data = federate(NumPy(str(tmp_path), cache=str(tmp_path)), IID(clients=1, test_fraction=0.0), 0)
-    ended = run(run_spec(model=Mlp((4,)), data=data, local=Local(lr=0.1, batch=12)), Synchronous(1), rounds=1)
+    ended = run(
+        run_spec(model=Mlp((4,)), data=data, local=Local(lr=0.1, batch=12)),
+        Synchronous(1),
+        rounds=1,
+    )
     net = Mlp((4,)).build((3,), 2, 3)
-    loss = (net(torch.tensor(x, dtype=torch.float32)) - torch.tensor(y, dtype=torch.float32)).square().mean()
+    loss = (
+        (net(torch.tensor(x, dtype=torch.float32)) - torch.tensor(y, dtype=torch.float32))
+        .square()
+        .mean()
+    )
     loss.backward()
     for name, parameter in net.named_parameters():
         stepped = (parameter - 0.1 * parameter.grad).detach().numpy()  # type: ignore[operator]
@@ -101,6 +114,10 @@ def test_several_labels_are_learnt(tmp_path: Path) -> None:
     x = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     np.savez(tmp_path / "train.npz", x=x, y=(x > 0.3).astype(int))
     data = federate(NumPy(str(tmp_path), cache=str(tmp_path)), IID(clients=4), 0)
-    rows = run(run_spec(model=Mlp((16,)), data=data, local=Local(lr=1.0, batch=16)), Synchronous(4), rounds=15).rows
+    rows = run(
+        run_spec(model=Mlp((16,)), data=data, local=Local(lr=1.0, batch=16)),
+        Synchronous(4),
+        rounds=15,
+    ).rows
     assert rows[-1]["f1_global"] > 0.8 > rows[0]["f1_global"]  # type: ignore[operator]
     assert 0 <= rows[-1]["f1_worst"] <= rows[-1]["f1"] <= 1  # type: ignore[operator]

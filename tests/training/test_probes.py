@@ -17,7 +17,9 @@ from raysim.training import probe as diagnostics
 
 LABELS = np.array([0, 1, 2, 2])
 SEEN = np.array([True, True, False])
-PROBABILITIES = np.array([[0.5, 0.25, 0.25], [0, 1, 0], [0.5, 0.25, 0.25], [0.25, 0.75, 0]], np.float32)
+PROBABILITIES = np.array(
+    [[0.5, 0.25, 0.25], [0, 1, 0], [0.5, 0.25, 0.25], [0.25, 0.75, 0]], np.float32
+)
 
 
 # ---------------------------------------------------------------- rows
@@ -33,12 +35,21 @@ def test_balanced_rows_take_the_same_number_of_every_class_in_ascending_order() 
 
 def test_a_class_with_too_few_rows_gives_all_it_has() -> None:
     labels = np.array([1, 0, 0, 1, 1])
-    assert diagnostics.balanced_rows(labels, 9, np.random.default_rng(0)).tolist() == [0, 1, 2, 3, 4]
+    assert diagnostics.balanced_rows(labels, 9, np.random.default_rng(0)).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_balanced_rows_depend_on_the_generator_alone() -> None:
     labels = np.repeat(np.arange(4), 50)
-    drawn = [diagnostics.balanced_rows(labels, 3, np.random.default_rng(seed)).tolist() for seed in (1, 1, 2)]
+    drawn = [
+        diagnostics.balanced_rows(labels, 3, np.random.default_rng(seed)).tolist()
+        for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -54,7 +65,9 @@ def test_the_distance_is_relative_to_the_length_of_what_was_received() -> None:
 def test_the_similarity_is_the_mean_cosine_of_the_rows() -> None:
     local = np.array([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [3.0, 4.0]])
     received = np.array([[5.0, 0.0], [1.0, 0.0], [4.0, 0.0], [1.0, 0.0]])
-    assert diagnostics.feature_similarity(local, received) == pytest.approx((1 + 0 - 1 + 0.6) / 4, abs=1e-15)
+    assert diagnostics.feature_similarity(local, received) == pytest.approx(
+        (1 + 0 - 1 + 0.6) / 4, abs=1e-15
+    )
 
 
 def test_identical_features_have_distance_0_and_similarity_1() -> None:
@@ -105,7 +118,9 @@ def test_a_client_that_has_seen_all_has_no_classifier_bias_to_measure(measure: s
 
 def test_likeness_is_the_mean_cosine_between_rows_of_seen_and_of_unseen_classes() -> None:
     labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
-    features = np.array([[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32)  # rows 0, 1 and 3 are of seen classes
+    features = np.array(
+        [[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32
+    )  # rows 0, 1 and 3 are of seen classes
     assert diagnostics.feature_likeness(features, labels, seen) == pytest.approx((1 + 0 - 1) / 3)
     assert diagnostics.feature_likeness(features, labels, np.ones(3, bool)) is None
 
@@ -132,7 +147,9 @@ def test_probe_means_are_over_rows() -> None:
     """One client has one row of a class that it has not seen, the other three."""
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)
-    most = Probe(1, 1, LABELS, np.array([True, False, False]), 0.5, features, features, PROBABILITIES)
+    most = Probe(
+        1, 1, LABELS, np.array([True, False, False]), 0.5, features, features, PROBABILITIES
+    )
     found = diagnostics.summarise_probes([few, most])
     assert found["unseen_probability"] == pytest.approx((1 + 1 + 0.25 + 0) / 4)
     assert found["seen_share"] == pytest.approx((0 + 3 * 0.25) / 4)
@@ -152,7 +169,11 @@ def assert_same(one: Probe, other: Probe) -> None:
     assert (one.client, one.version, one.accuracy) == (other.client, other.version, other.accuracy)
     for name in ("labels", "seen", "features", "received", "probabilities"):
         mine, theirs = getattr(one, name), getattr(other, name)
-        assert (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+        assert (mine.dtype, mine.shape, mine.tobytes()) == (
+            theirs.dtype,
+            theirs.shape,
+            theirs.tobytes(),
+        )
 
 
 def test_probes_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -168,7 +189,16 @@ def test_probes_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_arrays_with_other_strides_come_back_too(tmp_path: Path) -> None:
     probe = make()
-    across = Probe(0, 3, probe.labels[::-1], probe.seen, 0.5, probe.features.T, probe.received.T, probe.probabilities.T)
+    across = Probe(
+        0,
+        3,
+        probe.labels[::-1],
+        probe.seen,
+        0.5,
+        probe.features.T,
+        probe.received.T,
+        probe.probabilities.T,
+    )
     save_probes([across], tmp_path / "probes.safetensors")
     assert_same(across, load_probes(tmp_path / "probes.safetensors")[0])
 
@@ -198,7 +228,9 @@ def test_no_probes_come_back_as_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"no safetensors", b"\x02\0\0\0\0\0\0\0{}"])
 def test_a_file_without_probes_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "probes.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"probes\.safetensors is no readable file of probes; restore it"):
+    with pytest.raises(
+        ValueError, match=r"probes\.safetensors is no readable file of probes; restore it"
+    ):
         load_probes(tmp_path / "probes.safetensors")
 
 

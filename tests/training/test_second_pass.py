@@ -46,7 +46,9 @@ def context(host: Host) -> Context:
 
 def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_others() -> None:
     asking = Asking(0.25)
-    step, ctx = at_work([asking], Optimizer(), personal=("model.extractor.weight", "model.extractor.bias"))
+    step, ctx = at_work(
+        [asking], Optimizer(), personal=("model.extractor.weight", "model.extractor.bias")
+    )
     step(ctx, BATCH, (Stage(),))
     step(ctx, BATCH, (Stage("head", ("model.head",)),))
     (_, params, _, there), (_, head, _, _) = asking.seen
@@ -105,8 +107,14 @@ def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> Non
     asking = Asking()
     step, ctx = at_work([asking], Optimizer())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))])
-    rise = Stage("rise", loss=lambda job, out: nn.functional.cross_entropy(out.logits, out.batch.targets), ascend=True)
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))]
+    )
+    rise = Stage(
+        "rise",
+        loss=lambda job, out: nn.functional.cross_entropy(out.logits, out.batch.targets),
+        ascend=True,
+    )
     step(ctx, BATCH, (rise,))
     ((_, _, here, there),) = asking.seen
     assert torch.equal(here, expected) and torch.equal(there, expected)

@@ -24,7 +24,15 @@ from raysim.models.single_rows import refusing_layer
 from raysim.primitives.errors import Refused
 
 HERE = ["runtime=inprocess", "tracking=none", "device=cpu", "rounds=3", "checkpoint.every=0"]
-SIZES = [9, 1, 8, 2, 1, 7, 5]  # training rows of each client; 9 and 5 leave one row behind batches of 4
+SIZES = [
+    9,
+    1,
+    8,
+    2,
+    1,
+    7,
+    5,
+]  # training rows of each client; 9 and 5 leave one row behind batches of 4
 SINGLE = [1, 4]  # clients of one row
 
 
@@ -70,7 +78,11 @@ REFUSING = {
     "deviation": Centred,
     "own error": Pair,
 }
-FINE = {"LayerNorm": lambda: nn.LayerNorm(4), "GroupNorm": lambda: nn.GroupNorm(2, 4), "none": nn.Identity}
+FINE = {
+    "LayerNorm": lambda: nn.LayerNorm(4),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "none": nn.Identity,
+}
 
 
 def data(sizes: Sequence[int] = SIZES) -> tuple[Any, list[list[int]]]:
@@ -225,7 +237,11 @@ def test_client_of_one_row_is_not_finetuned(head: bool, tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], *words, **halves)  # type: ignore[arg-type]
     partition = experiment.spec.data.partition
     assert partition.spare is not None
-    assert [part.counts[1] for part in (partition.train, partition.spare, partition.test)] == [0, 1, 1]
+    assert [part.counts[1] for part in (partition.train, partition.spare, partition.test)] == [
+        0,
+        1,
+        1,
+    ]
     finished(experiment, tmp_path)
 
 
@@ -256,7 +272,9 @@ class First(Method):
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("budget", ["local.epochs=3", "local.steps=6"])
 @pytest.mark.parametrize("make", [lambda: FedBSS(0), lambda: First(False)], ids=["fedbss", "first"])
-def test_epoch_of_one_selected_sample_is_left_out(name: str, budget: str, make: Any, tmp_path: Path) -> None:
+def test_epoch_of_one_selected_sample_is_left_out(
+    name: str, budget: str, make: Any, tmp_path: Path
+) -> None:
     words = ["rounds=4", "faults.tolerate=0", budget]
     finished(made(REFUSING[name], *words, methods=[make()]), tmp_path)
 
@@ -276,7 +294,9 @@ def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
     assert of(REFUSING["BatchNorm1d"], 2) and of(FINE["LayerNorm"], 1)
 
 
-@pytest.mark.parametrize("name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"])
+@pytest.mark.parametrize(
+    "name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"]
+)
 def test_method_with_batches_of_its_own_has_none_of_one_row(name: str, tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0")
     finished(experiment, tmp_path)

@@ -31,7 +31,9 @@ def values(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def by_torch(optimizer: type[torch.optim.Optimizer], steps: int = 5, **settings: Any) -> list[Tensor]:
+def by_torch(
+    optimizer: type[torch.optim.Optimizer], steps: int = 5, **settings: Any
+) -> list[Tensor]:
     params = [nn.Parameter(value) for value in values(0)]
     steps_ = optimizer(params, lr=0.1, **settings)
     for step in range(1, steps + 1):
@@ -50,7 +52,10 @@ def by_us(settings: Optimizer, flat: bool, steps: int = 5) -> list[Tensor]:
         else:
             ours.step(params, values(step), 0.1)
     if flat:
-        params = [part.view(shape) for part, shape in zip(whole[0].split([12, 4, 8, 2]), SHAPES, strict=True)]
+        params = [
+            part.view(shape)
+            for part, shape in zip(whole[0].split([12, 4, 8, 2]), SHAPES, strict=True)
+        ]
     return params
 
 
@@ -63,7 +68,10 @@ def by_us(settings: Optimizer, flat: bool, steps: int = 5) -> list[Tensor]:
 )  # fmt: skip
 def test_sgd_is_that_of_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) -> None:
     ours = by_us(Optimizer(**settings), flat)
-    assert all(torch.equal(one, other) for one, other in zip(ours, by_torch(torch.optim.SGD, **settings), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(ours, by_torch(torch.optim.SGD, **settings), strict=True)
+    )
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
@@ -71,7 +79,10 @@ def test_sgd_is_that_of_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool
 def test_adam_is_that_of_pytorch_up_to_rounding(decay: float, flat: bool) -> None:
     ours = by_us(Optimizer("adam", weight_decay=decay), flat)
     theirs = by_torch(torch.optim.Adam, weight_decay=decay)
-    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(ours, theirs, strict=True))
+    assert all(
+        torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+        for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 # --- the step on a small network ----------------------------------------------------------------------------------
@@ -161,7 +172,9 @@ def test_a_new_job_begins_without_momentum() -> None:
 
 
 @pytest.mark.parametrize(("clip", "cuts"), [(0.05, True), (100.0, False)])
-def test_clipping_is_that_of_pytorch_by_the_norm_of_the_whole_gradient(clip: float, cuts: bool) -> None:
+def test_clipping_is_that_of_pytorch_by_the_norm_of_the_whole_gradient(
+    clip: float, cuts: bool
+) -> None:
     step, ctx = at_work([], Optimizer(), clip)
     for _ in range(3):
         step(ctx, BATCH, (Stage(),))
@@ -227,7 +240,9 @@ def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out
     task = nn.functional.cross_entropy(model.head(model.features(X)), Y)
     assert torch.equal(loss, task.detach())
     (grad,) = torch.autograd.grad(task, [model.head.bias])
-    assert torch.allclose(ctx.model.head.bias, model.head.bias - 0.1 * (grad + model.head.bias), atol=1e-7)
+    assert torch.allclose(
+        ctx.model.head.bias, model.head.bias - 0.1 * (grad + model.head.bias), atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,8 +284,12 @@ def correcting(kind: Any, log: list[tuple[str, slice]]) -> Method:
     return Correcting()
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(("add", "shift", "mix"))), ids="-".join)
-def test_corrections_apply_in_the_order_of_their_kinds_whatever_the_order_of_the_list(order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(("add", "shift", "mix"))), ids="-".join
+)
+def test_corrections_apply_in_the_order_of_their_kinds_whatever_the_order_of_the_list(
+    order: tuple[str, ...],
+) -> None:
     log: list[tuple[str, slice]] = []
     step, ctx = at_work([correcting(kind, log) for kind in order], Optimizer())
     step(ctx, BATCH, (Stage(),))
@@ -279,7 +298,9 @@ def test_corrections_apply_in_the_order_of_their_kinds_whatever_the_order_of_the
 
 def test_corrections_see_shared_parameters_only() -> None:
     log: list[tuple[str, slice]] = []
-    step, ctx = at_work([correcting("add", log)], Optimizer(), personal=("model.head.weight", "model.head.bias"))
+    step, ctx = at_work(
+        [correcting("add", log)], Optimizer(), personal=("model.head.weight", "model.head.bias")
+    )
     before = ctx.vector.personal.clone()
     step(ctx, BATCH, (Stage(),))
     assert log == [("add", slice(0, 16))]
@@ -331,7 +352,9 @@ def test_flat_gradients_of_one_size_lie_in_one_place() -> None:
     sizes, places = (3, 5, 3), []
     for size in sizes:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a result that does not fit is made room for, with a warning
+            warnings.simplefilter(
+                "error"
+            )  # a result that does not fit is made room for, with a warning
             flat = step._flatten([torch.ones(size - 1), torch.zeros(1)])
         assert flat.tolist() == [1.0] * (size - 1) + [0.0]
         places.append(flat.data_ptr())

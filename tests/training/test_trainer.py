@@ -24,19 +24,26 @@ from raysim.training.trainer import Trainer
 
 ROW = 64  # floats of an image
 FLIPPED = replace(even(), pipeline=replace(even().pipeline, augment=("flip",)))
-JOBS = [Job(number=10 + client, client=client, participation=3, version=0, state=-1, weight=1.0) for client in range(4)]
+JOBS = [
+    Job(number=10 + client, client=client, participation=3, version=0, state=-1, weight=1.0)
+    for client in range(4)
+]
 
 
 class Watched:
     """A trainer that goes through a client's samples once, and the rows and inputs that it gathers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
-        self.trainer: Trainer = Host(run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)).trainer
+        self.trainer: Trainer = Host(
+            run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)
+        ).trainer
         self.samples = len(self.trainer.partition.rows(0))
         self.gathered: list[tuple[np.ndarray, Tensor]] = []
         original = self.trainer.gather
 
-        def gather(rows: np.ndarray, generator: np.random.Generator | None = None) -> tuple[Tensor, Tensor]:
+        def gather(
+            rows: np.ndarray, generator: np.random.Generator | None = None
+        ) -> tuple[Tensor, Tensor]:
             inputs, labels = original(rows, generator)
             self.gathered.append((rows, inputs.clone()))
             return inputs, labels
@@ -51,7 +58,9 @@ class Watched:
         return [len(rows) for rows, _ in self.gathered]
 
 
-def test_as_many_small_jobs_are_prepared_as_fit_into_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_small_jobs_are_prepared_as_fit_into_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = Watched(monkeypatch, data=even())
     monkeypatch.setattr(module, "_CHUNK", 2 * watched.samples * ROW)
     watched.trainer.look_ahead(JOBS)
@@ -71,15 +80,21 @@ def test_batches_are_gathered_as_many_at_once_as_fit_into_a_chunk_and_one_at_lea
     assert watched.sizes(JOBS[0])[:2] == [8, 8] and sum(watched.sizes(JOBS[0])) == watched.samples
 
 
-def test_a_clients_own_samples_come_in_order_in_batches_that_fit_into_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_own_samples_come_in_order_in_batches_that_fit_into_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = Watched(monkeypatch, data=even())
     monkeypatch.setattr(module, "_CHUNK", 10 * ROW)
     sizes = [len(labels) for _, labels in watched.trainer.own(1)]
     assert sizes[:2] == [10, 10] and max(sizes) == 10
-    assert np.array_equal(np.concatenate([rows for rows, _ in watched.gathered]), watched.trainer.partition.rows(1))
+    assert np.array_equal(
+        np.concatenate([rows for rows, _ in watched.gathered]), watched.trainer.partition.rows(1)
+    )
 
 
-def test_a_participation_is_augmented_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_participation_is_augmented_on_a_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watched = Watched(monkeypatch, data=FLIPPED)
     watched.trainer.look_ahead(JOBS)
     assert not watched.trainer.prepared(JOBS[2]), "an augmentation needs to see the job first"

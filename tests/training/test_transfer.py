@@ -72,9 +72,13 @@ def test_single_updates_come_down_once_each() -> None:
 
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
-    ("method", "uploads"), [(Scaffold(), 1), (Moon(out=8), 0), (Ditto(), 0)], ids=["scaffold", "moon", "ditto"]
+    ("method", "uploads"),
+    [(Scaffold(), 1), (Moon(out=8), 0), (Ditto(), 0)],
+    ids=["scaffold", "moon", "ditto"],
 )
-def test_what_a_client_keeps_stays_where_it_is_until_somebody_needs_it(method: Method, uploads: int) -> None:
+def test_what_a_client_keeps_stays_where_it_is_until_somebody_needs_it(
+    method: Method, uploads: int
+) -> None:
     count, found = seen(method, groups=False)
     assert count == {"waits": 4, "copies": 4 * (1 + uploads)}
     with Seen() as counter:
@@ -85,8 +89,12 @@ def test_what_a_client_keeps_stays_where_it_is_until_somebody_needs_it(method: M
     assert not counter.count["copies"], "copied once"
 
 
-@pytest.mark.parametrize("methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"])
-def test_a_device_that_is_apart_changes_no_bit(methods: tuple[Method, ...], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
+)
+def test_a_device_that_is_apart_changes_no_bit(
+    methods: tuple[Method, ...], request: pytest.FixtureRequest
+) -> None:
     local = replace(LOCAL, epochs=2)
     here = run(run_spec(*methods, local=local), rounds=2)
     request.getfixturevalue("apart")

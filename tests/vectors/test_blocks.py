@@ -31,7 +31,9 @@ def test_threads_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "cores", lambda: 3)
     blocks._pool.cache_clear()
     meeting = threading.Barrier(3, timeout=600)
-    in_blocks(3, lambda part: meeting.wait(), 1)  # each waits for the others: one thread alone would time out
+    in_blocks(
+        3, lambda part: meeting.wait(), 1
+    )  # each waits for the others: one thread alone would time out
     blocks._pool.cache_clear()
 
 
@@ -54,7 +56,9 @@ def test_a_sum_may_have_a_place_and_what_a_host_has_summed_enters_as_it_is() -> 
     assert again is place and torch.equal(again, whole)
 
 
-def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_threads_as_they_were() -> None:
+def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_threads_as_they_were() -> (
+    None
+):
     def threads() -> set[int]:
         return {library["num_threads"] for library in openblas().info()}
 
@@ -83,7 +87,9 @@ def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
     spec = importlib.util.spec_from_file_location("rule", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)  # without byte code of an older file
+    exec(
+        compile(path.read_text(), str(path), "exec"), module.__dict__
+    )  # without byte code of an older file
     return module.rule
 
 
@@ -99,7 +105,9 @@ def test_machine_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
     assert result(compiled(rule(tmp_path))) == (7.0, 1)
 
 
-def test_machine_code_of_an_older_source_is_never_taken_even_where_the_file_looks_the_same(tmp_path: Path) -> None:
+def test_machine_code_of_an_older_source_is_never_taken_even_where_the_file_looks_the_same(
+    tmp_path: Path,
+) -> None:
     assert result(compiled(rule(tmp_path))) == (7.0, 0)
     assert result(compiled(rule(tmp_path, constant=2.0))) == (8.0, 0)
     assert result(compiled(rule(tmp_path, scale=3.0))) == (10.0, 0)
@@ -113,8 +121,12 @@ def test_damaged_machine_code_is_made_anew(tmp_path: Path) -> None:
     assert result(compiled(rule(tmp_path))) == (7.0, 0)
 
 
-def test_without_a_place_on_disk_every_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("numba.core.caching.CompileResultCacheImpl._locator_classes", [])  # as where none is writable
+def test_without_a_place_on_disk_every_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "numba.core.caching.CompileResultCacheImpl._locator_classes", []
+    )  # as where none is writable
     assert [result(compiled(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
 
 

@@ -35,14 +35,22 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **settings: Any) -> Server:
-    start, counters = torch.zeros(layout.shared), torch.zeros(layout.shared_counters, dtype=torch.int64)
+    start, counters = (
+        torch.zeros(layout.shared),
+        torch.zeros(layout.shared_counters, dtype=torch.int64),
+    )
     counts = np.arange(1, clients + 1)
-    return server_of(layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings)
+    return server_of(
+        layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings
+    )
 
 
 def updates(rows: Tensor, version: int = 0) -> list[Update]:
     counters = np.ones(LAYOUT.shared_counters, np.int64)
-    return [Update(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, counters, delta=row.numpy()) for i, row in enumerate(rows)]
+    return [
+        Update(i, i, version, i + 1, i + 1, 1, 0.5, 0.0, counters, delta=row.numpy())
+        for i, row in enumerate(rows)
+    ]
 
 
 def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
@@ -70,7 +78,9 @@ def unchanged(products: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 7, 32, 70])
 @pytest.mark.parametrize("length", [1, 100, 8191, 8192, 50_001])
-def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(length: int, count: int) -> None:
+def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(
+    length: int, count: int
+) -> None:
     rows = normal(count, length).pow(3)
     got, exact = gram(rows.unbind()), rows.double() @ rows.double().T
     assert got.dtype == torch.float64 and torch.equal(got, got.T)
@@ -120,7 +130,9 @@ def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
     parts = []
     for start in (0, 3, 6):
         part = rows[start] * weights[start]
-        for row, weight in zip(rows[start + 1 : start + 3], weights[start + 1 : start + 3], strict=True):
+        for row, weight in zip(
+            rows[start + 1 : start + 3], weights[start + 1 : start + 3], strict=True
+        ):
             part.add_(row, alpha=weight)
         parts.append(part)
     with on(threads, monkeypatch):
@@ -156,22 +168,30 @@ RULES = (PrincipalGradient, FedGH, HierarchicalFedGH)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_buffers_are_averaged_whatever_becomes_of_the_parameters(rule: Callable[[], Method]) -> None:
+def test_buffers_are_averaged_whatever_becomes_of_the_parameters(
+    rule: Callable[[], Method],
+) -> None:
     rows = normal(12, LAYOUT.shared)
     plain, other = server(weighting="uniform"), server(rule(), weighting="uniform")
     for target in (plain, other):
         target.step(updates(rows), {}, [0] * 12, {})
         target.step(updates(rows.flip(1), version=1), {}, [0] * 12, {})
     assert not torch.equal(plain.params, other.params)
-    assert torch.equal(plain.vector[LAYOUT.trained :], other.vector[LAYOUT.trained :]), "to the bit, in groups of five"
+    assert torch.equal(plain.vector[LAYOUT.trained :], other.vector[LAYOUT.trained :]), (
+        "to the bit, in groups of five"
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_divisor_of_another_method_scales_the_step(rule: Callable[[], Method]) -> None:
     rows = normal(5, LAYOUT.shared)
-    plain, buffered = (server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),)))
+    plain, buffered = (
+        server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),))
+    )
     plain.step(updates(rows), {}, [0] * 5, {})
-    buffered.step(updates(rows), {}, [3] * 5, {})  # all equally stale: weights (1 + 3)^-1/2, over their number
+    buffered.step(
+        updates(rows), {}, [3] * 5, {}
+    )  # all equally stale: weights (1 + 3)^-1/2, over their number
     assert torch.allclose(buffered.params, plain.params / 2, rtol=1e-5, atol=1e-6)
 
 
@@ -181,7 +201,11 @@ class Sizes(TorchFunctionMode):
     largest = 0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor):
@@ -190,7 +214,9 @@ class Sizes(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_second_copy_of_the_updates_is_made(rule: Callable[[], Method], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_second_copy_of_the_updates_is_made(
+    rule: Callable[[], Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_BLOCK", module._PART)
     size, clients = 12 * 8192 + 100, 24
     layout = plan_layout({"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(size))})})

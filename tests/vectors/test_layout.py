@@ -14,7 +14,13 @@ def networks() -> dict[str, nn.Module]:
     return {"model": model, "extra": nn.Linear(2, 1)}
 
 
-BN = ("model.1.weight", "model.1.bias", "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked")
+BN = (
+    "model.1.weight",
+    "model.1.bias",
+    "model.1.running_mean",
+    "model.1.running_var",
+    "model.1.num_batches_tracked",
+)
 
 
 def flat(nets: dict[str, nn.Module], *personal: str) -> Vector:
@@ -22,7 +28,9 @@ def flat(nets: dict[str, nn.Module], *personal: str) -> Vector:
 
 
 def test_shared_parameters_come_first_then_shared_buffers_then_what_is_personal() -> None:
-    layout = plan_layout(networks(), ("model.1.weight", "model.1.running_var", "model.1.num_batches_tracked"))
+    layout = plan_layout(
+        networks(), ("model.1.weight", "model.1.running_var", "model.1.num_batches_tracked")
+    )
     assert [(entry.name, entry.start, entry.stop) for entry in layout.entries] == [
         ("model.0.weight", 0, 6),
         ("model.0.bias", 6, 8),
@@ -67,7 +75,9 @@ def test_values_survive_the_move_into_the_vector() -> None:
     vector = flat(nets, *BN)
     named = vector.named(vector.data, vector.counters)
     assert all(torch.equal(named[f"model.{name}"], value) for name, value in before.items())
-    assert all(torch.equal(value, before[name]) for name, value in nets["model"].state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in nets["model"].state_dict().items()
+    )
 
 
 def test_modules_see_what_is_written_to_the_vector_and_the_vector_what_modules_learn() -> None:
@@ -100,13 +110,20 @@ def test_what_travels_is_the_prefix() -> None:
 
 
 def test_entries_are_found_by_network_or_module() -> None:
-    layout = plan_layout({"model": nn.ModuleDict({"head": nn.Linear(1, 1), "header": nn.Linear(1, 1)})})
-    assert [entry.name for entry in layout.within(["model.head"])] == ["model.head.weight", "model.head.bias"]
+    layout = plan_layout(
+        {"model": nn.ModuleDict({"head": nn.Linear(1, 1), "header": nn.Linear(1, 1)})}
+    )
+    assert [entry.name for entry in layout.within(["model.head"])] == [
+        "model.head.weight",
+        "model.head.bias",
+    ]
     assert len(layout.within(["model"])) == 4
 
 
 def test_neighbours_merge_into_one_stretch_but_not_across_the_border_of_what_is_shared() -> None:
-    nets = {"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))}  # without buffers both parts touch
+    nets = {
+        "model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    }  # without buffers both parts touch
     layout = plan_layout(nets, ("model.1.weight", "model.1.bias"))
     assert layout.runs(layout.within(["model"])) == (slice(0, 6), slice(6, 9))
     assert layout.runs([layout.entries[0], layout.entries[3]]) == (slice(0, 4), slice(8, 9))

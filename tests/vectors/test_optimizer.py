@@ -17,8 +17,12 @@ def test_a_setting_of_zero_is_taken_and_one_below_is_refused(key: str) -> None:
 
 def test_the_optimisers_of_many_clients_start_from_zeros() -> None:
     for kind in ("sgd", "adam"):
-        stacked = StackedOptimizer(Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)])
-        assert stacked.counts == [0, 0, 0] and not any(part.any() for part in (*stacked.first, *stacked.second))
+        stacked = StackedOptimizer(
+            Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
+        )
+        assert stacked.counts == [0, 0, 0] and not any(
+            part.any() for part in (*stacked.first, *stacked.second)
+        )
         assert (len(stacked.first), len(stacked.second)) == (1, int(kind == "adam"))
 
 

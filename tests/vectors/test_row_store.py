@@ -46,7 +46,9 @@ def filled(place: cache.Place, count: int = 3) -> Tensor:
 def test_a_cache_starts_empty_and_keeps_its_rows_as_it_grows(place: cache.Place) -> None:
     assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
     rows = filled(place)
-    rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(7)  # what memory may hold
+    rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(
+        7
+    )  # what memory may hold
     more = extended(rows, 5)
     assert not more[len(rows) :].any()
     assert torch.equal(more[:3], torch.arange(24.0).view(3, 2, 4))
@@ -88,12 +90,16 @@ def test_rows_may_be_empty(place: cache.Place) -> None:
 
 def test_a_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
-    with pytest.raises(ValueError, match=f"1 GiB does not fit into {folder}, where 0.5 GiB are free: set TMPDIR"):
+    with pytest.raises(
+        ValueError, match=f"1 GiB does not fit into {folder}, where 0.5 GiB are free: set TMPDIR"
+    ):
         reserve((2, 2**27), torch.float32, "disk")
 
 
 def test_a_checkpoint_writes_a_cache_from_its_file_and_maps_it_back(tmp_path: Path) -> None:
-    rows = extended(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(generator=torch.manual_seed(0))  # 4 MB
+    rows = extended(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(
+        generator=torch.manual_seed(0)
+    )  # 4 MB
     tracemalloc.start()
     try:
         now = checkpoint.Snapshot({}, {"rows": rows.numpy()}, {}, {})

@@ -106,7 +106,10 @@ class Workload:
         """What is measured."""
         best = self.best
         some = [Way(f"graph of lanes {count}", count, True) for count in self.lanes[:-1]]
-        coarse = [replace(best, name=f"{best.name}, {kind}", precision=kind) for kind in ("tf32", "bfloat16")]
+        coarse = [
+            replace(best, name=f"{best.name}, {kind}", precision=kind)
+            for kind in ("tf32", "bfloat16")
+        ]
         return [Way("loop"), Way("graph", 1, True), *some, best, *coarse]
 
     @property
@@ -116,10 +119,16 @@ class Workload:
 
 
 WORKLOADS = {
-    "G1": Workload("RotatedMNIST, 4-layer CNN", MnistCnn(), (1, 28, 28), 10, 6000, 10, 64, 1e-3, 8.0),
+    "G1": Workload(
+        "RotatedMNIST, 4-layer CNN", MnistCnn(), (1, 28, 28), 10, 6000, 10, 64, 1e-3, 8.0
+    ),
     "G2": Workload("CIFAR-10, VGG11", Vgg11(), (3, 32, 32), 10, 5000, 10, 32, 1e-2, 3.0),
-    "G3": Workload("CIFAR-10, 100 clients, ResNet-18", ResNet(18), (3, 32, 32), 100, 500, 10, 32, 1e-2, 2.0),
-    "G4": Workload("MNIST, 100 clients, small MLP", Mlp((64,)), (1, 28, 28), 100, 600, 10, 10, 1e-2, 1.0),
+    "G3": Workload(
+        "CIFAR-10, 100 clients, ResNet-18", ResNet(18), (3, 32, 32), 100, 500, 10, 32, 1e-2, 2.0
+    ),
+    "G4": Workload(
+        "MNIST, 100 clients, small MLP", Mlp((64,)), (1, 28, 28), 100, 600, 10, 10, 1e-2, 1.0
+    ),
 }
 _TINY = {
     name: Workload(f"{work.title} (tiny)", Mlp((8,)), (1, 8, 8), 4, 16, 2, 8, 0.1, work.least, (2,))
@@ -154,18 +163,31 @@ def tried_out(options: Options) -> Options:
 def every_method() -> dict[str, type[Method]]:
     """All methods of raysim, by name."""
     modules = [
-        importlib.import_module(f"raysim.methods.{each.name}") for each in pkgutil.iter_modules(raysim.methods.__path__)
+        importlib.import_module(f"raysim.methods.{each.name}")
+        for each in pkgutil.iter_modules(raysim.methods.__path__)
     ]
-    found = [thing for module in modules for thing in vars(module).values() if isinstance(thing, type)]
-    ours = {cls for cls in found if issubclass(cls, Method) and "name" in vars(cls) and cls is not Method}
+    found = [
+        thing for module in modules for thing in vars(module).values() if isinstance(thing, type)
+    ]
+    ours = {
+        cls
+        for cls in found
+        if issubclass(cls, Method) and "name" in vars(cls) and cls is not Method
+    }
     return {cls.name: cls for cls in sorted(ours, key=lambda cls: cls.name)}
 
 
-def _checked(make: Callable[[], Method] | None, dtype: torch.dtype, device: str, way: Way) -> RunSpec:
+def _checked(
+    make: Callable[[], Method] | None, dtype: torch.dtype, device: str, way: Way
+) -> RunSpec:
     """Four clients for two rounds."""
-    data = federate(Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5), IID(clients=4), 0)
+    data = federate(
+        Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5), IID(clients=4), 0
+    )
     local = Local(lr=0.05, momentum=0.9, batch=8, epochs=1)
-    settings = RunSettings(rounds=2, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0))
+    settings = RunSettings(
+        rounds=2, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0)
+    )
     methods = () if make is None else (make(),)
     return way.of(RunSpec(SmallCnn(norm="batch"), methods, data, settings, device, dtype=dtype))
 
@@ -176,7 +198,9 @@ def _ran(spec: RunSpec, cohort: int, hosts: int = 1) -> tuple[np.ndarray, Coordi
     coordinator = Coordinator(replace(spec, device="cpu"), Synchronous(cohort), Ideal(), runtime)
     for _ in coordinator.run():
         pass
-    private = [kept for _, state in sorted(coordinator.private.accepted()) for kept in _floats(state)]
+    private = [
+        kept for _, state in sorted(coordinator.private.accepted()) for kept in _floats(state)
+    ]
     return np.concatenate([coordinator.server.vector.numpy(), *private]), coordinator
 
 
@@ -199,7 +223,9 @@ def _distances(name: str, make: Callable[[], Method] | None, options: Options) -
     """
     drawing = _draws(make)
     dtypes, device = (torch.float64, torch.float32), options.device if drawing else "cpu"
-    expected, coordinator = zip(*(_ran(_checked(make, dtype, device, CHECKED[0]), 4) for dtype in dtypes), strict=True)
+    expected, coordinator = zip(
+        *(_ran(_checked(make, dtype, device, CHECKED[0]), 4) for dtype in dtypes), strict=True
+    )
     start = coordinator[0].initial.shared.numpy()
     change = _off(expected[0][: len(start)], start) or 1.0
     for way in CHECKED:
@@ -208,7 +234,12 @@ def _distances(name: str, make: Callable[[], Method] | None, options: Options) -
         finer = 0.0
         for dtype, reference in zip(dtypes, expected, strict=True):
             kind = str(dtype).removeprefix("torch.")
-            row: Found = {"method": name, "dtype": kind, "way": way.name, "allowed": max(TOLERANCE[kind], finer)}
+            row: Found = {
+                "method": name,
+                "dtype": kind,
+                "way": way.name,
+                "allowed": max(TOLERANCE[kind], finer),
+            }
             try:
                 found, _ = _ran(_checked(make, dtype, options.device, way), 4)
                 row["distance"] = _off(found, reference) / change
@@ -269,7 +300,9 @@ def data_of(work: Workload) -> FederatedData:
     return federate(source, IID(clients=work.clients), 0)
 
 
-def spec_of(work: Workload, data: FederatedData, device: str, methods: Sequence[Method] = ()) -> RunSpec:
+def spec_of(
+    work: Workload, data: FederatedData, device: str, methods: Sequence[Method] = ()
+) -> RunSpec:
     """One local epoch a round, nothing scored."""
     local = Local(lr=work.lr, batch=work.batch, epochs=1)
     settings = RunSettings(rounds=NEVER, local=local, evaluate=Evaluation(every=NEVER))
@@ -325,7 +358,9 @@ def _rate(stamps: Sequence[float], work: Workload) -> Found:
 def raysim_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
     """Of rounds on one host in this process."""
     with _peak(spec.device) as found:
-        coordinator = Coordinator(replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), InProcess(Host(spec)))
+        coordinator = Coordinator(
+            replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), InProcess(Host(spec))
+        )
         events, stamps = coordinator.run(), list[float]()
         for event in events:
             if isinstance(event, Round):
@@ -355,7 +390,9 @@ def eager_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
     comes, which on a GPU means convolutions in TF32."""
     device, dataset, train = torch.device(spec.device), spec.data.open(), spec.data.partition.train
     model = spec.model.build(spec.task.shape, spec.task.num_classes, 0).to(device)
-    inputs = spec.data.pipeline.normalise(torch.from_numpy(dataset.inputs).to(device), torch.float32)
+    inputs = spec.data.pipeline.normalise(
+        torch.from_numpy(dataset.inputs).to(device), torch.float32
+    )
     labels = torch.from_numpy(dataset.labels).to(device)
     rows = [torch.from_numpy(train.rows(client)).to(device) for client in range(work.clients)]
     shared = {key: value.clone() for key, value in model.state_dict().items()}
@@ -363,7 +400,9 @@ def eager_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
     model.train()
     with _peak(spec.device) as found, _as_it_comes():
         while len(stamps) < 5 or stamps[-1] - stamps[1] < seconds:
-            total = {key: torch.zeros_like(value, dtype=torch.float32) for key, value in shared.items()}
+            total = {
+                key: torch.zeros_like(value, dtype=torch.float32) for key, value in shared.items()
+            }
             for place in range(work.cohort):
                 model.load_state_dict(shared)
                 optimizer = torch.optim.SGD(model.parameters(), lr=work.lr)
@@ -375,7 +414,10 @@ def eager_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
                     optimizer.step()
                 for key, value in model.state_dict().items():
                     total[key].add_(value, alpha=1 / work.cohort)
-            shared, turn = {key: value.to(shared[key].dtype) for key, value in total.items()}, turn + work.cohort
+            shared, turn = (
+                {key: value.to(shared[key].dtype) for key, value in total.items()},
+                turn + work.cohort,
+            )
             if device.type == "cuda":
                 torch.cuda.synchronize()
             stamps.append(time.perf_counter())
@@ -387,13 +429,23 @@ def speed(name: str, options: Options, left: Callable[[], bool]) -> list[Found]:
     work = options.workloads[name]
     data, rows = data_of(work), list[Found]()
     spec = spec_of(work, data, options.device)
-    runs: list[tuple[str, Callable[[], Found]]] = [("plain loop", partial(eager_rate, spec, work, options.seconds))]
-    runs += [(way.name, partial(raysim_rate, way.of(spec), work, options.seconds)) for way in work.ways]
+    runs: list[tuple[str, Callable[[], Found]]] = [
+        ("plain loop", partial(eager_rate, spec, work, options.seconds))
+    ]
+    runs += [
+        (way.name, partial(raysim_rate, way.of(spec), work, options.seconds)) for way in work.ways
+    ]
     if name == "G1":
         method = FedBR(pseudo_batch=min(64, work.batch), samples_per_mean=10)
         other = spec_of(work, data, options.device, [method])
-        ways = [work.ways[0], *(way for way in work.ways if way.graph and way.precision != "bfloat16")]
-        runs += [(f"FedBR, {way.name}", partial(raysim_rate, way.of(other), work, options.seconds)) for way in ways]
+        ways = [
+            work.ways[0],
+            *(way for way in work.ways if way.graph and way.precision != "bfloat16"),
+        ]
+        runs += [
+            (f"FedBR, {way.name}", partial(raysim_rate, way.of(other), work, options.seconds))
+            for way in ways
+        ]
     for title, run in runs:
         if not left():
             break
@@ -413,15 +465,25 @@ def memory(options: Options, left: Callable[[], bool]) -> list[Found]:
             if not left():
                 return rows
             spec = way.of(spec_of(work, data_of(work), options.device))
-            spec = replace(spec, settings=replace(spec.settings, evaluate=Evaluation()))  # which takes memory, too
+            spec = replace(
+                spec, settings=replace(spec.settings, evaluate=Evaluation())
+            )  # which takes memory, too
             try:
                 with _peak(options.device):
                     need = preflight.measure(spec)
-                peak = raysim_rate(spec, work, 0.0).get("peak_bytes", preflight.memory(options.device)[0])
-                rows.append({"workload": name, "way": way.name, "preflight": need.job, "peak": peak})
+                peak = raysim_rate(spec, work, 0.0).get(
+                    "peak_bytes", preflight.memory(options.device)[0]
+                )
+                rows.append(
+                    {"workload": name, "way": way.name, "preflight": need.job, "peak": peak}
+                )
             except Exception as error:
                 rows.append(
-                    {"workload": name, "way": way.name, "refused": f"{type(error).__name__}: {first_line(error)}"}
+                    {
+                        "workload": name,
+                        "way": way.name,
+                        "refused": f"{type(error).__name__}: {first_line(error)}",
+                    }
                 )
     return rows
 
@@ -433,11 +495,19 @@ def profiled(options: Options, folder: Path) -> list[Found]:
         spec = replace(way.of(spec_of(work, data_of(work), options.device)), profile=True)
         spec = replace(spec, settings=replace(spec.settings, rounds=3))
         runtime = InProcess(Host(spec))
-        for event in Coordinator(replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), runtime).run():
+        for event in Coordinator(
+            replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), runtime
+        ).run():
             if isinstance(event, Profiled):
                 prefix = f"G1-{way.name.replace(' ', '-').replace(',', '')}-"
                 paths = profile.write(event, folder, f"G1, {way.name}", prefix)
-                rows.append({"way": way.name, "picture": paths[-1].name, "shares": profile.shares(event)["host-0"]})
+                rows.append(
+                    {
+                        "way": way.name,
+                        "picture": paths[-1].name,
+                        "shares": profile.shares(event)["host-0"],
+                    }
+                )
     return rows
 
 
@@ -476,7 +546,8 @@ def main(folder: Path, options: Options, say: Say = print) -> Found:
         "profile": partial(profiled, options, folder),
     }
     found["workloads"] = {
-        name: {**vars(work), "model": type(work.model).__name__} for name, work in options.workloads.items()
+        name: {**vars(work), "model": type(work.model).__name__}
+        for name, work in options.workloads.items()
     }
     for part in options.parts:
         if not left():

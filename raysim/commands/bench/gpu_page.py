@@ -34,7 +34,9 @@ def _page(found: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield from _table(("method", "way", "again", "two hosts"), rows)
     if rows := found.get("memory"):
         yield "## Memory: the preflight and the peak\n"
-        yield from _table(("workload", "way", "preflight", "peak", "ratio"), [_with_ratio(row) for row in rows])
+        yield from _table(
+            ("workload", "way", "preflight", "peak", "ratio"), [_with_ratio(row) for row in rows]
+        )
     for name, work in found.get("workloads", {}).items():
         if rows := found.get(name):
             yield from _speed(name, work, rows, folder)
@@ -62,7 +64,9 @@ def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
     lines = []
     for method, dtype in dict.fromkeys((method, dtype) for method, dtype, _ in by):
         own = {way: by.get((method, dtype, way), {}) for way in ways}
-        lines.append({"method": method, "dtype": dtype, **{way: _distance(row) for way, row in own.items()}})
+        lines.append(
+            {"method": method, "dtype": dtype, **{way: _distance(row) for way, row in own.items()}}
+        )
     yield from _table(("method", "dtype", *ways), lines)
     refused = [row for row in rows if "refused" in row]
     if refused:
@@ -96,10 +100,21 @@ def _speed(name: str, work: Mapping[str, Any], rows: Rows, folder: Path) -> Iter
             line["client steps/s"] = f"{row['client_steps_per_second']:,.0f}"
             line["1,000 rounds"] = f"{1000 * row['seconds_per_round'] / 60:.1f} min"
             if plain is not None:
-                line["to the plain loop"] = f"{plain['seconds_per_round'] / row['seconds_per_round']:.2f}"
-            line["device use"] = "unknown" if row.get("device_use") is None else f"{row['device_use']:.0%}"
+                line["to the plain loop"] = (
+                    f"{plain['seconds_per_round'] / row['seconds_per_round']:.2f}"
+                )
+            line["device use"] = (
+                "unknown" if row.get("device_use") is None else f"{row['device_use']:.0%}"
+            )
         lines.append(line)
-    columns = ("way", "seconds a round", "client steps/s", "to the plain loop", "1,000 rounds", "device use")
+    columns = (
+        "way",
+        "seconds a round",
+        "client steps/s",
+        "to the plain loop",
+        "1,000 rounds",
+        "device use",
+    )
     yield from _table(columns, lines)
     if measured:
         _draw_speed(name, list(measured.values()), folder / f"{name}.png")
@@ -124,7 +139,11 @@ def _draw_speed(name: str, rows: Rows, path: Path) -> None:
         figure = Figure(figsize=(7.5, 1.2 + 0.32 * len(rows)), layout="constrained")
         ax = figure.subplots()
         colours = [LIGHT[7] if row["way"] == "plain loop" else LIGHT[0] for row in rows]
-        ax.barh([row["way"] for row in rows], [row["client_steps_per_second"] for row in rows], color=colours)
+        ax.barh(
+            [row["way"] for row in rows],
+            [row["client_steps_per_second"] for row in rows],
+            color=colours,
+        )
         ax.invert_yaxis()
         ax.set(xlabel="steps of clients a second", title=name)
         figure.savefig(path, format="png", dpi=150)
@@ -140,7 +159,10 @@ def _draw_distances(rows: Rows, path: Path) -> None:
         methods = list(dict.fromkeys(row["method"] for row in rows))
         for place, dtype in enumerate(TOLERANCE):
             own = [row for row in rows if row["dtype"] == dtype]
-            x, y = [methods.index(row["method"]) for row in own], [max(row["distance"], 1e-17) for row in own]
+            x, y = (
+                [methods.index(row["method"]) for row in own],
+                [max(row["distance"], 1e-17) for row in own],
+            )
             ax.scatter(x, y, s=14, color=LIGHT[place], label=dtype)
             ax.axhline(TOLERANCE[dtype], color=LIGHT[place], linewidth=0.8)
         logarithmic(ax)

@@ -103,10 +103,12 @@ def spec_of(work: Workload, source: Source) -> RunSpec:
 
 def source_of(work: Workload, root: str | None) -> Source:
     """Fashion-MNIST (below `root` or downloaded), or noise of its shape if root is ""."""
-    normal = {"mean": [0.5], "std": [0.5]}
-    if root == "" or work.clients * work.samples != 60_000:
-        return Synthetic(shape=[1, 28, 28], samples=work.clients * work.samples, test_samples=1000, **normal)  # type: ignore[arg-type]
-    return FashionMnist(root=root, **normal)  # type: ignore[arg-type]
+    samples = work.clients * work.samples
+    if root == "" or samples != 60_000:
+        return Synthetic(
+            shape=[1, 28, 28], samples=samples, test_samples=1000, mean=[0.5], std=[0.5]
+        )
+    return FashionMnist(root=root, mean=[0.5], std=[0.5])
 
 
 # --- the bare loop -------------------------------------------------------------------------------------------------
@@ -137,7 +139,9 @@ def _bare_worker(
         go[index].acquire()
         if todo.value < 0:
             return
-        cohort = stream(spec.settings.seed, "bare", block).choice(work.clients, work.cohort, replace=False)
+        cohort = stream(spec.settings.seed, "bare", block).choice(
+            work.clients, work.cohort, replace=False
+        )
         block += 1
         sums[index].zero_()
         while True:
@@ -188,13 +192,16 @@ class Bare:
         x = spec.data.pipeline.normalise(pixels, torch.float32).share_memory_()
         y = torch.from_numpy(data.labels[rows].copy()).share_memory_()
         model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
-        self.vector = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).share_memory_()
+        self.vector = torch.cat(
+            [p.detach().reshape(-1) for p in model.parameters()]
+        ).share_memory_()
         self.sums = torch.zeros(processes, len(self.vector)).share_memory_()
         self.go = [context.Semaphore(0) for _ in range(processes)]
         self.done, self.todo = context.Semaphore(0), context.Value("i", 0)
         shared = (spec, work, x, y, self.vector, self.sums, self.todo, self.go, self.done)
         self.processes = [
-            context.Process(target=_bare_worker, args=(i, *shared, tuned), daemon=True) for i in range(processes)
+            context.Process(target=_bare_worker, args=(i, *shared, tuned), daemon=True)
+            for i in range(processes)
         ]
         for process in self.processes:
             process.start()
@@ -232,7 +239,9 @@ def _rounds(spec: RunSpec, work: Workload, runtime: Any, count: int) -> float:
     return (stamps[-1] - stamps[_SKIP - 1]) / count  # type: ignore[operator]
 
 
-def _profile(name: str, spec: RunSpec, work: Workload, options: Options, folder: Path, show: Say) -> None:
+def _profile(
+    name: str, spec: RunSpec, work: Workload, options: Options, folder: Path, show: Say
+) -> None:
     """A block more, on hosts that are timed: where their time goes."""
     from raysim.results import profile
     from raysim.runtime.ray import start_hosts
@@ -256,14 +265,24 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
     spec = spec_of(work, source_of(work, root))
     spec = replace(spec, lanes=options.lanes or usual_lanes(spec, declare_run(spec), work.cohort))
     runtime = start_hosts(spec, options.hosts)
-    loops = [Bare(spec, work, options.hosts, tuned) for tuned in ((False, True) if options.floor else (False,))]
+    loops = [
+        Bare(spec, work, options.hosts, tuned)
+        for tuned in ((False, True) if options.floor else (False,))
+    ]
     rows = []
     try:
         _rounds(spec, work, runtime, 1)
         for block in range(blocks):
-            rows.append((_rounds(spec, work, runtime, work.rounds), *(loop.rounds(work.rounds) for loop in loops)))
+            rows.append(
+                (
+                    _rounds(spec, work, runtime, work.rounds),
+                    *(loop.rounds(work.rounds) for loop in loops),
+                )
+            )
             bare = ", ".join(f"{seconds:.4f} s" for seconds in rows[-1][1:])
-            say(f"{name} block {block + 1}/{blocks}: raysim {rows[-1][0]:.4f} s, bare {bare} a round")
+            say(
+                f"{name} block {block + 1}/{blocks}: raysim {rows[-1][0]:.4f} s, bare {bare} a round"
+            )
     finally:
         for loop in loops:
             loop.close()
@@ -275,7 +294,9 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
     return Result(name, spec.lanes, own, bare_, ratios[0], work.limit, *floor, *ratios[1:])
 
 
-def main(names: list[str], root: str | None, out: Path, blocks: int, options: Options) -> list[Result]:
+def main(
+    names: list[str], root: str | None, out: Path, blocks: int, options: Options
+) -> list[Result]:
     """Run workloads, print a table, write `out`."""
     from raysim.runtime import ray as cluster
 
@@ -291,8 +312,20 @@ def main(names: list[str], root: str | None, out: Path, blocks: int, options: Op
             row += [r.floor, statistics.median(r.to_floor), min(r.to_floor), max(r.to_floor)]
         rows.append((r.workload, str(r.lanes), *(f"{value:.3f}" for value in row)))
     more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
-    head = ("workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised", *more)
-    print(f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks")
+    head = (
+        "workload",
+        "lanes",
+        "raysim",
+        "bare PyTorch",
+        "ratio",
+        "lowest",
+        "highest",
+        "promised",
+        *more,
+    )
+    print(
+        f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks"
+    )
     print(aligned(columns_of(head, rows), terminal_width()))
     settings = {
         "torch": torch.__version__,

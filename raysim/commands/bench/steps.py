@@ -88,7 +88,9 @@ def step_spec(*methods: Method) -> RunSpec:
     """Two clients of FedBR's RotatedMNIST network on noise of 14 x 14 pixels."""
     source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=2), 0)
-    return RunSpec(MnistCnn(), methods, data, _settings(Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH)))
+    return RunSpec(
+        MnistCnn(), methods, data, _settings(Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH))
+    )
 
 
 def _ran(*methods: Method, local: Local | None = None) -> Coordinator:

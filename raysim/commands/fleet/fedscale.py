@@ -91,7 +91,10 @@ def _dictionary(file: str, needs: str) -> Mapping[Any, Mapping[str, Any]]:
 
 def _row(client: int, when: Mapping[str, Any], what: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the trace; nan for what is no number."""
-    milliseconds, bandwidth = _number(what["computation"]), _number(what.get("communication")) * BANDWIDTH
+    milliseconds, bandwidth = (
+        _number(what["computation"]),
+        _number(what.get("communication")) * BANDWIDTH,
+    )
     return {
         "client": client,
         "start": [_number(each) for each in when.get("active", ())],

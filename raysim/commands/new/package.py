@@ -39,7 +39,9 @@ def write(name: str) -> Path:
 def _check(folder: Path) -> None:
     name = folder.name
     if not (name.isidentifier() and name.islower()) or keyword.iskeyword(name):
-        raise Refused(f"new {name}: a package is called by small letters, digits and _, such as my_methods")
+        raise Refused(
+            f"new {name}: a package is called by small letters, digits and _, such as my_methods"
+        )
     if folder.exists() or folder.is_symlink():
         raise Refused(f"new {name}: {folder} exists already: choose another name, or remove it")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:

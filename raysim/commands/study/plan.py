@@ -24,7 +24,10 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path
 from raysim.results.tracking import default_uri
 
-ALWAYS = ("method", "seed")  # in every run's name, so that a study can be continued with more of them
+ALWAYS = (
+    "method",
+    "seed",
+)  # in every run's name, so that a study can be continued with more of them
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class Cell:
     """One run of a study: what sets it apart from the others, and its configuration."""
 
     name: str  # of its folder
-    settings: Mapping[str, str]  # what varies, without the seed: {"method": "fedprox", "partition.alpha": "0.1"}
+    settings: Mapping[
+        str, str
+    ]  # what varies, without the seed: {"method": "fedprox", "partition.alpha": "0.1"}
     seed: int
     config: Node
     finished: bool = False
@@ -92,7 +97,9 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
     """
     given = {key: tuple(each) for key, each in map(spread, words)}
     out, _ = (given.pop(key, ()) for key in ("out", "resume"))
-    campaign = Campaign(_folder(out), tuple(str(user_path(root).absolute()) for root in conf), given)
+    campaign = Campaign(
+        _folder(out), tuple(str(user_path(root).absolute()) for root in conf), given
+    )
     if asked_to_continue(words, "study"):
         campaign = _continued(campaign)
     else:
@@ -110,7 +117,9 @@ def _with_cells(campaign: Campaign) -> Campaign:
     cells = tuple(_cells(campaign))
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise Refused(f"two runs of this study would be called {twice}: give each value of a key once")
+        raise Refused(
+            f"two runs of this study would be called {twice}: give each value of a key once"
+        )
     return replace(campaign, cells=cells)
 
 
@@ -126,14 +135,18 @@ def _continued(campaign: Campaign) -> Campaign:
     """The study in the folder; what is given now takes the place of what its study.yaml says of the same keys."""
     folder, path = campaign.folder, campaign.folder / "study.yaml"
     if not path.is_file():
-        if not campaign.words or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        if not campaign.words or (
+            folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        ):
             raise not_a_folder_of("study", folder, path.name)
         return campaign
     stored = load_yaml(path)
     if not isinstance(stored, dict) or not {"overrides", "conf"} <= stored.keys():
         raise Refused(f"{path} holds no study: restore it, or start in a new folder")
     before = {key: tuple(each) for key, each in map(spread, stored["overrides"])}
-    merged = replace(campaign, words={**before, **campaign.words}, conf=campaign.conf or tuple(stored["conf"]))
+    merged = replace(
+        campaign, words={**before, **campaign.words}, conf=campaign.conf or tuple(stored["conf"])
+    )
     for key in merged.words:
         if key not in ALWAYS and (key in merged.varied) != (len(before.get(key, ())) > 1):
             raise Refused(
@@ -152,11 +165,17 @@ def _cells(campaign: Campaign) -> Iterator[Cell]:
         varied = [f"{parts[key]}-{label}" for key, label in labels.items() if key != "method"]
         name = "_".join([labels["method"], *varied])
         name = re.sub(r"[^\w.+-]+", "-", f"{name}_seed-{seed}")
-        own: dict[str, object] = {"seed": seed, "out": str(campaign.folder / "runs" / name), "resume": "latest"}
+        own: dict[str, object] = {
+            "seed": seed,
+            "out": str(campaign.folder / "runs" / name),
+            "resume": "latest",
+        }
         if kept := config["checkpoint"].get("folder"):
             own["checkpoint"] = {**config["checkpoint"], "folder": f"{kept.rstrip('/')}/{name}"}
         tracking = config["tracking"]
-        if tracking["name"] == "mlflow" and tracking["uri"] is None:  # beside the runs, not among them
+        if (
+            tracking["name"] == "mlflow" and tracking["uri"] is None
+        ):  # beside the runs, not among them
             own["tracking"] = {**tracking, "uri": default_uri(campaign.folder)}
         yield Cell(name, labels, seed, {**config, **own})
 
@@ -164,7 +183,9 @@ def _cells(campaign: Campaign) -> Iterator[Cell]:
 def _seed(word: str) -> int:
     text = word.partition("=")[2]
     if re.fullmatch(r"\d+-\d+", text):
-        raise Refused(f"{word} is no number: write seed={text.replace('-', '..')} for all from the first to the last")
+        raise Refused(
+            f"{word} is no number: write seed={text.replace('-', '..')} for all from the first to the last"
+        )
     if not text.isdigit():
         raise Refused(f"{word} must be a whole number of at least 0")
     return int(text)
@@ -189,10 +210,18 @@ def _settings(campaign: Campaign) -> Iterator[tuple[dict[str, str], Node]]:
         seen.add(same)
         config = plain(compose(list(fits.values()), campaign.conf))
         labels = {"method": value_label(config["choices"]["method"])}
-        labels |= {k: fits[k].partition("=")[2].strip("\"'") for k in campaign.varied if k in fits and k != "method"}
+        labels |= {
+            k: fits[k].partition("=")[2].strip("\"'")
+            for k in campaign.varied
+            if k in fits and k != "method"
+        }
         yield labels, config
-    if unknown := [each[0] for key, each in words.items() if key not in used]:  # refused in the words of a run
-        compose([*(each[0] for key, each in words.items() if key in known), *unknown], campaign.conf)
+    if unknown := [
+        each[0] for key, each in words.items() if key not in used
+    ]:  # refused in the words of a run
+        compose(
+            [*(each[0] for key, each in words.items() if key in known), *unknown], campaign.conf
+        )
 
 
 def _has(node: object, key: str) -> bool:
@@ -208,4 +237,6 @@ def _name_parts(keys: Sequence[str]) -> dict[str, str]:
 
     Not as short as in tables, because the folders of a study that is continued must be found under their names.
     """
-    return {key: key if "." in name else name for key, name in zip(keys, short_names(keys), strict=True)}
+    return {
+        key: key if "." in name else name for key, name in zip(keys, short_names(keys), strict=True)
+    }

@@ -71,7 +71,9 @@ def check_metrics(names: Sequence[str]) -> None:
     simple = [*METRICS, *COLUMNS, *(f"{name}_global" for name in METRICS[1:]), "last10_std"]
     for name in names:
         if name not in simple and "." not in name:
-            raise Refused(f"--metric {name} does not exist: {instead(name, [*simple, 'rounds_to.0.80'])}")
+            raise Refused(
+                f"--metric {name} does not exist: {instead(name, [*simple, 'rounds_to.0.80'])}"
+            )
 
 
 def _both(summary: Mapping[str, object], metric: str) -> tuple[float | None, float | None]:
@@ -85,7 +87,9 @@ def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[
             for c in campaign.cells]  # fmt: skip
     there = [run.summary for run in runs if run is not None]
     reached = [
-        {n for n, v in each.items() if v is not None} for s in there if isinstance(each := s.get("rounds_to"), dict)
+        {n for n, v in each.items() if v is not None}
+        for s in there
+        if isinstance(each := s.get("rounds_to"), dict)
     ]
     highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
     many = any((score(each, "rounds") or 0) > FEW for each in there)
@@ -131,15 +135,23 @@ def differences(campaign: Campaign, scores: Sequence[Scores], metric: str) -> li
             common = tuple(seed for seed in base if seed in values)
             left, right = [values[seed] for seed in common], [base[seed] for seed in common]
             pairs = tuple(a - b for a, b in zip(left, right, strict=True))
-            found.append(Comparison(metric, where, what, reference, common, pairs, paired(left, right)))
+            found.append(
+                Comparison(metric, where, what, reference, common, pairs, paired(left, right))
+            )
     corrected = holm([one.found.p for one in found])
-    return [replace(one, found=replace(one.found, holm=p)) for one, p in zip(found, corrected, strict=True)]
+    return [
+        replace(one, found=replace(one.found, holm=p))
+        for one, p in zip(found, corrected, strict=True)
+    ]
 
 
 def settings(campaign: Campaign, scores: Sequence[Scores]) -> list[Group]:
     """The finished runs of each setting, the reference first."""
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
-    found = [(label(campaign, group[0].cell, keys), [s.run for s in group if s.run]) for group in grouped(scores)]
+    found = [
+        (label(campaign, group[0].cell, keys), [s.run for s in group if s.run])
+        for group in grouped(scores)
+    ]
     return [Group(name, runs) for name, runs in found if runs]
 
 
@@ -158,7 +170,11 @@ def _number(metric: str, value: float | None, sign: str = "", *, like: float | N
         return NOTHING
     if metric.startswith("rounds") or abs(value if like is None else like) < 10:
         return f"{value:{sign}{'.1f' if metric.startswith('rounds') else '.4f'}}"
-    return f"{value:{sign}.4g}" if like is None else f"{value:.{max(0, 3 - int(math.log10(abs(like))))}f}"
+    return (
+        f"{value:{sign}.4g}"
+        if like is None
+        else f"{value:.{max(0, 3 - int(math.log10(abs(like))))}f}"
+    )
 
 
 def _p(value: float | None) -> str:
@@ -190,9 +206,13 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
     groups = grouped(scores)
     names = zip(keys, short_names(keys), strict=True)
-    columns = [Column(name, [g[0].cell.settings.get(key, NOTHING) for g in groups]) for key, name in names]
+    columns = [
+        Column(name, [g[0].cell.settings.get(key, NOTHING) for g in groups]) for key, name in names
+    ]
     made = [sum(each.run is not None for each in group) for group in groups]
-    counts = [f"{n}" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(made, groups, strict=True)]
+    counts = [
+        f"{n}" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(made, groups, strict=True)
+    ]
     others = [key for key in campaign.varied if key not in (*compared(campaign), "seed")]
     where = [label(campaign, group[0].cell, others) for group in groups]
     columns.append(Column("n", counts, [float(n) for n in made]))
@@ -207,7 +227,9 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
             texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
             means.append(mean)
             deviations.append(deviation)
-        columns.append(Column(_title(metric), texts, means, _better(metric, errors), deviations, where))
+        columns.append(
+            Column(_title(metric), texts, means, _better(metric, errors), deviations, where)
+        )
     return columns
 
 
@@ -216,14 +238,18 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
     found = [one.found for one in comparisons]
     metric = comparisons[0].metric
     bounds = [
-        f"[{_number(metric, f.low, '+')}, {_number(metric, f.high, '+')}]" if f.low is not None else NOTHING
+        f"[{_number(metric, f.low, '+')}, {_number(metric, f.high, '+')}]"
+        if f.low is not None
+        else NOTHING
         for f in found
     ]
     columns = [
         Column("where", [one.where for one in comparisons]),
         Column("compared", [f"{one.what} – {one.reference}" for one in comparisons]),
         Column("n", [str(f.pairs) for f in found], [float(f.pairs) for f in found]),
-        Column("difference", [_number(metric, f.mean, "+") for f in found], [f.mean for f in found]),
+        Column(
+            "difference", [_number(metric, f.mean, "+") for f in found], [f.mean for f in found]
+        ),
         Column("95 % interval", bounds, [f.low for f in found]),
         Column("p", [_p(f.p) for f in found], [f.p for f in found]),
         Column("p (Holm)", [_p(f.holm) for f in found], [f.holm for f in found]),
@@ -247,18 +273,24 @@ def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = Fal
     for one in comparisons:
         panels.setdefault(one.where, []).append(one)
     sizes = [len(panel) for panel in panels.values()]
-    looks: dict[str, object] = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper)
+    looks: dict[str, object] = dict.fromkeys(
+        ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper
+    )
     with matplotlib.rc_context(theme(ink) | looks | {"axes.titlesize": 11}):
         height = 1.5 + 0.45 * len(sizes) + 0.42 * sum(sizes)
         figure = Figure(figsize=(7, height), dpi=130, layout="constrained")
-        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=[n + 0.6 for n in sizes])[:, 0]
+        axes = figure.subplots(
+            len(panels), 1, sharex=True, squeeze=False, height_ratios=[n + 0.6 for n in sizes]
+        )[:, 0]
         names = list(dict.fromkeys(one.what for one in comparisons))
         for ax, (where, panel) in zip(axes, panels.items(), strict=True):
             _panel(ax, panel, names, DARK if dark else LIGHT)
             ax.set_title(where, loc="left")
         first = comparisons[0]
         tested = any(one.found.low is not None for one in comparisons)
-        interval = " with its 95 % interval" if tested else f" (no interval: that needs {FEWEST} seeds)"
+        interval = (
+            " with its 95 % interval" if tested else f" (no interval: that needs {FEWEST} seeds)"
+        )
         what = f"{_title(first.metric)}{f', {about}' if about else ''}: difference to {first.reference}"
         lines = (what, f"circles: each seed, dot: mean{interval}")
         axes[-1].set_xlabel("\n".join(textwrap.fill(line, 72) for line in lines))
@@ -267,11 +299,21 @@ def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = Fal
     return buffer.getvalue()
 
 
-def _panel(ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours: Sequence[str]) -> None:
+def _panel(
+    ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours: Sequence[str]
+) -> None:
     for height, one in enumerate(reversed(panel)):
         colour, found = colours[(names.index(one.what) + 1) % len(colours)], one.found
         # Circles, which nobody takes for the ends of an interval.
-        ax.plot(one.each, [height - 0.22] * len(one.each), "o", color=colour, alpha=0.6, markersize=4, fillstyle="none")
+        ax.plot(
+            one.each,
+            [height - 0.22] * len(one.each),
+            "o",
+            color=colour,
+            alpha=0.6,
+            markersize=4,
+            fillstyle="none",
+        )
         if found.low is not None and found.high is not None:
             ax.plot([found.low, found.high], [height, height], color=colour, solid_capstyle="butt")
         if found.mean is not None:
@@ -286,7 +328,10 @@ def _panel(ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 def report(
-    campaign: Campaign, metrics: Sequence[str] = (), failed: Mapping[str, str] | None = None, width: int = 0
+    campaign: Campaign,
+    metrics: Sequence[str] = (),
+    failed: Mapping[str, str] | None = None,
+    width: int = 0,
 ) -> str:
     """Write all files of the study's folder that say what it found; the text that is printed of it.
 
@@ -315,16 +360,27 @@ def report(
             title = f"{_title(name)}: difference to {comparisons[0].reference}"
             first = name == names[0]
             sections.append(
-                Section(title, HOW if first else "", differences_table(comparisons), pictures if first else None)
+                Section(
+                    title,
+                    HOW if first else "",
+                    differences_table(comparisons),
+                    pictures if first else None,
+                )
             )
     begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
     results = Section("Results", about, settings_table(campaign, begun), notes=campaign.warnings)
     replace_file(folder / "study.tex", f"{latex(results.columns, about)}\n".encode())
-    page = compare(settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results)
+    page = compare(
+        settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results
+    )
     shown = aligned(differences_table(table[names[0]]), width) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
-    means = "\n".join(filter(None, [aligned(columns, width), what, f"± over the seeds; * best, {MARKED}"]))
-    return "\n\n".join(part for part in (means, heading + shown, f"tables and curves: {page}") if part)
+    means = "\n".join(
+        filter(None, [aligned(columns, width), what, f"± over the seeds; * best, {MARKED}"])
+    )
+    return "\n\n".join(
+        part for part in (means, heading + shown, f"tables and curves: {page}") if part
+    )
 
 
 def _store(
@@ -334,11 +390,23 @@ def _store(
     failed: Mapping[str, str],
 ) -> None:
     runs: list[dict[str, object]] = [
-        {"run": s.cell.name, **s.cell.settings, "seed": s.cell.seed, "finished": s.run is not None, **s.values}
+        {
+            "run": s.cell.name,
+            **s.cell.settings,
+            "seed": s.cell.seed,
+            "finished": s.run is not None,
+            **s.values,
+        }
         for s in scores
     ]
     comparisons: list[dict[str, object]] = [
-        {"metric": c.metric, "where": c.where, "compared": c.what, "reference": c.reference, **asdict(c.found)}
+        {
+            "metric": c.metric,
+            "where": c.where,
+            "compared": c.what,
+            "reference": c.reference,
+            **asdict(c.found),
+        }
         for all_of_it in table.values()
         for c in all_of_it
     ]

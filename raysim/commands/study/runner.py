@@ -39,7 +39,9 @@ from raysim.results.progress import duration
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.events import RunStopped
 
-PATIENCE = 30.0  # seconds that an interrupted run has to write its history, as long as tracking waits
+PATIENCE = (
+    30.0  # seconds that an interrupted run has to write its history, as long as tracking waits
+)
 Say = Callable[[str], None]
 
 
@@ -57,8 +59,12 @@ def check(campaign: Campaign, allow: Sequence[str] = (), parallel: int = 1) -> C
             with refusing():
                 where = place(experiment)
         except Refused as error:
-            raise Refused(f"{error} (run {cell.name})" if len(campaign.cells) > 1 else str(error)) from error
-        cells.append(replace(cell, config=config, finished=where.finished, warnings=experiment.warnings))
+            raise Refused(
+                f"{error} (run {cell.name})" if len(campaign.cells) > 1 else str(error)
+            ) from error
+        cells.append(
+            replace(cell, config=config, finished=where.finished, warnings=experiment.warnings)
+        )
     return replace(campaign, cells=tuple(cells))
 
 
@@ -75,11 +81,17 @@ def store(campaign: Campaign) -> None:
     """Write study.yaml."""
     (campaign.folder / "logs").mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": [_listed(key, each) for key, each in campaign.words.items()]}
-    replace_file(campaign.folder / "study.yaml", to_yaml(content | {"conf": list(campaign.conf)}).encode())
+    replace_file(
+        campaign.folder / "study.yaml", to_yaml(content | {"conf": list(campaign.conf)}).encode()
+    )
 
 
 def _listed(key: str, words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{key}={','.join(word.partition('=')[2] for word in words)}"
+    return (
+        words[0]
+        if len(words) == 1
+        else f"{key}={','.join(word.partition('=')[2] for word in words)}"
+    )
 
 
 # --- the runs -------------------------------------------------------------------------------------------------------
@@ -105,11 +117,17 @@ def carry_out(
         show(f"under way: {', '.join(under_way)}")
 
     if done:
-        say(f"{done} of {total} runs are finished" if todo else "all runs are finished already: nothing is trained")
+        say(
+            f"{done} of {total} runs are finished"
+            if todo
+            else "all runs are finished already: nothing is trained"
+        )
     if parallel > 1:
         runs = _side_by_side(campaign, todo, allow, begin, parallel)
     else:
-        runs = _one_by_one(campaign, todo, allow, begin, lambda far: show(f"under way: {under_way[0]}", far))
+        runs = _one_by_one(
+            campaign, todo, allow, begin, lambda far: show(f"under way: {under_way[0]}", far)
+        )
     try:
         with closing(runs):
             for number, (cell, sentence, seconds) in enumerate(runs, 1):
@@ -117,8 +135,14 @@ def carry_out(
                 if sentence:
                     failed[cell.name] = sentence
                 took.append(seconds)
-                left = statistics.median(took[1:] or took) * (len(todo) - number) / parallel  # the first starts Ray
-                rest = f" · {'at most ' if number == 1 else ''}{duration(left)} left" if number < len(todo) else ""
+                left = (
+                    statistics.median(took[1:] or took) * (len(todo) - number) / parallel
+                )  # the first starts Ray
+                rest = (
+                    f" · {'at most ' if number == 1 else ''}{duration(left)} left"
+                    if number < len(todo)
+                    else ""
+                )
                 outcome = sentence or _outcome(campaign.results(cell), seconds)
                 say(f"run {done + number}/{total} {cell.name}: {outcome}{rest}")
     except KeyboardInterrupt:
@@ -137,7 +161,11 @@ def _outcome(folder: Path, seconds: float) -> str:
 
 
 def _one_by_one(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None], reach: Say
+    campaign: Campaign,
+    todo: Sequence[Cell],
+    allow: Sequence[str],
+    begin: Callable[[Cell], None],
+    reach: Say,
 ) -> Generator[tuple[Cell, str, float]]:
     """In this process, on one Ray and in the same hosts; each with its sentence and seconds.
 
@@ -171,7 +199,9 @@ def _join(runtime: Node, session: ExitStack) -> str:
     return ray.address()
 
 
-def attempt(config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None) -> str:
+def attempt(
+    config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
+) -> str:
     """Make one run, its output at the end of a file; "", or the sentence that says why it failed."""
     from rich.console import Console
 
@@ -180,7 +210,9 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRoun
             run(config, allow=allow, console=Console(file=stream, width=120), on_round=on_round)
             return ""
         except (Refused, RunStopped) as error:
-            stream.write(f"raysim: {str(error).strip()}\n")  # with the traceback of a client, if there is one
+            stream.write(
+                f"raysim: {str(error).strip()}\n"
+            )  # with the traceback of a client, if there is one
             return first_line(error)
         except Exception as error:  # whatever it is, the other runs do not suffer
             traceback.print_exc(file=stream)
@@ -188,7 +220,11 @@ def attempt(config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRoun
 
 
 def _side_by_side(
-    campaign: Campaign, todo: Sequence[Cell], allow: Sequence[str], begin: Callable[[Cell], None], count: int
+    campaign: Campaign,
+    todo: Sequence[Cell],
+    allow: Sequence[str],
+    begin: Callable[[Cell], None],
+    count: int,
 ) -> Generator[tuple[Cell, str, float]]:
     """Each run in a process of its own, `count` at a time, on one Ray; in the order in which they end."""
     waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell, float]]

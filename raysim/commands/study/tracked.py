@@ -10,13 +10,24 @@ from raysim.commands.study.plan import Campaign
 from raysim.primitives.files import from_json
 from raysim.results.tracking import Tracker, origin
 
-FILES = ("report.html", "study.csv", "differences.csv", "study.json", "study.tex", "study.png", "study.yaml")
+FILES = (
+    "report.html",
+    "study.csv",
+    "differences.csv",
+    "study.json",
+    "study.tex",
+    "study.png",
+    "study.yaml",
+)
 
 
 @contextmanager
 def tracked(campaign: Campaign, say: Callable[[str], None]) -> Iterator[None]:
     """Begin, or continue, the study's run; when the block ends, send its files. Nothing for a study without MLflow."""
-    options = next((c.config["tracking"] for c in campaign.cells if c.config["tracking"]["name"] == "mlflow"), None)
+    options = next(
+        (c.config["tracking"] for c in campaign.cells if c.config["tracking"]["name"] == "mlflow"),
+        None,
+    )
     if options is None:
         yield
         return

@@ -48,7 +48,9 @@ def connect(url: str) -> JobSubmissionClient:
     _check_token_file()
     parts = urlsplit(url)
     try:  # Ray would try for minutes
-        socket.create_connection((str(parts.hostname), int(parts.port or PORT)), timeout=PATIENCE).close()
+        socket.create_connection(
+            (str(parts.hostname), int(parts.port or PORT)), timeout=PATIENCE
+        ).close()
     except OSError as error:
         raise ValueError(
             f"--address {url}: no cluster answers there ({error}): start one with `ray start --head`, or open a "
@@ -62,14 +64,22 @@ def connect(url: str) -> JobSubmissionClient:
     except AuthenticationError as error:
         raise ValueError(_refused(url, str(error))) from error
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"--address {url}: what answers there is no Ray job server ({_first(error)})") from error
+        raise ValueError(
+            f"--address {url}: what answers there is no Ray job server ({_first(error)})"
+        ) from error
 
 
 def _check_token_file() -> None:
     """Ray ends the process where the file that it is told to read is not there."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if path and not os.environ.get("RAY_AUTH_TOKEN") and not (Path(path).is_file() and Path(path).read_text().strip()):
-        raise ValueError(f"RAY_AUTH_TOKEN_PATH={path} holds no token: put the cluster's token there")
+    if (
+        path
+        and not os.environ.get("RAY_AUTH_TOKEN")
+        and not (Path(path).is_file() and Path(path).read_text().strip())
+    ):
+        raise ValueError(
+            f"RAY_AUTH_TOKEN_PATH={path} holds no token: put the cluster's token there"
+        )
 
 
 def _refused(url: str, reason: str) -> str:
@@ -78,7 +88,9 @@ def _refused(url: str, reason: str) -> str:
         place = f"RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}"
     if os.environ.get("RAY_AUTH_TOKEN"):
         place = "RAY_AUTH_TOKEN"
-    if "Missing" in reason or "couldn't find" in reason:  # the cluster's words, and Ray's own before it asks anybody
+    if (
+        "Missing" in reason or "couldn't find" in reason
+    ):  # the cluster's words, and Ray's own before it asks anybody
         return (
             f"the cluster at {url} asks for its token, and this process has none: put the token into "
             "~/.ray/auth_token or name its file in RAY_AUTH_TOKEN_PATH, with RAY_AUTH_MODE=token"
@@ -97,7 +109,9 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
                 "the agent of its head node is not up; where that goes on, another Ray on that machine has taken the "
                 "agent's port: end it, or start the head with --dashboard-agent-listen-port=52366"
             )
-        raise ValueError(f"the cluster at {client.get_address()} does not take the job: {text}") from error
+        raise ValueError(
+            f"the cluster at {client.get_address()} does not take the job: {text}"
+        ) from error
 
 
 def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]) -> None:
@@ -130,13 +144,19 @@ def status(client: JobSubmissionClient, job: str) -> tuple[int, str]:
     if details.status == JobStatus.STOPPED:
         return 130, f"job {job} was stopped"
     if details.driver_exit_code is None:
-        return 1, f"job {job} could not run: {' '.join((details.message or 'no reason is known').split())}"
+        return (
+            1,
+            f"job {job} could not run: {' '.join((details.message or 'no reason is known').split())}",
+        )
     code = int(details.driver_exit_code)
     if code > 0 and code != 128 + signal.SIGKILL:
         return code, ""  # it has said why
     number = code - 128 if code > 0 else -code
     why = ", most often for want of memory" if number == signal.SIGKILL else ""
-    return 128 + number, f"job {job} was ended by signal {number}{why}: submitted again with resume=latest, it goes on"
+    return (
+        128 + number,
+        f"job {job} was ended by signal {number}{why}: submitted again with resume=latest, it goes on",
+    )
 
 
 def again(url: str, job: str) -> str:

@@ -52,14 +52,18 @@ def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
     found = _below(package)
     if (conf := conf_folder()).parent != package:  # a checkout
         found += _below(conf)
-        found += [_piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()]
+        found += [
+            _piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()
+        ]
     taken = {piece.name.partition("/")[0] for piece in found}
     for given in extra:
         path = Path(os.path.realpath(user_path(given)))
         if not path.exists():
             raise Refused(f"--with {given} does not exist: name a file or a folder that does")
         if path.name in taken:
-            raise Refused(f"--with {given} would take the place of another {path.name} in the package: rename it")
+            raise Refused(
+                f"--with {given} would take the place of another {path.name} in the package: rename it"
+            )
         taken.add(path.name)
         found += _below(path) if path.is_dir() else [_piece(path, path.name)]
     return found
@@ -71,7 +75,9 @@ def _below(root: Path) -> list[Piece]:
         folders[:] = sorted(name for name in folders if not _left_out(name))
         for name in folders:
             if Path(folder, name).is_symlink():
-                raise Refused(f"{Path(folder, name)} links to a folder: put the folder there, or name it with --with")
+                raise Refused(
+                    f"{Path(folder, name)} links to a folder: put the folder there, or name it with --with"
+                )
         for name in sorted(files):
             path = Path(folder, name)
             if not _left_out(name) and path.is_file():
@@ -106,7 +112,9 @@ def check_size(found: Sequence[Piece], limit: float) -> None:
     total = sum(piece.size for piece in found)
     if total > limit * MB:
         largest = sorted(found, key=lambda piece: -piece.size)[:LARGEST]
-        named = ", ".join(f"{piece.name} ({_mb(piece.size)})" for piece in largest if piece.size > total / 100)
+        named = ", ".join(
+            f"{piece.name} ({_mb(piece.size)})" for piece in largest if piece.size > total / 100
+        )
         raise Refused(
             f"the package has {_mb(total)}, more than --limit {limit:g} MB; its largest files are {named}: keep data "
             f"on storage of the cluster and name it in data.root, or set --limit {-(-total // MB)}"
@@ -169,13 +177,18 @@ def _named(command: Command) -> dict[str, Path]:
     if not folders:
         return {}
     files, words = groups(config_folders(command.conf)).files, command.given.items()
-    options = [files.get(group, {}).get(name) for group, value in words for name in re.findall(r"[\w/.-]+", value)]
+    options = [
+        files.get(group, {}).get(name)
+        for group, value in words
+        for name in re.findall(r"[\w/.-]+", value)
+    ]
     path = user_path(command.config) if command.config else None
     stored = path.read_text() if path and path.is_file() else ""
     return {
         name: folder
         for name, folder in folders.items()
-        if any(option and option.is_relative_to(folder) for option in options) or f"_target_: {name}." in stored
+        if any(option and option.is_relative_to(folder) for option in options)
+        or f"_target_: {name}." in stored
     }
 
 
@@ -190,7 +203,10 @@ def check_command(command: Command, found: Sequence[Piece]) -> None:
             f"{what} in the job's own folder, which the cluster deletes: name a folder on "
             "storage that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow server"
         )
-    for option, value in [*(("--conf", folder) for folder in command.conf), ("--config", command.config)]:
+    for option, value in [
+        *(("--conf", folder) for folder in command.conf),
+        ("--config", command.config),
+    ]:
         if value and not value.startswith(("/", "~")) and Path(value).parts[0] not in packed:
             raise Refused(
                 f"{option} {value} is not in the package: add --with {Path(value).parts[0]} before the command"
@@ -208,7 +224,9 @@ def runtime_env(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     if not user_path(path).is_file():
-        raise Refused(f"--runtime-env {path} is no file: name a YAML file such as jobs/runtime_env.yaml")
+        raise Refused(
+            f"--runtime-env {path} is no file: name a YAML file such as jobs/runtime_env.yaml"
+        )
     try:
         node = yaml.safe_load(user_path(path).read_text())
     except Exception as error:  # the YAML reader fails in many ways

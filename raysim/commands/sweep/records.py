@@ -59,11 +59,26 @@ class Records:
     """All trials of a search, and what becomes of them. metric: the column that is compared."""
 
     def __init__(
-        self, search: Search, folder: Path, metric: str, total: int, say: Callable[[str], None], tracked: bool, uri: str
+        self,
+        search: Search,
+        folder: Path,
+        metric: str,
+        total: int,
+        say: Callable[[str], None],
+        tracked: bool,
+        uri: str,
     ):
-        self.search, self.folder, self.metric, self.total, self._say = search, folder, metric, total, say
+        self.search, self.folder, self.metric, self.total, self._say = (
+            search,
+            folder,
+            metric,
+            total,
+            say,
+        )
         self.all: dict[int, Record] = {}
-        self.deadline = float("inf")  # of time.monotonic(): trials that end after it are not given up, but out of time
+        self.deadline = float(
+            "inf"
+        )  # of time.monotonic(): trials that end after it are not given up, but out of time
         self._settled: set[int] = set()  # ended before this process began
         self._uri = uri or default_uri(folder.resolve().parent)
         self._tracked = tracked
@@ -84,7 +99,9 @@ class Records:
                     record.rows = {int(row["round"] or 0): row for row in rows}
                     self._settled.add(record.number)
             except (OSError, ValueError, TypeError, KeyError) as error:
-                raise Refused(f"{path.parent} is damaged ({error}): delete it, and that trial runs again") from error
+                raise Refused(
+                    f"{path.parent} is damaged ({error}): delete it, and that trial runs again"
+                ) from error
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
@@ -92,7 +109,11 @@ class Records:
         if number not in self._settled:
             return []
         rows = self.all[number].history()
-        return [(int(row["round"]), float(row[self.metric])) for row in rows if row.get(self.metric) is not None]
+        return [
+            (int(row["round"]), float(row[self.metric]))
+            for row in rows
+            if row.get(self.metric) is not None
+        ]
 
     # --- what happens -----------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -116,21 +137,38 @@ class Records:
         record.status, record.error = "running", ""
         self._keep(record)
         if self._tracked and number not in self._trackers:
-            tracker = Tracker(self.path(number), self._uri, name=f"{self.folder.resolve().name} {number}", say=_quiet)
+            tracker = Tracker(
+                self.path(number),
+                self._uri,
+                name=f"{self.folder.resolve().name} {number}",
+                say=_quiet,
+            )
             node = self.search.node(point)
-            tags = {"kind": "trial", "sweep": self.search.options.name, "setting": self.label(record), **origin()}
+            tags = {
+                "kind": "trial",
+                "sweep": self.search.options.name,
+                "setting": self.label(record),
+                **origin(),
+            }
             chosen = {group: value_label(node["choices"][group]) for group in ("method", "data")}
             tags |= {**chosen, "seed": node["seed"]}
             tracker.start(node, tags, parent=self.folder)
             self._trackers[number] = tracker
 
     def measured(
-        self, number: int, point: Point, rows: Sequence[Mapping[str, Any]], seconds: float, done: bool
+        self,
+        number: int,
+        point: Point,
+        rows: Sequence[Mapping[str, Any]],
+        seconds: float,
+        done: bool,
     ) -> None:
         """Rows up to a measurement. A trial that took over another's state goes on from there."""
         record = self.all[number]
         record.point = point
-        record.rows = {before: row for before, row in record.rows.items() if before < int(rows[0]["round"])}
+        record.rows = {
+            before: row for before, row in record.rows.items() if before < int(rows[0]["round"])
+        }
         record.rows |= {int(row["round"]): dict(row) for row in rows}
         record.seconds += seconds
         record.score, record.deviation = last_score(record.history(), self.metric)
@@ -157,7 +195,9 @@ class Records:
         self._keep(record)
         self._say(self.line(record))
         if (tracker := self._trackers.get(number)) is not None:
-            ending = {"status": record.status}  # its score and its deviation are those of the last row
+            ending = {
+                "status": record.status
+            }  # its score and its deviation are those of the last row
             tracker.end(ending, [], status="FAILED" if record.status == "failed" else "FINISHED")
         over = sum(each.status != "running" for each in self.all.values())
         if (best := self.best()) is not None:
@@ -173,9 +213,13 @@ class Records:
         if record.status == "done":
             summary = summarise(record.history(), node["thresholds"], choices=node["choices"])
             write_json(summary, folder / "summary.json")
-        write_json({key: value for key, value in record.__dict__.items() if key != "rows"}, folder / FILE)  # last
+        write_json(
+            {key: value for key, value in record.__dict__.items() if key != "rows"}, folder / FILE
+        )  # last
 
-    def finish(self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED") -> None:
+    def finish(
+        self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
+    ) -> None:
         """Nothing more happens: all that is tracked is sent, or left on disk."""
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
@@ -195,7 +239,11 @@ class Records:
     def better(self, record: Record) -> tuple[bool, float]:
         """What trials are ordered by, the best first: those that were not given up, then the score."""
         worst = float("inf")
-        score = worst if record.score is None else record.score * (-1 if self.search.options.mode == "max" else 1)
+        score = (
+            worst
+            if record.score is None
+            else record.score * (-1 if self.search.options.mode == "max" else 1)
+        )
         return record.status not in ("done", "running"), score
 
     def ordered(self) -> list[Record]:
@@ -233,7 +281,9 @@ class Records:
         over = sum(record.status != "running" for record in self.all.values())
         parts = [f"{over}/{self.total} trials", f"{len(self.all) - over} running"]
         if (best := self.best()) is not None:
-            parts.append(f"best {self.metric} {plus_minus(best.score, best.deviation)} (trial {best.number})")
+            parts.append(
+                f"best {self.metric} {plus_minus(best.score, best.deviation)} (trial {best.number})"
+            )
         return " · ".join(parts)
 
 
@@ -255,7 +305,11 @@ class Watch:
         from rich.status import Status
 
         self._console, self._quiet, self._clock, self._at = console, quiet, clock, clock()
-        self._live = Status("starting", console=console, spinner="dots") if console.is_terminal and not quiet else None
+        self._live = (
+            Status("starting", console=console, spinner="dots")
+            if console.is_terminal and not quiet
+            else None
+        )
 
     def __enter__(self) -> Self:
         if self._live:

@@ -51,7 +51,12 @@ def write(records: Records, numbers: Mapping[str, object]) -> list[Path]:
         replace_file(folder / BEST, _best(records, best).encode())
         files.append(folder / BEST)
         setting = records.search.setting(best.point)
-        winner = {"best_trial": best.number, "best": best.score, "best_deviation": best.deviation, "setting": setting}
+        winner = {
+            "best_trial": best.number,
+            "best": best.score,
+            "best_deviation": best.deviation,
+            "setting": setting,
+        }
         for name, draw in (("parallel.png", draw_parallel), ("slices.png", draw_slices)):
             draw(records, folder / name)
             files.append(folder / name)
@@ -59,7 +64,9 @@ def write(records: Records, numbers: Mapping[str, object]) -> list[Path]:
             files.append(page)
     states = [record.status for record in records.all.values()]
     counts = {name: states.count(name) for name in ("done", "stopped", "failed", "running")}
-    write_json({"metric": records.metric, **winner, "trials": counts, **numbers}, folder / "summary.json")
+    write_json(
+        {"metric": records.metric, **winner, "trials": counts, **numbers}, folder / "summary.json"
+    )
     return [*files, folder / "summary.json"]
 
 
@@ -69,14 +76,20 @@ def _columns(records: Records) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"trial": [record.number for record in ordered]}
     for key in space:
         values = [records.search.setting(record.point).get(key) for record in ordered]
-        plain = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-        columns[key] = values if plain else [None if value is None else value_label(value) for value in values]
+        plain = all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
+        )
+        columns[key] = (
+            values if plain else [None if value is None else value_label(value) for value in values]
+        )
     columns[records.metric] = [record.score for record in ordered]
     columns[f"{records.metric}_std"] = [record.deviation for record in ordered]
     columns["rounds"] = [record.rounds for record in ordered]
     columns["seconds"] = [record.seconds for record in ordered]
     columns["status"] = [record.status for record in ordered]
-    columns["folder"] = [str(records.path(record.number).relative_to(records.folder)) for record in ordered]
+    columns["folder"] = [
+        str(records.path(record.number).relative_to(records.folder)) for record in ordered
+    ]
     columns["error"] = [record.error for record in ordered]
     return columns
 
@@ -88,12 +101,25 @@ def _table(records: Records, most: int | None = None) -> list[Column]:
     for record in records.ordered()[:most]:
         setting = records.search.setting(record.point)
         values = [value_label(setting[key]) if key in setting else "–" for key in keys]
-        state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(record.status, record.status)
+        state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(
+            record.status, record.status
+        )
         shown = plus_minus(record.score, record.deviation)
-        rows.append([str(record.number), *values, shown, str(record.rounds), duration(record.seconds), state])
+        rows.append(
+            [
+                str(record.number),
+                *values,
+                shown,
+                str(record.rounds),
+                duration(record.seconds),
+                state,
+            ]
+        )
     head, *body = rows
     numbers: list[float | None] = [None] * len(body)  # puts all texts to the right
-    return [Column(title, [row[place] for row in body], numbers) for place, title in enumerate(head)]
+    return [
+        Column(title, [row[place] for row in body], numbers) for place, title in enumerate(head)
+    ]
 
 
 def table(records: Records, width: int = 0) -> str:
@@ -106,11 +132,18 @@ def table(records: Records, width: int = 0) -> str:
 
 def _page(records: Records) -> Path | None:
     """Write report.html: all trials as a table, the pictures, and the curves of the best; None where none is done."""
-    done = [record for record in records.ordered() if (records.path(record.number) / "summary.json").is_file()]
+    done = [
+        record
+        for record in records.ordered()
+        if (records.path(record.number) / "summary.json").is_file()
+    ]
     if not done:
         return None
     groups = [
-        Group(f"trial {record.number}: {records.label(record)}", [load_run(records.path(record.number))])
+        Group(
+            f"trial {record.number}: {records.label(record)}",
+            [load_run(records.path(record.number))],
+        )
         for record in done[:_DRAWN]
     ]
     about = "All trials, the best first; behind ± is the sample deviation over seeds (divisor n-1)."
@@ -120,7 +153,9 @@ def _page(records: Records) -> Path | None:
         ("parallel", draw_parallel, "All keys together"),
     ):
         draw(records, dark := io.BytesIO(), dark=True)
-        sections.append(Section(title, "", (), ((records.folder / f"{name}.png").read_bytes(), dark.getvalue())))
+        sections.append(
+            Section(title, "", (), ((records.folder / f"{name}.png").read_bytes(), dark.getvalue()))
+        )
     return compare(groups, records.folder, f"sweep {records.folder.resolve().name}", sections)
 
 
@@ -137,13 +172,19 @@ class _Axis:
     def __init__(self, key: str, name: str, found: Range, used: Sequence[object]):
         self.key, self.name, self.found = key, name, found
         numbers = found.values if isinstance(found, Choice) else (found.low, found.high)
-        self.numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers)
+        self.numeric = all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers
+        )
         self.log = found.log if isinstance(found, Interval) else self.numeric and _spread(numbers)
         if not isinstance(found, Choice) or not self.numeric:
             self.values: tuple[object, ...] = numbers
         else:
             self.values = tuple(sorted(found.values, key=lambda value: float(str(value))))
-        ends = [float(str(value)) for value in (*numbers, *used)] if self.numeric else [0.0, len(numbers) - 1.0]
+        ends = (
+            [float(str(value)) for value in (*numbers, *used)]
+            if self.numeric
+            else [0.0, len(numbers) - 1.0]
+        )
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
@@ -162,11 +203,16 @@ class _Axis:
         if isinstance(self.found, Choice):
             return [(self.place(value), value_label(value)) for value in self.values]
         if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            first, last = (
+                math.ceil(math.log10(self.low) - 1e-9),
+                math.floor(math.log10(self.high) + 1e-9),
+            )
             numbers = [10.0**power for power in range(first, last + 1)]
             numbers = numbers if len(numbers) > 1 else [self.low, self.high]
             return [(self.place(number), f"{number:.3g}") for number in numbers]
-        return [(self.place(number), f"{number:.6g}") for number in _round_numbers(self.low, self.high)]
+        return [
+            (self.place(number), f"{number:.6g}") for number in _round_numbers(self.low, self.high)
+        ]
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
@@ -199,7 +245,9 @@ def _axes(records: Records) -> list[_Axis]:
 
 def _scored(records: Records) -> list[Record]:
     """Those that can be drawn, the best last, so that it lies on top."""
-    return [each for each in records.ordered() if each.score is not None and math.isfinite(each.score)][::-1]
+    return [
+        each for each in records.ordered() if each.score is not None and math.isfinite(each.score)
+    ][::-1]
 
 
 def _title(records: Records) -> str:
@@ -213,7 +261,11 @@ def _colours(records: Sequence[Record], dark: bool) -> tuple[Colormap, float, fl
     """A map of scores to colours, of which the best stands out from the page; and the scores that it spans."""
     from matplotlib import colormaps
 
-    full = [record.score for record in records if record.status != "stopped" and record.score is not None]
+    full = [
+        record.score
+        for record in records
+        if record.status != "stopped" and record.score is not None
+    ]
     scores = full or [record.score for record in records if record.score is not None]
     return colormaps["viridis" if dark else "viridis_r"], min(scores), max(scores)
 
@@ -227,11 +279,15 @@ def draw_parallel(records: Records, path: Path | io.BytesIO, *, dark: bool = Fal
     colours, low, high = _colours(trials, dark)
     ends = [trial.score for trial in trials if trial.score is not None]
     bottom, top = min(ends), max(ends)
-    with figure_file(path, _title(records), (max(7.0, 2.2 * (len(axes) + 1)), 5.0), dark=dark) as figure:
+    with figure_file(
+        path, _title(records), (max(7.0, 2.2 * (len(axes) + 1)), 5.0), dark=dark
+    ) as figure:
         ax = figure.subplots()
         for trial in trials:
             setting, score = records.search.setting(trial.point), float(trial.score or 0.0)
-            ys = [axis.place(setting[axis.key]) if axis.key in setting else math.nan for axis in axes]
+            ys = [
+                axis.place(setting[axis.key]) if axis.key in setting else math.nan for axis in axes
+            ]
             ys.append((score - bottom) / (top - bottom) if top > bottom else 0.5)
             stopped, best = trial.status == "stopped", trial is trials[-1]
             share = (score - low) / (high - low) if high > low else 1.0
@@ -246,7 +302,11 @@ def draw_parallel(records: Records, path: Path | io.BytesIO, *, dark: bool = Fal
         for index, axis in enumerate(axes):
             _scale(ax, index, axis.ticks())
         span = top - bottom
-        ticks = [((each - bottom) / span, f"{each:.6g}") for each in _round_numbers(bottom, top)] if span else []
+        ticks = (
+            [((each - bottom) / span, f"{each:.6g}") for each in _round_numbers(bottom, top)]
+            if span
+            else []
+        )
         _scale(ax, len(axes), ticks or [(0.5, f"{top:.6g}")])
         ax.spines[:].set_visible(False)
         if high > low:
@@ -272,7 +332,9 @@ def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False
     axes, trials, hues = _axes(records), _scored(records), DARK if dark else LIGHT
     across = min(2, len(axes))
     down = -(-len(axes) // across)
-    with figure_file(path, _title(records), (max(7.0, 3.6 * across), 3.2 * down + 0.6), dark=dark) as figure:
+    with figure_file(
+        path, _title(records), (max(7.0, 3.6 * across), 3.2 * down + 0.6), dark=dark
+    ) as figure:
         panels = list(figure.subplots(down, across, sharey=True, squeeze=False).flat)
         for panel in panels[len(axes) :]:
             panel.set_axis_off()
@@ -292,12 +354,16 @@ def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False
                 logarithmic(ax, "x")
             if axis.numeric and isinstance(axis.found, Choice):
                 ax.set_xticks(
-                    [axis.number(value) for value in axis.values], [value_label(value) for value in axis.values]
+                    [axis.number(value) for value in axis.values],
+                    [value_label(value) for value in axis.values],
                 )
                 ax.minorticks_off()
             if not axis.numeric:
                 ax.set_xticks(
-                    range(len(axis.values)), [value_label(value) for value in axis.values], rotation=35, ha="right"
+                    range(len(axis.values)),
+                    [value_label(value) for value in axis.values],
+                    rotation=35,
+                    ha="right",
                 )
                 ax.set_xlim(-0.5, len(axis.values) - 0.5)
             ax.set_xlabel(axis.name)

@@ -77,9 +77,15 @@ class SweepResult:
         Raises ValueError if no trial has a value.
         """
         name, direction = metric or self.metric, one_of("mode", mode or self.mode, ("max", "min"))
-        scored = [(values[0], trial) for trial in self.trials if (values := known([trial.metrics.get(name)]))]
+        scored = [
+            (values[0], trial)
+            for trial in self.trials
+            if (values := known([trial.metrics.get(name)]))
+        ]
         if not scored:
-            raise ValueError(f"metric={name}: no trial has a value of this column. Name one of its history.")
+            raise ValueError(
+                f"metric={name}: no trial has a value of this column. Name one of its history."
+            )
         choose = max if direction == "max" else min
         return choose(scored, key=lambda pair: pair[0])[1]
 

@@ -13,7 +13,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raysim.commands.sweep.space import Choice, Interval, Point, Range, covering, distinct, grid, nearest, random_points
+from raysim.commands.sweep.space import (
+    Choice,
+    Interval,
+    Point,
+    Range,
+    covering,
+    distinct,
+    grid,
+    nearest,
+    random_points,
+)
 from raysim.commands.sweep.words import sweeping
 from raysim.experiment.compose import Node, draft, groups, settled
 from raysim.experiment.instantiate import build, shown
@@ -26,7 +36,9 @@ from raysim.results.history import write_json
 
 FILE = "sweep.json"
 DEFAULT_TRIALS = 16
-_TRIES = 20  # draws for each random setting, because a small space gives the same ones again and again
+_TRIES = (
+    20  # draws for each random setting, because a small space gives the same ones again and again
+)
 FREE = ("trials", "minutes", "concurrent")  # options that may change when a search is continued
 NOT_SEARCHED = {
     "seed": "sweep.seeds=N repeats each setting under N seeds",
@@ -65,14 +77,23 @@ class Options:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        for key, least in (("trials", 1), ("seeds", 1), ("concurrent", 1), ("hosts", 0), ("grace", 1), ("interval", 1)):
+        for key, least in (
+            ("trials", 1),
+            ("seeds", 1),
+            ("concurrent", 1),
+            ("hosts", 0),
+            ("grace", 1),
+            ("interval", 1),
+        ):
             if (value := getattr(self, key)) is not None:
                 at_least(f"sweep.{key}", value, least)
         above("sweep.reduction", self.reduction, 1, "3 lets a third of the trials through")
         if self.minutes is not None:
             above("sweep.minutes", self.minutes, 0)
         if self.scheduler == "pbt" and self.search == "optuna":
-            raise ValueError("sweep.scheduler=pbt changes values itself, so optuna has no say: set sweep.search=random")
+            raise ValueError(
+                "sweep.scheduler=pbt changes values itself, so optuna has no say: set sweep.search=random"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,9 @@ class Search:
     options: Options
     space: dict[str, Range]
     drafts: dict[str, Node]  # by the values of the groups that are searched over, as JSON
-    inactive: dict[str, list[str]] = field(default_factory=dict)  # by the same: keys that these options do not have
+    inactive: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # by the same: keys that these options do not have
     words: tuple[str, ...] = ()
 
     @property
@@ -98,7 +121,9 @@ class Search:
     def node(self, point: Mapping[str, object], seed: int | None = None) -> Node:
         """The resolved configuration of a run at a point; no file is read."""
         name = self._draft(point)
-        values = {key: value for key, value in self.setting(point).items() if key not in json.loads(name)}
+        values = {
+            key: value for key, value in self.setting(point).items() if key not in json.loads(name)
+        }
         return settled(self.drafts[name], values | ({} if seed is None else {"seed": seed}))
 
     def seeds(self) -> range:
@@ -110,7 +135,9 @@ class Search:
         if self.options.search == "grid":
             points = distinct([self.setting(point) for point in grid(self.space)])
             if self.options.trials not in (None, len(points)):
-                raise Refused(f"sweep.trials={self.options.trials}, but this grid has {len(points)}: leave it out")
+                raise Refused(
+                    f"sweep.trials={self.options.trials}, but this grid has {len(points)}: leave it out"
+                )
             return points
         drawn = random_points(self.space, _TRIES * self.trials, stream(self.seed, "sweep"))
         return distinct([self.setting(point) for point in drawn])[: self.trials]
@@ -123,7 +150,10 @@ class Search:
     def samples(self) -> list[Point]:
         """A few points that show whether all values are allowed: each choice, and both ends of each range."""
         wide = covering(self.space)
-        each = [point | json.loads(name) for point, name in zip(itertools.cycle(wide), self.drafts, strict=False)]
+        each = [
+            point | json.loads(name)
+            for point, name in zip(itertools.cycle(wide), self.drafts, strict=False)
+        ]
         return distinct([self.setting(point) for point in [*wide, *each]])
 
     def within(self, point: Mapping[str, object]) -> Point:
@@ -153,7 +183,11 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Search:
             raise Refused(f"{key} is not searched over: {why}")
         if key in known and isinstance(space[key], Interval):
             raise Refused(f"{key} takes the name of an option: write {key}=a,b")
-    chosen = {key: found.values for key, found in space.items() if key in known and isinstance(found, Choice)}
+    chosen = {
+        key: found.values
+        for key, found in space.items()
+        if key in known and isinstance(found, Choice)
+    }
     keys = [key for key in space if key not in chosen]
     if options.scheduler == "pbt":
         _refuse_fixed(space, chosen)
@@ -197,8 +231,12 @@ def folder_of(search: Search) -> Path:
 
 def store(search: Search, folder: Path) -> None:
     """Write sweep.json."""
-    ranges = {key: {"kind": type(found).__name__, **asdict(found)} for key, found in search.space.items()}
-    write_json({**search.__dict__, "options": asdict(search.options), "space": ranges}, folder / FILE)
+    ranges = {
+        key: {"kind": type(found).__name__, **asdict(found)} for key, found in search.space.items()
+    }
+    write_json(
+        {**search.__dict__, "options": asdict(search.options), "space": ranges}, folder / FILE
+    )
 
 
 def load(folder: Path) -> Search:
@@ -208,12 +246,22 @@ def load(folder: Path) -> Search:
         space: dict[str, Range] = {}
         for key, values in stored["space"].items():
             kind = values.pop("kind")
-            space[key] = Interval(**values) if kind == "Interval" else Choice(tuple(values["values"]))
-        return Search(Options(**stored["options"]), space, stored["drafts"], stored["inactive"], tuple(stored["words"]))
+            space[key] = (
+                Interval(**values) if kind == "Interval" else Choice(tuple(values["values"]))
+            )
+        return Search(
+            Options(**stored["options"]),
+            space,
+            stored["drafts"],
+            stored["inactive"],
+            tuple(stored["words"]),
+        )
     except FileNotFoundError:
         raise not_a_folder_of("search", folder, FILE) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{folder / FILE} cannot be read ({error}): restore it, or start in a new folder") from error
+        raise Refused(
+            f"{folder / FILE} cannot be read ({error}): restore it, or start in a new folder"
+        ) from error
 
 
 def continued(folder: Path, words: Sequence[str]) -> Search:
@@ -222,8 +270,12 @@ def continued(folder: Path, words: Sequence[str]) -> Search:
     free = ("out", "resume", "runtime", "runtime.address", *(f"sweep.{key}" for key in FREE))
     for word in words:
         if word not in search.words and word.partition("=")[0] not in free:
-            raise Refused(f"{word} cannot change a search that has begun: leave it out, or start one in a new folder")
-    node, *_ = sweeping([word for word in words if word.startswith("sweep.") and word.partition("=")[0] in free])
+            raise Refused(
+                f"{word} cannot change a search that has begun: leave it out, or start one in a new folder"
+            )
+    node, *_ = sweeping(
+        [word for word in words if word.startswith("sweep.") and word.partition("=")[0] in free]
+    )
     options = asdict(search.options) | {key: value for key, value in node.items() if key in FREE}
     return replace(search, options=build(Options, options, "sweep"))
 

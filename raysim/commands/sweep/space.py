@@ -77,7 +77,9 @@ def checked(key: str, found: Range) -> Range:
             raise Refused(f"{key} has no values to choose from: name some, such as {key}=a,b")
         return found
     if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
-        raise Refused(f"{key}=interval({found.low:g}, {found.high:g}) is empty: write the lower end first")
+        raise Refused(
+            f"{key}=interval({found.low:g}, {found.high:g}) is empty: write the lower end first"
+        )
     if found.log and found.low <= 0:
         raise Refused(
             f"{key}=tag(log, interval({found.low:g}, {found.high:g})) has no logarithm at its lower end: "
@@ -108,12 +110,16 @@ def covering(space: Space) -> list[Point]:
     """A few points in which each value of each list, and both ends of each range, occur."""
     corners = {key: found.corners() for key, found in space.items()}
     longest = max((len(each) for each in corners.values()), default=0)
-    return [{key: each[index % len(each)] for key, each in corners.items()} for index in range(longest)]
+    return [
+        {key: each[index % len(each)] for key, each in corners.items()} for index in range(longest)
+    ]
 
 
 def nearest(space: Space, point: Mapping[str, object]) -> Point:
     """A point put back into the space."""
-    return {key: space[key].nearest(value) if key in space else value for key, value in point.items()}
+    return {
+        key: space[key].nearest(value) if key in space else value for key, value in point.items()
+    }
 
 
 def distinct(points: Sequence[Point]) -> list[Point]:

@@ -31,9 +31,14 @@ class Trial:
         metric: str,
     ):
         settings = experiments[0].spec.settings
-        self.metric, self.rounds, self.checkpoint_every = metric, settings.rounds, settings.checkpoint.every
+        self.metric, self.rounds, self.checkpoint_every = (
+            metric,
+            settings.rounds,
+            settings.checkpoint.every,
+        )
         self.runs = [
-            Follower(CurrentRun(folder, self.rounds), events) for folder, events in zip(folders, streams, strict=True)
+            Follower(CurrentRun(folder, self.rounds), events)
+            for folder, events in zip(folders, streams, strict=True)
         ]
         self.done = 0  # rounds reported
 
@@ -56,7 +61,11 @@ class Trial:
         last = rows[-1] if rows else {}
         finals = [f"{metric_of(rows)}{suffix}" for suffix in FINAL]
         names = [name for name in finals if last.get(name) is not None]
-        names += [name for name, value in last.items() if value is not None and name not in (*names, "round")]
+        names += [
+            name
+            for name, value in last.items()
+            if value is not None and name not in (*names, "round")
+        ]
         return f"{self.metric} is not measured here: set sweep.metric to one of {', '.join(names)}"
 
     @property
@@ -92,12 +101,20 @@ def prepared(
     every: rounds between checkpoints, where not as the configuration says. Raises Refused.
     """
     runs = []
-    for node, run_folder in zip(nodes, folders(folder, [node["seed"] for node in nodes]), strict=True):
+    for node, run_folder in zip(
+        nodes, folders(folder, [node["seed"] for node in nodes]), strict=True
+    ):
         experiment = build(node, allow)
         run_folder.mkdir(parents=True, exist_ok=True)
         replace_file(run_folder / "config.yaml", to_yaml(experiment.config).encode())
         if every is not None:
             settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
             experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
-        runs.append((experiment, run_folder, last_checkpoint(run_folder, experiment.spec.settings.checkpoint)))
+        runs.append(
+            (
+                experiment,
+                run_folder,
+                last_checkpoint(run_folder, experiment.spec.settings.checkpoint),
+            )
+        )
     return runs

@@ -21,7 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysim.runtime import ray as cluster  # first: it says how Ray is to be used before Ray is imported
+from raysim.runtime import (
+    ray as cluster,  # first: it says how Ray is to be used before Ray is imported
+)
 
 # isort: split
 import ray
@@ -51,7 +53,9 @@ from raysim.training.identity import Participants
 if TYPE_CHECKING:
     from rich.console import Console
 
-_HERE = os.getcwd()  # Tune moves a trial's process elsewhere, where relative paths of the configuration mean nothing
+_HERE = (
+    os.getcwd()
+)  # Tune moves a trial's process elsewhere, where relative paths of the configuration mean nothing
 TUNE = ".tune"  # what Tune writes while it runs; removed in the end
 ENVIRONMENT = {  # what Tune's documentation lists; no argument of Tune's says the same
     "RAY_AIR_NEW_OUTPUT": "0",  # the other one prints a table whatever it is told
@@ -97,7 +101,9 @@ class SweepTrial(tune.Trainable):
                 self._trial = self._started()
                 since = time.monotonic()
             rows = self._trial.advance()
-        except Exception as error:  # told as a result, so that this process lives on for the next trial
+        except (
+            Exception
+        ) as error:  # told as a result, so that this process lives on for the next trial
             worst = float("-inf") if self._search.options.mode == "max" else float("inf")
             self.cleanup()
             return {"round": 0, metric: worst, "error": first_line(error), "done": True}
@@ -117,10 +123,16 @@ class SweepTrial(tune.Trainable):
     def _started(self) -> trial.Trial:
         self._check_equal()
         seeds = self._search.seeds()
-        nodes = [self._search.node(self._setting, seed) | {"device": self._plan["device"]} for seed in seeds]
+        nodes = [
+            self._search.node(self._setting, seed) | {"device": self._plan["device"]}
+            for seed in seeds
+        ]
         every = self._search.options.interval if self._search.options.scheduler == "pbt" else None
         runs = trial.prepared(nodes, self._folder, self._plan["allow"], every)
-        experiments, folders = [experiment for experiment, _, _ in runs], [folder for _, folder, _ in runs]
+        experiments, folders = (
+            [experiment for experiment, _, _ in runs],
+            [folder for _, folder, _ in runs],
+        )
         streams = [self._events(*each) for each in runs]
         return trial.Trial(experiments, folders, streams, self._plan["metric"])
 
@@ -130,13 +142,18 @@ class SweepTrial(tune.Trainable):
         Participants(self._plan["driver"], self._plan["mixed"]).add(here)
 
     def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
-        hosts, parts = self._search.options.hosts, (experiment.spec, experiment.schedule, experiment.fleet)
+        hosts, parts = (
+            self._search.options.hosts,
+            (experiment.spec, experiment.schedule, experiment.fleet),
+        )
         if not hosts:
             from raysim.runtime import inprocess
 
             return inprocess.run(*parts, str(folder), resume)
         size, options = Size(hosts, self._plan["each"]), RayOptions(mixed=self._plan["mixed"])
-        return cluster.run(*parts, size, options, say=lambda text: None, folder=str(folder), resume=resume)
+        return cluster.run(
+            *parts, size, options, say=lambda text: None, folder=str(folder), resume=resume
+        )
 
     @property
     def _folder(self) -> Path:
@@ -161,7 +178,9 @@ class SweepTrial(tune.Trainable):
 
     def _checkpoints(self) -> list[Path]:
         """Where each seed's run keeps them."""
-        return [folder / "checkpoints" for folder in trial.folders(self._folder, self._search.seeds())]
+        return [
+            folder / "checkpoints" for folder in trial.folders(self._folder, self._search.seeds())
+        ]
 
     def cleanup(self) -> None:
         """Stop the runs, which end early where the trial does."""
@@ -194,7 +213,9 @@ class Listener(tune.Callback):
             self._records.failed(_number(trial), result["error"])
         elif "rows" in result:
             setting = trial.config["trial"]["setting"]
-            self._records.measured(_number(trial), setting, result["rows"], result["seconds"], result["whole"])
+            self._records.measured(
+                _number(trial), setting, result["rows"], result["seconds"], result["whole"]
+            )
         self._watch.show(self._records.status())
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -203,7 +224,9 @@ class Listener(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial's process died too often."""
-        self._records.failed(_number(trial), "its process died again and again, perhaps for want of memory")
+        self._records.failed(
+            _number(trial), "its process died again and again, perhaps for want of memory"
+        )
         self._records.ended(_number(trial))
 
 
@@ -211,7 +234,9 @@ def _number(trial: Any) -> int:
     return int(Path(trial.path).name)
 
 
-def _trial_plan(records: Records, experiment: Experiment, each: Resources, allow: Sequence[str]) -> dict[str, Any]:
+def _trial_plan(
+    records: Records, experiment: Experiment, each: Resources, allow: Sequence[str]
+) -> dict[str, Any]:
     """Return what all trials share; they are told in their processes."""
     spec = experiment.spec
     return {
@@ -228,7 +253,9 @@ def _trial_plan(records: Records, experiment: Experiment, each: Resources, allow
 
 def _trainable(search: Search, plan: Mapping[str, Any]) -> Any:
     each = plan["each"]
-    trial_bundle: dict[str, float] = {"memory": 1} if search.options.hosts else dict(each)  # a byte: next to nothing
+    trial_bundle: dict[str, float] = (
+        {"memory": 1} if search.options.hosts else dict(each)
+    )  # a byte: next to nothing
     hosts = [_times(each, search.options.seeds)] * search.options.hosts
     group = tune.PlacementGroupFactory([trial_bundle, *hosts])
     return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=plan), group)
@@ -248,18 +275,25 @@ def _scheduler(search: Search, rounds: int) -> TrialScheduler | None:
     options = search.options
     if options.scheduler == "asha":
         return ASHAScheduler(
-            time_attr="round", max_t=rounds, grace_period=min(options.grace, rounds), reduction_factor=options.reduction
+            time_attr="round",
+            max_t=rounds,
+            grace_period=min(options.grace, rounds),
+            reduction_factor=options.reduction,
         )
     if options.scheduler == "pbt":
         generator = stream(search.seed, "sweep-mutations")
         mutations = {
-            key: list(found.values) if isinstance(found, Choice) else lambda found=found: found.draw(generator)
+            key: list(found.values)
+            if isinstance(found, Choice)
+            else lambda found=found: found.draw(generator)
             for key, found in search.space.items()
         }
 
         def explored(config: dict[str, Any]) -> dict[str, Any]:
             inner = config["trial"]
-            return config | {"trial": inner | {"setting": search.within(inner["setting"]), "replay": []}}
+            return config | {
+                "trial": inner | {"setting": search.within(inner["setting"]), "replay": []}
+            }
 
         return PopulationBasedTraining(
             time_attr="round",
@@ -299,7 +333,11 @@ def _searcher(search: Search, records: Records) -> Searcher | None:
     )
     points = [_encoded(search.space, record.point) for record in before]
     return Numbering(
-        _distributions(search.space), records.metric, search.options.mode, points_to_evaluate=points, sampler=sampler
+        _distributions(search.space),
+        records.metric,
+        search.options.mode,
+        points_to_evaluate=points,
+        sampler=sampler,
     )
 
 
@@ -319,12 +357,18 @@ def _distributions(space: Space) -> dict[str, Any]:
 
 
 def _decoded(space: Space, params: Mapping[str, Any]) -> Point:
-    named = {key: each.values[params[key]] if isinstance(each, Choice) else params[key] for key, each in space.items()}
+    named = {
+        key: each.values[params[key]] if isinstance(each, Choice) else params[key]
+        for key, each in space.items()
+    }
     return nearest(space, named)
 
 
 def _encoded(space: Space, point: Point) -> dict[str, Any]:
-    return {k: each.values.index(point[k]) if isinstance(each, Choice) else point[k] for k, each in space.items()}
+    return {
+        k: each.values.index(point[k]) if isinstance(each, Choice) else point[k]
+        for k, each in space.items()
+    }
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -369,7 +413,9 @@ def _checked(search: Search, allow: Sequence[str]) -> list[Experiment]:
     from raysim.experiment.execute import build
 
     if search.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise Refused("sweep.search=optuna needs Optuna: pip install optuna, or set sweep.search=random")
+        raise Refused(
+            "sweep.search=optuna needs Optuna: pip install optuna, or set sweep.search=random"
+        )
     experiments = [build(search.node(point), allow) for point in search.samples()]
     if experiments[0].spec.settings.checkpoint.folder:
         raise Refused(
@@ -380,11 +426,16 @@ def _checked(search: Search, allow: Sequence[str]) -> list[Experiment]:
 
 def _cluster_options(runtime: RuntimeOptions, words: Sequence[str]) -> RuntimeOptions:
     """Where the trials run: a cluster that is joined, else one of this machine's own."""
-    address = next((word.partition("=")[2] for word in words if word.startswith("runtime.address=")), runtime.address)
+    address = next(
+        (word.partition("=")[2] for word in words if word.startswith("runtime.address=")),
+        runtime.address,
+    )
     return replace(runtime, address=address if runtime.name == "cluster" else "local")
 
 
-def _room(options: Options, runtime: RuntimeOptions, device: str, threads: int) -> tuple[dict[str, float], int]:
+def _room(
+    options: Options, runtime: RuntimeOptions, device: str, threads: int
+) -> tuple[dict[str, float], int]:
     """What a host (or a trial without hosts) reserves, and how many trials fit at once; refuses what never fits."""
     each = demand(runtime, device, threads)
     nodes, hosts = cluster.nodes(), options.hosts or 1
@@ -395,10 +446,14 @@ def _room(options: Options, runtime: RuntimeOptions, device: str, threads: int) 
         return each, options.concurrent or os.cpu_count() or 1
     if places < hosts:
         needs = f"{hosts} hosts of {amounts(bundle)} each" if options.hosts else amounts(bundle)
-        why = f" ({options.seeds} seeds side by side)" if options.hosts and options.seeds > 1 else ""
+        why = (
+            f" ({options.seeds} seeds side by side)" if options.hosts and options.seeds > 1 else ""
+        )
         advice = "set sweep.hosts=0" if not places else f"set sweep.hosts={places}"
         if not options.hosts:
-            advice = "lower runtime.threads or runtime.cpus" if "GPU" not in each else "set device=cpu"
+            advice = (
+                "lower runtime.threads or runtime.cpus" if "GPU" not in each else "set device=cpu"
+            )
         raise ValueError(f"a trial needs {needs}{why}, the cluster has {has}: {advice}")
     return each, places // hosts
 
@@ -448,7 +503,14 @@ def _search(
     status = "KILLED"
     try:
         with Watch(console, quiet) as watch, refusing():
-            _tune(search, records, points, rounds, _trial_plan(records, experiments[0], each, allow), watch)
+            _tune(
+                search,
+                records,
+                points,
+                rounds,
+                _trial_plan(records, experiments[0], each, allow),
+                watch,
+            )
         status = "FINISHED"
     except KeyboardInterrupt:
         raise Interrupted(
@@ -456,7 +518,10 @@ def _search(
             f"{how_to_go_on('sweep', folder, allow)}"
         ) from None
     finally:
-        work, wall = sum(record.seconds for record in records.all.values()), time.monotonic() - since
+        work, wall = (
+            sum(record.seconds for record in records.all.values()),
+            time.monotonic() - since,
+        )
         numbers = {"wall_seconds": wall, "work_seconds": work, "trials_at_once": slots}
         files = sweep_report.write(records, numbers)
         records.finish(numbers, files, status)
@@ -475,7 +540,10 @@ def _introduce(
 ) -> None:
     """A few lines: what is searched, how, on what."""
     options, spec = search.options, experiments[0].spec
-    scheduler = {"asha": f", ASHA from round {options.grace}", "pbt": f", PBT every {options.interval} rounds"}
+    scheduler = {
+        "asha": f", ASHA from round {options.grace}",
+        "pbt": f", PBT every {options.interval} rounds",
+    }
     seeds = f" x {options.seeds} seeds" if options.seeds > 1 else ""
     where = f"{options.hosts} hosts each" if options.hosts else "each in a process"
     lines = {
@@ -511,8 +579,12 @@ def _tune(
     for name in ("ray.tune", "ray.air", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options = search.options
-    current = [records.all[n].point if n in records.all else point for n, point in enumerate(points)]  # PBT's change
-    configs = [_config(number, point, records.measurements(number)) for number, point in enumerate(current)]
+    current = [
+        records.all[n].point if n in records.all else point for n, point in enumerate(points)
+    ]  # PBT's change
+    configs = [
+        _config(number, point, records.measurements(number)) for number, point in enumerate(current)
+    ]
     space = {} if options.search == "optuna" else {"trial": tune.grid_search(configs)}
     scratch = records.folder.absolute() / TUNE
     shutil.rmtree(scratch, ignore_errors=True)
@@ -534,7 +606,9 @@ def _tune(
             name=TUNE,
             storage_path=str(records.folder.absolute()),
             callbacks=[Listener(records, watch)],
-            failure_config=tune.FailureConfig(max_failures=2),  # a process that died starts again at its checkpoint
+            failure_config=tune.FailureConfig(
+                max_failures=2
+            ),  # a process that died starts again at its checkpoint
             verbose=0,
         ),
     )

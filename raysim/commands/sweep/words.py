@@ -22,7 +22,9 @@ from raysim.experiment.overrides import SettingOverride
 from raysim.primitives.errors import Refused, instead
 
 
-def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[Node, dict[str, Range], list[str]]:
+def sweeping(
+    words: Sequence[str], folders: Sequence[str | Path] = ()
+) -> tuple[Node, dict[str, Range], list[str]]:
     """The words of a search, apart: its options, what each key is searched over, and the overrides of all its runs.
 
     "sweep=NAME" chooses a file of `conf/sweep`, "sweep.trials=8" sets an option, "method.fedprox.mu=0.01,0.1" or
@@ -35,7 +37,9 @@ def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[
     if name not in options:
         raise Refused(f"{SWEEP}={name} does not exist: {instead(name, options)}")
     node = load_option(options[name], SWEEP)
-    space = {key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()}
+    space = {
+        key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()
+    }
     fixed = []
     for key, override in overrides.items():
         text = override.text
@@ -46,7 +50,9 @@ def sweeping(words: Sequence[str], folders: Sequence[str | Path] = ()) -> tuple[
             fixed.append(text)
             space.pop(key, None)
         elif option.partition(".")[0] == "space":
-            raise Refused(f"'{text}' sets the space as a whole: give each key its values, such as local.lr=0.01,0.1")
+            raise Refused(
+                f"'{text}' sets the space as a whole: give each key its values, such as local.lr=0.01,0.1"
+            )
         elif option:
             single_override(text)
             node[option] = override.value

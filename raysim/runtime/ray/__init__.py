@@ -23,7 +23,14 @@ if "ray" not in sys.modules:
 import ray
 
 from raysim.runtime.placement import RayOptions, Size
-from raysim.runtime.ray.actors import RayCoordinator, RayHost, RayRuntime, hosts_in, identify_here, start_hosts
+from raysim.runtime.ray.actors import (
+    RayCoordinator,
+    RayHost,
+    RayRuntime,
+    hosts_in,
+    identify_here,
+    start_hosts,
+)
 from raysim.runtime.ray.cluster import (
     address,
     bundles,

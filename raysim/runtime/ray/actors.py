@@ -32,7 +32,9 @@ from raysim.training.host import Host
 from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
 from raysim.training.run_spec import RunSpec
 
-INLINE = 1 << 16  # bytes that cost less to send with every call than to store once, which takes half a millisecond
+INLINE = (
+    1 << 16
+)  # bytes that cost less to send with every call than to store once, which takes half a millisecond
 TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
 REVIVAL = 300  # seconds for a new host in the place of a dead one
 ROOM = 30  # seconds between two looks whether there is room for it at all: Ray may learn late that a node is gone
@@ -99,7 +101,9 @@ def actor_class(kind: type) -> Any:
             return generate
         return lambda self, *args: getattr(self.held, name)(*args)
 
-    offered = [name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")]
+    offered = [
+        name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")
+    ]
     content = {"__init__": __init__, "become": become} | {name: through(name) for name in offered}
     return ray.remote(type(kind.__name__, (), content))
 
@@ -183,7 +187,9 @@ class RayRuntime:
         self.hosts, self._make, self.combine_from = hosts, start, combine_from
         self.nodes = nodes or (0,) * hosts
         self.actors = list(actors) or [start(host) for host in range(hosts)]
-        self._methods: dict[tuple[int, str, int], Any] = {}  # what is called, by host, name and number of results
+        self._methods: dict[
+            tuple[int, str, int], Any
+        ] = {}  # what is called, by host, name and number of results
 
     def put(self, value: object) -> object:
         """Into the object store, once; hosts of one node map the same memory. A small model travels in each call."""
@@ -225,7 +231,9 @@ class RayRuntime:
                 return
             if _roomless():
                 break
-        raise ProcessLost(f"host {host} died and no other one started in its place: its node may be gone")
+        raise ProcessLost(
+            f"host {host} died and no other one started in its place: its node may be gone"
+        )
 
     def meet_workers(self, patience_s: float, *others: Identity) -> None:
         """Wait until all workers are ready, and compare them and other processes of the run with the driver.
@@ -240,7 +248,9 @@ class RayRuntime:
             names = ", ".join(f"host-{answers.index(answer)}" for answer in late)
             raise ProcessLost(f"{names} did not start within {patience_s:g} s")
         identities = [self._identity(host, answer) for host, answer in enumerate(answers)]
-        self.participants.add(*others, *(identity for identity in identities if identity is not None))
+        self.participants.add(
+            *others, *(identity for identity in identities if identity is not None)
+        )
 
     def _meet_replacement(self, host: int, answer: ray.ObjectRef[Any]) -> None:
         """Compare a worker in the place of a dead one. Raises RunStopped if it computes other bits."""
@@ -249,7 +259,9 @@ class RayRuntime:
         try:
             self.participants.add(identity)
         except UnequalWorkersError as error:
-            raise RunStopped(f"host {host} died, and its replacement differs. {error} Then use resume=latest") from None
+            raise RunStopped(
+                f"host {host} died, and its replacement differs. {error} Then use resume=latest"
+            ) from None
 
     def _identity(self, host: int, answer: ray.ObjectRef[Any]) -> Identity | None:
         """Return a worker's identity; of one that died before it answered, that of its place. None: unknown.
@@ -264,7 +276,9 @@ class RayRuntime:
         try:
             return ray.get(self._identify(host), timeout=REVIVAL)
         except ray.exceptions.RayTaskError as error:
-            return Identity(f"host-{host}", "its node", {"raysim": f"cannot be loaded: {first_line(error)}"})
+            return Identity(
+                f"host-{host}", "its node", {"raysim": f"cannot be loaded: {first_line(error)}"}
+            )
         except ray.exceptions.RayError:
             return None
 
@@ -279,7 +293,9 @@ def _roomless() -> bool:
     if (group := ray.util.get_current_placement_group()) is None:
         return False
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return not alive.issuperset(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    return not alive.issuperset(
+        ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+    )
 
 
 def start_hosts(
@@ -315,15 +331,21 @@ def hosts_in(
 
     def start(index: int) -> Any:
         place = filling(group, index + 1, size.each)
-        return actor.options(name=f"{name}/host-{index}", **place).remote(shared, f"host-{index}", content)
+        return actor.options(name=f"{name}/host-{index}", **place).remote(
+            shared, f"host-{index}", content
+        )
 
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
-        task: Any = ray.remote(max_retries=0)(identify_here).options(**filling(group, index + 1, size.each))
+        task: Any = ray.remote(max_retries=0)(identify_here).options(
+            **filling(group, index + 1, size.each)
+        )
         identity: ray.ObjectRef[Identity] = task.remote(f"host-{index}", packages, device)
         return identity
 
     nodes = _nodes(group)[1 : size.hosts + 1]
-    return RayRuntime(size.hosts, start, nodes, options.combine_from, actors, participants, identify_place)
+    return RayRuntime(
+        size.hosts, start, nodes, options.combine_from, actors, participants, identify_place
+    )
 
 
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:

@@ -23,7 +23,9 @@ from raysim.runtime.ray.failures import describe_failed_start
 
 Say = Callable[[str], None]
 
-GRACE = 2  # seconds in which a group that fits is there; longer means that others hold what it needs
+GRACE = (
+    2  # seconds in which a group that fits is there; longer means that others hold what it needs
+)
 
 
 def connect(options: RayOptions) -> bool:
@@ -114,14 +116,18 @@ def has_gpus() -> bool:
 
 def bundles(size: Size) -> list[dict[str, float]]:
     """What a run reserves: next to nothing on this node for the coordinator, whose files lie here; then each host."""
-    here = next(name for name in nodes()[0] if name.startswith("node:") and not name.startswith("node:__"))
+    here = next(
+        name for name in nodes()[0] if name.startswith("node:") and not name.startswith("node:__")
+    )
     token = {here: 0.001}
     return [token, *(dict(size.each) or {"memory": 1} for _ in range(size.hosts))]
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
 @contextmanager
-def placed(asked: list[dict[str, float]], name: str, options: RayOptions, say: Say) -> Iterator[PlacementGroup]:
+def placed(
+    asked: list[dict[str, float]], name: str, options: RayOptions, say: Say
+) -> Iterator[PlacementGroup]:
     """A placement group, waited for and removed in the end; inside another one (a trial) that one, left as it is.
 
     Raises ValueError when others still hold what it needs after `options.wait` seconds. Ray removes it as well when
@@ -138,25 +144,37 @@ def placed(asked: list[dict[str, float]], name: str, options: RayOptions, say: S
         ray.util.remove_placement_group(group)
 
 
-def _await(group: PlacementGroup, asked: Sequence[Mapping[str, float]], options: RayOptions, say: Say) -> None:
+def _await(
+    group: PlacementGroup, asked: Sequence[Mapping[str, float]], options: RayOptions, say: Say
+) -> None:
     """Until the group is there, in steps of seconds: an interrupt is heard between them."""
     since, told = time.monotonic(), False
     while not group.wait(1 if told else GRACE):
         each = asked[-1]  # of a host
-        if (places := total(nodes(), each, options.strategy)) is not None and places < asked.count(each):
-            raise NoRoom(f"{asked.count(each)} x {amounts(each)} are needed, and {places} fit: the cluster lost a node")
+        if (places := total(nodes(), each, options.strategy)) is not None and places < asked.count(
+            each
+        ):
+            raise NoRoom(
+                f"{asked.count(each)} x {amounts(each)} are needed, and {places} fit: the cluster lost a node"
+            )
         late = options.wait is not None and time.monotonic() - since >= options.wait
         if told and not late:
             continue
         needs: Counter[str] = Counter()
         for each in asked:
-            needs.update({name: amount for name, amount in each.items() if not name.startswith("node:")})
+            needs.update(
+                {name: amount for name, amount in each.items() if not name.startswith("node:")}
+            )
         free = ray.available_resources()
         has = amounts({name: free.get(name, 0.0) for name in needs})
         text = f"this needs {amounts(needs)}, of which other runs leave {has}"
         if late:
-            raise ValueError(f"{text}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them")
-        say(f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)")
+            raise ValueError(
+                f"{text}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them"
+            )
+        say(
+            f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"
+        )
         told = True
 
 
@@ -166,5 +184,7 @@ def filling(group: PlacementGroup | None, index: int, each: Mapping[str, float])
     arguments: dict[str, Any] = {key: each.get(name, 0) for name, key in named.items()}
     arguments["resources"] = {name: amount for name, amount in each.items() if name not in named}
     if group is not None:
-        arguments["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        arguments["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=index
+        )
     return arguments

@@ -76,7 +76,9 @@ def _measured(
             ) from None
 
 
-def _measure(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]], measure: Measure) -> preflight.Need:
+def _measure(
+    spec: RunSpec, content: Sequence[ray.ObjectRef[Any]], measure: Measure
+) -> preflight.Need:
     return measure(read_here(spec, content))
 
 
@@ -98,7 +100,9 @@ def _share(
         raise ValueError(
             f"a job needs {gib(need.job)}{states}, a GPU has {gib(need.room)}: lower local.batch, or set device=cpu"
         )
-    say(f"a job needs {gib(need.job)}{states}: {fits} host{'s fit' if fits > 1 else ' fits'} on a GPU")
+    say(
+        f"a job needs {gib(need.job)}{states}: {fits} host{'s fit' if fits > 1 else ' fits'} on a GPU"
+    )
     if options.gpus is not None:
         if options.gpus < share(fits):
             raise ValueError(
@@ -131,12 +135,17 @@ def run(
     team = gathered(spec, (schedule, fleet), size, options, say, (folder, resume))
     well = False
     try:
-        for part, more in ((team.coordinator.begin, START_TIMEOUT_S), (team.coordinator.events, REVIVAL)):
+        for part, more in (
+            (team.coordinator.begin, START_TIMEOUT_S),
+            (team.coordinator.events, REVIVAL),
+        ):
             messages = part.options(num_returns="streaming").remote()
             for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
                 for event in ray.get(ref):
                     if isinstance(event, Started) and not are_equal(event.processes):
-                        say("runtime.mixed=true: the processes of this run differ; the same bits are not promised")
+                        say(
+                            "runtime.mixed=true: the processes of this run differ; the same bits are not promised"
+                        )
                     yield event
         well = True
     except ray.exceptions.RayTaskError as error:
@@ -156,7 +165,9 @@ def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Ite
     """
     patience, silent = math.inf if timeout is None else timeout + more, 0.0
     while silent < patience:
-        if ray.wait([messages], timeout=(step := min(SILENCE, patience - silent)), fetch_local=False)[0]:
+        if ray.wait(
+            [messages], timeout=(step := min(SILENCE, patience - silent)), fetch_local=False
+        )[0]:
             patience, silent = math.inf if timeout is None else timeout + REVIVAL, 0.0
             try:
                 yield next(messages)

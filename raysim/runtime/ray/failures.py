@@ -18,7 +18,9 @@ SOCKET_PATH_BYTES = 107  # that Linux allows in the path of a socket
 START_ONE = "Start one with `ray start --head`, or use runtime=local."
 INPROCESS = "or use runtime=inprocess"
 _LOGS = ("gcs_server", "raylet")  # of the processes without which nothing starts
-_ERROR_LINE = re.compile(r"^\[[^\]]* [EFC] [^\]]*\]\s*(?:\([^)]*\)\s*)?(?:\S+:\d+:\s*)?(?P<message>.*)$")
+_ERROR_LINE = re.compile(
+    r"^\[[^\]]* [EFC] [^\]]*\]\s*(?:\([^)]*\)\s*)?(?:\S+:\d+:\s*)?(?P<message>.*)$"
+)
 _LOGGED_CHARACTERS = 200  # of a log's line that an error repeats
 
 
@@ -33,7 +35,9 @@ class _Cause:
 
 _CAUSES = (
     _Cause(
-        ("Too many open files", "Errno 24"), "this process may open too few files", "Raise the limit with `ulimit -n`"
+        ("Too many open files", "Errno 24"),
+        "this process may open too few files",
+        "Raise the limit with `ulimit -n`",
     ),
     _Cause(
         ("Resource temporarily unavailable", "can't start new thread", "Errno 11"),
@@ -50,13 +54,21 @@ _CAUSES = (
         "there is too little shared memory for Ray's object store",
         "Enlarge /dev/shm (docker run --shm-size), or end other Ray clusters on this machine",
     ),
-    _Cause(("Cannot allocate memory", "bad_alloc", "Errno 12"), "there is too little memory", "End other processes"),
+    _Cause(
+        ("Cannot allocate memory", "bad_alloc", "Errno 12"),
+        "there is too little memory",
+        "End other processes",
+    ),
     _Cause(
         ("No space left on device", "Disk quota exceeded", "Errno 28", "Errno 122"),
         "the disk is full",
         "Free space there, or set RAY_TMPDIR to a folder on another disk",
     ),
-    _Cause(("Read-only file system", "Errno 30"), "the folder is read-only", "Set RAY_TMPDIR to another folder"),
+    _Cause(
+        ("Read-only file system", "Errno 30"),
+        "the folder is read-only",
+        "Set RAY_TMPDIR to another folder",
+    ),
     _Cause(
         ("Permission denied", "Operation not permitted", "Errno 13", "Errno 1]"),
         "this user may not write there",
@@ -128,7 +140,9 @@ def _describe_local(error: BaseException) -> str:
     said = f"{first_line(error)}; its log says: {logged}" if logged else first_line(error)
     # The log names the cause; an error about a file that never appeared names what followed from it.
     cause = _find_cause(logged) or _find_cause(text)
-    key = f"{variable}={folder}" if isinstance(error, OSError) and error.filename else "runtime=local"
+    key = (
+        f"{variable}={folder}" if isinstance(error, OSError) and error.filename else "runtime=local"
+    )
     if cause is None:
         return f"{key}: Ray did not start ({said}). Look into {folder}/ray/session_latest/logs, {INPROCESS}."
     return f"{key}: Ray did not start, {cause.meaning} ({said}). {cause.advice}, {INPROCESS}."

@@ -61,7 +61,9 @@ class _Stay:
 
     def take(self, asked: Asked) -> Team | None:
         """Processes that wait for a run of this size; others end."""
-        if self.team and (self.team.asked != asked or ray.util.get_current_placement_group() is not None):
+        if self.team and (
+            self.team.asked != asked or ray.util.get_current_placement_group() is not None
+        ):
             self.leave()
         team, self.team = self.team, None
         return team
@@ -121,7 +123,9 @@ def gathered(
     asked, shared = (bundles(size), options.strategy), ray.put(spec)
     name = f"{(_stay.name if _stay else Path(places[0]).name) or 'raysim'}-{uuid.uuid4().hex[:6]}"
 
-    def hosts(group: PlacementGroup, actors: Sequence[Any] = ()) -> tuple[RayRuntime, tuple[Any, ...]]:
+    def hosts(
+        group: PlacementGroup, actors: Sequence[Any] = ()
+    ) -> tuple[RayRuntime, tuple[Any, ...]]:
         content = content_for(spec, group)
         participants = Participants(identify_here("driver", spec.packages), options.mixed)
         of_run = participants, spec.packages, spec.device
@@ -142,7 +146,9 @@ def gathered(
         group = stack.enter_context(placed(asked[0], name, options, say))
         runtime, needs = hosts(group)
         stack.callback(runtime.stop)
-        first = actor_class(RayCoordinator).options(name=f"{name}/coordinator", **filling(group, 0, {}))
+        first = actor_class(RayCoordinator).options(
+            name=f"{name}/coordinator", **filling(group, 0, {})
+        )
         coordinator = first.remote(*needs)
         stack.callback(ray.kill, coordinator)
         return Team(asked, group, runtime.actors, coordinator, stack.pop_all().close)

@@ -14,7 +14,9 @@ def test_every_schedule_over_every_fleet_has_a_rate(monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     found = planner.rates(1e-9, said.append)
     assert [(rate.schedule, rate.fleet) for rate in found] == [
-        (schedule, fleet) for schedule in planner.SCHEDULES for fleet in (*planner.FLEETS, planner.TRACE)
+        (schedule, fleet)
+        for schedule in planner.SCHEDULES
+        for fleet in (*planner.FLEETS, planner.TRACE)
     ]
     assert all(rate.events > 0 for rate in found)
     assert len(said) == len(found)

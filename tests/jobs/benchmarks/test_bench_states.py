@@ -10,11 +10,20 @@ from jobs.benchmarks import states
 
 
 @pytest.mark.slow
-def test_checkpoints_and_states_beyond_memory_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_and_states_beyond_memory_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     size = 4 * 50_890  # W2's model
     written = states.touched(20, 3, 2)
-    assert (written.what, written.states) == ("3 of 20 clients", 3 * size) and written.seconds > 0 < written.cpu
+    assert (written.what, written.states) == (
+        "3 of 20 clients",
+        3 * size,
+    ) and written.seconds > 0 < written.cpu
     run = states._train(200, 2, 0.0)
-    assert run.clients >= run.seen > states.COHORT and run.spilled == run.seen * size and run.seconds > 0 < run.cpu
+    assert (
+        run.clients >= run.seen > states.COHORT
+        and run.spilled == run.seen * size
+        and run.seconds > 0 < run.cpu
+    )
     assert list(tmp_path.iterdir()) == []

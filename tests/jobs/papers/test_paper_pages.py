@@ -34,7 +34,12 @@ def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path
     """A finished run whose summary also says what a real one's does."""
     run = make(folder, words, history)
     summary = json.loads((folder / "summary.json").read_text())
-    ending = {"split": SPLIT, "identity": IDENTITY, "model_sha256": "a" * 64, "state_sha256": "b" * 64}
+    ending = {
+        "split": SPLIT,
+        "identity": IDENTITY,
+        "model_sha256": "a" * 64,
+        "state_sha256": "b" * 64,
+    }
     write_json(summary | ending, folder / "summary.json")
     return run.folder
 
@@ -50,17 +55,28 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def reduced(method: str, seed: int = 0) -> list[str]:
-    return [*MNIST, f"method=[{method}]", "rounds=40", "data.pool=2", "local.lr=0.01", f"seed={seed}"]
+    return [
+        *MNIST,
+        f"method=[{method}]",
+        "rounds=40",
+        "data.pool=2",
+        "local.lr=0.01",
+        f"seed={seed}",
+    ]
 
 
 # --- keeping --------------------------------------------------------------------------------------------------------
 def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
-    folder = finished(tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6))
+    folder = finished(
+        tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6)
+    )
     path = results.keep(folder)
     assert path.parent == store / "fedbr" and path.name.startswith("rotated_mnist-fedbr-")
     (kept,), run = results.kept("fedbr"), load_run(folder)
     assert kept.summary["split"] == SPLIT and kept.summary["model_sha256"] == "a" * 64
-    assert [row["accuracy_global"] for row in kept.rows] == [row["accuracy_global"] for row in run.rows]
+    assert [row["accuracy_global"] for row in kept.rows] == [
+        row["accuracy_global"] for row in run.rows
+    ]
     text = path.read_text()
     assert "/somewhere" not in text and str(tmp_path) not in text and len(text) < 20_000
     assert (
@@ -71,15 +87,28 @@ def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
 
 
 def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store: Path) -> None:
-    words = [*reduced("fedbr,mixup"), "method.fedbr.max_step=false", "data.augment=[flip]", "model=cnn", "model.pool=3"]
+    words = [
+        *reduced("fedbr,mixup"),
+        "method.fedbr.max_step=false",
+        "data.augment=[flip]",
+        "model=cnn",
+        "model.pool=3",
+    ]
     path = results.keep(finished(tmp_path / "a", words, scores(0.5)))
     said = shlex.split(json.loads(path.read_text())["command"])
-    assert said[:3] == ["raysim", "run", "experiment=fedbr/rotated_mnist"] and said[-1] == "data.root=DIR"
-    again, before = (settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"]))
+    assert (
+        said[:3] == ["raysim", "run", "experiment=fedbr/rotated_mnist"]
+        and said[-1] == "data.root=DIR"
+    )
+    again, before = (
+        settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"])
+    )
     assert again == before
 
 
-def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(tmp_path: Path, store: Path) -> None:
+def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(
+    tmp_path: Path, store: Path
+) -> None:
     for seed in (0, 1):
         results.keep(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
     assert len(results.kept("fedbr")) == 2 and results.kept("fraug") == []
@@ -94,7 +123,9 @@ def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(tmp_path: Path
 # --- beside the paper's numbers -------------------------------------------------------------------------------------
 def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 0) -> None:
     folder = tmp_path / f"{method}-{seed}-{'-'.join(words)}"
-    results.keep(finished(folder, [*MNIST, f"method=[{method}]", f"seed={seed}", *words], scores(score)))
+    results.keep(
+        finished(folder, [*MNIST, f"method=[{method}]", f"seed={seed}", *words], scores(score))
+    )
 
 
 def sections(text: str) -> dict[str, list[str]]:
@@ -117,7 +148,9 @@ def test_kept_runs_stand_at_their_own_setting(tmp_path: Path, store: Path) -> No
     own = load_run(finished(tmp_path / "own", [*MNIST, "method=[]"], scores(0.8)))
     found = sections(compare("fedbr/table1", [own], WIDE, results.kept("fedbr")))
     assert [*found] == ["", "rounds=40 instead of 1000"]
-    assert [row for row in found[""] if " – – – " not in row] == [row for row in found[""] if "80.00" in row]
+    assert [row for row in found[""] if " – – – " not in row] == [
+        row for row in found[""] if "80.00" in row
+    ]
     assert found[""][1].startswith("FedAvg 82.47 80.00 -2.47")
     kept = found["rounds=40 instead of 1000"]
     assert [row.split()[0] for row in kept] == ["FedAvg", "FedProx"]
@@ -132,7 +165,9 @@ def test_a_data_set_has_one_setting_whatever_the_order(tmp_path: Path, store: Pa
     runs = results.kept("fedbr")
     found = sections(compare("fedbr/table1", [], WIDE, runs))
     main, other = found.values()
-    assert [row for row in main if "*" in row and "80.00" in row] == [], "no cell of the other setting"
+    assert [row for row in main if "*" in row and "80.00" in row] == [], (
+        "no cell of the other setting"
+    )
     assert sum("*" in row for row in main) == 3 and len(other) == 1 and "80.00*" in other[0]
     assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
 
@@ -161,14 +196,24 @@ def test_values_of_a_method_do_not_part_it_from_fedavg(tmp_path: Path, store: Pa
 
 
 def test_a_split_without_the_columns_key_is_in_no_column(tmp_path: Path, store: Path) -> None:
-    shift = ["data=synthetic", "data.domains=5", "data.samples=2000", "data.test_samples=2000", "partition=domain"]
+    shift = [
+        "data=synthetic",
+        "data.domains=5",
+        "data.samples=2000",
+        "data.test_samples=2000",
+        "partition=domain",
+    ]
     words = ["experiment=fedld/retina", "method=[]", "model=small_cnn"]
     run = make(tmp_path / "a", [*words, *shift], rows([0.5]))
     assert "ours" not in compare("fedld/table1", [run], WIDE)
     run = make(tmp_path / "b", [*words, "data=pneumonia_mnist", "partition.alpha=0.5"], rows([0.5]))
     text = compare("fedld/table1", [run], WIDE)
-    assert line(text, "pneumonia_mnist, Split-3").startswith("pneumonia_mnist, Split-3 paper ours diff")
-    assert "FedAvg 81.13 50.00* –" in " ".join(text.split()), "other data than the paper's have no difference"
+    assert line(text, "pneumonia_mnist, Split-3").startswith(
+        "pneumonia_mnist, Split-3 paper ours diff"
+    )
+    assert "FedAvg 81.13 50.00* –" in " ".join(text.split()), (
+        "other data than the paper's have no difference"
+    )
 
 
 def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
@@ -183,7 +228,9 @@ def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
 def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, store: Path) -> None:
     run = load_run(finished(tmp_path / "a", [*MNIST, "method=[]"], scores(0.5)))
     text = compare("fedbr/table1", [run], WIDE)
-    assert line(text, "FedAvg ").startswith("FedAvg 82.47 50.00 -32.47 90.00 20.00 0.33 / 0.61 828 / –")
+    assert line(text, "FedAvg ").startswith(
+        "FedAvg 82.47 50.00 -32.47 90.00 20.00 0.33 / 0.61 828 / –"
+    )
     assert "local mean" in text and "local worst" in text and "entropy / divergence" in text
     assert "We compare with the second (central)" in " ".join(text.split())
     assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
@@ -197,7 +244,9 @@ def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, st
 def test_the_pages_are_those_that_the_stored_results_make() -> None:
     folder = conf_folder().parent / "docs" / "papers"
     for name, text in pages.pages().items():
-        assert (folder / name).read_text() == text, f"{name}: run uv run python -m jobs.papers.pages docs/papers"
+        assert (folder / name).read_text() == text, (
+            f"{name}: run uv run python -m jobs.papers.pages docs/papers"
+        )
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -209,7 +258,9 @@ def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
 
 
 def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(pages, "_known", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]})
+    monkeypatch.setattr(
+        pages, "_known", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]}
+    )
     return pages.page("fedbr", runs)
 
 
@@ -222,14 +273,23 @@ def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
     results.keep(finished(tmp_path / "prox", [*MNIST, "method=[fedprox]"], scores(0.8)))
     text = page_of(results.kept("fedbr"), {"table1/FedProx": "another mu"}, monkeypatch)
     first = text.split("## Table 1:")[1].split("## Table 2:")[0]
-    small, whole = (first.split(title)[1].split("###")[0] for title in ("at another scale", "at the paper's setting"))
+    small, whole = (
+        first.split(title)[1].split("###")[0]
+        for title in ("at another scale", "at the paper's setting")
+    )
     assert "Otherwise than the paper: rounds=40 instead of 1000" in small and "torch 2.9" in small
     assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 60.00 ± 14.14 | 2 | -22.47 | 90.00" in small
     assert "| 0.330 | 0.900 | 0.610 | scale |" in small
-    assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 80.00 | 1 | -2.47 |" in whole and "| not known |" in whole
+    assert (
+        "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 80.00 | 1 | -2.47 |" in whole
+        and "| not known |" in whole
+    )
     assert "| FedProx |" in whole and "| another mu |" in whole
     assert "experiment=fedbr/rotated_mnist method=fedavg " in first and "data.pool=2" in first
-    assert "not run yet" in text.split("## Table 2:")[1] and "- Nothing seen of it." in text.split("## Table 1:")[0]
+    assert (
+        "not run yet" in text.split("## Table 2:")[1]
+        and "- Nothing seen of it." in text.split("## Table 1:")[0]
+    )
 
 
 def test_every_printed_number_of_a_paper_is_on_its_page_with_a_command() -> None:
@@ -238,7 +298,10 @@ def test_every_printed_number_of_a_paper_is_on_its_page_with_a_command() -> None
         assert text.count("## Table ") == len(tables(paper))
         for table in tables(paper).values():
             for cell in table.cells:
-                assert f"{cell.label}, {cell.dataset}, {cell.column} ({cell.mean}, not run yet)" in text
+                assert (
+                    f"{cell.label}, {cell.dataset}, {cell.column} ({cell.mean}, not run yet)"
+                    in text
+                )
 
 
 # --- beside FedAvg, seed by seed --------------------------------------------------------------------------------------
@@ -256,10 +319,15 @@ FEDBR = PAPER_RUNS["fedbr"]
 
 def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each side.
-    gained = [stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true") for seed in range(3)]
+    gained = [
+        stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true")
+        for seed in range(3)
+    ]
     runs = [stored("fedavg", seed, 0.5, entropy=1 - seed) for seed in range(5)] + gained
     text = "\n".join(gains(runs, FEDBR))
-    assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", "where it ran does not matter"
+    assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", (
+        "where it ran does not matter"
+    )
     assert "A seed is a split, too. Gains in points" in text
     assert "| `method=fedbr` | 3 | +20.00 (-4.84 to +44.84) |" in text
     rows_ = [row for row in text.splitlines() if "→" in row and row.startswith("| ")]
@@ -284,7 +352,9 @@ def test_gains_are_those_of_the_papers_own_score() -> None:
     for paper in PAPERS:
         (setting,) = by_setting(runs, PAPER_RUNS[paper])
         for title, score in setting.scores.items():
-            gained[paper, title] = round(setting.gain(setting.others["method=fedbr"], score).mean or 0, 6)
+            gained[paper, title] = round(
+                setting.gain(setting.others["method=fedbr"], score).mean or 0, 6
+            )
     # Points gained: 1 in the five best rounds, 2 and once 4 in the last ten, 4 in the last, 3 in the best validation.
     assert gained == {
         ("fedbr", "central"): 1.0,
@@ -296,11 +366,21 @@ def test_gains_are_those_of_the_papers_own_score() -> None:
 
 def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
     words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
-    runs = [stored(method, seed, 0.5, words[seed]) for method in ("fedavg", "fedbr") for seed in range(3)]
+    runs = [
+        stored(method, seed, 0.5, words[seed])
+        for method in ("fedavg", "fedbr")
+        for seed in range(3)
+    ]
     text = "\n".join(gains(runs, FEDBR))
-    assert text.startswith("## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40 local.lr=10\n")
+    assert text.startswith(
+        "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40 local.lr=10\n"
+    )
     assert "| `method=fedbr` | 3 |" in text
-    runs = [stored(method, seed, 0.5, f" local.lr=1.0{seed}") for method in ("fedavg", "fedbr") for seed in range(3)]
+    runs = [
+        stored(method, seed, 0.5, f" local.lr=1.0{seed}")
+        for method in ("fedavg", "fedbr")
+        for seed in range(3)
+    ]
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
@@ -311,11 +391,15 @@ def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_ce
         return replace(stored(method, seed, 0.5), rows=rows)
 
     fedavg = [run("fedavg", seed, 1.0 + 0.1 * seed) for seed in range(3)]
-    text = "\n".join(gains([*fedavg, *(run("fedbr", seed, 0.5 + 0.2 * seed) for seed in range(3))], FEDBR))
+    text = "\n".join(
+        gains([*fedavg, *(run("fedbr", seed, 0.5 + 0.2 * seed) for seed in range(3))], FEDBR)
+    )
     assert "| methods | seeds | central |" in text and "local mean" not in text
     assert "| `method=fedavg` | 3 | 1.100 |" in text
     # -0.5, -0.4 and -0.3: deviation 0.1, and t(0.975, 2) = 4.3027 gives 0.248 to each side.
-    assert "| `method=fedbr` | 3 | 0.700 (-0.400; -0.648 to -0.152) |" in text, "the last five, paired by seed"
+    assert "| `method=fedbr` | 3 | 0.700 (-0.400; -0.648 to -0.152) |" in text, (
+        "the last five, paired by seed"
+    )
 
 
 def test_terms_are_those_that_all_have_who_measured_any() -> None:
@@ -329,26 +413,39 @@ def test_terms_are_those_that_all_have_who_measured_any() -> None:
     text = "\n".join(gains(runs, FEDBR))
     assert "| methods | seeds | shift |" in text
     assert "| `method=fedbr` | 3 | 0.500 (-0.500; no test: every pair differs alike) |" in text
-    assert "| `method=moon` | 3 | +0.00 (equal in every pair) |" in text and text.count("method=moon") == 1
+    assert (
+        "| `method=moon` | 3 | +0.00 (equal in every pair) |" in text
+        and text.count("method=moon") == 1
+    )
 
 
 def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
-    assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(gains(runs, FEDBR))
+    assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(
+        gains(runs, FEDBR)
+    )
 
 
 def test_splits_that_are_equally_uneven_have_no_order() -> None:
-    runs = [stored(method, seed, 0.5 + 0.1 * seed * seed) for method in ("fedavg", "fedbr") for seed in range(4)]
+    runs = [
+        stored(method, seed, 0.5 + 0.1 * seed * seed)
+        for method in ("fedavg", "fedbr")
+        for seed in range(4)
+    ]
     text = "\n".join(gains(runs, FEDBR))
     assert "| `method=fedbr` | 4 |" in text
     assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
 
 
-def test_a_picture_shows_means_intervals_and_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_shows_means_intervals_and_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
-    runs += [stored("moon method.moon.mu=1", seed, 0.4 + 0.1 * seed, entropy=seed) for seed in range(3)]
+    runs += [
+        stored("moon method.moon.mu=1", seed, 0.4 + 0.1 * seed, entropy=seed) for seed in range(3)
+    ]
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     pictures.draw(runs, FEDBR, tmp_path / "a.png")
@@ -362,22 +459,29 @@ def test_a_picture_shows_means_intervals_and_splits(tmp_path: Path, monkeypatch:
     (dots, _) = splits.lines
     assert np.allclose(dots.get_xydata(), [(0, 40), (1, 30), (2, 20), (3, 10)])
     assert (
-        pictures.numbers(runs, FEDBR) != pictures.numbers(runs[:-1], FEDBR) and pictures.numbers(runs[:4], FEDBR) == ""
+        pictures.numbers(runs, FEDBR) != pictures.numbers(runs[:-1], FEDBR)
+        and pictures.numbers(runs[:4], FEDBR) == ""
     )
 
 
 def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:
     fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
     assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)], FEDBR))
-    assert not list(gains([*fedavg, *(stored("fedbr", seed, 0.6, " local.lr=0.1") for seed in range(3))], FEDBR))
+    assert not list(
+        gains([*fedavg, *(stored("fedbr", seed, 0.6, " local.lr=0.1") for seed in range(3))], FEDBR)
+    )
     assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
-def test_a_run_on_a_gpu_is_kept_with_its_name_and_what_its_bits_depend_on(tmp_path: Path, store: Path) -> None:
+def test_a_run_on_a_gpu_is_kept_with_its_name_and_what_its_bits_depend_on(
+    tmp_path: Path, store: Path
+) -> None:
     words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
     folder = finished(tmp_path / "a", words, scores(0.5))
     summary = json.loads((folder / "summary.json").read_text())
-    write_json(summary | {"identity": IDENTITY | {"device": "NVIDIA H100"}}, folder / "summary.json")
+    write_json(
+        summary | {"identity": IDENTITY | {"device": "NVIDIA H100"}}, folder / "summary.json"
+    )
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("device: auto", "device: cuda"))
     results.keep(folder)

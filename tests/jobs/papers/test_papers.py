@@ -25,7 +25,13 @@ WIDE = 1000
 def rows(scores: Sequence[float | None], **more: float) -> list[Row]:
     """A history with `scores` on the central test set, every second round; `more` in every row."""
     return [
-        {"round": 2 * n, "accuracy_global": score, "floats_down": 40_000_000 * n, "clients": 10, **more}
+        {
+            "round": 2 * n,
+            "accuracy_global": score,
+            "floats_down": 40_000_000 * n,
+            "clients": 10,
+            **more,
+        }
         for n, score in enumerate(scores, 1)
     ]
 
@@ -73,7 +79,10 @@ def test_digits_that_were_printed_stay() -> None:
 def test_a_paper_lists_its_tables_and_a_wrong_name_gets_the_nearest() -> None:
     assert len(listing("fedbr").splitlines()) == 14
     assert "fedbr/table5   Accuracy with 100 clients on CIFAR10" in listing("fedbr")
-    for name, near in (("fedbrr", "did you mean fedbr?"), ("fedbr/tabel1", "did you mean fedbr/table1?")):
+    for name, near in (
+        ("fedbrr", "did you mean fedbr?"),
+        ("fedbr/tabel1", "did you mean fedbr/table1?"),
+    ):
         with pytest.raises(Refused, match=f"^{name}: ") as refused:
             find(name)
         assert near in str(refused.value)
@@ -99,17 +108,28 @@ def test_seeds_are_averaged(tmp_path: Path) -> None:
     ]
     text = compare("fedbr/table8", runs, WIDE)
     # Means of rounds 0.75 and 0.81; the threshold 0.80 in rounds 4 and 2.
-    assert line(text, "ERM").startswith("ERM (FedAvg) 82.78 ± 0.38 78.00 ± 4.24 (2 runs) -4.78 821 / 3")
+    assert line(text, "ERM").startswith(
+        "ERM (FedAvg) 82.78 ± 0.38 78.00 ± 4.24 (2 runs) -4.78 821 / 3"
+    )
     assert "seed=" not in text
 
 
 def test_a_threshold_that_one_seed_missed_has_no_mean(tmp_path: Path) -> None:
-    runs = [make(tmp_path / str(score), [*MNIST, "method=[]"], rows([score])) for score in (0.79, 0.81)]
+    runs = [
+        make(tmp_path / str(score), [*MNIST, "method=[]"], rows([score])) for score in (0.79, 0.81)
+    ]
     assert "828 / –" in line(compare("fedbr/table1", runs, WIDE), "FedAvg ")
 
 
 def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None:
-    words = [*MNIST, "method=[fedbr]", "rounds=40", "data.pool=2", "method.fedbr.projection=code", "runtime=inprocess"]
+    words = [
+        *MNIST,
+        "method=[fedbr]",
+        "rounds=40",
+        "data.pool=2",
+        "method.fedbr.projection=code",
+        "runtime=inprocess",
+    ]
     run = make(tmp_path / "small", words, rows([0.6]))
     text = compare("fedbr/table1", [run], WIDE)
     notes = next(row for row in text.splitlines() if "small: FedBR (Ours); it has" in row)
@@ -127,11 +147,15 @@ def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None
 def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) -> None:
     words = ["experiment=fraug/digits", "method=[fedbn]", "weighting=samples"]
     run = make(
-        tmp_path / "a", words, [{"round": 1, "accuracy_best": 0.5, "accuracy": 0.4, "accuracy_validation_best": 0.6}]
+        tmp_path / "a",
+        words,
+        [{"round": 1, "accuracy_best": 0.5, "accuracy": 0.4, "accuracy_validation_best": 0.6}],
     )
     text = compare("fraug/table2", [run], WIDE)
     assert "as in the preset" in text and "instead of" not in text
-    block = next(part for part in text.split("\n\n") if "digits, Avg" in part or "digits, avg" in part)
+    block = next(
+        part for part in text.split("\n\n") if "digits, Avg" in part or "digits, avg" in part
+    )
     assert "50.00" in block and "40.00" in block and "60.00" in block
 
 
@@ -143,7 +167,11 @@ def test_another_data_set_under_a_presets_name_is_said(tmp_path: Path) -> None:
 def test_an_ablation_is_told_from_the_whole(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", [*MNIST, "method=[fedbr]"], rows([0.5]))
     first = make(tmp_path / "first", [*MNIST, "method=[fedbr]", "method.fedbr.mu=0"], rows([0.25]))
-    without = make(tmp_path / "without", [*MNIST, "method=[fedbr]", "method.fedbr.max_step=false"], rows([0.125]))
+    without = make(
+        tmp_path / "without",
+        [*MNIST, "method=[fedbr]", "method.fedbr.max_step=false"],
+        rows([0.125]),
+    )
     text = compare("fedbr/table4", [whole, first, without], WIDE)
     assert line(text, "FedBR").startswith("FedBR 86.58 50.00")
     assert line(text, "Component 1").startswith("Component 1 84.40 25.00")
@@ -155,7 +183,10 @@ def test_an_ablation_is_told_from_the_whole(tmp_path: Path) -> None:
 def test_a_run_of_another_study_is_named_and_left_out(tmp_path: Path) -> None:
     run = make(tmp_path / "digits", ["method=[fedprox]"], rows([0.9]))
     text = compare("fedbr/table1", [run])
-    assert f"{run.folder} belongs to no row of this table (it has experiment=default, method fedprox)" in text
+    assert (
+        f"{run.folder} belongs to no row of this table (it has experiment=default, method fedprox)"
+        in text
+    )
     assert "ours" not in text
 
 
@@ -174,7 +205,9 @@ def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: P
     )
     run = make(tmp_path / "b", [*MNIST, "method=[]"], rows([0.9]))
     assert "ours" not in compare("fedbr/table14", [run])  # an older history has no such column
-    run = make(tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2))
+    run = make(
+        tmp_path / "c", ["experiment=fedbr/cifar10", "method=[]"], rows([0.5], local_accuracy=0.2)
+    )
     assert lines(compare("fedbr/table6", [run], WIDE), "FedAvg")[:2] == [
         "FedAvg 21.01 20.00 -1.01 50.00",
         "FedAvg 46.37 50.00 +3.63",
@@ -183,11 +216,17 @@ def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: P
 
 def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: Path) -> None:
     run = make(tmp_path / "a", [*MNIST, "method=[local]"], rows([None], local_accuracy=0.15))
-    assert line(compare("fedbr/table1", [run], WIDE), "Local").startswith("Local 14.67 15.00 +0.33 – / –")
+    assert line(compare("fedbr/table1", [run], WIDE), "Local").startswith(
+        "Local 14.67 15.00 +0.33 – / –"
+    )
 
 
 def test_costs_are_per_participation(tmp_path: Path) -> None:
-    run = make(tmp_path / "a", ["experiment=fedbr/cifar10", "method=[]"], rows([0.1, 0.2], host_seconds=3.0))
+    run = make(
+        tmp_path / "a",
+        ["experiment=fedbr/cifar10", "method=[]"],
+        rows([0.1, 0.2], host_seconds=3.0),
+    )
     # 80 million floats down and 6 seconds over 20 participations.
     first, second, *_ = lines(compare("fedbr/table7", [run], WIDE), "FedAvg")
     assert (first, second) == ("FedAvg 9.2 4.0 -5.2", "FedAvg 0.29 0.30 +0.01")
@@ -204,7 +243,9 @@ def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_ov
     run = make(tmp_path / "a", words, rows([0.1, *[0.70] * 5, *[0.72] * 5]))
     text = compare("fedbss/table1", [run])
     assert "71.00 ± 1.00" in text
-    assert "experiment=fedbss/fashion_mnist method=fedavg partition.alpha=0.1" in text, "what is still to be run"
+    assert "experiment=fedbss/fashion_mnist method=fedavg partition.alpha=0.1" in text, (
+        "what is still to be run"
+    )
     assert "experiment=fedbss/fashion_mnist method=fedavg partition.alpha=0.3" not in text
 
 
@@ -224,7 +265,9 @@ def test_command_prints_table_with_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "fedbr/table14" in capsys.readouterr().out
 
 
-def test_command_passes_over_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_passes_over_other_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path / "runs/a", [*MNIST, "method=[fedbr]"], rows([0.87]))
     for name in ("notes", "mlflow_artifacts"):
         (tmp_path / "runs" / name).mkdir()
@@ -244,7 +287,9 @@ def test_command_passes_over_other_folders(tmp_path: Path, capsys: pytest.Captur
         (["fedbr/table1", "nowhere"], "nowhere"),
     ],
 )
-def test_command_refuses_in_one_sentence(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_in_one_sentence(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status(*words) == 2
     text = capsys.readouterr().err
     assert part in text and text.count("\n") == 1

@@ -63,14 +63,23 @@ def test_every_printed_number_has_a_command_with_the_settings_of_its_table(name:
         assert node["choices"]["method"] == list(cell.methods)
         assert node["choices"]["model"] == MODELS[of(asked["model"], cell.dataset)]
         assert node["rounds"] == of(asked["rounds"], cell.dataset)
-        assert (local["steps"], local["epochs"], local["sampling"]) == (asked["local_steps"], None, "replacement")
+        assert (local["steps"], local["epochs"], local["sampling"]) == (
+            asked["local_steps"],
+            None,
+            "replacement",
+        )
         assert local["batch"] == of(asked["batch"], cell.dataset)
         assert local["lr"] == of(asked["learning_rate"], cell.dataset)
-        assert local["momentum"] == (0 if "fedcm" in cell.methods else of(asked["momentum"], cell.dataset))
+        assert local["momentum"] == (
+            0 if "fedcm" in cell.methods else of(asked["momentum"], cell.dataset)
+        )
         assert node["weighting"] == "uniform"
         clients = of(asked["clients"], cell.dataset)
         assert node["schedule"]["cohort"] == round(clients * (asked["participation"] or 1))
-        assert node["partition"].get("clients", 4 * len(node["partition"].get("groups", ()))) == clients
+        assert (
+            node["partition"].get("clients", 4 * len(node["partition"].get("groups", ())))
+            == clients
+        )
         said = of(asked["partition"], cell.dataset)
         rotation = next((kind for words, kind in ROTATIONS.items() if words in said), "none")
         assert node["data"]["rotation"]["per"] == rotation
@@ -95,7 +104,9 @@ def test_a_row_of_an_ablation_has_the_values_it_names(name: str) -> None:
         assert part["max_step"] is not half
         assert part["pseudo_refresh"] == said.get("pseudo_refresh", "round")
         assert part["pseudo"] == said.get("pseudo_kind", "rsm")
-        assert part["pseudo_batch"] == said.get("pseudo_data", 64 if cell.dataset == "rotated_mnist" else 32)
+        assert part["pseudo_batch"] == said.get(
+            "pseudo_data", 64 if cell.dataset == "rotated_mnist" else 32
+        )
         assert part["tau1"] == float(str(said.get("tau1", 2)))
         assert part["tau2"] == float(str(said.get("tau2", 2)))
         assert "lambda" not in said or part["lam"] == float(str(said["lambda"]))
@@ -108,7 +119,9 @@ FEDBSS = tables("fedbss")
 
 
 @pytest.mark.parametrize("name", FEDBSS)
-def test_every_printed_number_of_fedbss_has_a_command_with_the_settings_of_its_table(name: str) -> None:
+def test_every_printed_number_of_fedbss_has_a_command_with_the_settings_of_its_table(
+    name: str,
+) -> None:
     asked, cells = setting(name), FEDBSS[name].cells
     for cell in cells:
         if cell.methods != ("fedbss",) and cell.column != cells[0].column:
@@ -117,28 +130,54 @@ def test_every_printed_number_of_fedbss_has_a_command_with_the_settings_of_its_t
         local, partition = node["local"], node["partition"]
         assert node["choices"]["method"] == list(cell.methods)
         assert node["choices"]["data"] == cell.dataset
-        assert node["choices"]["model"] == ("cnn" if cell.dataset == "fashion_mnist" else "resnet50")
-        assert (node["rounds"], local["epochs"], local["steps"]) == (asked["rounds"], asked["local_epochs"], None)
+        assert node["choices"]["model"] == (
+            "cnn" if cell.dataset == "fashion_mnist" else "resnet50"
+        )
+        assert (node["rounds"], local["epochs"], local["steps"]) == (
+            asked["rounds"],
+            asked["local_epochs"],
+            None,
+        )
         assert (local["batch"], local["lr"]) == (asked["batch"], asked["learning_rate"])
-        assert (local["momentum"], local["weight_decay"]) == (asked["momentum"], asked["weight_decay"])
+        assert (local["momentum"], local["weight_decay"]) == (
+            asked["momentum"],
+            asked["weight_decay"],
+        )
         assert (partition["clients"], node["schedule"]["cohort"]) == (asked["clients"], 10)
         assert partition["test_fraction"] == 0
         kind, value = cell.column.split()
         named = {"shards": partition.get("shards_per_client"), "dirichlet": partition.get("alpha")}
         assert {**named, "label_noise": node["data"]["label_noise"]}[kind] == float(value)
         for method, part in node["method"].items():
-            assert part.get("warmup_rounds", asked["warmup_rounds"]) == asked["warmup_rounds"], method
+            assert part.get("warmup_rounds", asked["warmup_rounds"]) == asked["warmup_rounds"], (
+                method
+            )
 
 
 def test_fedbss_has_presets_for_its_ablations_and_for_domains() -> None:
-    ablation, domains = (composed(f"experiment=fedbss/{name}") for name in ("cifar10_ablation", "domainnet"))
+    ablation, domains = (
+        composed(f"experiment=fedbss/{name}") for name in ("cifar10_ablation", "domainnet")
+    )
     assert (ablation["choices"]["model"], ablation["model"]["depth"]) == ("resnet18", 18)
     assert (
-        composed("experiment=fedbss/cifar10_ablation", "method.fedbss.kind=linear")["method"]["fedbss"]["kind"]
+        composed("experiment=fedbss/cifar10_ablation", "method.fedbss.kind=linear")["method"][
+            "fedbss"
+        ]["kind"]
         == "linear"
     )
     assert (domains["schedule"]["cohort"], domains["model"]["stem"]) == (6, "imagenet")
-    named = ["airplane", "clock", "axe", "ball", "bicycle", "bird", "strawberry", "flower", "pizza", "bracelet"]
+    named = [
+        "airplane",
+        "clock",
+        "axe",
+        "ball",
+        "bicycle",
+        "bird",
+        "strawberry",
+        "flower",
+        "pizza",
+        "bracelet",
+    ]
     assert [name.removeprefix("basket") for name in domains["data"]["only"]] == named
 
 
@@ -148,7 +187,10 @@ LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells
 @pytest.mark.parametrize("methods", LISTS, ids="+".join)
 def test_the_methods_of_every_row_can_be_made_and_combined(methods: tuple[str, ...]) -> None:
     nodes = composed("experiment=fedbr/cifar10", f"method=[{','.join(methods)}]")["method"]
-    parts = [build_object(resolve(node[TARGET], name), node, f"method.{name}") for name, node in nodes.items()]
+    parts = [
+        build_object(resolve(node[TARGET], name), node, f"method.{name}")
+        for name, node in nodes.items()
+    ]
     check_composition(parts)
     assert [part.name for part in parts] == list(methods)
 
@@ -157,14 +199,43 @@ def test_the_methods_of_every_row_can_be_made_and_combined(methods: tuple[str, .
 @pytest.mark.parametrize(
     ("methods", "values"),
     [
-        ("fedbr", {"mu": 0.5, "tau1": 2.0, "tau2": 2.0, "temperature_mode": "multiply", "projection": "paper"}),
+        (
+            "fedbr",
+            {
+                "mu": 0.5,
+                "tau1": 2.0,
+                "tau2": 2.0,
+                "temperature_mode": "multiply",
+                "projection": "paper",
+            },
+        ),
         ("fedprox", {"mu": 0.1}),
-        ("moon", {"mu": 0.01, "temperature": 0.5, "head": "mlp", "width": 256, "out": 128, "previous": 1}),
+        (
+            "moon",
+            {
+                "mu": 0.01,
+                "temperature": 0.5,
+                "head": "mlp",
+                "width": 256,
+                "out": 128,
+                "previous": 1,
+            },
+        ),
         ("dann", {"lam": 0.01, "width": 256, "discriminator_steps": 1, "mode": "alternate"}),
         ("groupdro", {"step_size": 0.01, "batches": "first", "prior": "uniform"}),
         ("mixup", {"alpha": 0.2}),
         ("fedmix", {"lam": 0.1, "samples_per_mean": 10, "pairs": "each", "taylor_scale": "paper"}),
-        ("vhl", {"alpha": 1.0, "gamma": 1.0, "kappa": 0.1, "temperature": 0.07, "virtual_batch": 32, "virtual": 2000}),
+        (
+            "vhl",
+            {
+                "alpha": 1.0,
+                "gamma": 1.0,
+                "kappa": 0.1,
+                "temperature": 0.07,
+                "virtual_batch": 32,
+                "virtual": 2000,
+            },
+        ),
         ("fedcm", {"alpha": 0.1}),
         ("feddecorr", {"beta": 0.1, "variant": "fedbr"}),
         ("fedntd", {"beta": 1.0, "temperature": 1.0}),
@@ -182,7 +253,10 @@ def test_methods_have_the_papers_values(methods: str, values: dict[str, object])
 )
 def test_values_that_the_paper_chose_per_data_set(name: str, lam: float, means: int) -> None:
     assert composed(f"experiment=fedbr/{name}", "method=[fedbr]")["method"]["fedbr"]["lam"] == lam
-    assert composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"] == means
+    assert (
+        composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"]
+        == means
+    )
 
 
 def test_a_preset_speaks_only_of_methods_and_keys_that_exist() -> None:
@@ -193,16 +267,27 @@ def test_a_preset_speaks_only_of_methods_and_keys_that_exist() -> None:
 
 def test_vhl_has_as_many_virtual_images_as_the_paper_says() -> None:
     for name, images in (("cifar10", 2_000), ("cifar100", 20_000)):
-        assert composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"] == images
+        assert (
+            composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"]
+            == images
+        )
 
 
 # --- what is trained on, and what is scored -------------------------------------------------------------------------
 def split_of(*words: str) -> FederatedData:
-    images = ["data=synthetic", "data.shape=[3,8,8]", "data.domains=4", "data.samples=2800", "data.test_samples=700"]
+    images = [
+        "data=synthetic",
+        "data.shape=[3,8,8]",
+        "data.domains=4",
+        "data.samples=2800",
+        "data.test_samples=700",
+    ]
     return partition([*words, *images, "data.classes=7"])
 
 
-def test_on_pacs_fedbr_trains_on_all_training_images_and_tests_each_client_on_its_own_of_the_others() -> None:
+def test_on_pacs_fedbr_trains_on_all_training_images_and_tests_each_client_on_its_own_of_the_others() -> (
+    None
+):
     parts = split_of("experiment=fedbr/pacs")
     assert len(parts.partition.train.indices) == 2800 and len(parts.partition) == 8
     assert sorted(parts.partition.test.indices.tolist()) == parts.central.tolist()
@@ -214,7 +299,10 @@ def test_fraug_trains_on_as_many_samples_of_a_domain_as_its_code(name: str) -> N
     parts = split_of(f"experiment=fraug/{name}").partition
     left = 700 - 700 // 10
     assert parts.validation is not None
-    assert parts.validation.counts.tolist() == [70] * 4 and parts.train.counts.tolist() == [left // 10] * 4
+    assert (
+        parts.validation.counts.tolist() == [70] * 4
+        and parts.train.counts.tolist() == [left // 10] * 4
+    )
     assert parts.test.counts.tolist() == [175] * 4
 
 
@@ -233,7 +321,9 @@ def test_a_run_takes_the_presets_own_list_of_methods_unless_another_is_chosen() 
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_later(tmp_path: Path) -> None:
+def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_later(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "mine.yaml").write_text("mine:\n  mu: 1\n")
     node = plain(compose(["experiment=fedbr/rotated_mnist", "method=[mine]"], [tmp_path]))
@@ -242,12 +332,18 @@ def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_lat
 
 def test_a_preset_that_speaks_of_a_method_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nmethod:\n  fedprx:\n    mu: 2.0\n")
-    with pytest.raises(Refused, match=r"experiment=own gives values to method\.fedprx.*did you mean fedprox\?"):
+    (tmp_path / "experiment" / "own.yaml").write_text(
+        "# @package _global_\nmethod:\n  fedprx:\n    mu: 2.0\n"
+    )
+    with pytest.raises(
+        Refused, match=r"experiment=own gives values to method\.fedprx.*did you mean fedprox\?"
+    ):
         compose(["experiment=own"], [tmp_path])
 
 
-def test_a_preset_of_ones_own_may_choose_several_methods_and_keeps_their_order(tmp_path: Path) -> None:
+def test_a_preset_of_ones_own_may_choose_several_methods_and_keeps_their_order(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "own.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /method: [mixup, fedprox]\n"
@@ -260,15 +356,29 @@ def test_a_preset_of_ones_own_may_choose_several_methods_and_keeps_their_order(t
 
 # --- on made-up images ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "name", sorted({command(table, cell).experiment for table in FEDBR.values() for cell in table.cells})
+    "name",
+    sorted({command(table, cell).experiment for table in FEDBR.values() for cell in table.cells}),
 )
 def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
     images = {
         "fedbr/rotated_mnist": ["data.shape=[1,28,28]"],
         "fedbr/cifar100": ["data.shape=[3,32,32]", "data.classes=100"],
-        "fedbr/pacs": ["data.shape=[3,64,64]", "data.classes=7", "data.domains=4", "data.samples=280"],
+        "fedbr/pacs": [
+            "data.shape=[3,64,64]",
+            "data.classes=7",
+            "data.domains=4",
+            "data.samples=280",
+        ],
     }.get(name, ["data.shape=[3,32,32]"])
-    experiment = build([f"experiment={name}", "data=synthetic", "data.test_samples=40", "runtime=inprocess", *images])
+    experiment = build(
+        [
+            f"experiment={name}",
+            "data=synthetic",
+            "data.test_samples=40",
+            "runtime=inprocess",
+            *images,
+        ]
+    )
     assert experiment.spec.settings.rounds >= 400
     assert experiment.spec.task.num_classes in (7, 10, 100)
 
@@ -288,39 +398,74 @@ def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> 
     for cell in FRAUG[name].cells:
         words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).words()
         score = PAPER_RUNS["fraug"].score(FRAUG[name], cell)
-        rows = [{"accuracy_best": 0.5, "accuracy_finetuned": 0.6, "accuracy_best.Real World": 0.1, "accuracy": 0.9}]
-        rows[0] |= {"accuracy_best.mnist": 0.2, "accuracy_best.mnist_m": 0.3, "accuracy_finetuned.art_painting": 0.4}
+        rows = [
+            {
+                "accuracy_best": 0.5,
+                "accuracy_finetuned": 0.6,
+                "accuracy_best.Real World": 0.1,
+                "accuracy": 0.9,
+            }
+        ]
+        rows[0] |= {
+            "accuracy_best.mnist": 0.2,
+            "accuracy_best.mnist_m": 0.3,
+            "accuracy_finetuned.art_painting": 0.4,
+        }
         finetuned = bool(cell.variant.get("head_finetune"))
         assert score.column.startswith("accuracy_finetuned" if finetuned else "accuracy_best")
         assert score.beside["last round"].startswith("accuracy")
         if cell.column in ("Avg", "avg"):
             assert score.summary(rows, score.column) == (0.6 if finetuned else 0.5)
         elif not finetuned and cell.column in ("R", "MT", "MM"):
-            assert score.summary(rows, score.column) == {"R": 0.1, "MT": 0.2, "MM": 0.3}[cell.column]
+            assert (
+                score.summary(rows, score.column) == {"R": 0.1, "MT": 0.2, "MM": 0.3}[cell.column]
+            )
         if cell.column != FRAUG[name].cells[0].column and cell.dataset == "office_home":
             continue  # every row once
         node = composed(*words)
         steps, batch, share, rates = FRAUG_CODE[cell.dataset]
         assert list(node["method"]) == list(cell.methods)
-        assert node["choices"]["model"] == ("digits_cnn" if cell.dataset == "digits" else "resnet18")
-        assert node["model"].get("pretrained", cell.dataset != "digits") == (cell.dataset != "digits")
-        assert (node["rounds"], node["schedule"]["cohort"], node["choices"]["partition"]) == (300, 4, "domain")
-        assert (node["local"]["steps"], node["local"]["batch"], node["partition"]["fraction"]) == (steps, batch, share)
+        assert node["choices"]["model"] == (
+            "digits_cnn" if cell.dataset == "digits" else "resnet18"
+        )
+        assert node["model"].get("pretrained", cell.dataset != "digits") == (
+            cell.dataset != "digits"
+        )
+        assert (node["rounds"], node["schedule"]["cohort"], node["choices"]["partition"]) == (
+            300,
+            4,
+            "domain",
+        )
+        assert (node["local"]["steps"], node["local"]["batch"], node["partition"]["fraction"]) == (
+            steps,
+            batch,
+            share,
+        )
         assert (node["local"]["lr"], node["local"]["momentum"]) == (0.01, 0.5)
         assert node["local"]["keep_optimizer"] is True, "the code keeps it for every method"
-        assert (node["partition"]["test_fraction"], node["partition"]["validation_fraction"]) == (None, 0.1)
+        assert (node["partition"]["test_fraction"], node["partition"]["validation_fraction"]) == (
+            None,
+            0.1,
+        )
         assert cell.dataset == "digits" or node["data"]["test_fraction"] == 0.1
         if "fraug" in node["method"]:
             part = node["method"]["fraug"]
-            assert tuple(0.01 * f for f in (1, part["generator_lr_factor"], part["rtnet_lr_factor"])) == rates
+            assert (
+                tuple(0.01 * f for f in (1, part["generator_lr_factor"], part["rtnet_lr_factor"]))
+                == rates
+            )
             assert part["rounds"] == node["rounds"]
-            assert part["generator_norm"] == ("local" if cell.dataset == "office_home" else "shared")
+            assert part["generator_norm"] == (
+                "local" if cell.dataset == "office_home" else "shared"
+            )
 
 
 def test_the_ablation_of_fraug_lacks_a_part_in_every_row_but_the_last() -> None:
     fraug = PAPER_RUNS["fraug"]
     found = {
-        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).words())["method"]["fraug"]
+        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).words())[
+            "method"
+        ]["fraug"]
         for cell in FRAUG["fraug/table3"].cells
     }
     whole = composed("experiment=fraug/office_home")["method"]["fraug"]
@@ -332,14 +477,18 @@ FEDLD = tables("fedld")
 
 
 @pytest.mark.parametrize("name", FEDLD)
-def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_table(name: str) -> None:
+def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_table(
+    name: str,
+) -> None:
     asked = setting(name)
     for cell in FEDLD[name].cells:
         command = PAPER_RUNS["fedld"].command(FEDLD[name], cell)
         node = composed(*command.words())
         local = node["local"]
         assert (node["rounds"], local["batch"]) == (asked["rounds"], asked["batch"])
-        assert local["epochs"] == asked["local_epochs"] + ("fedpac" in node["method"])  # one of the head beside
+        assert local["epochs"] == asked["local_epochs"] + (
+            "fedpac" in node["method"]
+        )  # one of the head beside
         assert local["lr"] == asked["learning_rate"][cell.dataset]
         assert node["choices"]["model"] == "resnet50" and node["model"]["pretrained"]
         clients = asked["clients"][cell.dataset]
@@ -347,15 +496,24 @@ def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_ta
         assert node["schedule"]["cohort"] == round(clients * asked["participation"])
         if cell.dataset == "retina":
             said = asked["partition"]["retina"]
-            alpha = said.rpartition("alpha ")[2] if name.endswith("3") else said.split(f"{cell.column} alpha ")[-1]
+            alpha = (
+                said.rpartition("alpha ")[2]
+                if name.endswith("3")
+                else said.split(f"{cell.column} alpha ")[-1]
+            )
             assert node["partition"]["alpha"] == float(alpha.split(",")[0])
         margin = node["method"].get("fedld_margin")
         if margin and asked["margin_weight"]:
-            assert margin["lam"] == asked["margin_weight"][cell.column if cell.dataset == "retina" else "covid_fl"]
+            assert (
+                margin["lam"]
+                == asked["margin_weight"][cell.column if cell.dataset == "retina" else "covid_fl"]
+            )
         assert bool(margin) == ("fedld" in cell.methods and cell.variant.get("margin", True))
         principal = node["method"].get("fedld_principal")
         assert bool(principal) == ("fedld" in cell.methods and cell.variant.get("principal", True))
         assert not principal or principal["fraction"] == asked["principal_share"]
         own = bool({"fedbn", "fedpac"} & set(node["method"]))
         assert node["evaluate"]["common"] == own
-        assert PAPER_RUNS["fedld"].score(FEDLD[name], cell).column == ("accuracy_common" if own else "accuracy_global")
+        assert PAPER_RUNS["fedld"].score(FEDLD[name], cell).column == (
+            "accuracy_common" if own else "accuracy_global"
+        )

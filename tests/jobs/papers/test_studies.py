@@ -25,15 +25,23 @@ def started(folder: Path, *names: str) -> list[list[str]]:
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> said\necho >> said\n')
     program.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(["bash", str(SCRIPT), *names], cwd=folder, env={**os.environ, "PATH": path}, check=True)
+    subprocess.run(
+        ["bash", str(SCRIPT), *names], cwd=folder, env={**os.environ, "PATH": path}, check=True
+    )
     text = said.read_text() if said.is_file() else ""
     return [block.splitlines() for block in text.split("\n\n") if block]
 
 
 def facts(config: Mapping[str, object]) -> dict[str, str]:
     """All values that say what a run is, and not where and how it is carried out."""
-    without = {key: value for key, value in config.items() if key not in (*results.PLACES, "choices")}
-    return {key: value for key, value in settings(without).items() if not key.endswith((".root", ".download"))}
+    without = {
+        key: value for key, value in config.items() if key not in (*results.PLACES, "choices")
+    }
+    return {
+        key: value
+        for key, value in settings(without).items()
+        if not key.endswith((".root", ".download"))
+    }
 
 
 def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
@@ -53,16 +61,24 @@ def test_every_stored_study_can_be_planned_and_all_kept_runs_are_of_one(tmp_path
     for words in studies:
         assert words[0] == "study" and words[2] == "resume=latest"
         seeds = [word for word in words if word.startswith("seed=")]
-        one = [word for word in words[1:] if word not in seeds and not word.startswith(("out=", "resume="))]
+        one = [
+            word
+            for word in words[1:]
+            if word not in seeds and not word.startswith(("out=", "resume="))
+        ]
         cells = plan([*one, *seeds, f"out={tmp_path / 'new'}"]).cells
         assert len(seeds) == 1 and cells, words
         for cell in cells:
-            planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(facts(cell.config))
+            planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(
+                facts(cell.config)
+            )
     for run in (run for paper in PAPERS for run in results.kept(paper)):
         kept, methods = facts(run.config), run.config["method"]
         assert isinstance(methods, Mapping)
         alike = planned.get((*sorted(methods), run.config["seed"]), [])
-        assert any(same(kept, each) for each in alike), f"no line of {SCRIPT} makes {run.summary['command']}"
+        assert any(same(kept, each) for each in alike), (
+            f"no line of {SCRIPT} makes {run.summary['command']}"
+        )
 
 
 @pytest.mark.slow

@@ -32,8 +32,17 @@ class MyData(Source):
         labels = np.arange(self.samples) % 3
         down, right = np.ogrid[: self.pixels, : self.pixels]
         stripes = np.stack(
-            [np.broadcast_to(each % 2, (self.pixels, self.pixels)) for each in (down, right, down + right)]
+            [
+                np.broadcast_to(each % 2, (self.pixels, self.pixels))
+                for each in (down, right, down + right)
+            ]
         )
-        images = 64 + 128 * stripes[labels] + self.noise * rng.standard_normal((self.samples, self.pixels, self.pixels))
+        images = (
+            64
+            + 128 * stripes[labels]
+            + self.noise * rng.standard_normal((self.samples, self.pixels, self.pixels))
+        )
         levels = np.clip(images, 0, 255).astype(np.uint8)[:, None]
-        return Raw(levels, labels, self.samples - self.samples // 6, ["lying", "standing", "sloping"])
+        return Raw(
+            levels, labels, self.samples - self.samples // 6, ["lying", "standing", "sloping"]
+        )

@@ -18,4 +18,6 @@ class MyObserver(Observer):
         known = [row for row in run.rows if row.get(self.column) is not None]
         if known:
             best = max(known, key=lambda row: row[self.column] or 0.0)
-            (run.folder / "best.txt").write_text(f"round {best['round']}: {self.column} {best[self.column]:.4f}\n")
+            (run.folder / "best.txt").write_text(
+                f"round {best['round']}: {self.column} {best[self.column]:.4f}\n"
+            )

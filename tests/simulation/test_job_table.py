@@ -12,7 +12,14 @@ from tiny_runs import silent
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.jobs import JobRow, JobState, JobTable
-from raysim.simulation.schedule import Buffered, Deadline, Immediate, Oversample, Schedule, Synchronous
+from raysim.simulation.schedule import (
+    Buffered,
+    Deadline,
+    Immediate,
+    Oversample,
+    Schedule,
+    Synchronous,
+)
 
 SCHEDULES: dict[str, Schedule] = {
     "synchronous": Synchronous(4),
@@ -48,7 +55,9 @@ def watch_states(table: JobTable) -> dict[int, list[JobState]]:
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(0, 99), st.sampled_from([0.0, 0.3]))
 def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: float) -> None:
     counts = [3 + client for client in range(9)]
-    coordinator, _, runtime = silent(counts, SCHEDULES[name], Lognormal(dropout=dropout), seed=seed, rounds=6)
+    coordinator, _, runtime = silent(
+        counts, SCHEDULES[name], Lognormal(dropout=dropout), seed=seed, rounds=6
+    )
     states = watch_states(coordinator.jobs)
     records: list[Any] = []
     for event in coordinator.run():
@@ -68,7 +77,9 @@ def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: 
     }
     trained = {number for number, path in states.items() if JobState.IN_FLIGHT in path}
     assert {job.number for job in runtime.jobs} <= trained
-    assert len(coordinator.versions) == len({*coordinator.versions.held, coordinator.server.version})
+    assert len(coordinator.versions) == len(
+        {*coordinator.versions.held, coordinator.server.version}
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
