@@ -6,6 +6,7 @@ import base64
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -100,6 +101,14 @@ def torch_as_it_was() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@pytest.fixture(autouse=True)
+def import_path_as_it_was() -> Iterator[None]:
+    """`--allow` puts the current folder on the import path; the next test does not find it there."""
+    path = [*sys.path]
+    yield
+    sys.path[:] = path
 
 
 POINTS = {

@@ -865,13 +865,13 @@ def test_words_of_hydra_and_tune_are_answered_with_ours(
 @pytest.mark.parametrize(
     ("prefix", "given", "wanted"),
     [
-        ("method=fedpr", [], ["method=fedprox"]),
+        ("method=fedpr", [], ["method=fedproto", "method=fedprox"]),
         ("method=fedbr+mi", [], ["method=fedbr+mixup"]),
-        ("method=fedavg,fedpr", [], ["method=fedavg,fedprox"]),
+        ("method=fedavg,fedprox", [], ["method=fedavg,fedprox"]),
         (
             "method=feda",
             [],
-            [f"method=fed{name}" for name in ("adagrad", "adam", "async", "avgm", "avg")],
+            [f"method=fed{name}" for name in ("adagrad", "adam", "ala", "async", "avgm", "avg")],
         ),
         ("local.l", [], ["local.lr=", "local.lr_decay="]),
         ("method.fedprox", ["method=fedprox"], ["method.fedprox.mu="]),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 PER_PARAMETER = ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
 
 # Methods that keep a part of the model on the client, where it would be one part for all models.
-KEEP_PARTS = ("fedbn", "fraug", "fedpac", "fedrep", "fedproto", "local")
+KEEP_PARTS = ("fedbn", "fraug", "fedpac", "fedrep", "fedbabu", "fedproto", "local")
 
 
 def draw_again(model: nn.Module) -> nn.Module:

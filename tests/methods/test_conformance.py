@@ -736,7 +736,10 @@ ALTERNATIVES = [
         ["ifca", name]
         for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
     ),
-    *(["ifca", name] for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedproto", "local")),
+    *(
+        ["ifca", name]
+        for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedbabu", "fedproto", "local")
+    ),
     # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
     *(
         ["fedasync", name]

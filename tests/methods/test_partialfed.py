@@ -98,7 +98,7 @@ class Client:
         self.counters = self.host.vector.counters.clone()
         self.personal, self.state = private_state(self.host.vector, {}), dict[str, Tensor]()
         for declared in self.host.trainer.declarations.methods:
-            self.state |= pack(declared.client_states(self.host.layout, 1))
+            self.state |= pack(declared.client_states(1))
         self.turn = 0
 
     def train(
