@@ -245,7 +245,16 @@ class Setup:
         initial(samples): the value of a client that never trained. A value is a tensor of any
         shape, a number, bytes, or a mapping of such; it may change its shape and keys.
         """
+        self._check_new(name, "client_state", self.declared.client_state)
         self.declared.client_state[name] = initial
+
+    def _check_new(self, name: str, kind: str, declared: Mapping[str, object]) -> None:
+        """Raise ValueError if the method has declared a state of this name already."""
+        if name in declared:
+            raise ValueError(
+                f"method '{self.method}' declares {kind} '{name}' twice: "
+                "give the second one another name"
+            )
 
     def keep_optimizer(self) -> None:
         """Let a client's optimizer continue in its next job, as `local.keep_optimizer` does."""
@@ -254,6 +263,7 @@ class Setup:
     # --- the server and what travels ----------------------------------------------------------
     def server_state(self, name: str, initial: Callable[[ServerView], Tensor]) -> None:
         """Keep a tensor on the server: `server.state[name]`; it is part of every checkpoint."""
+        self._check_new(name, "server_state", self.declared.server_state)
         self.declared.server_state[name] = initial
 
     def send(

@@ -285,6 +285,19 @@ def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the
         declare_run(run_spec(*methods, model=NORMED_MLP))
 
 
+@pytest.mark.parametrize("kind", ["client_state", "server_state"])
+def test_state_that_is_declared_twice_is_refused_before_the_start(kind: str) -> None:
+    class Twice(Method):
+        name = "twice"
+
+        def setup(self, run: Setup) -> None:
+            for size in (3, 4):
+                getattr(run, kind)("kept", lambda _, size=size: torch.zeros(size))
+
+    with pytest.raises(ValueError, match=f"method 'twice' declares {kind} 'kept' twice"):
+        declare_run(run_spec(Twice(), model=NORMED_MLP))
+
+
 def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
     methods = [Keeps("mine", "own.state"), Keeps("mine.own", "state")]
     with pytest.raises(ValueError, match=r"method 'mine\.own' keeps 'mine\.own\.state', .*'mine'"):
