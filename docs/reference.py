@@ -273,7 +273,10 @@ def _traffic(method: Method) -> str:
 
 
 def _floats(count: float, shared: int) -> str:
-    return f"{count:,.0f} floats, {count / shared:.2f} of the vector" if count else "nothing"
+    if not count:
+        return "nothing"
+    share = f", {count / shared:.2f} of the vector" if shared else ""
+    return f"{count:,.0f} floats{share}"
 
 
 def _samples(count: float) -> str:

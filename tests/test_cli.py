@@ -898,7 +898,7 @@ def test_a_shell_is_told_how_to_complete(shell: str, capsys: pytest.CaptureFixtu
     [
         ("raysim stu", {"study "}),
         ("raysim run --sh", {"--show "}),
-        ("raysim study method=fedavg,fedpro", None),
+        ("raysim study method=fedavg,fedprox", None),
     ],
 )
 def test_a_shell_gets_its_completions(line: str, wanted: set[str] | None) -> None:

@@ -262,7 +262,7 @@ def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_p
     study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
     runtime = on_ray.start_hosts(study, 1)
     with pytest.raises(
-        RunStopped, match=r"died 3 times in a row .*the last time with \[.*2.*\] in hand"
+        RunStopped, match=r"died 3 times in a row .*last while training clients \[.*2.*\]"
     ):
         ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
     runtime.stop()
