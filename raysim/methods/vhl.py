@@ -254,9 +254,12 @@ class Vhl(Method):
 
     def _aligns(self, job: LocalJob) -> bool:
         """Return whether features are aligned in this step."""
+        if self.gamma == 0 and self.kappa == 0:
+            return False
         epochs = job.local.epochs
-        is_early = epochs is None or job.step * epochs // job.plan.steps < self.align_epochs
-        return is_early and (self.gamma > 0 or self.kappa > 0)
+        if epochs is None or epochs <= self.align_epochs:
+            return True  # in all steps, so one recording serves all of them
+        return job.step * epochs // job.plan.steps < self.align_epochs
 
     def _joins(self, job: LocalJob) -> bool:
         """Return whether this step needs virtual images."""

@@ -98,9 +98,7 @@ def test_a_step_that_waits_is_counted() -> None:
 def test_what_a_graph_records_of_a_network_with_convolutions_waits_for_no_value(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # FRAug's ramps need a number of rounds.
-    make = TABLE[name].make if name == "fraug" else gpu.every_method().get(name)
-    asked = gpu._checked(make, torch.float32, "cpu", gpu.CHECKED[-1])
+    asked = gpu._checked(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED[-1])
     found: list[str] = []
     compute = RecordedLanes.compute
 

@@ -10,6 +10,7 @@ Each part is written down as soon as it is known; a later call with other parts 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pkgutil
 import statistics
@@ -184,12 +185,24 @@ def _checked(
     data = federate(
         Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5), IID(clients=4), 0
     )
+    method = _made(make, rounds=2)
     local = Local(lr=0.05, momentum=0.9, batch=8, epochs=1)
+    if method is not None:
+        required = method.settings(local).items()
+        local = replace(local, **{key.removeprefix("local."): value for key, value in required})  # type: ignore[arg-type]
     settings = RunSettings(
         rounds=2, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0)
     )
-    methods = () if make is None else (make(),)
+    methods = () if method is None else (method,)
     return way.of(RunSpec(SmallCnn(norm="batch"), methods, data, settings, device, dtype=dtype))
+
+
+def _made(make: Callable[..., Method] | None, rounds: int) -> Method | None:
+    """Make the method; one with ramps over a run, such as FRAug, needs the number of rounds."""
+    if make is None:
+        return None
+    takes_rounds = "rounds" in inspect.signature(make).parameters
+    return make(rounds=rounds) if takes_rounds else make()
 
 
 def _ran(spec: RunSpec, cohort: int, hosts: int = 1) -> tuple[np.ndarray, Coordinator]:
