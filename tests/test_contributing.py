@@ -62,10 +62,12 @@ def test_the_method_from_nothing_runs_from_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    Path("mine.py").write_text(CODE)
+    Path("lasso_code.py").write_text(CODE)
     Path("conf/method").mkdir(parents=True)
-    Path("conf/method/lasso.yaml").write_text("lasso: {_target_: mine.Lasso}\n")
+    Path("conf/method/lasso.yaml").write_text("lasso: {_target_: lasso_code.Lasso}\n")
     words = "runtime=inprocess tracking=none data=synthetic data.samples=60 data.test_samples=10 partition.clients=3"
     small = [*words.split(), "schedule.cohort=2", "model=mlp", "rounds=1", "out=run"]
-    assert cli.call(["run", "--conf", "conf", "--allow", "mine", "method=[lasso]", *small]) == 0
+    assert (
+        cli.call(["run", "--conf", "conf", "--allow", "lasso_code", "method=[lasso]", *small]) == 0
+    )
     assert "lasso" in capsys.readouterr().out
