@@ -177,11 +177,11 @@ class Mlflow:
 
         uri = located(uri)
         path = uri.removeprefix("sqlite:///")
+        # What its database cannot do is told in a sentence; MLflow prints the traceback of every try, the first too.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         self._database = Path(path).resolve() if path != uri else None
         with self._alone():
             self._client: MlflowClient = MlflowClient(tracking_uri=uri)
-            # What its database cannot do is told in a sentence; MLflow prints the traceback of every try.
-            logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         self._run, self._last, self._started = "", 0, 0.0
         self._params: Mapping[str, str] = {}  # what the run has already
         self._has_data = self._has_model = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -596,6 +598,27 @@ def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said
 def test_mlflow_prints_no_traceback_of_its_own_for_a_database_that_fails(tmp_path: Path) -> None:
     Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
+
+
+def test_mlflow_prints_no_traceback_for_a_database_locked_during_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    database = tmp_path / "mlflow.db"
+    lookup = SqlAlchemyStore.get_experiment
+    other = sqlite3.connect(database, isolation_level=None, check_same_thread=False)
+
+    def lock_and_look_up(store: SqlAlchemyStore, identity: str) -> object:
+        other.execute("BEGIN EXCLUSIVE")
+        return lookup(store, identity)
+
+    monkeypatch.setattr(SqlAlchemyStore, "get_experiment", lock_and_look_up)
+    # As in a process that has not connected yet.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.INFO)
+    with contextlib.closing(other), pytest.raises(Exception, match="locked"):
+        Mlflow(f"sqlite:///{database}")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_experiment_that_another_process_creates_at_this_moment_is_used(

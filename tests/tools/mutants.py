@@ -621,6 +621,8 @@ def main() -> None:
         return listed(chosen(ROOT, args))
     if os.environ.get("RAYSIM_SHARED"):
         os.environ["RAYSIM_SHARED"] = str(Path(os.environ["RAYSIM_SHARED"]).resolve())
+    # Asked for by a test of pytest-xdist, its own tests would leave as workers do, without a map.
+    os.environ.pop("PYTEST_XDIST_WORKER", None)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children and copies go
     warm()
