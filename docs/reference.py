@@ -23,6 +23,7 @@ from jobs.papers.tables import PAPERS, tables as paper_tables
 from raysim.api.client_state import pack
 from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Evaluation, Finetune, Local
+from raysim.api.declare import with_required_settings
 from raysim.api.method import Method
 from raysim.api.setup import Declared
 from raysim.commands.methods import first_line
@@ -292,9 +293,7 @@ def _state(state: Mapping[str, Any]) -> str:
 def _alone(method: Method) -> RunSpec:
     """Return the small run with one method, its weights of clients and the settings it requires."""
     spec = small_run()
-    local = spec.settings.local
-    for key, value in method.settings(local).items():
-        local = replace(local, **{key.removeprefix("local."): value})
+    local = with_required_settings(spec.settings.local, method)
     settings = replace(spec.settings, local=local, weighting=method.weighting)
     return replace(spec, methods=(method,), settings=settings)
 

@@ -212,6 +212,7 @@ def check_together(methods: Sequence[Method], declared: Sequence[Declared]) -> N
             f"which '{soft}' makes soft. Keep one of them."
         )
     _check_pooling(methods, declared)
+    _check_whole_model(declared)
     names = [each.method for each in declared]
     for each in declared:
         for other, why in each.excludes.items():
@@ -222,13 +223,22 @@ def check_together(methods: Sequence[Method], declared: Sequence[Declared]) -> N
                 )
 
 
+def _check_whole_model(declared: Sequence[Declared]) -> None:
+    whole = next((each for each in declared if each.needs_whole_model), None)
+    keeper = next((each for each in declared if each.keeps_parameters), None)
+    if whole and keeper:
+        raise ValueError(
+            f"method '{keeper.method}' does not combine with method '{whole.method}': it keeps "
+            f"parameters on the client, and {whole.needs_whole_model}. Keep one of them."
+        )
+
+
 def _check_pooling(methods: Sequence[Method], declared: Sequence[Declared]) -> None:
     pooling = next((method.name for method in methods if method.pools), None)
     if pooling is None:
         return
     for each in declared:
-        private = bool(each.private_parameters or each.late_private_parameters)
-        if private or each.finetune is not None or each.has_hook("personalise"):
+        if each.keeps_parameters or each.finetune is not None or each.has_hook("personalise"):
             raise ValueError(
                 f"method '{each.method}' does not combine with method '{pooling}': it gives every "
                 "client a model of its own, where pooled data have one for all. Keep one of them."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ class Declarations:
         """What methods warn of before the run."""
         for each in self.methods:
             yield from each.warnings
+
+
+def with_required_settings(local: Local, method: Method) -> Local:
+    """Return the settings with those in place that the method cannot run without."""
+    required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
+    return replace(local, **required)  # type: ignore[arg-type]
 
 
 def declare(

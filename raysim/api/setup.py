@@ -103,6 +103,7 @@ class Declared:
     targets: Targets = "any"
     needs: list[Need] = field(default_factory=list)
     excludes: dict[str, str] = field(default_factory=dict)
+    needs_whole_model: str = ""  # why no other method may keep parameters on the client
     keeps_optimizer: bool = False
     reads_updates: bool = False
     adds_rows: bool = False
@@ -128,6 +129,11 @@ class Declared:
             return True
         changes_mean = self.has_hook("step") and "step" not in self.owned
         return changes_mean or self.has_hook("weigh") or self.has_hook("absorb")
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether the method keeps parameters on the client, besides private networks."""
+        return bool(self.private_parameters or self.late_private_parameters)
 
     @property
     def keeps_client_state(self) -> bool:
@@ -183,6 +189,10 @@ class Setup:
     def excludes(self, other: str, why: str) -> None:
         """Refuse a run whose list has the method `other`, too."""
         self.declared.excludes[other] = why
+
+    def needs_whole_model(self, why: str) -> None:
+        """Refuse a run whose list has a method that keeps parameters on the client, too."""
+        self.declared.needs_whole_model = why
 
     def require(self, condition: object, text: str) -> None:
         """Refuse the run with this text unless the condition holds: "key: what is wrong. Do ..."."""

@@ -33,7 +33,6 @@ from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
     from raysim.api.declarations import Task
-    from raysim.api.declare import Declarations
     from raysim.api.local_job import LocalJob, PersonalModel
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
 # Methods that keep values for each parameter of "model", which here is another model in each job.
 PER_PARAMETER = ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
-
-# Methods that keep a part of the model on the client, where it would be one part for all models.
-KEEP_PARTS = ("fedbn", "fraug", "fedpac", "fedrep", "fedbabu", "fedproto", "local")
 
 
 def draw_again(model: nn.Module) -> nn.Module:
@@ -103,15 +99,13 @@ class IFCA(Method):
             run.excludes(
                 other, "it keeps values for one model, and clients train one of several models"
             )
-        for other in KEEP_PARTS:
-            run.excludes(other, "it keeps a part of one model, and clients train one of several")
+        run.needs_whole_model("clients train one of several models")
         if self.clusters == 1:
             run.skip("cost", "begin", "end", "combine", "personalise")
             return
         for number in range(1, self.clusters):
             run.network(f"model{number}", draw_again(run.model))
         run.upload("cluster", 1)
-        run.check(_require_shared)
         self._task = run.task
 
     def cost(self, job: Participation) -> float:
@@ -187,14 +181,3 @@ def _mean_change(
     if not divisor:
         return total
     return total / divisor
-
-
-def _require_shared(run: Declarations) -> Sequence[str]:
-    """Raise ValueError if another method keeps a part of the model on the client."""
-    for entry in (*run.layout.entries, *run.layout.counters):
-        if entry.network == "model" and entry.personal:
-            raise ValueError(
-                f"method 'ifca' needs the whole model on the server, and {entry.name} stays on the "
-                "client. Leave out the method that keeps it there."
-            )
-    return []

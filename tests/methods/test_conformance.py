@@ -39,7 +39,7 @@ from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.private_state import flat
-from raysim.api.setup import Declared
+from raysim.api.setup import Declared, Setup
 from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
@@ -786,6 +786,18 @@ ALTERNATIVES = [
 def test_methods_exclude_each_other_only_where_they_own_one_slot() -> None:
     refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*each)}
     assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
+
+
+class KeepsHead(Method):
+    name = "keeps_head"
+
+    def setup(self, run: Setup) -> None:
+        run.private_parameters(["model.head.weight"])
+
+
+def test_a_users_method_that_keeps_parameters_is_refused_beside_ifca_and_both_are_named() -> None:
+    with pytest.raises(ValueError, match=r"method 'keeps_head' .*method 'ifca'.* on the client"):
+        declare_run(study(KeepsHead(), IFCA()))
 
 
 def test_three_methods_run_together() -> None:

@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 
 import raysim.methods
 from raysim.api.declarations import Evaluation, Local
+from raysim.api.declare import with_required_settings
 from raysim.api.method import Method
 from raysim.api.private_state import StoredState
 from raysim.commands.bench.gpu_page import TOLERANCE, write_page
@@ -188,8 +189,7 @@ def _checked(
     method = _made(make, rounds=2)
     local = Local(lr=0.05, momentum=0.9, batch=8, epochs=1)
     if method is not None:
-        required = method.settings(local).items()
-        local = replace(local, **{key.removeprefix("local."): value for key, value in required})  # type: ignore[arg-type]
+        local = with_required_settings(local, method)
     settings = RunSettings(
         rounds=2, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0)
     )
