@@ -29,7 +29,7 @@ THREADS = 4  # cores' worth that eight threads gain in adding, before memory is 
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes x gpus, a host on each GPU, the coordinator on the first node; network: bytes a second of a node."""
+    """nodes x gpus, a worker on each GPU, the coordinator on the first node; network: bytes a second of a node."""
 
     nodes: int = 8
     gpus: int = 8
@@ -37,14 +37,14 @@ class Cluster:
     each: int = 20  # clients a round for each GPU
 
     @property
-    def hosts(self) -> int:
+    def workers(self) -> int:
         """One for each GPU."""
         return self.nodes * self.gpus
 
     @property
     def clients(self) -> int:
         """Of a round."""
-        return self.hosts * self.each
+        return self.workers * self.each
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
     """Those of a round besides training itself."""
     vector, others = 4 * floats, cluster.nodes - 1
     groups = math.ceil(cluster.clients / summation)
-    on_host, on_node = groups / cluster.hosts, groups / cluster.nodes
+    on_worker, on_node = groups / cluster.workers, groups / cluster.nodes
     add = ADD * floats / THREADS
-    hosts = cluster.hosts
+    workers = cluster.workers
     yield Stage(
         "plan, dispatch, collect",
-        cluster.clients * JOB + hosts * CALL,
+        cluster.clients * JOB + workers * CALL,
         0,
-        hosts,
+        workers,
         "coordinator, one core",
     )
     yield Stage("publish", vector / PUT, serial="coordinator, one core")
@@ -80,8 +80,8 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
         serial="first node's network",
     )
     yield Stage("to the GPUs", vector / LINK)
-    yield Stage("off the GPUs, added on hosts", cluster.each * (vector / LINK + ADD * floats))
-    yield Stage("sums into the store", on_host * vector / PUT)
+    yield Stage("off the GPUs, added on workers", cluster.each * (vector / LINK + ADD * floats))
+    yield Stage("sums into the store", on_worker * vector / PUT)
     if not combine:
         arrays = others * on_node
         yield Stage(

@@ -20,12 +20,12 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from jobs.papers.tables import PAPERS, tables as paper_tables
-from raysim.api.client_state import pack
 from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.api.declare import with_required_settings
 from raysim.api.method import Method
 from raysim.api.setup import Declared
+from raysim.api.state_values import pack
 from raysim.commands.methods import first_line
 from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
 from raysim.experiment.describe import slots
@@ -376,7 +376,7 @@ GROUPS = {
     "loss": "What a client descends.",
     "local": "How a client trains.",
     "evaluate": "What is scored, and how often.",
-    "runtime": "Where hosts live, and what each of them gets.",
+    "runtime": "Where workers live, and what each of them gets.",
     "tracking": "Where numbers go besides the run's folder.",
     "observer": "A list of what follows a run besides raysim's own files and pictures.",
     "experiment": "Rows of papers' tables, each a file of values for the other groups.",

@@ -27,7 +27,7 @@ SETTING = [
     "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet", "partition.alpha=0.3",
     "partition.test_fraction=0.2", "partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1",
     "fleet=lognormal", "fleet.sigma=1.2", "fleet.dropout=0.1", "checkpoint.every=0", "tracking=none", "runtime=local",
-    "runtime.hosts=2",
+    "runtime.workers=2",
 ]  # fmt: skip
 FEDBR = ["method.fedbr.pseudo_batch=20"]
 BUFFERED = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5"]
@@ -100,7 +100,7 @@ def measured(folder: Path) -> dict[str, Any]:
         ),
         "staleness_max": max(row["staleness_max"] for row in rows),
         "unused": wasted / (jobs + wasted),
-        "host_busy": float(np.average([row["host_busy"] for row in rows], weights=walls)),
+        "worker_busy": float(np.average([row["worker_busy"] for row in rows], weights=walls)),
         "curve": [
             [round(row["virtual_seconds"], 2), round(row["accuracy_global"], 4)] for row in scored
         ],
@@ -148,7 +148,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         "virtual s in all",
         "staleness (most)",
         "jobs unused, %",
-        "hosts busy, %",
+        "workers busy, %",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for algorithm, by_seed in runs.items():
@@ -165,7 +165,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
             f"{mean([run['staleness'] for run in each], '{:.1f}')} ({max(run['staleness_max'] for run in each)})"
         ]
         cells += [
-            mean([100 * run[key] for run in each], "{:.0f}") for key in ("unused", "host_busy")
+            mean([100 * run[key] for run in each], "{:.0f}") for key in ("unused", "worker_busy")
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -191,9 +191,10 @@ sigma 1.2, a tenth of the jobs is lost on its way. Every run aggregates {results
 about as many), so the work is the same and time, traffic and staleness differ. Twenty clients are at work at a time;
 over-selection and the deadline send 26. Numbers are means over seeds ± the sample's standard deviation; accuracy is on
 the central test set, the final one the mean of the last three scorings. *Staleness* is the mean over results, in
-aggregations (in brackets the most); *unused* jobs were lost or thrown away; *hosts busy* is the share of wall time in
-which the two hosts trained. A job with FedBR passes its samples more often and sends means of data as well, so it takes
-longer on the virtual clock. The server rates of CA2FL (0.5) and FADAS (0.003) were chosen by hand on one run each.
+aggregations (in brackets the most); *unused* jobs were lost or thrown away; *workers busy* is the share of wall time in
+which the two workers trained. A job with FedBR passes its samples more often and sends means of data as well, so it
+takes longer on the virtual clock. The server rates of CA2FL (0.5) and FADAS (0.003) were chosen by
+hand on one run each.
 
 Waiting for everybody costs most: the schedules that do not wait reach 80 % in a fraction of the synchronous time, and
 send about as much for it; the deadline, which takes late results later, is close to them. ACE takes the mean of every

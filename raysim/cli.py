@@ -93,14 +93,14 @@ examples:
                                                           so does a range; without tag(log, ...) all is as likely
   raysim sweep sweep=fedbr method=fedbr sweep.scheduler=pbt sweep.interval=5
                                                           values change while the runs go on
-  raysim sweep sweep=fedprox method=fedprox sweep.hosts=2 runtime=cluster
-                                                          two hosts for each trial, on a cluster
+  raysim sweep sweep=fedprox method=fedprox sweep.workers=2 runtime=cluster
+                                                          two workers for each trial, on a cluster
   raysim sweep out=runs/mine resume=latest                go on where it stopped
   raysim run --config runs/mine/best.yaml seed=7          train the best setting again
 
 A search is described by sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode, seeds,
-concurrent, hosts, grace and reduction (of asha), interval (of pbt), minutes. All other words are those of `raysim run`
-and hold for all trials; a key of the space that is given one value is not searched."""
+concurrent, workers, grace and reduction (of asha), interval (of pbt), minutes. All other words are those of
+`raysim run` and hold for all trials; a key of the space that is given one value is not searched."""
 NEW = """\
 examples:
   raysim new mine                         the folder mine, with one part of each kind, their options and their tests
@@ -123,7 +123,7 @@ examples:
   raysim bench                              all workloads
   raysim bench W2 W3 --blocks 3             some of them, sooner
   raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
-  raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every host
+  raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every worker
   raysim bench W1 --profile                 where the time goes
   raysim bench steps                        what each method adds to a local step
   raysim bench gpu --out bench-gpu          what only a GPU can show, without Ray"""
@@ -510,7 +510,7 @@ def _parser() -> Parser:
         "--lanes",
         type=int,
         metavar="K",
-        help="clients that a host trains at once; as in a run unless given",
+        help="clients that a worker trains at once; as in a run unless given",
     )
     bench.add_argument(
         "--floor",
@@ -523,7 +523,7 @@ def _parser() -> Parser:
         help="where the time of W1, W2 and W3 goes: a table, and beside FILE a picture and a trace for ui.perfetto.dev",
     )
     bench.add_argument(
-        "--hosts", type=int, default=2, help="processes of one thread, on both sides (2)"
+        "--workers", type=int, default=2, help="processes of one thread, on both sides (2)"
     )
     completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
     completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
@@ -785,8 +785,10 @@ def _bench(given: argparse.Namespace) -> int:
     names = given.runs or list(WORKLOADS)
     _check_workloads(names)
     with refusing():
-        if min(given.blocks, given.hosts) < 1:
-            raise Refused(f"--blocks {given.blocks} and --hosts {given.hosts} must be at least 1")
+        if min(given.blocks, given.workers) < 1:
+            raise Refused(
+                f"--blocks {given.blocks} and --workers {given.workers} must be at least 1"
+            )
         if names == ["gpu"]:
             return _bench_gpu(given)
         if names == ["steps"]:
@@ -797,7 +799,7 @@ def _bench(given: argparse.Namespace) -> int:
         from raysim.commands.bench import loops
 
         folder = user_path(given.out).absolute().parent if given.profile else None
-        options = loops.Options(given.hosts, given.lanes, given.floor, folder)
+        options = loops.Options(given.workers, given.lanes, given.floor, folder)
         loops.main(names, given.data, user_path(given.out), given.blocks, options)
     return 0
 

@@ -1,4 +1,4 @@
-"""Host actors that serve one run after another, for tests of many tiny runs on Ray."""
+"""Worker actors that serve one run after another, for tests of many tiny runs on Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raysim.runtime import ray as on_ray
 from raysim.training.run_spec import RunSpec
 
 
-class Hosts:
+class Workers:
     """Some such actors."""
 
     def __init__(self, count: int):
@@ -16,10 +16,10 @@ class Hosts:
         self._actors: list[Any] = []
 
     def runtime(self, spec: RunSpec, count: int) -> on_ray.RayRuntime:
-        """The first `count` of them as the hosts of a run, whose coordinator may live in this process."""
+        """The first `count` of them as the workers of a run, whose coordinator may live in this process."""
         if not self._actors:
-            self._actors = on_ray.start_hosts(spec, self._count, cpus=0).actors
-        return on_ray.start_hosts(spec, count, actors=self._actors[:count], cpus=0)
+            self._actors = on_ray.start_workers(spec, self._count, cpus=0).actors
+        return on_ray.start_workers(spec, count, actors=self._actors[:count], cpus=0)
 
     def stop(self) -> None:
         """End their processes."""

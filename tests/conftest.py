@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from cluster import Hosts
+    from cluster import Workers
     from matplotlib.figure import Figure
 
 
@@ -92,7 +92,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
-    """A host pins torch's global settings; the next test finds them as they were."""
+    """A worker pins torch's global settings; the next test finds them as they were."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
@@ -155,10 +155,10 @@ def ray_session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def hosts(ray_session: None) -> Iterator[Hosts]:
+def workers(ray_session: None) -> Iterator[Workers]:
     """Two actors that one study after another moves into: starting a process takes longer than a tiny study."""
-    from cluster import Hosts
+    from cluster import Workers
 
-    found = Hosts(2)
+    found = Workers(2)
     yield found
     found.stop()

@@ -426,7 +426,7 @@ def test_a_run_in_process_is_the_same_study_on_ray(capsys: pytest.CaptureFixture
     run("out=a")
     on_ray = [
         "runtime=local",
-        "runtime.hosts=2",
+        "runtime.workers=2",
         "runtime.strategy=SPREAD",
         "runtime.resources={slot: 1}",
     ]
@@ -612,11 +612,11 @@ def test_too_many_failures_end_a_run_with_status_1_and_the_clients_own_error(
     assert not Path("a/summary.json").exists()
 
 
-def test_tolerated_failures_are_recorded_with_client_round_and_host() -> None:
+def test_tolerated_failures_are_recorded_with_client_round_and_worker() -> None:
     run("out=a", "local.lr=1e30", "local.batch=4", "faults.tolerate=1")
     entries = [json.loads(line) for line in Path("a/failures.jsonl").read_text().splitlines()]
     assert len(entries) == 12
-    assert {"round", "client", "host", "method", "error"} <= set(entries[0])
+    assert {"round", "client", "worker", "method", "error"} <= set(entries[0])
     assert summary("a")["failures_total"] == 12
 
 
@@ -776,7 +776,7 @@ def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on(ray_session: None) -
     on_ray += [
         "runtime=cluster",
         f"runtime.address={ray.get_runtime_context().gcs_address}",
-        "runtime.hosts=1",
+        "runtime.workers=1",
     ]
     words = [sys.executable, "-m", "raysim", "run", *on_ray, "rounds=100000", "out=a"]
     told = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""One study gives the same bits in process, on Ray with one host and with two, in rounds and with a buffer."""
+"""One study gives the same bits in process, on Ray with one worker and with two, in rounds and with a buffer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Hosts
+from cluster import Workers
 from tiny_runs import (
     MLP,
     NORMED,
@@ -54,34 +54,34 @@ def study(methods: list[Any]) -> Any:
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("methods", STUDIES.values(), ids=STUDIES)
-def test_in_process_and_on_one_or_two_hosts_a_study_has_the_same_bits_and_history(
-    methods: list[Any], schedule: Any, hosts: Hosts
+def test_in_process_and_on_one_or_two_workers_a_study_has_the_same_bits_and_history(
+    methods: list[Any], schedule: Any, workers: Workers
 ) -> None:
     here = run(study(methods), schedule, rounds=ROUNDS)
     if any(method.name == "fedbss" for method in methods):
         assert any(job_version >= 2 for job_version in _ranked(here)), "a study past its warm-up"
     for count in (1, 2):
-        runtime = hosts.runtime(study(methods), count)
+        runtime = workers.runtime(study(methods), count)
         there = ran(coordinate(study(methods), schedule, runtime=runtime, rounds=ROUNDS))
-        assert there.bits == here.bits, f"on {count} host(s)"
+        assert there.bits == here.bits, f"on {count} worker(s)"
         assert there.history == here.history
         assert not there.failures
     assert here.history[-1]["failures"] == 0
 
 
-def test_hosts_sum_their_own_groups_and_the_bits_stay(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+def test_workers_sum_their_own_groups_and_the_bits_stay(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"data": even(), "model": NORMED, "local": LOCAL}
     here = run(run_spec(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
-    runtime = hosts.runtime(run_spec(**asked), 2)
+    runtime = workers.runtime(run_spec(**asked), 2)
     summing: set[tuple[int, int]] = set()
     call = runtime.call
 
-    def watched(host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+    def watched(worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         if method == "train":
-            summing.update((host, len(group)) for group in args[1])
-        return call(host, method, *args, returns=returns)
+            summing.update((worker, len(group)) for group in args[1])
+        return call(worker, method, *args, returns=returns)
 
     monkeypatch.setattr(runtime, "call", watched)
     there = ran(
@@ -95,14 +95,16 @@ def test_hosts_sum_their_own_groups_and_the_bits_stay(
     ("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"]
 )
 def test_lanes_have_the_same_bits_on_ray_and_resumed(
-    methods: list[Any], graph: bool, hosts: Hosts, tmp_path: Path
+    methods: list[Any], graph: bool, workers: Workers, tmp_path: Path
 ) -> None:
     def asked() -> Any:
         return run_spec(*methods, model=MLP, lanes=3, graph=graph)
 
     def on_ray(**how: Any) -> Ran:
         return ran(
-            coordinate(asked(), Synchronous(6), Ideal(), hosts.runtime(asked(), 2), rounds=4, **how)
+            coordinate(
+                asked(), Synchronous(6), Ideal(), workers.runtime(asked(), 2), rounds=4, **how
+            )
         )
 
     here = run(asked(), Synchronous(6), Ideal(), rounds=4)
@@ -127,7 +129,7 @@ def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
     methods: list[Any] = [
         Scaffold(),
         FedBN(),
-    ]  # a buffer, and two hosts: see tests of placement and of deaths
+    ]  # a buffer, and two workers: see tests of placement and of deaths
     how = changed(study(methods), rounds=ROUNDS), SCHEDULES["rounds"], Lognormal()
     events = list(on_ray.run(*how, on_ray.Size(1, {"CPU": 0.5})))
     here = run(study(methods), SCHEDULES["rounds"], rounds=ROUNDS)
@@ -143,7 +145,7 @@ def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
     "size", [2, 5], ids=["clients sit out", "clients return before the buffer is full"]
 )
 @pytest.mark.parametrize("methods", [[], [Scaffold(), FedBN()]], ids=["stateless", "stateful"])
-def test_clients_may_move_between_hosts_and_runs_be_resumed_on_another_number_of_them(
+def test_clients_may_move_between_workers_and_runs_be_resumed_on_another_number_of_them(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
     schedule, asked = (
@@ -174,13 +176,13 @@ def test_another_seed_gives_other_bits() -> None:
     assert len(bits) == 2
 
 
-def test_the_checksum_of_states_covers_private_states_personal_parts_and_the_server() -> None:
+def test_the_checksum_of_states_covers_client_states_personal_parts_and_the_server() -> None:
     empty = run(run_spec(model=NORMED), rounds=1).finished.state_sha256
     for methods in ([FedBN()], [FedBSS()], [FedAdam()], [Scaffold()]):
         assert run(run_spec(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
 
 
-def test_groups_summed_on_three_hosts_are_those_of_one() -> None:
+def test_groups_summed_on_three_workers_are_those_of_one() -> None:
     study = run_spec(data=even(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), summation=2)
     assert (

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raysim.api.client_state import ClientState
 from raysim.api.composition import check_names, filled_hooks
 from raysim.api.context import Context, Stage
 from raysim.api.declarations import Evaluation, Local, Participation, RunFacts, Task
@@ -21,7 +22,6 @@ from raysim.api.declare import Declarations
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, TrainingResult, Update
 from raysim.api.method import Method
-from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Declared, Setup
 from raysim.conformance.runs import (
@@ -185,9 +185,9 @@ def views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
     return {each.method: LocalJob(ctx, each.method) for each in declarations.methods}
 
 
-def private(methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
-    """A private state in which only methods keep something."""
-    return PrivateState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
+def private(methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
+    """A client state in which only methods keep something."""
+    return ClientState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
 
 
 NOTHING = private({})
@@ -222,8 +222,8 @@ class Silent(InProcess):
         self.shared, self.counts = shared, counts
         self.jobs: list[Job] = []
 
-    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """What a host would return if clients learnt nothing."""
+    def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """What a worker would return if clients learnt nothing."""
         if method != "train":
             return [[]]
         jobs, groups = args[:2]

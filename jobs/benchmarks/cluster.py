@@ -1,12 +1,12 @@
 """Messages, bytes and the coordinator's time in a round, on a cluster.
 
     uv run python -m jobs.benchmarks.cluster --address auto
-    uv run python -m jobs.benchmarks.cluster --nodes 2 --hosts 4
+    uv run python -m jobs.benchmarks.cluster --nodes 2 --workers 4
 
-Runs the real coordinator, dispatcher and server with hosts that train nothing, on a Ray cluster that runs already
+Runs the real coordinator, dispatcher and server with workers that train nothing, on a Ray cluster that runs already
 (`--address`), on several Ray nodes in this machine (`--nodes`), or on a local Ray. Every round has 8 clients for each
-host; their updates come back as sums of two, as one sum of each node, and one by one. The behaviour of a large cluster
-follows from the times (docs/many_nodes.md).
+worker; their updates come back as sums of two, as one sum of each node, and one by one. The behaviour of a large
+cluster follows from the times (docs/many_nodes.md).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSettings, RunSpec
 
-GROUP, GROUPS = 2, 4  # updates to a sum, sums to a host
+GROUP, GROUPS = 2, 4  # updates to a sum, sums to a worker
 FLOATS = (1_210, 1_000_000, 11_000_000)
 WAYS = {
     "sums": False,
@@ -55,18 +55,18 @@ _SKIP = 1  # rounds at the start that are not counted
 
 @dataclass(frozen=True)
 class Options:
-    """address: of a Ray that runs. nodes: start so many in this machine instead. hosts: in all; None: all that fit.
+    """address: of a Ray that runs. nodes: start so many in this machine instead. workers: in all; None: all that fit.
 
     floats: of each model that is tried.
     """
 
     address: str | None = None
     nodes: int | None = None
-    hosts: int | None = None
+    workers: int | None = None
     floats: Sequence[int] = FLOATS
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "hosts"):
+        for name in ("nodes", "workers"):
             if (value := getattr(self, name)) is not None:
                 at_least(f"--{name}", value, 1)
         for value in self.floats:
@@ -88,9 +88,9 @@ class Singly(Method):
 
 
 class Idle(Ready):
-    """A host that trains nothing, for a run that may have its updates one by one."""
+    """A worker that trains nothing, for a run that may have its updates one by one."""
 
-    def __init__(self, spec: RunSpec, name: str = "host-0", content: Sequence[Any] = ()):
+    def __init__(self, spec: RunSpec, name: str = "worker-0", content: Sequence[Any] = ()):
         super().__init__(spec, name)
 
     def evaluate(self, *_: Any) -> list[Any]:
@@ -102,14 +102,14 @@ class Idle(Ready):
 class Counted:
     """A runtime of which calls, arrays and bytes are counted.
 
-    Bytes that cross between nodes: a version once to every other node with hosts, a small one with every call there
+    Bytes that cross between nodes: a version once to every other node with workers, a small one with every call there
     (`down`); what other nodes return and the coordinator takes (`up`); what they hand on to each other (`between`).
     """
 
     def __init__(self, inner: Any):
-        self._inner, self.hosts, self.nodes, self.combine_from = (
+        self._inner, self.workers, self.nodes, self.combine_from = (
             inner,
-            inner.hosts,
+            inner.workers,
             inner.nodes,
             inner.combine_from,
         )
@@ -126,14 +126,14 @@ class Counted:
             self.counts["down"] += value.nbytes * len(set(self.nodes) - {0})
         return ref
 
-    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """See `Runtime`."""
         self.counts["calls"] += 1
-        if home := self.nodes[host]:
+        if home := self.nodes[worker]:
             self.counts["down"] += sum(arg.nbytes for arg in args if isinstance(arg, Published))
         if method == "combine" and args[2] is not None and self._homes[hash(args[2])] != home:
             self.counts["between"] += 4 * (args[1] - args[0])
-        refs = list(self._inner.call(host, method, *args, returns=returns))
+        refs = list(self._inner.call(worker, method, *args, returns=returns))
         self._homes.update({hash(ref): home for ref in refs if home})
         return refs
 
@@ -150,9 +150,9 @@ class Counted:
         """See `Runtime`."""
         return self._inner.ready(refs, seconds)  # type: ignore[no-any-return]
 
-    def revive(self, host: int) -> None:
+    def revive(self, worker: int) -> None:
         """See `Runtime`."""
-        self._inner.revive(host)
+        self._inner.revive(worker)
 
 
 def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
@@ -168,7 +168,7 @@ class Cost:
 
     floats: int
     way: str
-    hosts: int
+    workers: int
     nodes: int
     calls: int
     arrays: int
@@ -205,7 +205,7 @@ class Clock:
 
 # --- the measurement ------------------------------------------------------------------------------------------------
 def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> Cost:
-    """Some rounds with these hosts."""
+    """Some rounds with these workers."""
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
     counted, clock = Counted(runtime), Clock()
     coordinator = Coordinator(
@@ -230,14 +230,14 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up", "between")}
     stages = {stage: middle[stage] for stage in STAGES}
     return Cost(
-        coordinator.layout.shared, way, runtime.hosts, len(set(runtime.nodes)), **numbers,
+        coordinator.layout.shared, way, runtime.workers, len(set(runtime.nodes)), **numbers,
         cpu=middle["cpu"], wall=middle["wall"], stages=stages,
     )  # fmt: skip
 
 
-def run_of(floats: int, hosts: int, way: str) -> RunSpec:
-    """A model of so many floats, nearly, and eight clients for each host."""
-    load = Load(hosts * GROUP * GROUPS, GROUP, (max(1, (floats - 10) // 75),))
+def run_of(floats: int, workers: int, way: str) -> RunSpec:
+    """A model of so many floats, nearly, and eight clients for each worker."""
+    load = Load(workers * GROUP * GROUPS, GROUP, (max(1, (floats - 10) // 75),))
     spec = spec_of(load, RunSettings(summation=GROUP, evaluate=Evaluation(every=10**9)))
     return replace(spec, methods=(Singly(),) if way == "updates" else ())
 
@@ -246,33 +246,35 @@ def costs(options: Options, size: Size, rounds: int, say: Callable[[str], None])
     """Measure every model in every way that the cluster has, on the Ray that is connected."""
     from raysim.runtime import ray as cluster
 
-    asked = RayOptions(hosts=size.hosts, strategy="SPREAD")
+    asked = RayOptions(workers=size.workers, strategy="SPREAD")
     with cluster.placed(cluster.bundles(size), "raysim-bench", asked, say) as group:
         for floats in options.floats:
-            spec = run_of(floats, size.hosts, "sums")
-            runtime = cluster.hosts_in(group, size, f"bench-{floats}", asked, Idle, spec)
+            spec = run_of(floats, size.workers, "sums")
+            runtime = cluster.workers_in(group, size, f"bench-{floats}", asked, Idle, spec)
             try:
                 for way, combine in WAYS.items():
                     runtime.combine_from = replace(asked, combine=combine).combine_from
                     if combine and not any(runtime.nodes):
                         continue
-                    cohort = size.hosts * GROUP * GROUPS
-                    yield measure(run_of(floats, size.hosts, way), runtime, cohort, way, rounds)
+                    cohort = size.workers * GROUP * GROUPS
+                    yield measure(run_of(floats, size.workers, way), runtime, cohort, way, rounds)
             finally:
                 runtime.stop()
 
 
 @contextmanager
 def joined(options: Options) -> Iterator[Size]:
-    """Connect to the cluster, or start it; how many hosts will be there."""
+    """Connect to the cluster, or start it; how many workers will be there."""
     from raysim.runtime import ray as cluster
 
     several = None
     if options.nodes:
         several = cluster.nodes_here(
-            options.nodes, -(-(options.hosts or 2 * options.nodes) // options.nodes)
+            options.nodes, -(-(options.workers or 2 * options.nodes) // options.nodes)
         )
-    asked = RayOptions(hosts=options.hosts, address=several.address if several else options.address)
+    asked = RayOptions(
+        workers=options.workers, address=several.address if several else options.address
+    )
     mine = cluster.connect(asked)
     try:
         yield fitting(asked, {"CPU": 1.0}, cluster.nodes(), most=64)
@@ -320,7 +322,7 @@ def table(found: Sequence[Cost]) -> str:
         *STAGES,
         "round",
     )
-    place = f"{found[0].hosts} hosts on {found[0].nodes} node(s)"
+    place = f"{found[0].workers} workers on {found[0].nodes} node(s)"
     title = f"a round of {place}: counts, MB, and ms of the coordinator"
     return f"{title}\n{aligned(columns_of(head, rows), terminal_width())}"
 
@@ -330,7 +332,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--address", help="of a Ray cluster that runs; auto: on this machine")
     options.add_argument("--nodes", type=int, help="start this number of Ray nodes in this machine")
-    options.add_argument("--hosts", type=int, help="hosts in all (as many as have a CPU)")
+    options.add_argument("--workers", type=int, help="workers in all (as many as have a CPU)")
     options.add_argument(
         "--floats",
         type=int,
@@ -346,7 +348,7 @@ def main() -> None:
 
     cloudpickle.register_pickle_by_value(scale)  # the nodes may have raysim alone
     bench(
-        Options(given.address, given.nodes, given.hosts, given.floats),
+        Options(given.address, given.nodes, given.workers, given.floats),
         given.out,
         given.blocks,
         print,

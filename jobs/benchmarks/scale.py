@@ -1,4 +1,4 @@
-"""The coordinator's own cost of a round: a simulated fleet of hosts returns ready-made sums at once.
+"""The coordinator's own cost of a round: a simulated fleet of workers returns ready-made sums at once.
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
@@ -41,16 +41,16 @@ from raysim.training.combiner import Combiner
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
 HOSTS = 64
-PER_HOST = 4  # groups that each host sums, so that hosts finish together
+PER_HOST = 4  # groups that each worker sums, so that workers finish together
 SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
 DEFAULT = 5  # updates to a sum where `summation` is not set
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cohort, how many updates a host sums into one, the model's widths, the fleet, and where hosts are.
+    """A cohort, how many updates a worker sums into one, the model's widths, the fleet, and where workers are.
 
-    alone: whether every result is an aggregation, and travels alone, with so many clients at work on two hosts.
+    alone: whether every result is an aggregation, and travels alone, with so many clients at work on two workers.
     """
 
     clients: int
@@ -96,15 +96,15 @@ def cases() -> list[Case]:
 
 
 def summation(clients: int) -> int:
-    """So many updates to a sum that every host makes as many sums."""
+    """So many updates to a sum that every worker makes as many sums."""
     return math.ceil(clients / (HOSTS * PER_HOST))
 
 
 # --- the fleet ------------------------------------------------------------------------------------------------------
 class Ready(Combiner):
-    """A host that trains nothing: it returns updates without content and sums that are ready, at once."""
+    """A worker that trains nothing: it returns updates without content and sums that are ready, at once."""
 
-    def __init__(self, spec: RunSpec, name: str = "host-0"):
+    def __init__(self, spec: RunSpec, name: str = "worker-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
         shared = build_networks(spec)[1].shared
         count = max(2, min(16, (1 << 26) // shared))  # more than a cache holds
@@ -112,7 +112,7 @@ class Ready(Combiner):
         self._next = 0
 
     def ready(self) -> str:
-        """See `Host`."""
+        """See `Worker`."""
         return self.name
 
     def train(
@@ -122,7 +122,7 @@ class Ready(Combiner):
         versions: int,
         *published: Published,
     ) -> TrainingResult:
-        """See `Host`."""
+        """See `Worker`."""
         summed = {number for group in groups for number in group}
         updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
         return TrainingResult(updates, {group: self._array() for group in groups}, self.name)
@@ -157,23 +157,23 @@ class Long(Ready):
         versions: int,
         *published: Published,
     ) -> TrainingResult:
-        """See `Host`."""
+        """See `Worker`."""
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
 
 
 class Fleet:
-    """So many hosts for a coordinator, behind which there may be fewer."""
+    """So many workers for a coordinator, behind which there may be fewer."""
 
     combine_from, at_once = math.inf, False
 
-    def __init__(self, few: Runtime, hosts: int):
+    def __init__(self, few: Runtime, workers: int):
         self._few, self.put, self.revive = few, few.put, few.revive
-        self.hosts, self.nodes = hosts, (0,) * hosts
+        self.workers, self.nodes = workers, (0,) * workers
         self.arrays = 0
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """See `Runtime`."""
-        return self._few.call(host % self._few.hosts, method, *args, returns=returns)
+        return self._few.call(worker % self._few.workers, method, *args, returns=returns)
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """See `Runtime`."""
@@ -214,9 +214,9 @@ def measure(case: Case, rounds: int) -> Cost:
     spec = spec_of(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
     few: Any = InProcess(*(kind(spec) for _ in range(2 if case.alone else 1)))
     if case.ray:
-        from raysim.runtime.ray import start_hosts
+        from raysim.runtime.ray import start_workers
 
-        few = start_hosts(spec, 2, kind)
+        few = start_workers(spec, 2, kind)
     times = Lognormal() if case.fleet == "lognormal" else Ideal()
     schedule = Immediate(case.clients) if case.alone else Synchronous(case.clients)
     coordinator = Coordinator(
@@ -274,7 +274,7 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
     head = (
         "clients",
         "in one",
-        "hosts",
+        "workers",
         "fleet",
         "floats",
         "arrays",
@@ -283,10 +283,15 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
         "us a job",
         "GB",
     )
-    say(f"an aggregation of {HOSTS} hosts that cost nothing; medians of {rounds}")
+    say(f"an aggregation of {HOSTS} workers that cost nothing; medians of {rounds}")
     say(aligned(columns_of(head, rows), terminal_width()))
     write_json(
-        {"rounds": rounds, **planned, "hosts": HOSTS, "results": [asdict(cost) for cost in costs]},
+        {
+            "rounds": rounds,
+            **planned,
+            "workers": HOSTS,
+            "results": [asdict(cost) for cost in costs],
+        },
         out,
     )
     return costs

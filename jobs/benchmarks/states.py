@@ -39,8 +39,8 @@ from raysim.simulation.events import Event, Round, Saved
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.simulation.state_log import ByClient
-from raysim.training.host import Host
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, State, build_networks
+from raysim.training.worker import Worker
 
 COHORT, SAMPLES = 100, 60  # clients a round and samples a client, as in W2
 CLIENTS, TOUCHED = 10_000, (0, 10, 100, 1000)
@@ -156,7 +156,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> Trained:
     spec = many(clients, rounds, budget)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         run = Coordinator(
-            spec, Synchronous(COHORT), Ideal(), inprocess.InProcess(Host(spec)), folder
+            spec, Synchronous(COHORT), Ideal(), inprocess.InProcess(Worker(spec)), folder
         )
         marks = list(
             itertools.islice(

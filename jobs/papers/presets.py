@@ -146,7 +146,7 @@ def fedbr_score(table: Table, cell: Cell) -> Score:
     if cell.unit == "million parameters":
         return Score("floats_down", each_of_total, 1e-6)
     if cell.unit == "seconds":
-        return Score("host_seconds", each)
+        return Score("worker_seconds", each)
     if table.name == "fedbr/table14":
         worst = "accuracy_worst" if cell.dataset == "pacs" else "accuracy_worst_domain"
         return Score(worst, best_five, 100, beside=FEDBR_BESIDE)

@@ -32,7 +32,7 @@ COLUMNS = (
     "best_round",
     "floats_down",
     "clients",
-    "host_seconds",
+    "worker_seconds",
     "decomposition.",
 )  # and those that begin with the name of one of the run's methods
 FACTS = (

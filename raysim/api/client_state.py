@@ -1,107 +1,105 @@
-"""Store values of any kind that a method keeps for a client as named tensors, and read them back.
-
-A tensor is stored under its own name. The entries of a mapping get their keys behind the name
-("fedproto.prototypes[3]"), and numbers and bytes the name of their type ("mine.count#int"), so that
-state is moved, counted and checkpointed as tensors and nothing else.
-"""
+"""What one client keeps from one participation to the next, and the name of every tensor in it."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-_EMPTY = "#empty"
-_KEY = re.compile(r"\[((?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\]])*)\]")
+from raysim.primitives.version import __version__
+from raysim.vectors.layout import Entry, Layout
 
+T = TypeVar("T")
+S = TypeVar("S")
 
-class UnstorableValue(TypeError):
-    """A value that cannot be kept for a client."""
-
-
-def pack(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the values as named tensors. Raises UnstorableValue."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            tensors.update(_packed(name, value))
-    return tensors
+# What the two flat buffers are called where they are not taken apart: in checksums, on disk.
+_PERSONAL, _COUNTERS = "personal", "personal.counters"
 
 
-def _packed(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        yield from _packed_mapping(name, value)
-    elif isinstance(value, (bytes, bytearray)):
-        yield f"{name}#bytes", torch.from_numpy(np.frombuffer(bytes(value), np.uint8).copy())
-    elif isinstance(value, bool):
-        yield f"{name}#bool", torch.tensor(value)
-    elif isinstance(value, int):
-        yield f"{name}#int", torch.tensor(value, dtype=torch.int64)
-    elif isinstance(value, float):
-        yield f"{name}#float", torch.tensor(value, dtype=torch.float64)
-    else:
-        raise UnstorableValue(
-            f"'{name}' is a value of type {type(value).__name__}: keep a tensor, a number, bytes, "
-            "or a mapping of these"
+@dataclass(frozen=True, eq=False)
+class ClientState(Generic[T]):
+    """The client state of one client: torch tensors on its worker's device, NumPy arrays everywhere else.
+
+    Tensors of the networks that do not travel (FedBN's normalisation, FRAug's RTNet) lie side by side in two flat
+    buffers, so that a job loads and returns them at once; the layout knows their names (`named`).
+    """
+
+    personal: T  # [layout.personal] floating: parameters, then buffers
+    counters: T  # [layout.total_counters - layout.shared_counters] integer buffers
+    methods: Mapping[str, T]  # what methods keep, by "method.name"
+
+    def each(self, change: Callable[[T], S]) -> ClientState[S]:
+        """The state with every tensor changed, for example moved to a device."""
+        methods = {key: change(value) for key, value in self.methods.items()}
+        return ClientState(change(self.personal), change(self.counters), methods)
+
+
+StoredState: TypeAlias = ClientState[np.ndarray]
+
+
+def size(state: ClientState[Any]) -> int:
+    """Bytes of all its arrays or tensors."""
+    return int(
+        state.personal.nbytes
+        + state.counters.nbytes
+        + sum(array.nbytes for array in state.methods.values())
+    )
+
+
+def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
+    """Every tensor under its own name: "model.bn1.weight", "fedbss.losses". The personal ones are views."""
+    floating, integer = layout.personal_entries
+    personal = {e.name: _part(state.personal, e, layout.shared).reshape(e.shape) for e in floating}
+    personal |= {
+        e.name: _part(state.counters, e, layout.shared_counters).reshape(e.shape) for e in integer
+    }
+    if (
+        both := personal.keys() & state.methods.keys()
+    ):  # what a method declares has been checked before the start
+        raise ValueError(
+            f"a method keeps client state under the names of personal tensors: {sorted(both)}"
         )
+    return personal | dict(state.methods)
 
 
-def _packed_mapping(name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
-    if not mapping:
-        yield f"{name}{_EMPTY}", torch.empty(0, dtype=torch.uint8)
-    for key, value in mapping.items():
-        if not isinstance(key, (int, str)):
-            raise UnstorableValue(
-                f"'{name}' has the key {key!r}: the keys of a mapping are numbers or texts"
-            )
-        yield from _packed(f"{name}[{key!r}]", value)
+def reserved_names(layout: Layout) -> set[str]:
+    """Names that no method may give to what it keeps: those of the personal tensors, and of the buffers they lie in."""
+    floating, integer = layout.personal_entries
+    return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
 
 
-def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the values of which `pack` made these tensors."""
-    values: dict[str, Any] = {}
-    for stored, tensor in tensors.items():
-        if "[" not in stored and "#" not in stored:
-            values[stored] = tensor
-            continue
-        path, mark, kind = stored.partition("#") if "]" not in stored else _split_kind(stored)
-        name, keys = _split_keys(path)
-        value = _value(tensor, mark + kind)
-        if not keys:
-            values[name] = value
-            continue
-        mapping = values.setdefault(name, {})
-        for key in keys[:-1]:
-            mapping = mapping.setdefault(key, {})
-        mapping[keys[-1]] = value
-    return values
+def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
+    """Return the state whose tensors have these names. Raises `ValueError` if one is missing."""
+    floating, integer = layout.personal_entries
+    names = {entry.name for entry in (*floating, *integer)}
+    if missing := sorted(names - arrays.keys()):
+        reason = f"an earlier version of raysim than {__version__} wrote it, or another model"
+        raise ValueError(
+            f"{missing[0]} is missing in a stored client state: {reason}. Start the run again"
+        )
+    return ClientState(
+        np.concatenate([np.empty(0, np.float32), *(arrays[e.name].ravel() for e in floating)]),
+        np.concatenate([np.empty(0, np.int64), *(arrays[e.name].ravel() for e in integer)]),
+        {key: array for key, array in arrays.items() if key not in names},
+    )
 
 
-def _split_kind(stored: str) -> tuple[str, str, str]:
-    """Split off the kind; a "#" inside a key is not one."""
-    end = stored.rindex("]") + 1
-    return stored[:end], stored[end : end + 1], stored[end + 1 :]
+def flat(state: StoredState) -> dict[str, np.ndarray]:
+    """The buffers as they lie, and what methods keep."""
+    stays = len(state.personal) or len(state.counters)
+    buffers = {_PERSONAL: state.personal, _COUNTERS: state.counters} if stays else {}
+    return buffers | dict(state.methods)
 
 
-def _split_keys(path: str) -> tuple[str, list[Any]]:
-    name = path.partition("[")[0]
-    return name, [ast.literal_eval(key) for key in _KEY.findall(path[len(name) :])]
+def from_flat(arrays: Mapping[str, np.ndarray]) -> StoredState:
+    """The state of which `flat` made these arrays."""
+    methods = {key: array for key, array in arrays.items() if key not in (_PERSONAL, _COUNTERS)}
+    none = np.empty(0, np.float32), np.empty(0, np.int64)
+    return ClientState(arrays.get(_PERSONAL, none[0]), arrays.get(_COUNTERS, none[1]), methods)
 
 
-def _value(tensor: Tensor, kind: str) -> Any:
-    if not kind:
-        return tensor
-    if kind == _EMPTY:
-        return {}
-    if kind == "#bytes":
-        return bytes(tensor.cpu().numpy().tobytes())
-    return tensor.item()
+def _part(buffer: np.ndarray, entry: Entry, first: int) -> np.ndarray:
+    """The stretch of one entry in a buffer that begins at position `first` of the layout."""
+    return buffer[entry.start - first : entry.stop - first]

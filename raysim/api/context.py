@@ -1,4 +1,4 @@
-"""What hooks see of the job at work: its plan, its batch, what the model makes of it, and what the host can do."""
+"""What hooks see of the job at work: its plan, its batch, what the model makes of it, and what the worker can do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raysim.api.client_state import ClientState
 from raysim.api.declarations import Local, Task
-from raysim.api.private_state import PrivateState
 from raysim.data.partition import CSR
 from raysim.models.classifier import splits
 from raysim.primitives.streams import stream
@@ -42,7 +42,7 @@ class Plan:
 
 
 class Trainer(Protocol):
-    """What hooks may ask of the host that trains: its settings, its data, a second set of networks."""
+    """What hooks may ask of the worker that trains: its settings, its data, a second set of networks."""
 
     task: Task
     local: Local
@@ -142,7 +142,7 @@ class Context:
         default_factory=dict
     )  # what hooks keep for the rest of the job, by full name
     # What stays on the client, as training starts from it; for frozen networks.
-    start: PrivateState[Tensor] = field(init=False, repr=False, compare=False)
+    start: ClientState[Tensor] = field(init=False, repr=False, compare=False)
     plan: Plan = field(init=False, repr=False, compare=False)  # known after `receive` and `select`
     # [iterations with the task] its loss without added terms; known in `finish`.
     losses: Tensor = field(init=False, repr=False, compare=False)

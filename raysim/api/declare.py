@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysim.api.client_state import reserved_names
 from raysim.api.composition import check_needs, check_together, filled_hooks
 from raysim.api.declarations import Local, Network, Task
 from raysim.api.method import Method
-from raysim.api.private_state import reserved_names
 from raysim.api.server_view import Weighting
 from raysim.api.setup import Declared, Setup
 from raysim.models.classifier import splits

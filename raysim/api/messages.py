@@ -127,7 +127,7 @@ class Failure:
     job: int
     client: int
     version: int
-    host: str
+    worker: str
     method: str  # the method whose hook raised, or "" for the loop itself
     error: str  # one sentence
     traceback: str = ""
@@ -139,7 +139,7 @@ class TrainingResult:
 
     updates: tuple[Update | Failure, ...]  # one per job, in order
     sums: GroupSums = field(default_factory=dict)
-    host: str = ""
+    worker: str = ""
     busy: float = (
         0.0  # seconds of work of this worker since its last answer; never decides anything
     )
@@ -155,7 +155,7 @@ class Task:
 
     client: int
     rows: np.ndarray  # int64
-    state: int = -1  # the job whose private state counts
+    state: int = -1  # the job whose client state counts
     extras: Arrays = field(default_factory=dict)  # what this client alone would receive
     personalised: bool = (
         True  # whether methods make the model the client's own; else only its personal part does

@@ -39,7 +39,7 @@ class Undeclared(HookMistake, KeyError):
 
 
 class State(dict[str, Tensor]):
-    """Private state by name, which says so of a name that was not declared."""
+    """Client state by name, which says so of a name that was not declared."""
 
     def __missing__(self, name: str) -> Tensor:
         raise Undeclared(name)

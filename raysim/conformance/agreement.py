@@ -1,4 +1,4 @@
-"""Two ways to the same end: a run on one host and on two, straight and resumed, in the loop and from recordings."""
+"""Two ways to the same end: a run on one worker and on two, straight and resumed, in the loop and from recordings."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ COUNTS = (
 Make = Callable[[], RunSpec]  # the same run, with methods of its own each time
 
 
-def on_hosts(
+def on_workers(
     make: Make, schedule: Schedule, fleet: Fleet | None = None, runtime: Runtime | None = None
 ) -> None:
-    """The same bits and the same history on one host and on two in this process, or on those of another runtime."""
+    """The same bits and the same history on one worker and on two in this process, or on those of another runtime."""
     here = run(make(), schedule, fleet)
     there = ran(coordinate(make(), schedule, fleet, runtime=runtime or several(make(), 2)))
-    same(here, there, "on one host and on two")
+    same(here, there, "on one worker and on two")
 
 
 def resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from raysim.api.client_state import flat
 from raysim.api.composition import HOOKS, check_names, suspicious_methods
 from raysim.api.messages import TrainingResult
 from raysim.api.method import Method, parameters
-from raysim.api.private_state import flat
 from raysim.conformance import agreement
 from raysim.conformance.agreement import Make
 from raysim.conformance.runs import Ran, Spy, coordinate, ran
@@ -48,8 +48,8 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (
-            f"the same bits on one host and on two, {under}",
-            partial(agreement.on_hosts, study.spec, schedule, fleet),
+            f"the same bits on one worker and on two, {under}",
+            partial(agreement.on_workers, study.spec, schedule, fleet),
         )
         yield (
             f"the same bits straight and resumed, {under}",
@@ -101,7 +101,7 @@ class Seen:
 
 
 def travels(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
-    """What passes between coordinator and host is what methods declare, and nothing of what clients keep."""
+    """What passes between coordinator and worker is what methods declare, and nothing of what clients keep."""
     seen = _watched(make, schedule, fleet)
     methods = make().methods
     _keeps(seen, {method.name for method in methods})
@@ -140,7 +140,7 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
 
 
 def _keeps(seen: Seen, names: set[str]) -> None:
-    """Neither personal parameters nor private state are in an update; what is sent bears its method's name."""
+    """Neither personal parameters nor client state are in an update; what is sent bears its method's name."""
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     for name in seen.uploads:

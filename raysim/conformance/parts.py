@@ -35,8 +35,8 @@ def _runs(study: Study) -> Checks:
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (
-            f"the same bits on one host and on two, {under}",
-            partial(agreement.on_hosts, study.spec, schedule, fleet),
+            f"the same bits on one worker and on two, {under}",
+            partial(agreement.on_workers, study.spec, schedule, fleet),
         )
         yield (
             f"the same bits straight and resumed, {under}",

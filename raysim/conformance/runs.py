@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from raysim.api.client_state import StoredState
 from raysim.api.declarations import Local
 from raysim.api.messages import Failure, Job, Published, TrainingResult, Update
 from raysim.api.method import Method
-from raysim.api.private_state import StoredState
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
@@ -27,8 +27,8 @@ from raysim.simulation.fleet import Fleet, Lognormal
 from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
+from raysim.training.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,16 @@ def changed(
     return replace(spec, settings=replace(spec.settings, **settings))
 
 
-# Columns that depend on clocks, and on where hosts sum.
+# Columns that depend on clocks, and on where workers sum.
 MEASURED = (
     "wall_seconds",
-    "host_seconds",
-    "host_busy",
-    "host_busy_least",
+    "worker_seconds",
+    "worker_busy",
+    "worker_busy_least",
     "device_busy",
     "store_bytes",
     "spilled_bytes",
-    "host_deaths",
+    "worker_deaths",
 )
 
 
@@ -151,7 +151,7 @@ class Ran:
 
     @property
     def private(self) -> dict[str, np.ndarray]:
-        """Every tensor of the clients' accepted private states: "client/name"."""
+        """Every tensor of the clients' accepted client states: "client/name"."""
         states = self.coordinator.private.named()
         return {
             f"{client}/{name}": array
@@ -160,7 +160,7 @@ class Ran:
         }
 
     def state(self, client: int) -> StoredState:
-        """A client's accepted private state."""
+        """A client's accepted client state."""
         return self.coordinator.private.accepted_state(client)
 
 
@@ -173,10 +173,10 @@ def coordinate(
     resume: str = "",
     **settings: Any,
 ) -> Coordinator:
-    """A coordinator in this process, of a host in this process unless a runtime is given; settings: see `changed`."""
+    """A coordinator in this process, of a worker in this process unless a runtime is given; settings: see `changed`."""
     spec = changed(spec, **settings)
     return Coordinator(
-        spec, schedule, fleet or Lognormal(), runtime or InProcess(Host(spec)), folder, resume
+        spec, schedule, fleet or Lognormal(), runtime or InProcess(Worker(spec)), folder, resume
     )
 
 
@@ -206,19 +206,19 @@ def run(
 
 
 class Spy(InProcess):
-    """A runtime that keeps everything that passes between coordinator and host."""
+    """A runtime that keeps everything that passes between coordinator and worker."""
 
     def __init__(self, spec: RunSpec):
-        super().__init__(Host(spec))
+        super().__init__(Worker(spec))
         self.sent: list[tuple[Job, Published]] = []
         self.trained: list[TrainingResult] = []
         self.states: list[StoredState] = []
         self.contributed: list[Mapping[str, np.ndarray]] = []
         self.kept: Mapping[str, np.ndarray] = {}
 
-    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """See `InProcess`."""
-        results = super().call(host, method, *args, returns=returns)
+        results = super().call(worker, method, *args, returns=returns)
         if method == "train":
             published = {each.version: each for each in args[3 : 3 + args[2]]}
             self.sent += [(job, published[job.version]) for job in args[0]]
@@ -242,8 +242,8 @@ class Spy(InProcess):
 
 
 def several(spec: RunSpec, count: int) -> InProcess:
-    """Some hosts in this process, to see what moves between them without starting others."""
-    return InProcess(*(Host(spec, f"host-{index}") for index in range(count)))
+    """Some workers in this process, to see what moves between them without starting others."""
+    return InProcess(*(Worker(spec, f"worker-{index}") for index in range(count)))
 
 
 def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:

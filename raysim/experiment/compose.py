@@ -37,6 +37,8 @@ Node: TypeAlias = dict[str, Any]
 _COMPOSING = threading.Lock()  # Hydra has one state for a process
 
 NAMED_FREELY = ("runtime.resources",)  # keys below which any name may be given
+# Keys of an earlier version, and what they are called now.
+RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
 LISTS = ("method", "observer")  # groups of which any number of options is chosen
 NONE = {"method": "fedavg"}  # what a list without any is called
 COMPLETE = (
@@ -798,6 +800,9 @@ def _unknown(
     where = ".".join(path)
     if not isinstance(node, DictConfig):
         return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
+    renamed = RENAMED_KEYS.get(f"{where}.{part}")
+    if renamed is not None:
+        return f"{where}.{part} is now called {renamed}"
     if not path:
         return f"{key} does not exist: {_anywhere(config, key, known)}"
     option = config.choices.get(path[0])

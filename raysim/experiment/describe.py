@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
 def overview(experiment: Experiment, folder: Path) -> str:
-    """A few lines: methods, model, data, clients, schedule, hosts, BatchNorm's policy, device, folder.
+    """A few lines: methods, model, data, clients, schedule, workers, BatchNorm's policy, device, folder.
 
     Raises ValueError where the fleet lets no run begin.
     """
@@ -46,10 +46,10 @@ def overview(experiment: Experiment, folder: Path) -> str:
     sizes = numbers["sizes"]
     tests = spec.data.partition.test.counts
     runtime = experiment.execution.runtime
-    hosts = (
+    workers = (
         "in this process"
         if runtime.name == "inprocess"
-        else f"{runtime.hosts or 'as many hosts as fit'} ({runtime.name})"
+        else f"{runtime.workers or 'as many workers as fit'} ({runtime.name})"
     )
     stays = f", {layout.personal:,} of them personal" if layout.personal else ""
     tokens = "" if spec.task.tokens is None else ", token numbers"
@@ -77,7 +77,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
             networks, {entry.name for entry in layout.entries if entry.personal}
         ),
         "extra": "; ".join(_extra(experiment, declarations)),
-        "hosts": f"{hosts}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
+        "workers": f"{workers}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
         + (
             "one client at a time"
             if spec.lanes == 1
@@ -114,9 +114,9 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     most = schedule.concurrency
     if most < 2:
         return ""
-    hosts = runtime.hosts or 1
+    workers = runtime.workers or 1
     seen = forecast(
-        make_planner(spec, declarations, schedule, experiment.fleet), spec.settings.rounds, hosts
+        make_planner(spec, declarations, schedule, experiment.fleet), spec.settings.rounds, workers
     )
     texts = [
         f"about {seen.at_work:.1f} of {most} clients at work, an aggregation every {seen.seconds:.3g} s of virtual time"
@@ -129,11 +129,11 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
         if share
     ]
     if runtime.name != "inprocess":
-        expected = f"{_several(hosts, 'host')} busy for {seen.hosts_busy:.0%} of the time"
+        expected = f"{_several(workers, 'worker')} busy for {seen.workers_busy:.0%} of the time"
         texts.append(
             expected
-            if runtime.hosts
-            else f"enough for {_several(max(1, most // BUSY), 'busy host')}"
+            if runtime.workers
+            else f"enough for {_several(max(1, most // BUSY), 'busy worker')}"
         )
     return "; ".join(texts)
 

@@ -196,7 +196,7 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 
 
 def _device(asked: str, elsewhere: bool) -> str:
-    """The device's name; "auto" is decided here. elsewhere: hosts run on other machines than this one."""
+    """The device's name; "auto" is decided here. elsewhere: workers run on other machines than this one."""
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = asked.partition(":")
@@ -606,7 +606,7 @@ def _tried(
             warn(console, text)
         with waiting(console) as waits_for, refusing():
             events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
-            started = next(events)  # only now hosts are known to fit
+            started = next(events)  # only now workers are known to fit
             for folder in apart(experiment.spec.settings.checkpoint, where.folder):
                 stack.enter_context(held(folder_at(folder)))
             _begin_folder(experiment, where)
@@ -704,13 +704,13 @@ def _on_ray(
 
     def events(options: RayOptions) -> Iterator[Event]:
         size = ray.fit(options, spec, experiment.schedule.concurrency, tell)
-        if options.hosts is None:
+        if options.workers is None:
             tell(f"{size} fit")
         if experiment.execution.device == "auto" and spec.device == "cpu" and ray.has_gpus():
             tell(
                 "device=auto is the CPU because this process sees no GPU, but the cluster has some: set device=cuda"
             )
-        waits_for("waiting for the hosts")
+        waits_for("waiting for the workers")
         yield from ray.run(
             spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume
         )
@@ -719,10 +719,10 @@ def _on_ray(
         try:
             yield from events(options)
         except NoRoom as error:  # before anything has started
-            if not where.again or options.hosts is None:
+            if not where.again or options.workers is None:
                 raise
             tell(f"{error}. It goes on with as many as fit")
-            yield from events(replace(options, hosts=None))
+            yield from events(replace(options, workers=None))
 
 
 def _begin_folder(experiment: Experiment, where: Place) -> None:

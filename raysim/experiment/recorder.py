@@ -24,7 +24,6 @@ from raysim.results.observers import (
     Doing,
     FailureFile,
     HistoryFile,
-    HostDeaths,
     JobFiles,
     MethodWarnings,
     Observer,
@@ -36,6 +35,7 @@ from raysim.results.observers import (
     SummaryFile,
     Tracking,
     UserObserver,
+    WorkerDeaths,
 )
 from raysim.results.progress import doing
 from raysim.results.tracking import Tracker, flatten, origin, read_record, replay
@@ -90,7 +90,7 @@ class Follower:
         with self._stopping():
             for event in (
                 self.events
-            ):  # to exhaustion: the runtime lets its hosts go before results are drawn and sent
+            ):  # to exhaustion: the runtime lets its workers go before results are drawn and sent
                 self._take(event)
             assert self.run.finished is not None, "a run ends with Finished"
             while self._observers:
@@ -207,7 +207,7 @@ def _observers(
         JobFiles(),
         ClientFiles(experiment.spec.data),
         FailureFile(warns, experiment.spec.data),
-        HostDeaths(note),
+        WorkerDeaths(note),
         MethodWarnings(experiment.round_warnings, warns),
         ProbeFiles(),
         Pictures(says),

@@ -23,8 +23,8 @@ from raysim.runtime.inprocess import InProcess, torch_as_it_was
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
 from raysim.training.determinism import make_deterministic
-from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.worker import Worker
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,8 +111,8 @@ class Result:
         Raises Refused where there is no such client, or no checkpoint of the last round holds what clients keep.
         """
         with self._at_the_end() as end:
-            host, task, published, state = end.asked(self._client(client))
-            tensors = host.own_tensors(task, published, state)
+            worker, task, published, state = end.asked(self._client(client))
+            tensors = worker.own_tensors(task, published, state)
         return _filled(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
@@ -122,8 +122,8 @@ class Result:
         `client_model` does.
         """
         with self._at_the_end() as end:
-            host, task, _, state = end.asked(self._client(client))
-            return {name: value.copy() for name, value in host.kept(task, state).items()}
+            worker, task, _, state = end.asked(self._client(client))
+            return {name: value.copy() for name, value in worker.kept(task, state).items()}
 
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
         """Labels and scores on the central test set by the shared model, or on a client's own tests by its own model.
@@ -147,10 +147,10 @@ class Result:
             )
             raise Refused(f"there is nothing to predict: {whose}, result.predictions(client=...)")
         with self._at_the_end() as end:
-            host, task, published, state = end.asked(client)
+            worker, task, published, state = end.asked(client)
             if best:
                 published = end.published_as(self._shared(BEST))
-            labels, scores = host.outputs(replace(task, rows=rows), published, state)
+            labels, scores = worker.outputs(replace(task, rows=rows), published, state)
         return Predictions(labels, scores, rows)
 
     def _client(self, client: int) -> int:
@@ -195,13 +195,13 @@ class Result:
 
 
 class _End:
-    """Where a run ended: its coordinator and a host, in this process; of its last checkpoint if it has one."""
+    """Where a run ended: its coordinator and a worker, in this process; of its last checkpoint if it has one."""
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
         spec = replace(experiment.spec, device="cpu", lanes=1, graph=False)
-        self.host, self.path = Host(spec), path
+        self.worker, self.path = Worker(spec), path
         self.coordinator = Coordinator(
-            spec, experiment.schedule, experiment.fleet, InProcess(self.host), resume=path
+            spec, experiment.schedule, experiment.fleet, InProcess(self.worker), resume=path
         )
         server = self.coordinator.server
         if path:
@@ -215,25 +215,25 @@ class _End:
             self.published = Published(0, server.vector.numpy(), server.counters.numpy())
 
     def published_as(self, shared: Mapping[str, Tensor]) -> Published:
-        """Return these weights, by full name, as hosts receive them."""
+        """Return these weights, by full name, as workers receive them."""
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
         for name, view in self.coordinator.initial.named(vector, counters).items():
             view.copy_(shared[name])
         return Published(0, vector.numpy(), counters.numpy())
 
-    def asked(self, client: int | None) -> tuple[Host, Task, Published, Any]:
-        """What scores a client's own model (None: the shared one) on no rows yet, and its private state."""
+    def asked(self, client: int | None) -> tuple[Worker, Task, Published, Any]:
+        """Return what scores a client's own model (None: the shared one), without rows, and its state."""
         private, none = self.coordinator.private, np.empty(0, np.int64)
         if client is None:
-            return self.host, Task(-1, none), self.published, None
-        if not self.path and (private.stateful or self.host.personalises):
+            return self.worker, Task(-1, none), self.published, None
+        if not self.path and (private.stateful or self.worker.personalises):
             raise Refused(
                 "no checkpoint of the last round holds what clients keep: set checkpoint.every above 0"
             )
         extras = self.coordinator.server.sent_to(client)
         task = Task(client, none, private.accepted_job(client), extras)
-        return self.host, task, self.published, private.state(client)
+        return self.worker, task, self.published, private.state(client)
 
 
 def _filled(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:

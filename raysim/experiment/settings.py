@@ -21,7 +21,7 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 
 @dataclass(frozen=True)
 class RuntimeOptions(RayOptions):
-    """Where a run's hosts live, and what each of them gets. lanes: clients trained at once; None: as was measured.
+    """Where a run's workers live, and what each of them gets. lanes: clients trained at once; None: as was measured.
 
     graph: whether steps are recorded once and replayed; None: as was measured. precision: of products within a step.
     """

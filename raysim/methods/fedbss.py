@@ -96,7 +96,7 @@ def selected_indices(
 
 
 class FedBSS(Method):
-    """Losses and uncertainties are private state per sample; refreshed at every `refresh`-th stage-2 participation.
+    """Losses and uncertainties are client state per sample; refreshed at every `refresh`-th stage-2 participation.
 
     A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it arrives.
     """

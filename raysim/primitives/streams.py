@@ -25,7 +25,7 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
     A purpose always has the same number of keys: (3,) and (3, 0) would name the same stream.
     """
-    # The words that SeedSequence([seed, code, *keys]) would make itself, a third faster: hosts make a stream per job.
+    # The words that SeedSequence([seed, code, *keys]) would make itself, a third faster: workers make a stream per job.
     words = [
         *_words(seed),
         *_words(_code(purpose)),

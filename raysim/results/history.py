@@ -153,8 +153,8 @@ def summarise(
     """What `summary.json` holds: last known value of every column, scores of the metric, and `more` as it is.
 
     Scores are those of `accuracy`, or of `accuracy_global` where no client has a test of its own; where both exist
-    the second come again with the suffix `_global`; likewise of another metric. `failures` and `host_deaths` are the
-    last round's, `failures_total` and `host_deaths_total` the run's.
+    the second come again with the suffix `_global`; likewise of another metric. `failures` and `worker_deaths` are the
+    last round's, `failures_total` and `worker_deaths_total` the run's.
     """
     metric = metric_of(rows)
     usual = [name.replace("accuracy", metric) for name in COLUMNS]
@@ -167,7 +167,7 @@ def summarise(
         metric not in LOWER_IS_BETTER,
     )
     summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
-    for name in ("failures", "host_deaths"):
+    for name in ("failures", "worker_deaths"):
         if name in columns:
             summary[f"{name}_total"] = sum(int(value) for value in known(columns[name]))
     summary.update(_scores(local if known(local) else central, thresholds, higher))

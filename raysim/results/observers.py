@@ -103,19 +103,19 @@ class Observer:
     """
 
     def on_start(self, run: CurrentRun) -> None:
-        """The hosts are ready, and the run's folder exists."""
+        """The workers are ready, and the run's folder exists."""
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """An aggregation is done and scored; `event.row` is the last of `run.rows`."""
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
-        """No host has answered for some seconds; told again every few seconds until one does."""
+        """No worker has answered for some seconds; told again every few seconds until one does."""
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """A checkpoint was written."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """The last round is done, and the hosts are gone."""
+        """The last round is done, and the workers are gone."""
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """The run ended early, by this error; a KeyboardInterrupt where the user stopped it."""
@@ -142,7 +142,7 @@ class ProgressLine(Observer):
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
         """Say whom everyone waits for."""
         clients = [self._data.number(client) for client in event.clients]
-        self._progress.wait(event.host, clients, event.seconds)
+        self._progress.wait(event.worker, clients, event.seconds)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Leave the last state on the screen."""
@@ -153,19 +153,19 @@ class ProgressLine(Observer):
         self._shown.close()
 
 
-class HostDeaths(Observer):
-    """A line for each round in which processes of hosts died."""
+class WorkerDeaths(Observer):
+    """A line for each round in which processes of workers died."""
 
     def __init__(self, note: Note):
         self._note = note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Say what happened, and why it does no harm."""
-        if count := int(event.row.get("host_deaths") or 0):
+        if count := int(event.row.get("worker_deaths") or 0):
             died = (
-                "1 host process died and was"
+                "1 worker process died and was"
                 if count == 1
-                else f"{count} host processes died and were"
+                else f"{count} worker processes died and were"
             )
             self._note(
                 f"round {event.row['round']}: {died} replaced; clients' jobs that were lost are trained again from the "

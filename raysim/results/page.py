@@ -487,7 +487,7 @@ def _timelines(groups: Sequence[Group]) -> Part | None:
         )
         pictures.append(
             _picture(
-                f"{group.label}: clients, fleet and hosts on virtual time, and staleness",
+                f"{group.label}: clients, fleet and workers on virtual time, and staleness",
                 light,
                 dark,
             )
@@ -507,12 +507,12 @@ def _failures(groups: Sequence[Group]) -> Part:
         "failures": "failed",
         "lost": "lost on the way",
         "discarded": "discarded",
-        "host_deaths": "host processes died",
+        "worker_deaths": "worker processes died",
     }
     sums = {key: [_total(group, key) for group in groups] for key in keys}
     if not any(any(values) for values in sums.values()):
         return Part(
-            "Failures", notes=["No client failed, no result was lost or discarded, no host died."]
+            "Failures", notes=["No client failed, no result was lost or discarded, no worker died."]
         )
     columns = [Column("", [group.label for group in groups])]
     columns += [

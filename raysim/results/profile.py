@@ -28,12 +28,12 @@ def shares(profile: Profiled) -> dict[str, dict[str, float]]:
 
 
 def table(profile: Profiled) -> str:
-    """Return the shares as text, a column for each process; of many hosts one for their mean."""
+    """Return the shares as text, a column for each process; of many workers one for their mean."""
     found = shares(profile)
     if len(found) > _COLUMNS:
-        first, *hosts = found.values()
-        mean = {kind: sum(own[kind] for own in hosts) / len(hosts) for kind in KINDS}
-        found = {"coordinator": first, f"mean of {len(hosts)} hosts": mean}
+        first, *workers = found.values()
+        mean = {kind: sum(own[kind] for own in workers) / len(workers) for kind in KINDS}
+        found = {"coordinator": first, f"mean of {len(workers)} workers": mean}
     rows = [(kind, *(f"{own[kind]:.1%}" for own in found.values())) for kind in KINDS]
     title = f"share of {profile.stop - profile.start:.2f} s of wall time"
     return f"{title}\n{aligned(columns_of(('', *found), rows), terminal_width())}"

@@ -91,7 +91,7 @@ class Progress:
         self.samples: deque[int] = deque(maxlen=RECENT)  # trained on in the same rounds
         self.busy: dict[
             str, float
-        ] = {}  # shares of wall time, of hosts and devices, in the last round
+        ] = {}  # shares of wall time, of workers and devices, in the last round
         self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
         self._said, self._at = "", clock()
         self._waits_for = ""
@@ -154,15 +154,15 @@ class Progress:
             self.pace.append(max(0.0, wall - self._wall))
             self.samples.append(int(row.get("samples") or 0))
         self._wall, self._waits_for = wall, ""
-        shares = {"hosts": row.get("host_busy"), "devices": row.get("device_busy")}
+        shares = {"workers": row.get("worker_busy"), "devices": row.get("device_busy")}
         self.busy = {name: share for name, share in shares.items() if share is not None}
         self._show(self.clock() - self._at >= SILENCE)
 
-    def wait(self, host: int, clients: Sequence[str], seconds: float) -> None:
-        """Nothing has come for a while: the host that everyone waits for, the clients that it has in hand, its age."""
+    def wait(self, worker: int, clients: Sequence[str], seconds: float) -> None:
+        """Say which worker the run waits for, the clients that it trains, and for how long."""
         some = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
         whose = f" with client{'s' if len(clients) > 1 else ''} {some}" if clients else ""
-        self._waits_for = f"host {host}{whose} has not answered for {duration(seconds)}"
+        self._waits_for = f"worker {worker}{whose} has not answered for {duration(seconds)}"
         self._show(True)
 
     def _show(self, say: bool) -> None:

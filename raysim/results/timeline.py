@@ -1,4 +1,4 @@
-"""A run on virtual time: which clients were at work when, how stale their results were, how busy fleet and hosts."""
+"""A run on virtual time: which clients were at work when, how stale their results were, how busy fleet and workers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bo
 
 
 def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = False) -> bytes:
-    """The timeline of some clients; below it clients at work, busy hosts and staleness."""
+    """The timeline of some clients; below it clients at work, busy workers and staleness."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -85,7 +85,7 @@ def fill(figure: FigureBase, jobs: Jobs, rows: Sequence[Row], colours: Sequence[
     ends = np.array([row.get("virtual_seconds") or 0.0 for row in rows], np.float64)
     end = float(ends.max(initial=0.0)) or float(jobs.finish.max())
     size, unit = time_unit(end)
-    panels = [_fleet, _hosts, *([_staleness] if jobs.staleness.any() else [])]
+    panels = [_fleet, _workers, *([_staleness] if jobs.staleness.any() else [])]
     above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(2.3, 1.0)))
     _timeline(above.subplots(), jobs, ends, end)
     for ax, panel in zip(below.subplots(1, len(panels)), panels, strict=True):
@@ -244,7 +244,7 @@ def _whole_numbers(count: int) -> Locator:
     return MaxNLocator(count, integer=True)
 
 
-# --- fleet, hosts, staleness ----------------------------------------------------------------------------------------
+# --- fleet, workers, staleness ----------------------------------------------------------------------------------------
 def at_work(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
     """Clients at work between one edge (virtual seconds) and the next, in the mean: exact, however many jobs."""
     seconds = _waited(jobs.start, edges) - _waited(jobs.finish, edges)
@@ -279,15 +279,15 @@ def _fleet(
     )
 
 
-def _hosts(
+def _workers(
     ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
 ) -> None:
     busy, least = (
-        np.array(column(rows, key), np.float64) for key in ("host_busy", "host_busy_least")
+        np.array(column(rows, key), np.float64) for key in ("worker_busy", "worker_busy_least")
     )
     known = np.isfinite(busy)
     if not known.any():
-        ax.set(title="Hosts: not measured", yticks=[])
+        ax.set(title="Workers: not measured", yticks=[])
         return
     now, wall = (
         np.array(column(rows, key), np.float64) for key in ("virtual_seconds", "wall_seconds")
@@ -311,7 +311,7 @@ def _hosts(
             label=name,
         )
     ax.set(
-        title=f"Hosts: {share:.0%} of the wall time at work",
+        title=f"Workers: {share:.0%} of the wall time at work",
         ylabel="share of wall time",
         ylim=(0, 1.05),
     )

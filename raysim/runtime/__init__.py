@@ -1,1 +1,1 @@
-"""Where hosts run: in this process, or as Ray's actors."""
+"""Where workers run: in this process, or as Ray's actors."""

@@ -1,4 +1,4 @@
-"""The runtime without processes: one host as a plain object; calls run at once."""
+"""The runtime without processes: one worker as a plain object; calls run at once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raysim.simulation.events import Event
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.determinism import openblas
-from raysim.training.host import Host
 from raysim.training.resident import Leftover
 from raysim.training.run_spec import RunSpec
+from raysim.training.worker import Worker
 
 
 class InProcess:
-    """Hosts in this process, one unless others are given."""
+    """Workers in this process, one unless others are given."""
 
     at_once = True
 
     def __init__(self, *members: Any):
-        self.members, self.hosts = members, len(members)
+        self.members, self.workers = members, len(members)
         self.nodes: Sequence[int] = (0,) * len(members)
         self.combine_from = 0.0
 
@@ -32,26 +32,26 @@ class InProcess:
         """The value itself."""
         return value
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """Run it now."""
-        result = getattr(self.members[host], method)(*map(self.get, args))
+        result = getattr(self.members[worker], method)(*map(self.get, args))
         return [result] if returns == 1 else list(result)
 
     def get(self, ref: Any) -> Any:
-        """The value itself; private states, which nobody needed so far, are copied from their device now."""
+        """The value itself; client states, which nobody needed so far, are copied from their device now."""
         return ref.read() if isinstance(ref, Leftover) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
         """All are there."""
         return 0
 
-    def revive(self, host: int) -> None:
+    def revive(self, worker: int) -> None:
         """It dies with this process, never before."""
 
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """Afterwards the threads of torch and NumPy and torch's determinism, which hosts pin, are as they were."""
+    """Afterwards the threads of torch and NumPy and torch's determinism, which workers pin, are as they were."""
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     products = openblas().limit(limits=None)
     try:
@@ -70,4 +70,4 @@ def run(
     folder, resume: see `Coordinator`.
     """
     with torch_as_it_was():
-        yield from Coordinator(spec, schedule, fleet, InProcess(Host(spec)), folder, resume).run()
+        yield from Coordinator(spec, schedule, fleet, InProcess(Worker(spec)), folder, resume).run()

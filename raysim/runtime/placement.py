@@ -1,4 +1,4 @@
-"""What a host reserves, and how many hosts fit on the nodes of a cluster: arithmetic, without Ray."""
+"""What a worker reserves, and how many workers fit on the nodes of a cluster: arithmetic, without Ray."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ KEYS = {
 
 @dataclass(frozen=True)
 class RayOptions:
-    """`runtime.*`: how many hosts, what each of them gets, and where. None: raysim picks what fits.
+    """`runtime.*`: how many workers, what each of them gets, and where. None: raysim picks what fits.
 
-    address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. resources: of each host,
+    address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. resources: of each worker,
     besides CPUs and GPUs. strategy: PACK fills one node after another, SPREAD alternates, STRICT_PACK stays on one.
     wait: seconds to queue behind other runs; None: for ever. preflight: whether one job's memory is measured first;
-    None: where that decides how many hosts share a GPU. combine: whether nodes add up what their hosts have summed
+    None: where that decides how many workers share a GPU. combine: whether nodes add up what their workers have summed
     before it travels, which changes no bit; None: for models of a MiB and more. mixed: whether processes may differ in
     what bits depend on.
     """
 
-    hosts: int | None = None
-    cpus: float | None = None  # per host; the thread count unless given
-    gpus: float | None = None  # per host
+    workers: int | None = None
+    cpus: float | None = None  # per worker; the thread count unless given
+    gpus: float | None = None  # per worker
     resources: dict[str, float] = field(default_factory=dict)
     address: str | None = None
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK"] = "PACK"
@@ -54,8 +54,8 @@ class RayOptions:
         return {None: 1 << 18, True: 0, False: math.inf}[self.combine]
 
     def __post_init__(self) -> None:
-        if self.hosts is not None:
-            at_least("runtime.hosts", self.hosts, 1)
+        if self.workers is not None:
+            at_least("runtime.workers", self.workers, 1)
         amounts = {"cpus": self.cpus, "gpus": self.gpus, "wait": self.wait}
         for key, value in {
             **amounts,
@@ -86,24 +86,24 @@ def listen_on_loopback(options: RayOptions) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """So many hosts, and what each of them reserves (nothing that is 0)."""
+    """So many workers, and what each of them reserves (nothing that is 0)."""
 
-    hosts: int
+    workers: int
     each: Resources
 
     def __str__(self) -> str:
-        return f"{self.hosts} host{'s' if self.hosts != 1 else ''} of {amounts(self.each) or 'nothing reserved'}"
+        return f"{self.workers} worker{'s' if self.workers != 1 else ''} of {amounts(self.each) or 'nothing reserved'}"
 
 
 def demand(options: RayOptions, device: str, threads: int) -> dict[str, float]:
-    """What a host reserves; a whole GPU where the device is one and no share was asked for."""
+    """What a worker reserves; a whole GPU where the device is one and no share was asked for."""
     if device.startswith("cuda:"):
         raise ValueError(
-            f"device={device} names one GPU, but on Ray every host is given its own: set device=cuda"
+            f"device={device} names one GPU, but on Ray every worker is given its own: set device=cuda"
         )
     if device == "cuda" and options.gpus == 0:
         raise ValueError(
-            "runtime.gpus=0 hides every GPU from the hosts, which train on device=cuda: set runtime.gpus=null"
+            "runtime.gpus=0 hides every GPU from the workers, which train on device=cuda: set runtime.gpus=null"
         )
     gpus = options.gpus if options.gpus is not None else float(device == "cuda")
     cpus = options.cpus if options.cpus is not None else float(threads)
@@ -112,13 +112,13 @@ def demand(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     }
 
 
-def share(hosts: int) -> float:
+def share(workers: int) -> float:
     """The largest part of a GPU, in Ray's steps, of which so many fit on one."""
-    return STEPS // hosts / STEPS
+    return STEPS // workers / STEPS
 
 
 def room(node: Resources, each: Resources) -> int | None:
-    """How many hosts fit on an empty node; None: any number. A share of a GPU lies on one GPU."""
+    """How many workers fit on an empty node; None: any number. A share of a GPU lies on one GPU."""
     places = []
     for name, amount in each.items():
         have = node.get(name, 0.0)
@@ -134,7 +134,7 @@ def _times(have: float, each: float) -> int:
 
 
 def total(nodes: Sequence[Resources], each: Resources, strategy: str = "PACK") -> int | None:
-    """How many hosts fit on all nodes together; None: any number."""
+    """How many workers fit on all nodes together; None: any number."""
     rooms = [places for node in nodes if (places := room(node, each)) is not None]
     if not rooms:
         return None if not each else 0
@@ -142,23 +142,23 @@ def total(nodes: Sequence[Resources], each: Resources, strategy: str = "PACK") -
 
 
 class NoRoom(ValueError):
-    """The cluster has less in all than the hosts need that were asked for."""
+    """The cluster has less in all than the workers need that were asked for."""
 
 
 def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int) -> Size:
-    """The hosts that were asked for, else as many as fit and find work (most: clients at work at once).
+    """The workers that were asked for, else as many as fit and find work (most: clients at work at once).
 
     Raises ValueError with the resource, what was asked, what each node has, and the number that would fit.
     """
     places = total(nodes, each, options.strategy)
-    hosts = options.hosts or 1
-    if places is not None and hosts > places:
-        raise NoRoom(_too_many(options, each, nodes, hosts, places))
-    return Size(options.hosts or (most if places is None else max(1, min(most, places))), each)
+    workers = options.workers or 1
+    if places is not None and workers > places:
+        raise NoRoom(_too_many(options, each, nodes, workers, places))
+    return Size(options.workers or (most if places is None else max(1, min(most, places))), each)
 
 
 def _too_many(
-    options: RayOptions, each: Resources, nodes: Sequence[Resources], hosts: int, places: int
+    options: RayOptions, each: Resources, nodes: Sequence[Resources], workers: int, places: int
 ) -> str:
     alone = {
         name: total(nodes, {name: amount}, options.strategy) or 0 for name, amount in each.items()
@@ -168,7 +168,7 @@ def _too_many(
     strict = (
         " on one node (runtime.strategy=STRICT_PACK)" if options.strategy == "STRICT_PACK" else ""
     )
-    advice = f"set runtime.hosts={places}" if places else f"lower {key}, or use runtime=inprocess"
+    advice = f"set runtime.workers={places}" if places else f"lower {key}, or use runtime=inprocess"
     if not any(node.get(short) for node in nodes):  # fewer of it would be too many, too
         start = "start nodes with GPUs, or set device=cpu"
         advice = (
@@ -179,7 +179,7 @@ def _too_many(
     if short == "memory" and not places:
         advice = "make local.batch or the model smaller, or find larger nodes"
     return (
-        f"too little {short}: runtime.hosts={hosts} needs {hosts} x {amounts(each)}{strict}, "
+        f"too little {short}: runtime.workers={workers} needs {workers} x {amounts(each)}{strict}, "
         f"the cluster has {_described(nodes, each)}: {advice}"
     )
 
@@ -212,24 +212,24 @@ def _far_from_gib(size: float) -> str:
 
 
 def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
-    """The hosts of a trial whose placement group exists: bundle 0 is the trial's own, the others are for hosts.
+    """The workers of a trial whose placement group exists: bundle 0 is the trial's own, the others are for workers.
 
     Raises ValueError where fewer or smaller bundles are there than were asked for.
     """
-    host_bundles, hosts = bundles[1:], options.hosts or 1
-    if len(host_bundles) < hosts:
+    worker_bundles, workers = bundles[1:], options.workers or 1
+    if len(worker_bundles) < workers:
         raise ValueError(
-            f"runtime.hosts={hosts} needs as many bundles beside the first in this process's placement group, which "
-            f"has {len(host_bundles)}: make the group larger, or lower runtime.hosts"
+            f"runtime.workers={workers} needs as many bundles beside the first in this process's placement group, "
+            f"which has {len(worker_bundles)}: make the group larger, or lower runtime.workers"
         )
     least = {
-        name: min(bundle.get(name, 0.0) for bundle in host_bundles)
-        for bundle in host_bundles
+        name: min(bundle.get(name, 0.0) for bundle in worker_bundles)
+        for bundle in worker_bundles
         for name in bundle
     }
     if device == "cuda" and not least.get("GPU"):
         raise ValueError(
-            "device=cuda needs a GPU in every bundle for hosts of this process's placement group"
+            "device=cuda needs a GPU in every bundle for workers of this process's placement group"
         )
     explicit = {"CPU": options.cpus or 0.0, "GPU": options.gpus or 0.0, **options.resources}
     for name, amount in explicit.items():
@@ -240,6 +240,6 @@ def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Si
                 f"placement group: lower {key}, or make the bundles larger"
             )
     return Size(
-        options.hosts or len(host_bundles),
+        options.workers or len(worker_bundles),
         {name: amount for name, amount in least.items() if amount},
     )

@@ -1,4 +1,4 @@
-"""What a host needs: the largest client trained where hosts will live; how many hosts then share a device."""
+"""What a worker needs: the largest client trained where workers will live; how many workers then share a device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import Faults, RunSpec, State
+from raysim.training.worker import Worker
 
 CONTEXT = (
     2**30
@@ -28,7 +28,7 @@ USABLE = 0.95  # of a GPU; allocators leave gaps
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes: what a host took at its peak, what its device has for such hosts, what private state a client left."""
+    """Bytes: what a worker took at its peak, what its device has for such workers, what client state a client left."""
 
     job: int
     room: int
@@ -51,11 +51,11 @@ def memory(device: str) -> tuple[int, int]:
 
 
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> Need:
-    """Train the largest client, as often at once as a host trains clients, and score it, alone in this process."""
+    """Train the largest client, as often at once as a worker trains clients, and score it, alone in this process."""
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))
     clients = [(largest + place) % len(counts) for place in range(min(spec.lanes, len(counts)))]
-    # Clients may fail, and private states stay in memory, where they are counted. What is recorded is so when a step of
+    # Clients may fail, and client states stay in memory, where they are counted. What is recorded is so when a step of
     # its kind comes again, in the second round at last.
     rounds = 2 if spec.graph else 1
     evaluate = replace(spec.settings.evaluate, every=1)
@@ -63,7 +63,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> N
         spec.settings, rounds=rounds, evaluate=evaluate, faults=Faults(1.0), state=State()
     )
     alone = replace(spec, data=only(spec.data, clients, spec.score_batch), settings=settings)
-    runtime = InProcess(Host(alone))
+    runtime = InProcess(Worker(alone))
     coordinator = Coordinator(
         replace(alone, device="cpu"), Synchronous(len(clients)), Ideal(), runtime
     )
@@ -87,7 +87,7 @@ def _only(part: CSR, clients: Sequence[int]) -> CSR:
     return CSR(np.tile(rows, len(clients)), np.concatenate([[0], np.cumsum(counts)]))
 
 
-def hosts_per_gpu(need: Need, clients: int, gpus: int) -> int:
-    """How many jobs fit on a GPU at once, beside the private states of the clients whose hosts are there."""
+def workers_per_gpu(need: Need, clients: int, gpus: int) -> int:
+    """How many jobs fit on a GPU at once, beside the client states of the clients whose workers are there."""
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE * need.room - states) // max(1, need.job)))

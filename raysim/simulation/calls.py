@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import RunStopped, Waiting
-from raysim.simulation.private_states import PrivateStates, StateUse
-from raysim.simulation.runtime import START_TIMEOUT_S, HostDied, Ref, Runtime
+from raysim.simulation.runtime import START_TIMEOUT_S, Ref, Runtime, WorkerDied
 
 MAX_DEATHS = 3  # of one worker, without an answer in between, that end a run
 SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which worker it waits for
@@ -46,9 +46,9 @@ class WorkerCalls:
     timeout_s: seconds without an answer to a call after which its worker counts as dead.
     """
 
-    def __init__(self, runtime: Runtime, client_states: PrivateStates, timeout_s: float = math.inf):
+    def __init__(self, runtime: Runtime, client_states: ClientStates, timeout_s: float = math.inf):
         self._runtime, self._client_states, self._timeout_s = runtime, client_states, timeout_s
-        self.workers = runtime.hosts
+        self.workers = runtime.workers
         self.deaths = 0  # of workers
         self.when_answered: Callable[[Call], None] = lambda call: None
         self._unanswered: list[list[Call]] = [
@@ -65,7 +65,7 @@ class WorkerCalls:
     def call(
         self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()
     ) -> Call:
-        """Start a method of `Host`."""
+        """Start a method of `Worker`."""
         return self.start(Call(worker, method, args, states))
 
     def start(self, call: AnyCall) -> AnyCall:
@@ -86,7 +86,7 @@ class WorkerCalls:
             self.call(worker, "ready")
 
     def keep(self, *args: object) -> None:
-        """Have every worker keep these constants (`Host.keep`), also those that start later; waits."""
+        """Have every worker keep these constants (`Worker.keep`), also those that start later; waits."""
         self._constants = args
         for call in [self.call(worker, "keep", *args) for worker in range(self.workers)]:
             self.wait(call)
@@ -128,7 +128,9 @@ class WorkerCalls:
         if index is None and left_s > SILENCE_WARNING_S:
             return False
         if index is None:  # its process was stopped, or its node is out of reach
-            self._replace(slowest, HostDied(f"no answer for faults.timeout={self._timeout_s:g} s"))
+            self._replace(
+                slowest, WorkerDied(f"no answer for faults.timeout={self._timeout_s:g} s")
+            )
             return True
         self._receive(first_calls[index])
         return True
@@ -145,7 +147,7 @@ class WorkerCalls:
         self._has_started[worker] = True
         try:
             call.value = self._runtime.get(call.ref)
-        except HostDied as death:
+        except WorkerDied as death:
             self._replace(worker, death)
             return
         call.is_answered, call.args, call.ref = True, (), None
@@ -155,7 +157,7 @@ class WorkerCalls:
         self.when_answered(call)
 
     # --- deaths ----------------------------------------------------------------------------------------------------
-    def _replace(self, worker: int, death: HostDied) -> None:
+    def _replace(self, worker: int, death: WorkerDied) -> None:
         """Start a worker in the place of a dead one, and make its unanswered calls again."""
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1
@@ -163,16 +165,16 @@ class WorkerCalls:
             raise RunStopped(self._describe_deaths(worker, death))
         self._runtime.revive(worker)
         self._waiting_since[worker] = time.monotonic()
-        self._client_states.host_died(worker)
+        self._client_states.worker_died(worker)
         if self._constants is not None:
             self._runtime.call(worker, "keep", *self._constants)
         for call in self._unanswered[worker]:
             self._send(call)
 
-    def _describe_deaths(self, worker: int, death: HostDied) -> str:
+    def _describe_deaths(self, worker: int, death: WorkerDied) -> str:
         clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
         work = f", last while training clients {clients}" if clients else ""
         return (
-            f"runtime.hosts: host {worker} died {MAX_DEATHS} times in a row ({death}){work}. If memory is "
-            "short, reduce local.batch or runtime.hosts; then continue from the last checkpoint with resume=latest"
+            f"runtime.workers: worker {worker} died {MAX_DEATHS} times in a row ({death}){work}. If memory is "
+            "short, reduce local.batch or runtime.workers; then continue from the last checkpoint with resume=latest"
         )

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run is, written atomically, verified on reading, without pickle.
 
 A checkpoint is a folder `round-000050` with `run.json` (numbers), `server.safetensors` (named tensors; many go to
-several files), `index.safetensors` and `manifest.json`. What checkpoints share is in `log` beside it: private states in
+several files), `index.safetensors` and `manifest.json`. What checkpoints share is in `log` beside it: client states in
 `states-00000017.safetensors`, where the index says which file has whose (`state_log`), and of a long history thousands
 of rows at a time in `rows-00000009.json`. The manifest has the SHA-256 of every file that the checkpoint needs, and of
 what it says itself. It comes last: before it, there is no checkpoint. No file is ever changed, and those that no
@@ -44,7 +44,7 @@ _ROWS = 4096  # rows of the history in a file
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two aggregations. clients: the named tensors of their private states; jobs: which job left each."""
+    """A run between two aggregations. clients: the named tensors of their client states; jobs: which job left each."""
 
     numbers: Mapping[str, Any]  # JSON
     server: Arrays

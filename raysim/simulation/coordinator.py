@@ -14,6 +14,7 @@ import torch
 from raysim.api.messages import Failure, Job, Published, Update
 from raysim.simulation.best_model import BestModel, best_by
 from raysim.simulation.calls import WorkerCalls
+from raysim.simulation.client_states import make_client_states
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.evaluator import Evaluator
 from raysim.simulation.events import Event, Row, Started
@@ -24,7 +25,6 @@ from raysim.simulation.jobs import JobTable
 from raysim.simulation.load import make_planner
 from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation
 from raysim.simulation.preparation import check_probe, collect_contributions, send_constants
-from raysim.simulation.private_states import make_private_states
 from raysim.simulation.profile import Profile
 from raysim.simulation.round_reports import PendingRound, RoundReports
 from raysim.simulation.runtime import Runtime
@@ -63,7 +63,7 @@ class Coordinator:
         self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         self.server = make_server(spec, declarations, self.initial, schedule.size)
-        self.private = make_private_states(spec, declarations, runtime, folder)
+        self.private = make_client_states(spec, declarations, runtime, folder)
         self.planner = make_planner(spec, declarations, schedule, fleet)
         self.versions = Versions(runtime)
         self.calls = WorkerCalls(runtime, self.private, settings.faults.timeout or math.inf)

@@ -25,9 +25,9 @@ from raysim.simulation.assignment import (
     units_by_client,
 )
 from raysim.simulation.calls import Call, WorkerCalls
+from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.group_sums import RemoteSum, add_up_on_nodes
 from raysim.simulation.job_queue import JobQueue
-from raysim.simulation.private_states import PrivateStates, StateUse
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.versions import Versions
 
@@ -69,7 +69,7 @@ class Dispatcher:
         self,
         calls: WorkerCalls,
         runtime: Runtime,
-        client_states: PrivateStates,
+        client_states: ClientStates,
         versions: Versions,
         group_size: int,
         floats: int,
@@ -239,9 +239,9 @@ class Dispatcher:
             call.value = None  # its parts are collected one by one
             call.updates = {update.job: update for update in result.updates}
             call.sums = result.sums
-            self.busy_s[result.host] = self.busy_s.get(result.host, 0.0) + result.busy
+            self.busy_s[result.worker] = self.busy_s.get(result.worker, 0.0) + result.busy
             if result.device is not None:
-                self.device_use[result.host] = result.device
+                self.device_use[result.worker] = result.device
             work = total_work(call.jobs)
             self._loads[call.worker] -= work
             self._trained_samples += work

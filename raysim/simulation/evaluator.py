@@ -1,4 +1,4 @@
-"""Scores models on the hosts, without touching training: which models, on which rows, and what the history says of it.
+"""Score models on the workers: which models, on which rows, and which columns of the history result.
 
 Four views of a client's model, each a report under its own name: `shared` (the vector that is averaged), its own
 (`personalise` and the personal part), `finetuned` (its own, adapted to its data first), and its own on the central test
@@ -21,8 +21,8 @@ from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.calls import Call, WorkerCalls
+from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import ClientScores, Row
-from raysim.simulation.private_states import PrivateStates, StateUse
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
 from raysim.training.run_spec import RunSpec, evaluation_of
@@ -57,7 +57,7 @@ class Scoring:
 
 
 class Evaluator:
-    """Sends tasks to hosts, and makes columns of what comes back."""
+    """Sends tasks to workers, and makes columns of what comes back."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Evaluator:
         declarations: Declarations,
         runtime: Runtime,
         calls: WorkerCalls,
-        private: PrivateStates,
+        private: ClientStates,
     ):
         self.spec, self.layout, self.runtime = spec, (layout := declarations.layout), runtime
         self.evaluation = evaluation_of(spec, declarations)
@@ -172,23 +172,24 @@ class Evaluator:
         found.reports[view] = self._calls(tasks, published)
 
     def _calls(self, tasks: Sequence[Task], published: Ref) -> list[Call]:
-        """To the hosts that hold the clients' states, the rest evenly."""
+        """To the workers that hold the clients' states, the rest evenly."""
         shares: dict[int, list[Task]] = {}
         for index, task in enumerate(tasks):
             place = self.private.place(task.client)
-            host = place[0] if place is not None else index * self.runtime.hosts // len(tasks)
-            shares.setdefault(host, []).append(task)
+            worker = place[0] if place is not None else index * self.runtime.workers // len(tasks)
+            shares.setdefault(worker, []).append(task)
         stateful = any(task.client >= 0 for task in tasks) and self.private.stateful
         calls: list[Call] = []
         parts = [
-            [(host, own[part]) for part in self._parts(own)] for host, own in sorted(shares.items())
+            [(worker, own[part]) for part in self._parts(own)]
+            for worker, own in sorted(shares.items())
         ]
         for wave in zip_longest(*parts):
             for call in calls:  # of states that lie on disk, no more is read before those are back
                 self.calls.wait(call)
-            for host, own in filter(None, wave):
+            for worker, own in filter(None, wave):
                 states = [StateUse(task.client, task.state) for task in own] if stateful else []
-                calls.append(self.calls.call(host, "evaluate", own, published, states=states))
+                calls.append(self.calls.call(worker, "evaluate", own, published, states=states))
         return calls
 
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:

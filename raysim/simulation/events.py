@@ -60,11 +60,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing has come for a while: whom everyone waits for. clients: those that the host has in hand, if it trains."""
+    """No answer has come for a while. clients: those that the awaited worker trains, if it trains any."""
 
-    host: int
+    worker: int
     clients: tuple[int, ...]
-    seconds: float  # since the host's last answer, or since it was given this
+    seconds: float  # since the worker's last answer, or since it was given this
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ import numpy as np
 from raysim.simulation.events import RunStopped
 from raysim.simulation.planner import PlannedAggregation, Planner
 
-BUSY = (
-    8  # clients at work for each host, from which on hosts seldom wait for a client to be sent off
-)
+BUSY = 8  # clients at work for each worker, from which on workers seldom wait for a client to be sent off
 _TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
 
 
@@ -26,10 +24,10 @@ class Forecast:
     staleness: float  # of results that are aggregated
     lost: float  # share of the jobs that end
     discarded: float
-    hosts_busy: float = 1.0  # share of the wall time for which hosts work; over all steps
+    workers_busy: float = 1.0  # share of the wall time for which workers work; over all steps
 
 
-def forecast(planner: Planner, rounds: int, hosts: int = 1) -> Forecast:
+def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
     aggregations: list[PlannedAggregation] = []
     enough = max(_JOBS, _TURNS * planner.schedule.concurrency)
@@ -57,12 +55,12 @@ def forecast(planner: Planner, rounds: int, hosts: int = 1) -> Forecast:
         staleness=float(np.mean([staleness for each in later for staleness in each.staleness])),
         lost=lost / ended,
         discarded=discarded / ended,
-        hosts_busy=hosts_busy(aggregations, hosts),
+        workers_busy=workers_busy(aggregations, workers),
     )
 
 
-def hosts_busy(aggregations: Sequence[PlannedAggregation], hosts: int) -> float:
-    """The share of wall time for which so many hosts work, if a sample takes all of them equally long.
+def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> float:
+    """The share of wall time for which so many workers work, if a sample takes all of them equally long.
 
     As the coordinator has them do it: a job can begin once its base version is made, and what the nearest aggregation
     needs comes first. What no aggregation takes is not trained.
@@ -80,7 +78,7 @@ def hosts_busy(aggregations: Sequence[PlannedAggregation], hosts: int) -> float:
             for job in aggregations[version].dispatched:
                 if job.number in takers:
                     heapq.heappush(ready, (takers[job.number], job.finish, job.client, job.work))
-        while ready and len(running) < hosts:
+        while ready and len(running) < workers:
             taker, _, _, work = heapq.heappop(ready)
             heapq.heappush(running, (now + work, taker))
             worked += work
@@ -89,4 +87,4 @@ def hosts_busy(aggregations: Sequence[PlannedAggregation], hosts: int) -> float:
             left[taker] -= 1
         else:
             version += 1
-    return worked / (hosts * now) if now else 0.0
+    return worked / (workers * now) if now else 0.0

@@ -1,4 +1,4 @@
-"""The row of the history that an aggregation leaves: what was sent, what clients report, how busy the hosts were."""
+"""The row of the history that an aggregation leaves: what was sent, what clients report, how busy the workers were."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from raysim.api.messages import Failure, Update
 from raysim.simulation.calls import WorkerCalls
+from raysim.simulation.client_states import ClientStates
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import Row
 from raysim.simulation.planner import PlannedAggregation
-from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.server import Server
 from raysim.training.probe import summarise_probes
 from raysim.training.run_spec import RunSpec
@@ -23,7 +23,7 @@ class RowWriter:
     """Makes a row for every aggregation; remembers what the row before already counted."""
 
     def __init__(
-        self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: PrivateStates
+        self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: ClientStates
     ):
         self.calls, self.dispatcher, self.private = calls, dispatcher, private
         self.rows: list[Row] = []  # of the rounds that are reported
@@ -32,9 +32,9 @@ class RowWriter:
         self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
-        self._worked: dict[str, float] = {}  # by host: its seconds of work at the last row
+        self._worked: dict[str, float] = {}  # by worker: its seconds of work at the last row
         self._row_at = 0.0  # wall time of this session at the last row
-        self._deaths = 0  # of hosts, up to the last row
+        self._deaths = 0  # of workers, up to the last row
 
     def start(self) -> None:
         """Start the clock of this session."""
@@ -72,9 +72,9 @@ class RowWriter:
             "loss_global": None,
             "clients": len(updates),
             "failures": len(failures),
-            "host_deaths": self.calls.deaths - self._deaths,
+            "worker_deaths": self.calls.deaths - self._deaths,
             "samples": sum(update.trained for update in updates),
-            "host_seconds": sum(update.seconds for update in updates),
+            "worker_seconds": sum(update.seconds for update in updates),
             **self._busy(),
             "store_bytes": store_bytes,
             "spilled_bytes": self.private.spilled_bytes,
@@ -97,21 +97,22 @@ class RowWriter:
         return versions + results * self.itemsize + self.private.bytes
 
     def _busy(self) -> Row:
-        """The share of wall time since the last row that hosts worked: their mean, and the one that worked least.
+        """The share of wall time since the last row that workers worked: their mean, and the one that worked least.
 
         A call counts when its results are taken.
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
         shares = [
-            min(1.0, (total - self._worked.get(host, 0.0)) / span) for host, total in worked.items()
+            min(1.0, (total - self._worked.get(worker, 0.0)) / span)
+            for worker, total in worked.items()
         ]
         shares += [0.0] * (self.calls.workers - len(shares))
         self._worked, self._row_at = dict(worked), now
         use = list(self.dispatcher.device_use.values())
         return {
-            "host_busy": _mean(shares),
-            "host_busy_least": min(shares),
+            "worker_busy": _mean(shares),
+            "worker_busy_least": min(shares),
             **({"device_busy": _mean(use)} if use else {}),
         }
 

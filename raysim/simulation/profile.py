@@ -1,4 +1,4 @@
-"""Where the time of a run goes: the coordinator's own, and what each host was doing meanwhile."""
+"""Where the time of a run goes: the coordinator's own, and what each worker was doing meanwhile."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from raysim.primitives.spans import Spans, Track
 from raysim.simulation.events import Profiled
 from raysim.simulation.runtime import Ref, Runtime
-from raysim.training.profile import HostTrack
+from raysim.training.profile import WorkerTrack
 
 
 class WatchedRuntime:
-    """A runtime of which every call is timed, and of which it is known when each host was called."""
+    """A runtime of which every call is timed, and of which it is known when each worker was called."""
 
     def __init__(self, runtime: Runtime, spans: Spans):
         self.runtime, self.spans = runtime, spans
         self.asked: list[list[float]] = [
-            [] for _ in range(runtime.hosts)
-        ]  # by host: when it was called
+            [] for _ in range(runtime.workers)
+        ]  # by worker: when it was called
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)
@@ -28,11 +28,11 @@ class WatchedRuntime:
         with self.spans.span("put", "messages"):
             return self.runtime.put(value)
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """See `Runtime`. Hosts in this process work at once, and the coordinator waits for them."""
-        self.asked[host].append(self.spans.now())
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        """See `Runtime`. Workers in this process work at once, and the coordinator waits for them."""
+        self.asked[worker].append(self.spans.now())
         with self.spans.span(method, "waiting" if self.runtime.at_once else "messages"):
-            return self.runtime.call(host, method, *args, returns=returns)
+            return self.runtime.call(worker, method, *args, returns=returns)
 
     def get(self, ref: Ref) -> Any:
         """See `Runtime`."""
@@ -44,14 +44,14 @@ class WatchedRuntime:
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
 
-    def revive(self, host: int) -> None:
-        """See `Runtime`; what the dead host had spent its time on is lost with it."""
-        self.asked[host] = []
-        self.runtime.revive(host)
+    def revive(self, worker: int) -> None:
+        """See `Runtime`; what the dead worker had spent its time on is lost with it."""
+        self.asked[worker] = []
+        self.runtime.revive(worker)
 
 
 class Profile:
-    """Times a coordinator, from outside, and asks its hosts in the end."""
+    """Times a coordinator, from outside, and asks its workers in the end."""
 
     def __init__(self, runtime: Runtime):
         self.spans = Spans()
@@ -77,14 +77,14 @@ class Profile:
         rest = max(0.0, stop - self.start - sum(own.seconds.values()))
         tracks = [Track(own.name, {**own.seconds, "other": rest}, own.spans, own.count)]
         inner, asked = self.runtime.runtime, self.runtime.asked
-        for host, times in enumerate(asked):
-            found: HostTrack = inner.get(inner.call(host, "profile")[0])
+        for worker, times in enumerate(asked):
+            found: WorkerTrack = inner.get(inner.call(worker, "profile")[0])
             tracks.append(idle(found, times, self.start, stop))
         return Profiled(self.start, stop, tuple(tracks))
 
 
-def idle(found: HostTrack, asked: Sequence[float], start: float, stop: float) -> Track:
-    """A host's track with the time between its calls: it waited until it was called, and then for the message.
+def idle(found: WorkerTrack, asked: Sequence[float], start: float, stop: float) -> Track:
+    """A worker's track with the time between its calls: it waited until it was called, and then for the message.
 
     asked: when the coordinator made each call; calls arrive in their order.
     """

@@ -1,4 +1,4 @@
-"""How a coordinator reaches its hosts."""
+"""How a coordinator reaches its workers."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ START_TIMEOUT_S = 300.0  # for a worker to start; before, its first answer is no
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 
-class HostDied(RuntimeError):
-    """The process of a host ended before it answered. What it held is lost; what it had returned is not."""
+class WorkerDied(RuntimeError):
+    """The process of a worker ended before it answered. What it held is lost; what it had returned is not."""
 
 
 class Runtime(Protocol):
-    """How a coordinator reaches its hosts. Calls to one host run in the order in which they were made."""
+    """How a coordinator reaches its workers. Calls to one worker run in the order in which they were made."""
 
     @property
-    def hosts(self) -> int:
+    def workers(self) -> int:
         """How many there are."""
         ...
 
     @property
     def nodes(self) -> Sequence[int]:
-        """By host: the machine that it is on; 0 is the coordinator's own."""
+        """By worker: the machine that it is on; 0 is the coordinator's own."""
         ...
 
     @property
     def combine_from(self) -> float:
-        """Floats of a vector from which on a node adds up what its hosts have summed before it travels."""
+        """Floats of a vector from which on a node adds up what its workers have summed before it travels."""
         ...
 
     @property
     def at_once(self) -> bool:
-        """Whether a call has ended when it returns, because the hosts are in this process."""
+        """Whether a call has ended when it returns, because the workers are in this process."""
         ...
 
     def put(self, value: object) -> Ref:
-        """Store a value once for all hosts; a Ref may be an argument of `call`."""
+        """Store a value once for all workers; a Ref may be an argument of `call`."""
         ...
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of `Host`; a Ref per returned value."""
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+        """Start a method of `Worker`; a Ref per returned value."""
         ...
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value. Raises HostDied if the host that was to return it is no more."""
+        """Wait for a value. Raises WorkerDied if the worker that was to return it is no more."""
         ...
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait for any of these values; the place of one that is there, or whose host died. None: so long none was."""
+        """Wait for any of these values; return the index of one that ended or whose worker died, or None."""
         ...
 
-    def revive(self, host: int) -> None:
-        """A new process in the place of a host that died. Raises RunStopped if there is no room for one."""
+    def revive(self, worker: int) -> None:
+        """A new process in the place of a worker that died. Raises RunStopped if there is no room for one."""
         ...

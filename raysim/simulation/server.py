@@ -106,7 +106,7 @@ class Server:
 
     @property
     def summable(self) -> bool:
-        """Whether hosts may sum updates: weights are known beforehand and nobody needs single updates."""
+        """Whether workers may sum updates: weights are known beforehand and nobody needs single updates."""
         return not self._weighers and self._combiner is None and not self.needs_single_updates
 
     def stream(self, purpose: str) -> np.random.Generator:

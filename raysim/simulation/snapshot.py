@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from raysim.api.client_state import flat
 from raysim.api.messages import Job, Published
-from raysim.api.private_state import flat
 from raysim.simulation.best_model import BestModel
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.checkpoint import Snapshot
+from raysim.simulation.client_states import ClientStates
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.jobs import JobRow, JobState, JobTable
 from raysim.simulation.planner import PlannedAggregation, Planner
-from raysim.simulation.private_states import PrivateStates
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
 
@@ -33,7 +33,7 @@ class RunState:
     server: Server
     planner: Planner
     jobs: JobTable
-    private: PrivateStates
+    private: ClientStates
     versions: Versions
     history: RowWriter
     best: BestRounds | None  # what evaluation knows of the best rounds; None: it looks for none
@@ -121,8 +121,8 @@ def model_sha256(server: Server) -> str:
     ).hexdigest()
 
 
-def state_sha256(server: Server, private: PrivateStates) -> str:
-    """Of the accepted private states, and of what methods keep on the server."""
+def state_sha256(server: Server, private: ClientStates) -> str:
+    """Of the accepted client states, and of what methods keep on the server."""
     digest = hashlib.sha256()
     for client in sorted(
         private.accepted_jobs, key=lambda client: f"{client}/"

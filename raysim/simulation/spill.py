@@ -58,7 +58,7 @@ class Spill:
         except OSError as error:
             where = self._folder or tempfile.gettempdir()
             raise OSError(
-                error.errno, f"{error.strerror}: {self._end} bytes of private states", where
+                error.errno, f"{error.strerror}: {self._end} bytes of client states", where
             ) from None
         self._pieces[client] = pieces
 

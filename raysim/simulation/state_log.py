@@ -1,4 +1,4 @@
-"""Clients' private states as an append-only log: what changed since the last checkpoint goes to new files.
+"""Clients' client states as an append-only log: what changed since the last checkpoint goes to new files.
 
 A file of the log is written once, and is named in the manifest of every checkpoint that needs it. An index says which
 file has which client's state. A file is left behind when less than half of its bytes are still some client's state, or

@@ -1,1 +1,1 @@
-"""A client's work on its host: the loop, the step, the host that keeps private states."""
+"""A client's work on its worker: the loop, the step, the worker that keeps client states."""

@@ -9,8 +9,8 @@ They are drawn once from the seed, among the clients that have samples. With y t
     alie         mean + z deviation of the honest updates, by coordinate  Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices where the papers are silent
-- The server's side changes the updates once they are there, before anything is made of them: on any number of hosts the
-  same bits. What else attackers upload or keep, and BatchNorm's statistics, are what their training left.
+- The server's side changes the updates once they are there, before anything is made of them: on any number of workers
+  the same bits. What else attackers upload or keep, and BatchNorm's statistics, are what their training left.
 - ALIE's statistics are those of the honest updates of the same aggregation, with the population's deviation; the paper
   estimates them from the attackers' own data. z is that of each aggregation's n updates and m attackers, at least 0.
 - A changed update has to pass `faults.norm` like any other.

@@ -119,7 +119,7 @@ class BatchedLanes(LaneLoop[Lane]):
         data, counters = (flat.detach().expand(count, -1).clone() for flat in flats)
         super().__init__(trainer, data, counters, Lane)
         layers = linear_chain(trainer.vector.networks, len(trainer.task.shape))
-        assert layers is not None, "checked before a host starts"
+        assert layers is not None, "checked before a worker starts"
         self.layers = layers
         self.group = trainer.step.group(_TASK.trains)
         self.leaves, self.steps = self._leaves()

@@ -1,4 +1,4 @@
-"""What a host does so that the sums of a node are added up there, before they travel."""
+"""What a worker does so that the sums of a node are added up there, before they travel."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raysim.vectors.blocks import folded
 
 
 class Combiner:
-    """A part of a host."""
+    """A part of a worker."""
 
-    train: Callable[..., Any]  # see `Host`
+    train: Callable[..., Any]  # see `Worker`
 
     def train_apart(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *others: Any

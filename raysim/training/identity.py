@@ -55,7 +55,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
     """Return the identity of this process.
 
     packages: those besides raysim whose code a run uses. device: what the process computes on; "" for a process that
-    trains nothing. node: the name of this machine; "" for its host name.
+    trains nothing. node: the name of this machine; "" for its worker name.
     """
     facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
     facts |= {

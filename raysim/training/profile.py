@@ -1,4 +1,4 @@
-"""Where a host's time goes: its own calls and methods are timed, from outside, in a run that asks for it."""
+"""Where a worker's time goes: its own calls and methods are timed, from outside, in a run that asks for it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,26 @@ _WITHIN_LANES = {"step_lanes": "steps"}
 
 
 @dataclass(frozen=True)
-class HostTrack:
-    """Where the time of a host's calls went, and when each call began and ended (seconds since the epoch)."""
+class WorkerTrack:
+    """Where the time of a worker's calls went, and when each call began and ended (seconds since the epoch)."""
 
     track: Track
     calls: list[tuple[float, float]]
 
 
-def watched(host: object, trainer: object, loop: object, device: torch.device) -> Spans:
-    """Time what a host, its trainer and its loop do from now on.
+def watched(worker: object, trainer: object, loop: object, device: torch.device) -> Spans:
+    """Time what a worker, its trainer and its loop do from now on.
 
     On a GPU, which works asynchronously, every span waits for the end of the work.
     """
     waits = device.type == "cuda"
     spans = Spans(whole=("evaluation",), settle=torch.cuda.synchronize if waits else lambda: None)
-    parts = (host, _CALLS), (host, _WITHIN_HOST), (trainer, _WITHIN_TRAINER), (loop, _WITHIN_LANES)
+    parts = (
+        (worker, _CALLS),
+        (worker, _WITHIN_HOST),
+        (trainer, _WITHIN_TRAINER),
+        (loop, _WITHIN_LANES),
+    )
     for owner, kinds in parts:
         for name, kind in kinds.items():
             if hasattr(owner, name):

@@ -1,4 +1,4 @@
-"""The private states of a host's clients: on its device within a budget, beyond it in ordinary memory."""
+"""The client states of a worker's clients: on its device within a budget, beyond it in ordinary memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raysim.api.private_state import PrivateState, StoredState, size
+from raysim.api.client_state import ClientState, StoredState, size
 from raysim.training.transfer import Copies, up
 
 
 @dataclass(eq=False)
 class Leftover:
-    """What a job left of its client's private state, where it lies: whoever holds this sees it move."""
+    """What a job left of its client's state, where it lies: whoever holds this sees it move."""
 
     job: int
-    state: PrivateState[Tensor] | None  # None: it has left the device
+    state: ClientState[Tensor] | None  # None: it has left the device
     stored: StoredState | None = None  # once it was copied down
 
     @property
@@ -70,7 +70,7 @@ class Resident:
     def __len__(self) -> int:
         return len(self._last)
 
-    def get(self, client: int, job: int) -> PrivateState[Tensor] | None:
+    def get(self, client: int, job: int) -> ClientState[Tensor] | None:
         """The state that a job left, on the device; None if it is not here."""
         left = self._last.get(client)
         if left is None or left.job != job:
@@ -82,7 +82,7 @@ class Resident:
         self._use(client, left)
         return state
 
-    def put(self, client: int, job: int, state: PrivateState[Tensor]) -> Leftover:
+    def put(self, client: int, job: int, state: ClientState[Tensor]) -> Leftover:
         """Keep what a job left."""
         left = self._last[client] = Leftover(job, state)
         self._use(client, left)

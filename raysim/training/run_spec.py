@@ -53,7 +53,7 @@ class Faults:
     """The largest share of an aggregation's clients that may fail before the run stops, and when a client has failed.
 
     norm: the largest norm that the update of a client's parameters may have; None: any. timeout: seconds after which a
-    host that has not answered a call is replaced; None: never.
+    worker that has not answered a call is replaced; None: never.
     """
 
     tolerate: float = 0.1
@@ -70,9 +70,9 @@ class Faults:
 
 @dataclass(frozen=True)
 class State:
-    """How many GiB of clients' accepted private states stay in memory; those idle for longest lie on disk beyond it.
+    """How many GiB of clients' accepted client states stay in memory; those idle for longest lie on disk beyond it.
 
-    device: how many GiB of them each host keeps on its GPU; those idle for longest lie in ordinary memory beyond it.
+    device: how many GiB of them each worker keeps on its GPU; those idle for longest lie in ordinary memory beyond it.
     """
 
     budget: float | None = None  # None: no limit
@@ -99,7 +99,7 @@ class RunSettings:
     """The numbers of a run, under the names of the configuration's keys: how it trains, aggregates and evaluates.
 
     weighting: None: by samples, unless a method asks for uniform. summation: how many consecutive updates are summed as
-    one group. Coordinator and hosts read this very object; nothing is copied out of it under another name.
+    one group. Coordinator and workers read this very object; nothing is copied out of it under another name.
     """
 
     seed: int = 0
@@ -122,10 +122,10 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """All that a host or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
+    """All that a worker or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
 
-    device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a host trains at once,
-    on which bits depend. score_batch: samples scored at once. profile: whether it is measured where the time goes.
+    device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a worker trains at
+    once, on which bits depend. score_batch: samples scored at once. profile: measure where the time goes.
     graph: whether a step is recorded once and replayed; bits depend on it. precision: what products
     of a step are computed in. loss: in place of the usual one; see `Task`.
     weights: saved ones, where networks start. packages: those

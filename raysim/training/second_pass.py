@@ -94,7 +94,7 @@ class SecondPass:
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
         """Move the parameters in `runs` by `shift`, and start from the state and the draws of the first pass.
 
-        Afterwards parameters, buffers (BatchNorm's statistics), private state and torch's generator are to the bit what
+        Afterwards parameters, buffers (BatchNorm's statistics), client state and torch's generator are to the bit what
         they were before; whatever the pass did to them is dropped.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim.api.client_state import pack, unpack
+from raysim.api.client_state import ClientState
 from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.declare import Declarations
@@ -24,8 +24,8 @@ from raysim.api.mistakes import (
     check_upload,
     one_for_each_step,
 )
-from raysim.api.private_state import PrivateState
 from raysim.api.setup import Declared
+from raysim.api.state_values import pack, unpack
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
@@ -104,7 +104,7 @@ class LocalRun:
     cycle: Sequence[Sequence[Stage]]
     batches: Iterator[Batch]
     losses: list[Tensor] = field(default_factory=list)  # of iterations with the task
-    kept: Collection[str] = ()  # names of the private state that it began with
+    kept: Collection[str] = ()  # names of the client state that it began with
 
     def loss_rows(self) -> list[int]:
         """Return the number of rows behind each loss: the batch sizes of the iterations with the task loss."""
@@ -114,7 +114,7 @@ class LocalRun:
 
 
 class Trainer:
-    """The networks, the data and the loop of one host; trains one client after another.
+    """The networks, the data and the loop of one worker; trains one client after another.
 
     inputs [n, ...] (images: uint8 [n, c, h, w]) and labels: as stored, on the device. partition: client to training
     rows. precision: see `Step`.
@@ -315,7 +315,7 @@ class Trainer:
             return [value.to(device) for value in values]
         return torch.stack(list(values)).to(device).unbind()
 
-    def load(self, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
+    def load(self, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
         """Let the vector be what a client starts from."""
         load(self.vector, base, counters, state)
 
@@ -325,7 +325,7 @@ class Trainer:
         base: Tensor,
         counters: Tensor,
         download: Mapping[str, Tensor],
-        state: PrivateState[Tensor],
+        state: ClientState[Tensor],
     ) -> LocalRun:
         """Load what a client received and keeps, let the methods receive it, and plan its batches.
 
@@ -372,7 +372,7 @@ class Trainer:
         if (
             self.beginners and self.vector.layout.personal
         ):  # frozen networks start from what training starts from
-            ctx.start = private_state(self.vector, {})
+            ctx.start = client_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         self._draw(ctx)
         batches = (
@@ -556,7 +556,7 @@ class OneByOne:
                 clients.fail(index, error)
 
 
-def load(vector: Vector, base: Tensor, counters: Tensor, state: PrivateState[Tensor]) -> None:
+def load(vector: Vector, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
     """Put a received prefix and a client's personal suffix into a vector."""
     vector.shared.copy_(base)
     if len(counters):
@@ -566,7 +566,7 @@ def load(vector: Vector, base: Tensor, counters: Tensor, state: PrivateState[Ten
         vector.counters[len(counters) :].copy_(state.counters)
 
 
-def private_state(vector: Vector, methods: Mapping[str, Tensor]) -> PrivateState[Tensor]:
-    """A client's private state: a copy of the vector's personal suffix, and what methods keep."""
+def client_state(vector: Vector, methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
+    """A client's state: a copy of the vector's personal suffix, and what methods keep."""
     counters = vector.counters[vector.layout.shared_counters :]
-    return PrivateState(vector.personal.clone(), counters.clone(), methods)
+    return ClientState(vector.personal.clone(), counters.clone(), methods)

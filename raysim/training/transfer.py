@@ -51,10 +51,10 @@ _on_device: WeakValueDictionary[tuple[str, torch.device], Tensor] = (
 
 
 def on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of a data set: one copy on a device for all hosts of this process; on a CPU views.
+    """Inputs and labels of a data set: one copy on a device for all workers of this process; on a CPU views.
 
-    Hosts of other processes, as Ray's are, have copies of their own: memory of a GPU that another process lends is gone
-    when that process dies, and hosts may die. One host with several lanes fills a GPU, and then there is one copy.
+    Workers of other processes, as Ray's are, have copies of their own: memory of a GPU that another process lends is
+    gone when that process dies, and workers may die. One worker with several lanes fills a GPU with one copy.
     """
     found = []
     for part, array in (("inputs", dataset.inputs), ("labels", dataset.labels)):

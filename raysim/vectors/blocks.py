@@ -93,7 +93,7 @@ def run_compiled(
 def folded(groups: Sequence[Group], into: Tensor | None = None) -> Tensor:
     """[d] the sum over groups of w_1 a_1 + w_2 a_2 + ..., each folded in its order: every sum of updates on the server.
 
-    A group that a host has summed is one vector of weight 1. into: the place of the sum, a new one if None.
+    A group that a worker has summed is one vector of weight 1. into: the place of the sum, a new one if None.
     """
     first = torch.from_numpy(groups[0][0][0])
     total = torch.empty_like(first) if into is None else into

@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies. Fixed once per run, equal on all hosts and on the coordinator."""
+    """Where each tensor lies. Fixed once per run, equal on all workers and on the coordinator."""
 
     entries: tuple[Entry, ...]  # floating, by position
     counters: tuple[Entry, ...]  # integer buffers, by position
@@ -220,7 +220,7 @@ class Vector:
     ) -> Iterator[None]:
         """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
 
-        These may be any tensors, such as views of a client's private state, where `rehome` changes parameters in place.
+        These may be any tensors, such as views of a client's state, where `rehome` changes parameters in place.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters

@@ -44,7 +44,7 @@ def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: P
         row for part in ("correctness", "bits", "G1") for row in found[part] if "refused" in row
     ]
     assert all(row["distance"] <= row["allowed"] for row in found["correctness"])
-    assert all(row["again"] and row["two hosts"] for row in found["bits"])
+    assert all(row["again"] and row["two workers"] for row in found["bits"])
     assert {"plain loop", "loop", "graph", "FedBR, loop"} <= {row["way"] for row in found["G1"]}
     for picture in ("correctness.png", "G1.png", *(row["picture"] for row in found["profile"])):
         assert f"({picture})" in page and (tmp_path / picture).stat().st_size > 5000

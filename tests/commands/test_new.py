@@ -120,7 +120,7 @@ def test_its_words_run_on_ray_to_the_same_bits(mine: Path) -> None:
         "--allow",
         "mine",
         *WORDS,
-        "runtime.hosts=2",
+        "runtime.workers=2",
         "out=two",
     ]
     ran = subprocess.run(program, capture_output=True, text=True, check=False)

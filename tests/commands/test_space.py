@@ -101,7 +101,7 @@ def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentenc
     ("settings", "sentence"),
     [
         ({"trials": 0}, "sweep.trials=0 must be at least 1"),
-        ({"hosts": -1}, "sweep.hosts=-1 must be at least 0"),
+        ({"workers": -1}, "sweep.workers=-1 must be at least 0"),
         (
             {"reduction": 1.0},
             "sweep.reduction=1.0 must be above 1: 3 lets a third of the trials through",
@@ -116,4 +116,4 @@ def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentenc
 def test_a_search_without_room_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Options(**settings)
-    assert Options(trials=1, hosts=0, reduction=1.5, minutes=0.1).reduction == 1.5
+    assert Options(trials=1, workers=0, reduction=1.5, minutes=0.1).reduction == 1.5

@@ -53,7 +53,7 @@ ALONE = (
     "model=mlp",
     "local.epochs=1",
 )
-RUN = ("runtime.hosts=1", *ALONE)
+RUN = ("runtime.workers=1", *ALONE)
 MINE = """
 from raysim.api.method import Method
 
@@ -222,7 +222,7 @@ def test_a_typing_mistake_is_answered_before_anything_is_uploaded(
     [
         ["rounds=ten"],
         ["local.lr=fast"],
-        ["runtime.hosts=-1"],
+        ["runtime.workers=-1"],
         ["method=fedprox", "method.fedprox.mu=big"],
         ["method=fedprox", "method.fedprox.mu=-1.5"],
         ["partition.alpha=some"],
@@ -582,7 +582,7 @@ def test_what_raysim_new_wrote_runs_on_a_cluster_by_its_words(
         for group in ("method", "model", "data", "partition", "schedule", "fleet", "observer")
     ]
     package = ("--with", str(tmp_path / "fresh" / "fresh"), "run", "--allow", "fresh")
-    few = ("rounds=2", "tracking=none", "runtime.hosts=1", f"out={tmp_path / 'run'}")
+    few = ("rounds=2", "tracking=none", "runtime.workers=1", f"out={tmp_path / 'run'}")
     ran = cluster.submit(*package, *words, *few)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["methods"] == ["fresh"]
@@ -590,7 +590,7 @@ def test_what_raysim_new_wrote_runs_on_a_cluster_by_its_words(
 
 
 def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
-    ran = cluster.submit("run", *RUN, "runtime.hosts=500", f"out={tmp_path / 'run'}")
+    ran = cluster.submit("run", *RUN, "runtime.workers=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
 
@@ -653,8 +653,8 @@ def test_the_rayjob_keeps_to_kuberays_schema(place: str) -> None:
     node = found
     for name in place.split("."):
         node = node[name]
-    node["hosts"] = 2
-    with pytest.raises(jsonschema.ValidationError, match="hosts"):
+    node["workers"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="workers"):
         jsonschema.validate(found, schema)
 
 

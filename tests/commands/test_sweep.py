@@ -385,8 +385,8 @@ def test_pbt_takes_over_states_and_changes_values(ray_session: None) -> None:
     assert all(0.0001 <= row["local.lr"] <= 0.5 for row in rows)
 
 
-def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray_session: None) -> None:
-    folder = sweep("local.lr=tag(log,interval(0.01,0.5))", "sweep.trials=1", "sweep.hosts=2")
+def test_a_trial_with_workers_of_its_own_has_the_same_bits(ray_session: None) -> None:
+    folder = sweep("local.lr=tag(log,interval(0.01,0.5))", "sweep.trials=1", "sweep.workers=2")
     (row,) = trials(folder)
     assert row["accuracy_global"] == alone(folder / row["folder"] / "config.yaml")
 
@@ -394,9 +394,10 @@ def test_a_trial_with_hosts_of_its_own_has_the_same_bits(ray_session: None) -> N
 def test_a_trial_that_does_not_fit_is_refused_with_numbers(
     ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep(LRS, "sweep.hosts=3", status=2)
+    sweep(LRS, "sweep.workers=3", status=2)
     assert (
-        "3 hosts of 1 CPU each, the cluster has 2 CPU: set sweep.hosts=2" in capsys.readouterr().err
+        "3 workers of 1 CPU each, the cluster has 2 CPU: set sweep.workers=2"
+        in capsys.readouterr().err
     )
     sweep(LRS, "runtime.threads=3", status=2)
     assert "a trial needs 3 CPU, the cluster has 2 CPU" in capsys.readouterr().err

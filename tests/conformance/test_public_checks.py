@@ -101,7 +101,7 @@ ROUNDS = Study(schedules=(Synchronous(4),))
 
 def test_a_method_that_remembers_on_its_own_ends_at_other_bits() -> None:
     found = failed(Counting(), ROUNDS)
-    assert "the same bits on one host and on two, under synchronous" in found
+    assert "the same bits on one worker and on two, under synchronous" in found
     assert "the same bits straight and resumed, under synchronous" in found
 
 

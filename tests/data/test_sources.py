@@ -213,9 +213,9 @@ def test_a_root_without_the_set_is_named_with_what_was_looked_for(
 @pytest.mark.parametrize(
     "said",
     [
-        "no route to host",
-        "Error downloading a.gz: Tried http://HOST/a.gz, got: <urlopen error [Errno -2] no route to host> ",
-        "<urlopen error no route to host>",
+        "no route to worker",
+        "Error downloading a.gz: Tried http://HOST/a.gz, got: <urlopen error [Errno -2] no route to worker> ",
+        "<urlopen error no route to worker>",
     ],
 )
 def test_a_failed_download_is_one_sentence(
@@ -229,7 +229,7 @@ def test_a_failed_download_is_one_sentence(
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", fail)
     with pytest.raises(
         ValueError,
-        match=r"download failed \(no route to host\): name a folder that holds it in data.root",
+        match=r"download failed \(no route to worker\): name a folder that holds it in data.root",
     ):
         Cifar10(root=str(tmp_path)).build()
 

@@ -92,7 +92,7 @@ def test_one_that_gets_no_further_gives_up(fails: list[int], tmp_path: Path) -> 
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
 
 
-def test_after_a_node_is_lost_as_many_hosts_as_fit_go_on_and_before_it_too_many_are_refused(
+def test_after_a_node_is_lost_as_many_workers_as_fit_go_on_and_before_it_too_many_are_refused(
     fails: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -101,10 +101,10 @@ def test_after_a_node_is_lost_as_many_hosts_as_fit_go_on_and_before_it_too_many_
     room = 2
 
     def fit(options: RayOptions, *_: Any) -> Size:
-        asked.append(options.hosts)
-        if (options.hosts or 1) > room:
+        asked.append(options.workers)
+        if (options.workers or 1) > room:
             raise NoRoom("too little CPU")
-        return Size(options.hosts or room, {"CPU": 1.0})
+        return Size(options.workers or room, {"CPU": 1.0})
 
     def run(spec: Any, schedule: Any, fleet: Any, size: Size, *rest: Any) -> Iterator[Event]:
         nonlocal room
@@ -122,7 +122,7 @@ def test_after_a_node_is_lost_as_many_hosts_as_fit_go_on_and_before_it_too_many_
     monkeypatch.setattr("raysim.experiment.execute.listen_on_loopback", lambda _: None)
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [3]
-    words = [*QUICK[1:], "runtime=local", "runtime.hosts=2"]
+    words = [*QUICK[1:], "runtime=local", "runtime.workers=2"]
     found = raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
     assert asked == [2, 2, None] and not fails
     assert found.summary["model_sha256"] == straight.summary["model_sha256"]

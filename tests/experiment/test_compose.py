@@ -390,7 +390,7 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         (["summation=0"], ["summation=0"]),
         (["thresholds=[a]"], ["thresholds[0]=a", "a number"]),
         (["weighting=mean"], ["weighting=mean", "uniform"]),
-        (["runtime.hosts=2"], ["runtime.hosts", "runtime=inprocess"]),
+        (["runtime.workers=2"], ["runtime.workers", "runtime=inprocess"]),
         (["runtime.threads=0"], ["runtime.threads=0"]),
         (["runtime.lanes=0"], ["runtime.lanes=0"]),
         (["runtime=cluster", "runtime.address=null"], ["runtime.address"]),
@@ -669,3 +669,9 @@ def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(
     assert without_set(again) == without_set(plain(stored)) | {"resume": "latest", "rounds": 9}
     other = plain(compose([f"out={tmp_path}", "resume=latest", "method=[]"]))
     assert other["method"] == {} and other["local"] == plain(stored)["local"]
+
+
+@pytest.mark.parametrize("key", ["runtime.hosts"])
+def test_renamed_key_error_names_the_new_key(key: str) -> None:
+    with pytest.raises(Refused, match=key.replace("hosts", "workers")):
+        compose([f"{key}=2"])

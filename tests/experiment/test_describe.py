@@ -116,22 +116,22 @@ def test_the_overview_says_what_schedule_and_fleet_make_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "cohort", "said"),
+    ("workers", "cohort", "said"),
     [
-        ("null", 20, "enough for 2 busy hosts"),
-        ("null", 7, "enough for 1 busy host"),
-        ("2", 4, "2 hosts busy for 100% of the time"),
+        ("null", 20, "enough for 2 busy workers"),
+        ("null", 7, "enough for 1 busy worker"),
+        ("2", 4, "2 workers busy for 100% of the time"),
         (
             "2",
             3,
-            "2 hosts busy for 75% of the time",
+            "2 workers busy for 75% of the time",
         ),  # each round two of three equal jobs, and then one
     ],
 )
-def test_the_overview_says_how_many_hosts_the_clients_at_work_keep_busy(
-    hosts: str, cohort: int, said: str
+def test_the_overview_says_how_many_workers_the_clients_at_work_keep_busy(
+    workers: str, cohort: int, said: str
 ) -> None:
-    found = lines("runtime=local", f"runtime.hosts={hosts}", f"schedule.cohort={cohort}")
+    found = lines("runtime=local", f"runtime.workers={workers}", f"schedule.cohort={cohort}")
     assert found["schedule"].endswith(said)
 
 

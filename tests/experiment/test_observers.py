@@ -24,10 +24,10 @@ from raysim.results.history import read_history
 from raysim.results.observers import (
     CurrentRun,
     HistoryFile,
-    HostDeaths,
     MethodWarnings,
     Observer,
     ObserverFailed,
+    WorkerDeaths,
 )
 from raysim.simulation.events import Event, Finished, Round, Saved, Started
 from raysim.training.run_spec import declare_run
@@ -294,15 +294,15 @@ def test_only_who_has_started_and_not_finished_is_told_of_a_stop(
 
 # --- what is said -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("deaths", "text"), [(0, ""), (1, "1 host process died and was"), (2, "2 host processes")]
+    ("deaths", "text"), [(0, ""), (1, "1 worker process died and was"), (2, "2 worker processes")]
 )
-def test_the_death_of_a_host_is_said_with_why_it_does_no_harm(
+def test_the_death_of_a_worker_is_said_with_why_it_does_no_harm(
     tmp_path: Path, deaths: int, text: str
 ) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=400)
-    HostDeaths(console.print).on_round(
-        CurrentRun(tmp_path, 9), Round({"round": 3, "host_deaths": deaths}, ())
+    WorkerDeaths(console.print).on_round(
+        CurrentRun(tmp_path, 9), Round({"round": 3, "worker_deaths": deaths}, ())
     )
     said = stream.getvalue()
     assert text in said

@@ -26,9 +26,9 @@ from raysim.models.classifier import Classifier, ModelRecipe, Shape
 from raysim.models.split import Whole
 from raysim.primitives.errors import Refused
 from raysim.training.batched_lanes import linear_chain
-from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode, usual_lanes
+from raysim.training.worker import Worker
 
 EXACT = 1e-9  # float64 from end to end: what is left is the order in which products are summed
 EPOCHS = Local(lr=0.05, momentum=0.5, batch=8, epochs=2)
@@ -101,8 +101,8 @@ class TestNumbers:
 
 
 def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
-    """Each client's delta, from one call to a new host."""
-    answer = Host(spec).train(jobs, [], 1, coordinate(spec).server.published())
+    """Each client's delta, from one call to a new worker."""
+    answer = Worker(spec).train(jobs, [], 1, coordinate(spec).server.published())
     assert not isinstance(answer, tuple)
     deltas: dict[int, np.ndarray] = {}
     for update in answer.updates:
@@ -128,13 +128,13 @@ class TestBits:
             for client, delta in trained(spec, some).items():
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
-    def test_hosts_and_a_resume_change_no_bit(self, tmp_path: Path) -> None:
+    def test_workers_and_a_resume_change_no_bit(self, tmp_path: Path) -> None:
         def spec() -> RunSpec:
             return study(lanes=3, dtype=torch.float32)
 
         straight = run(spec(), BUFFER, rounds=6)
-        hosts = ran(coordinate(spec(), BUFFER, runtime=several(spec(), 3), rounds=6))
-        assert (hosts.bits, hosts.history) == (straight.bits, straight.history)
+        workers = ran(coordinate(spec(), BUFFER, runtime=several(spec(), 3), rounds=6))
+        assert (workers.bits, workers.history) == (straight.bits, straight.history)
         run(spec(), BUFFER, rounds=6, checkpoint_every=3, folder=str(tmp_path))
         resumed = run(
             spec(), BUFFER, rounds=6, resume=str(tmp_path / "checkpoints" / "round-000003")
@@ -145,7 +145,7 @@ class TestBits:
         spec, jobs = study(lanes=3, dtype=torch.float32), jobs_of(6)
         single = trained(spec, jobs)
         published = coordinate(spec).server.published()
-        result = Host(spec).train(jobs, [tuple(range(6))], 1, published)
+        result = Worker(spec).train(jobs, [tuple(range(6))], 1, published)
         assert not isinstance(result, tuple)
         (total,) = result.sums.values()
         expected = torch.from_numpy(single[0] * np.float32(1.0))
@@ -247,11 +247,11 @@ class TestWhatQualifies:
     )
     def test_others_are_refused_with_the_key(self, spec: RunSpec) -> None:
         with pytest.raises(Refused, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
-            Host(spec)
+            Worker(spec)
 
     def test_a_refusal_names_the_method_or_the_device(self) -> None:
         with pytest.raises(Refused, match="method 'fedprox'"):
-            Host(study(FedProx(0.1), lanes=2))
+            Worker(study(FedProx(0.1), lanes=2))
         spec = study(lanes=2, device="cuda")
         with pytest.raises(Refused, match=r"device=cuda.*runtime\.graph=true"):
             check_step_mode(spec, declare_run(spec))

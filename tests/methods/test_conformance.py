@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster import Hosts
+from cluster import Workers
 from tiny_runs import (
     BLOCKS,
     BUFFER,
@@ -34,11 +34,11 @@ from tiny_runs import (
 from torch import Tensor
 
 import raysim.methods
+from raysim.api.client_state import flat
 from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.private_state import flat
 from raysim.api.setup import Declared, Setup
 from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
@@ -488,10 +488,10 @@ def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", TABLE)
-def test_on_two_ray_hosts_a_method_has_the_bits_and_the_history_of_a_run_in_process(
-    name: str, schedule: Any, hosts: Hosts
+def test_on_two_ray_workers_a_method_has_the_bits_and_the_history_of_a_run_in_process(
+    name: str, schedule: Any, workers: Workers
 ) -> None:
-    agreement.on_hosts(fresh(name), schedule, runtime=hosts.runtime(fresh(name)(), 2))
+    agreement.on_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
 
 
 # --- staleness ----------------------------------------------------------------------------------------------------

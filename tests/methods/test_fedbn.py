@@ -33,8 +33,8 @@ from raysim.methods.fedbn import SCOPES, FedBN, reestimate_statistics
 from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import build_networks, declare_run
+from raysim.training.worker import Worker
 from raysim.vectors.layout import plan_layout
 
 
@@ -168,29 +168,31 @@ def test_clients_start_different_in_private_tensors_only(scope: Any) -> None:
 
 def personalised(
     trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP
-) -> tuple[Host, Mapping[str, Tensor]]:
-    """Return a host after `personalise` for client 0, and its tensors from before."""
-    host = Host(study(method, model=model))
-    host.trainer.training(False)
-    tensors = host.vector.named(host.vector.data, host.vector.counters)
+) -> tuple[Worker, Mapping[str, Tensor]]:
+    """Return a worker after `personalise` for client 0, and its tensors from before."""
+    worker = Worker(study(method, model=model))
+    worker.trainer.training(False)
+    tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    client = PersonalModel(0, host.vector, {}, {}, lambda: host.trainer.own(0), trained, "fedbn")
+    client = PersonalModel(
+        0, worker.vector, {}, {}, lambda: worker.trainer.own(0), trained, "fedbn"
+    )
     with torch.no_grad():
         method.personalise(client)
-    return host, before
+    return worker, before
 
 
 @pytest.mark.parametrize("scope", ["all", "statistics"])
 def test_untrained_client_gets_statistics_of_its_samples(scope: Any) -> None:
-    host, before = personalised(False, FedBN(scope, reestimate=True))
-    model: Any = host.vector.networks["model"]
-    inputs = torch.cat([inputs for inputs, _ in host.trainer.own(0)])
+    worker, before = personalised(False, FedBN(scope, reestimate=True))
+    model: Any = worker.vector.networks["model"]
+    inputs = torch.cat([inputs for inputs, _ in worker.trainer.own(0)])
     with torch.no_grad():
         inner = model.extractor[1](model.extractor[0](inputs))
     norm = model.extractor[2]
     assert torch.allclose(norm.running_mean, inner.mean(0), atol=1e-5)
     assert torch.allclose(norm.running_var, inner.var(0), rtol=1e-4)
-    after = host.vector.named(host.vector.data, host.vector.counters)
+    after = worker.vector.named(worker.vector.data, worker.vector.counters)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed == {f"model.extractor.2.{entry}" for entry in SCOPES["statistics"]}
 
@@ -220,8 +222,8 @@ def test_modes_and_momenta_are_restored_after_an_error() -> None:
 
 
 def test_trained_client_keeps_its_statistics() -> None:
-    host, before = personalised(True, FedBN(reestimate=True))
-    after = host.vector.named(host.vector.data, host.vector.counters)
+    worker, before = personalised(True, FedBN(reestimate=True))
+    after = worker.vector.named(worker.vector.data, worker.vector.counters)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 

@@ -31,12 +31,12 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
+from raysim.api.client_state import ClientState
 from raysim.api.context import Batch, Context, Plan, Stage
 from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob, PersonalModel
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
-from raysim.api.private_state import PrivateState
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.data.federated import FederatedData
@@ -55,9 +55,9 @@ from raysim.methods.local import LocalTraining
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.load import Loads
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import build_networks, declare_run
-from raysim.training.trainer import private_state
+from raysim.training.trainer import client_state
+from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector, plan_layout
 
 TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
@@ -407,18 +407,18 @@ class Watch(Method):
 
 
 def train(
-    host: Host,
+    worker: Worker,
     client: int = 0,
     turn: int = 0,
-    state: PrivateState[Tensor] | None = None,
+    state: ClientState[Tensor] | None = None,
     download: Mapping[str, Tensor] | None = None,
 ) -> Context:
-    """One participation from the initial values, or from a private state."""
-    networks, layout = build_networks(host.spec)
+    """One participation from the initial values, or from a client state."""
+    networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
-    state = state or private_state(initial, {})
-    return host.trainer.train(
+    state = state or client_state(initial, {})
+    return worker.trainer.train(
         Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, dict(download or {}), state
     )
 
@@ -475,7 +475,7 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(
 def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
     watch = Watch()
     study = run_spec(FedPAC(lam, head_lr_factor=5.0), watch, model=NORMED_MLP, local=TWO)
-    ctx = train(Host(study), client=3, download=prototypes())
+    ctx = train(Worker(study), client=3, download=prototypes())
     model: Any = build_networks(study)[0]["model"]
     inputs, labels = next(ctx.data())
     local = local_statistics(
@@ -508,7 +508,7 @@ def test_a_job_is_a_phase_of_each_of_two_optimisers(lam: float) -> None:
 
 def test_statistics_are_of_the_received_and_class_means_of_the_trained_extractor() -> None:
     study = run_spec(FedPAC(), model=NORMED_MLP, local=TWO)
-    ctx = train(Host(study), client=2)
+    ctx = train(Worker(study), client=2)
     assert set(ctx.upload) == UPLOADS
     initial: Any = build_networks(study)[0]["model"].eval()
     inputs, labels = next(ctx.data())
@@ -527,17 +527,15 @@ def test_statistics_are_of_the_received_and_class_means_of_the_trained_extractor
 def test_a_job_starts_from_the_head_that_the_server_sends_and_sends_its_own() -> None:
     watch = Watch()
     study = run_spec(FedPAC(), watch, model=MLP, local=TWO)
-    host = Host(study)
+    worker = Worker(study)
     sent = random(5 * 12 + 5).float()
-    stale: PrivateState[Tensor] = PrivateState(
-        torch.zeros(65), torch.zeros(0, dtype=torch.int64), {}
-    )
-    ctx = train(host, download={"fedpac.head": sent}, state=stale)
+    stale: ClientState[Tensor] = ClientState(torch.zeros(65), torch.zeros(0, dtype=torch.int64), {})
+    ctx = train(worker, download={"fedpac.head": sent}, state=stale)
     first, last = watch.seen[0][0], watch.seen[0][-1]
     assert torch.equal(torch.cat([first["head.weight"].flatten(), first["head.bias"]]), sent)
     trained = torch.cat([last["head.weight"].flatten(), last["head.bias"]])
     assert torch.equal(ctx.upload["fedpac.head"], trained) and not torch.equal(trained, sent)
-    assert torch.equal(host.vector.personal, trained)
+    assert torch.equal(worker.vector.personal, trained)
 
 
 def test_alignment_of_mixed_samples_is_a_mean_over_labels() -> None:
@@ -678,10 +676,10 @@ def test_participants_get_mixtures_of_what_they_sent_and_others_keep_their_heads
 
 def test_client_twice_in_a_buffer_counts_once() -> None:
     study = run_spec(FedPAC(), local=TWO)
-    host = Host(study)
+    worker = Worker(study)
     updates = []
     for number, client in enumerate([1, 4, 1]):
-        ctx = train(host, client=client, turn=number)
+        ctx = train(worker, client=client, turn=number)
         extras = {name: value.numpy() for name, value in ctx.upload.items()}
         updates.append(SimpleNamespace(client=client, extras=extras))
 
@@ -698,14 +696,14 @@ def test_client_twice_in_a_buffer_counts_once() -> None:
 
 def test_own_model_has_its_mixture_or_the_initial_head() -> None:
     study = run_spec(FedPAC(), local=TWO)
-    host = Host(study)
-    before, head = host.vector.data.clone(), random(65).float()
+    worker = Worker(study)
+    before, head = worker.vector.data.clone(), random(65).float()
     for sent in ({}, {"fedpac.head": head}):
-        data = functools.partial(host.trainer.own, 0)
-        client = PersonalModel(0, host.vector, {}, sent, data, bool(sent), "fedpac")
+        data = functools.partial(worker.trainer.own, 0)
+        client = PersonalModel(0, worker.vector, {}, sent, data, bool(sent), "fedpac")
         study.methods[0].personalise(client)
-        assert torch.equal(host.vector.shared, before[:-65])
-        assert torch.equal(host.vector.personal, head if sent else before[-65:])
+        assert torch.equal(worker.vector.shared, before[:-65])
+        assert torch.equal(worker.vector.personal, head if sent else before[-65:])
 
 
 # --- classes that nobody has ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from raysim.api.method import Method
 from raysim.methods import moon
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
-from raysim.training.host import Host
+from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector
 
 PREVIOUS = "moon.previous"
@@ -96,12 +96,12 @@ def test_previous_model_like_the_received_changes_no_step() -> None:
     local = Local(lr=0.5, epochs=None, steps=1, batch=8)
 
     def trained(mu: float, shift: float) -> Tensor:
-        host = Host(run_spec(Moon(mu, out=8), local=local))
-        base = host.vector.shared.clone()
+        worker = Worker(run_spec(Moon(mu, out=8), local=local))
+        base = worker.vector.shared.clone()
         noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0))
         state = private({PREVIOUS: (base + shift * noise).unsqueeze(0)})
-        host.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, host.vector.counters[:0], {}, state)
-        return host.vector.data.clone()
+        worker.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, worker.vector.counters[:0], {}, state)
+        return worker.vector.data.clone()
 
     plain = trained(0.0, 0.0)
     assert torch.allclose(trained(10.0, 0.0), plain, rtol=0, atol=1e-6)

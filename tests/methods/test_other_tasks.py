@@ -6,7 +6,7 @@ import functools
 import re
 
 import pytest
-from cluster import Hosts
+from cluster import Workers
 from test_conformance import TABLE, declared
 from tiny_runs import changed, coordinate, ran, run, run_spec
 
@@ -67,12 +67,12 @@ def test_the_methods_that_add_inputs_up_are_those_that_say_so() -> None:
 @pytest.mark.parametrize(
     "model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr
 )
-def test_token_runs_have_the_same_bits_on_one_host_and_on_two(
-    model: ModelRecipe, hosts: Hosts
+def test_token_runs_have_the_same_bits_on_one_worker_and_on_two(
+    model: ModelRecipe, workers: Workers
 ) -> None:
     spec = run_spec(FedProx(0.1), Scaffold(), model=model, data=data("tokens"), local=LOCAL)
     here = run(spec)
-    there = ran(coordinate(spec, runtime=hosts.runtime(changed(spec), 2)))
+    there = ran(coordinate(spec, runtime=workers.runtime(changed(spec), 2)))
     assert there.bits == here.bits and there.history == here.history and not here.failures
 
 

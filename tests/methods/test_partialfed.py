@@ -30,12 +30,12 @@ from tiny_runs import (
 from torch import Tensor
 from torch.func import functional_call
 
-from raysim.api.client_state import pack
 from raysim.api.context import Context
 from raysim.api.local_job import LocalJob, PersonalModel
 from raysim.api.messages import Job
 from raysim.api.method import Method
 from raysim.api.setup import Setup
+from raysim.api.state_values import pack
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -48,9 +48,9 @@ from raysim.methods.partialfed import PartialFed, model_layers
 from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import build_networks, declare_run
-from raysim.training.trainer import private_state
+from raysim.training.trainer import client_state
+from raysim.training.worker import Worker
 
 EVERYBODY = Synchronous(6)
 
@@ -93,11 +93,11 @@ class Client:
     def __init__(
         self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL
     ) -> None:
-        self.host = Host(run_spec(*methods, model=model, local=local))
-        self.initial = self.host.vector.shared.clone()
-        self.counters = self.host.vector.counters.clone()
-        self.personal, self.state = private_state(self.host.vector, {}), dict[str, Tensor]()
-        for declared in self.host.trainer.declarations.methods:
+        self.worker = Worker(run_spec(*methods, model=model, local=local))
+        self.initial = self.worker.vector.shared.clone()
+        self.counters = self.worker.vector.counters.clone()
+        self.personal, self.state = client_state(self.worker.vector, {}), dict[str, Tensor]()
+        for declared in self.worker.trainer.declarations.methods:
             self.state |= pack(declared.client_states(1))
         self.turn = 0
 
@@ -112,13 +112,13 @@ class Client:
         base = self.initial if base is None else base
         counters = self.counters if counters is None else counters
         state = replace(self.personal, methods=self.state)
-        ctx = self.host.trainer.train(job, base, counters, {}, state)
-        self.personal, self.state = private_state(self.host.vector, {}), pack(ctx.state)
+        ctx = self.worker.trainer.train(job, base, counters, {}, state)
+        self.personal, self.state = client_state(self.worker.vector, {}), pack(ctx.state)
         self.turn += 1
         return ctx
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        return {e.path: flat[e.start : e.stop] for e in self.host.layout.entries}
+        return {e.path: flat[e.start : e.stop] for e in self.worker.layout.entries}
 
 
 def other(vector: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_training_starts_from_the_received_values_in_the_loaded_layers_and_from_
     watch = Watch()
     client = Client(method, watch)
     trained = client.train().vector.shared.clone()
-    counted = client.host.vector.counters.clone()
+    counted = client.worker.vector.counters.clone()
     received, counters = other(client.initial), torch.full_like(client.counters, 99)
     ctx = client.train(received, counters)
     _, start, base, counting = watch.started[1]
@@ -258,7 +258,7 @@ def test_other_networks_are_loaded_whatever_the_strategy() -> None:
     client.train()
     received = other(client.initial)
     client.train(received)
-    for entry in client.host.layout.entries:
+    for entry in client.worker.layout.entries:
         there = slice(entry.start, entry.stop)
         assert torch.equal(watch.started[1][1][there], received[there]) == (
             entry.network != "model"
@@ -296,12 +296,12 @@ def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
     client.state["fedbss.losses"] = torch.zeros(0)
     client.train(torch.zeros_like(client.initial))
     assert torch.equal(seen[1], trained)
-    model, losses = client.host.vector.networks["model"], client.state["fedbss.losses"]
-    client.host.vector.shared.copy_(trained)
+    model, losses = client.worker.vector.networks["model"], client.state["fedbss.losses"]
+    client.worker.vector.shared.copy_(trained)
     with torch.no_grad():
         own = [
             torch.nn.functional.cross_entropy(model(x), y, reduction="none")
-            for x, y in client.host.trainer.own(0)
+            for x, y in client.worker.trainer.own(0)
         ]
     assert torch.allclose(losses, torch.cat(own)), "FedBSS is listed behind PartialFed"
 
@@ -397,7 +397,7 @@ def test_the_policys_steps_change_its_logits_and_nothing_else(model: ModelRecipe
     ctx = client.train(received)
     assert method._kept and method._training
     new = ctx.state["partialfed.logits"]
-    layers = len(model_layers(client.host.layout, client.host.vector.networks["model"]))
+    layers = len(model_layers(client.worker.layout, client.worker.vector.networks["model"]))
     assert old.shape == new.shape == (layers, 2) and not old.any()
     assert (new != 0).all(), "every layer has a gradient"
     assert int(ctx.state["partialfed.adam['steps']"]) == 10
@@ -428,7 +428,7 @@ def test_the_policy_keeps_what_the_received_model_spoils() -> None:
     )
     client.train()
     spoilt = client.state["partialfed.model"].clone()
-    for entry in client.host.layout.entries:
+    for entry in client.worker.layout.entries:
         if entry.path.startswith("head"):
             spoilt[entry.start : entry.stop] *= -3
     ctx = client.train(spoilt)
@@ -456,14 +456,14 @@ def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivativ
         return functional_call(model, relaxed_tensors, (inputs,)).square().mean()
 
     mixed = ctx.state["partialfed.model"].clone()
-    for entry in client.host.layout.entries:
+    for entry in client.worker.layout.entries:
         u = float(shares[paths.index(entry.path.rpartition(".")[0])])
         there = slice(entry.start, entry.stop)
         mixed[there] = u * ctx.base[there] + (1 - u) * mixed[there]
-    client.host.vector.shared.copy_(mixed)
+    client.worker.vector.shared.copy_(mixed)
     assert torch.allclose(relaxed(shares), model(inputs).square().mean(), rtol=1e-5)
     # By the statistics alone.
-    for entry in client.host.layout.entries:
+    for entry in client.worker.layout.entries:
         if "running" not in entry.path:
             ctx.base[entry.start : entry.stop] = ctx.state["partialfed.model"][
                 entry.start : entry.stop
@@ -500,7 +500,7 @@ def test_every_layer_travels_whatever_is_loaded() -> None:
 def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_that() -> None:
     method = PartialFed("none")
     client = Client(method)
-    vector, trainer = client.host.vector, client.host.trainer
+    vector, trainer = client.worker.vector, client.worker.trainer
     shared = other(client.initial)
 
     def own(state: Mapping[str, Tensor], trained: bool) -> tuple[Tensor, Tensor]:
@@ -589,7 +589,7 @@ def test_a_decision_that_is_not_drawn_is_that_of_the_larger_logit_however_little
     client = Client(PartialFed("adaptive", policy_lr=1e-9))
     client.train()
     spoilt = client.state["partialfed.model"].clone()
-    for entry in client.host.layout.entries:
+    for entry in client.worker.layout.entries:
         if entry.path.startswith("head"):
             spoilt[entry.start : entry.stop] *= -3
     ctx = client.train(spoilt)

@@ -33,8 +33,8 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.pfedavg import PFedAvg
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import declare_run
+from raysim.training.worker import Worker
 
 MODES: dict[str, PFedAvg] = {
     "after_local": PFedAvg(),
@@ -114,7 +114,7 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
     turns = found.participations
     assert len(watch.last) > 2 and max(turns.values()) > 1
     layout, states = found.coordinator.layout, found.private
-    host, tests = Host(here), here.data.partition.test
+    worker, tests = Worker(here), here.data.partition.test
     hits = []
     for client in range(5):
         weights = watch.last.get(client)
@@ -122,16 +122,16 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
             assert np.array_equal(
                 states[f"{client}/pfedavg.model"], weights[: layout.shared].numpy()
             )
-            host.vector.data.copy_(weights)
+            worker.vector.data.copy_(weights)
         else:
-            host.vector.shared.copy_(found.coordinator.server.vector)
+            worker.vector.shared.copy_(found.coordinator.server.vector)
             if layout.personal:
-                host.vector.personal.copy_(Host(here).vector.personal)
-        host.trainer.training(False)
-        inputs, labels = host.trainer.gather(tests.rows(client))
+                worker.vector.personal.copy_(Worker(here).vector.personal)
+        worker.trainer.training(False)
+        inputs, labels = worker.trainer.gather(tests.rows(client))
         with torch.no_grad():
             hits.append(
-                float((host.vector.networks["model"](inputs).argmax(1) == labels).double().mean())
+                float((worker.vector.networks["model"](inputs).argmax(1) == labels).double().mean())
             )
     assert found.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
 
@@ -145,12 +145,12 @@ def test_the_shared_model_has_columns_of_its_own() -> None:
 
 
 def test_untrained_client_is_scored_with_the_shared_model() -> None:
-    host = Host(study(PFedAvg()))
-    shared = host.vector.shared.clone()
+    worker = Worker(study(PFedAvg()))
+    shared = worker.vector.shared.clone()
     state = {"pfedavg.model": torch.empty(0)}
-    client = PersonalModel(0, host.vector, state, {}, lambda: iter(()), False, "pfedavg")
+    client = PersonalModel(0, worker.vector, state, {}, lambda: iter(()), False, "pfedavg")
     PFedAvg().personalise(client)
-    assert torch.equal(host.vector.shared, shared)
+    assert torch.equal(worker.vector.shared, shared)
 
 
 def test_failed_first_job_leaves_the_shared_model() -> None:
@@ -217,15 +217,18 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
     here = study(MODES[mode], model=NORMED)
 
     def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, Published]:
-        host = Host(here)
-        vector, counters = host.vector.shared.clone().numpy(), host.vector.counters.clone().numpy()
+        worker = Worker(here)
+        vector, counters = (
+            worker.vector.shared.clone().numpy(),
+            worker.vector.counters.clone().numpy(),
+        )
         published = Published(0, vector, counters)
         state = private({"pfedavg.model": torch.empty(0)} if mode == "after_local" else {})
         if look:
             for client in range(3):
                 rows = here.data.partition.test.rows(client)
-                host.evaluate([Task(client, rows, finetune=finetuning(MODES[mode]))], published)
-        ctx = host.trainer.train(
+                worker.evaluate([Task(client, rows, finetune=finetuning(MODES[mode]))], published)
+        ctx = worker.trainer.train(
             Job(0, 0, 0, 0, -1, 1.0),
             torch.from_numpy(vector),
             torch.from_numpy(counters),

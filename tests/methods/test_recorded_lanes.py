@@ -31,11 +31,11 @@ from raysim.methods.mixup import Mixup
 from raysim.models import SmallCnn
 from raysim.primitives.errors import Refused
 from raysim.training import recorded_lanes
-from raysim.training.host import Host
 from raysim.training.lanes import NotInLanes
 from raysim.training.recorded_lanes import RecordedLanes, modes_after
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.step_mode import uses_graph
+from raysim.training.worker import Worker
 
 NEAR = 1e-8  # in float64, of the loop: a rate that is a tensor is multiplied with another rounding
 DRAWING = "fedsr"
@@ -194,7 +194,7 @@ class TestBits:
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
     @pytest.mark.parametrize("name", ["scaffold", pytest.param("fraug", marks=pytest.mark.slow)])
-    def test_two_hosts_change_no_bit(self, name: str) -> None:
+    def test_two_workers_change_no_bit(self, name: str) -> None:
         here = run(study(name), BUFFER, rounds=5)
         there = ran(coordinate(study(name), BUFFER, runtime=several(study(name), 2), rounds=5))
         assert (there.bits, there.history) == (here.bits, here.history)
@@ -356,7 +356,7 @@ class TestRefusals:
         with pytest.raises(
             Refused, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
         ):
-            Host(study(model=Dropping()))
+            Worker(study(model=Dropping()))
 
 
 @pytest.mark.parametrize("hook", ["begin", "end"])

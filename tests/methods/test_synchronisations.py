@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raysim.api.declarations import Local
 from raysim.commands.bench import gpu
 from raysim.runtime.inprocess import InProcess
-from raysim.training.host import Host
 from raysim.training.recorded_lanes import RecordedLanes
+from raysim.training.worker import Worker
 
 # Operations whose result a device has to hand to Python before anything else can happen.
 WAITING = (
@@ -61,17 +61,17 @@ def waits(name: str) -> int:
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name == "inco" else MLP
     asked = run_spec(*methods, model=model, data=even(), local=Local(batch=8, epochs=2))
-    host = Host(asked)
+    worker = Worker(asked)
     found: list[int] = []
-    steps = host.trainer.steps
+    steps = worker.trainer.steps
 
     def watched(work: Any) -> None:
         with Counter() as counter:
             steps(work)
         found.append(len(counter.found))
 
-    host.trainer.steps = watched  # type: ignore[method-assign]
-    for _ in coordinate(asked, runtime=InProcess(host), rounds=3).run():
+    worker.trainer.steps = watched  # type: ignore[method-assign]
+    for _ in coordinate(asked, runtime=InProcess(worker), rounds=3).run():
         pass
     return max(found)
 
@@ -109,7 +109,7 @@ def test_what_a_graph_records_of_a_network_with_convolutions_waits_for_no_value(
         return computed
 
     monkeypatch.setattr(RecordedLanes, "compute", watched)
-    host = Host(asked)
-    for _ in coordinate(asked, runtime=InProcess(host), rounds=1).run():
+    worker = Worker(asked)
+    for _ in coordinate(asked, runtime=InProcess(worker), rounds=1).run():
         pass
-    assert isinstance(host.loop, RecordedLanes) and host.loop.recordings and not found
+    assert isinstance(worker.loop, RecordedLanes) and worker.loop.recordings and not found

@@ -35,8 +35,8 @@ from raysim.methods.vhl import (
     virtual_images,
 )
 from raysim.simulation.events import Round
-from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec, build_networks, declare_run
+from raysim.training.worker import Worker
 
 SMALL: dict[str, Any] = {"virtual_batch": 6, "virtual": 20}
 NONE: dict[str, Any] = SMALL | {"alpha": 0.0, "gamma": 0.0, "kappa": 0.0}
@@ -261,11 +261,11 @@ def test_scores_are_the_larger_of_two_outputs_of_a_class() -> None:
 def test_evaluation_scores_the_classes_of_the_data() -> None:
     study = run_spec(Vhl(**SMALL))
     found = run(study, rounds=1)
-    host = Host(study)
-    host.vector.shared.copy_(found.coordinator.server.vector)
-    host.trainer.training(False)
-    inputs, labels = host.trainer.gather(study.data.central)
-    model: Any = host.vector.networks["model"]
+    worker = Worker(study)
+    worker.vector.shared.copy_(found.coordinator.server.vector)
+    worker.trainer.training(False)
+    inputs, labels = worker.trainer.gather(study.data.central)
+    model: Any = worker.vector.networks["model"]
     with torch.no_grad():
         logits = model.head(model.features(inputs)).unflatten(1, (2, CLASSES)).amax(dim=1)
     assert found.rows[-1]["accuracy_global"] == (logits.argmax(1) == labels).double().mean().item()

@@ -15,22 +15,25 @@ from raysim.primitives.files import user_path, without_password
     ("text", "bare"),
     [
         ("http://me:s3cret@host:5000", "http://host:5000"),
-        ("http://me:s3'cret@host", "http://host"),
-        ("http://me:s3/cret@host/a", "http://host/a"),
+        ("http://me:s3'cret@worker", "http://worker"),
+        ("http://me:s3/cret@worker/a", "http://worker/a"),
         (
-            "postgresql://me:s@3:cret@host/db?sslmode=require",
-            "postgresql://host/db?sslmode=require",
+            "postgresql://me:s@3:cret@worker/db?sslmode=require",
+            "postgresql://worker/db?sslmode=require",
         ),
-        ("http://s3cret@host", "http://host"),
+        ("http://s3cret@worker", "http://worker"),
         (
-            "memory://host/y?api_key=s3cret&x=1&secret=s3cret",
-            "memory://host/y?api_key=&x=1&secret=",
+            "memory://worker/y?api_key=s3cret&x=1&secret=s3cret",
+            "memory://worker/y?api_key=&x=1&secret=",
         ),
-        ("http://host?access_token=s3cret&Password=s3cret", "http://host?access_token=&Password="),
-        ("mssql://host;UID=a;PWD=s3cret;x=1", "mssql://host;UID=a;PWD=;x=1"),
         (
-            "pg://host/db?sslpassword=s3cret'x&X-Amz-Signature=s3cret",
-            "pg://host/db?sslpassword=&X-Amz-Signature=",
+            "http://worker?access_token=s3cret&Password=s3cret",
+            "http://worker?access_token=&Password=",
+        ),
+        ("mssql://worker;UID=a;PWD=s3cret;x=1", "mssql://worker;UID=a;PWD=;x=1"),
+        (
+            "pg://worker/db?sslpassword=s3cret'x&X-Amz-Signature=s3cret",
+            "pg://worker/db?sslpassword=&X-Amz-Signature=",
         ),
     ],
 )

@@ -115,15 +115,15 @@ def test_rounds_to_counts_from_one_and_counts_rounds_without_evaluation() -> Non
 def test_a_summary_holds_last_known_values_scores_and_what_is_passed_in() -> None:
     rows = [
         row(1, 0.25, accuracy_global=0.5),
-        row(2, 0.75, accuracy_global=0.625, host_deaths=2),
-        row(3, None, extra=7, host_deaths=0),
+        row(2, 0.75, accuracy_global=0.625, worker_deaths=2),
+        row(3, None, extra=7, worker_deaths=0),
     ]
     summary = metrics.summarise(rows, [0.5], model_sha256="ab", peak_memory_bytes=5)
     expected = {
         "rounds": 3, "accuracy": 0.75, "accuracy_global": 0.625, "extra": 7, "best5_mean": 0.5, "last10_std": 0.25,
         "rounds_to": {"0.50": 2}, "best5_mean_global": 0.5625, "rounds_to_global": {"0.50": 1}, "wall_seconds": 1.5,
         "virtual_seconds": 6.0, "floats_down": 30, "floats_up": 60, "failures": 1, "failures_total": 3,
-        "host_deaths": 0, "host_deaths_total": 2, "model_sha256": "ab", "peak_memory_bytes": 5,
+        "worker_deaths": 0, "worker_deaths_total": 2, "model_sha256": "ab", "peak_memory_bytes": 5,
     }  # fmt: skip
     assert {key: summary[key] for key in expected} == expected
 

@@ -250,12 +250,12 @@ def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: P
         )
         writer.write()
     text = written([run, other], tmp_path)
-    assert "late: clients, fleet and hosts" in text and "even: clients" not in text
+    assert "late: clients, fleet and workers" in text and "even: clients" not in text
 
 
 def test_curves_that_tell_no_more_than_those_of_the_rounds_are_folded(tmp_path: Path) -> None:
     runs = [
-        make(tmp_path / name, [0.5, score], f"hosts: {score}")
+        make(tmp_path / name, [0.5, score], f"workers: {score}")
         for name, score in (("a", 0.6), ("b", 0.7))
     ]
     shown, _, folded = section(written(runs, tmp_path), "Curves").partition("<details>")
@@ -302,7 +302,9 @@ def test_a_page_of_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_passwords_are_on_no_page(tmp_path: Path) -> None:
-    configs = [f"{{method: {{}}, data: {{root: 'http://me:secret{n}@host/x'}}}}" for n in range(2)]
+    configs = [
+        f"{{method: {{}}, data: {{root: 'http://me:secret{n}@worker/x'}}}}" for n in range(2)
+    ]
     runs = [make(tmp_path / f"r{n}", [0.5], config) for n, config in enumerate(configs)]
     text = written(runs, tmp_path)
-    assert "host/x" in text and "secret" not in text
+    assert "worker/x" in text and "secret" not in text

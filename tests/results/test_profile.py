@@ -15,8 +15,8 @@ from raysim.primitives.spans import KINDS, Spans, Track
 from raysim.results import profile
 from raysim.simulation.events import Finished, Profiled
 from raysim.simulation.profile import idle
-from raysim.training.host import Host
-from raysim.training.profile import HostTrack
+from raysim.training.profile import WorkerTrack
+from raysim.training.worker import Worker
 
 
 @pytest.fixture
@@ -38,17 +38,17 @@ def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]
             clock[0] = 8.0
     with found.span("evaluate", "evaluation"), found.span("gather", "gathering"):
         clock[0] = 10.0
-    track = found.take("host-0")
+    track = found.take("worker-0")
     assert track.seconds == {"other": 1.0, "steps": 3.0, "gathering": 4.0, "evaluation": 2.0}
     assert [span.name for span in track.spans] == ["gather", "steps", "train", "evaluate"]
-    assert found.take("host-0") == Track("host-0", {})
+    assert found.take("worker-0") == Track("worker-0", {})
 
 
-def test_between_calls_a_host_waits_to_be_called_and_then_for_the_message() -> None:
-    found = HostTrack(Track("host-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
+def test_between_calls_a_worker_waits_to_be_called_and_then_for_the_message() -> None:
+    found = WorkerTrack(Track("worker-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
     track = idle(
         found, [1.5, 3.0], 0.0, 10.0
-    )  # the second call was made while the host was at work
+    )  # the second call was made while the worker was at work
     assert track.seconds == {"steps": 4.0, "messages": 1.0, "waiting": 5.0}
 
 
@@ -62,7 +62,7 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
     *_, found, finished = coordinate(timed, runtime=several(timed, 2)).run()
     assert isinstance(found, Profiled) and isinstance(finished, Finished)
     assert (finished.model_sha256, finished.state_sha256) == run(asked).bits
-    assert [track.name for track in found.tracks] == ["coordinator", "host-0", "host-1"]
+    assert [track.name for track in found.tracks] == ["coordinator", "worker-0", "worker-1"]
     for own in profile.shares(found).values():
         assert sum(own.values()) == pytest.approx(1.0, abs=1e-3) and min(own.values()) >= 0
     assert {
@@ -75,7 +75,7 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
     )
     assert profile.table(many).splitlines()[1].split("  ")[-2:] == [
         "coordinator",
-        "mean of 8 hosts",
+        "mean of 8 workers",
     ]
     events = json.loads((tmp_path / profile.TRACE).read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == sum(
@@ -86,19 +86,19 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
 
 
 def test_without_a_profile_nothing_is_timed() -> None:
-    host = Host(run_spec())
+    worker = Worker(run_spec())
     assert (
-        host.spans is None
-        and not {"train", "_receive"} & vars(host).keys()
-        and "steps" not in vars(host.trainer)
+        worker.spans is None
+        and not {"train", "_receive"} & vars(worker).keys()
+        and "steps" not in vars(worker.trainer)
     )
 
 
-def test_hosts_on_ray_say_what_they_did(ray_session: None) -> None:
-    from raysim.runtime.ray import start_hosts
+def test_workers_on_ray_say_what_they_did(ray_session: None) -> None:
+    from raysim.runtime.ray import start_workers
 
     timed = replace(run_spec(Scaffold()), profile=True)
-    runtime = start_hosts(timed, 2)
+    runtime = start_workers(timed, 2)
     *_, found, finished = coordinate(timed, runtime=runtime).run()
     runtime.stop()
     assert finished.model_sha256 == run(run_spec(Scaffold())).bits[0]

@@ -14,7 +14,7 @@ def seen(terminal: bool) -> str:
     console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
     with waiting(console) as waits_for:
         waits_for("waiting for Ray")
-        waits_for("waiting for the hosts")
+        waits_for("waiting for the workers")
     with Progress(3, console=console):
         pass
     return out.getvalue()
@@ -23,14 +23,14 @@ def seen(terminal: bool) -> str:
 def test_a_log_has_a_line_for_each_thing_that_starts() -> None:
     assert seen(False).splitlines()[:2] == [
         f"{'':<10}waiting for Ray",
-        f"{'':<10}waiting for the hosts",
+        f"{'':<10}waiting for the workers",
     ]
 
 
 def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
     text = seen(True)
-    assert "waiting for the hosts" in text and "0:00:00" in text, "with the seconds of it"
-    assert "first round" in text.rpartition("waiting for the hosts")[2]
+    assert "waiting for the workers" in text and "0:00:00" in text, "with the seconds of it"
+    assert "first round" in text.rpartition("waiting for the workers")[2]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -65,12 +65,12 @@ def test_the_line_names_whom_everyone_waits_for_until_the_next_round() -> None:
     progress = Progress(3, console=Console(file=(out := io.StringIO()), width=99))
     progress.wait(1, ["4", "17"], 35.0)
     assert out.getvalue() == progress.line() + "\n", "a log has it at once"
-    assert progress.line() == "round 0/3 · host 1 with clients 4, 17 has not answered for 35 s"
+    assert progress.line() == "round 0/3 · worker 1 with clients 4, 17 has not answered for 35 s"
     progress.wait(0, [str(client) for client in range(9)], 400.0)
     assert progress.line().endswith(
-        "host 0 with clients 0, 1, 2, 3, 4, ... has not answered for 6 min 40 s"
+        "worker 0 with clients 0, 1, 2, 3, 4, ... has not answered for 6 min 40 s"
     )
     progress.wait(0, [], 12.0)
-    assert progress.line().endswith("· host 0 has not answered for 12 s")
+    assert progress.line().endswith("· worker 0 has not answered for 12 s")
     progress.update({"round": 1})
     assert "answered" not in progress.line()

@@ -154,17 +154,17 @@ def test_defaults_of_an_option_that_not_all_chose_tell_nothing(tmp_path: Path) -
 
     alone, usual = (
         runtime("inprocess"),
-        runtime("local", ", hosts: null, strategy: PACK, wait: null"),
+        runtime("local", ", workers: null, strategy: PACK, wait: null"),
     )
     assert report.telling([alone, usual]) == ({"runtime.name": ["inprocess", "local"]}, 3)
-    chosen = runtime("local", ", hosts: 4, strategy: PACK")
+    chosen = runtime("local", ", workers: 4, strategy: PACK")
     found, left = report.telling([alone, chosen])
-    assert (found.get("runtime.hosts"), left) == (["–", "4"], 1), "what was set is told"
-    assert report.telling([usual, chosen])[0]["runtime.hosts"] == ["None", "4"], (
+    assert (found.get("runtime.workers"), left) == (["–", "4"], 1), "what was set is told"
+    assert report.telling([usual, chosen])[0]["runtime.workers"] == ["None", "4"], (
         "what both have is told"
     )
-    own = runtime("mine", ", hosts: null")
-    assert "runtime.hosts" in report.telling([alone, own])[0], (
+    own = runtime("mine", ", workers: null")
+    assert "runtime.workers" in report.telling([alone, own])[0], (
         "nobody knows the defaults of another's option"
     )
 
@@ -174,7 +174,7 @@ def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     scores: list[float | None] = [0.2, 0.5]
     alike = [
         make(tmp_path / name, scores[: len(scores)], config)
-        for name, config in (("a", "hosts: 0"), ("b", "hosts: 1"))
+        for name, config in (("a", "workers: 0"), ("b", "workers: 1"))
     ]
     write_json(
         summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json"

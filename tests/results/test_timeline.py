@@ -42,15 +42,15 @@ JOBS = made(
 )
 ROWS: list[Row] = [
     {
-        "round": n, "virtual_seconds": 2.0 * n, "wall_seconds": float(n), "host_busy": 0.5 + 0.1 * n,
-        "host_busy_least": 0.1 * n,
+        "round": n, "virtual_seconds": 2.0 * n, "wall_seconds": float(n), "worker_busy": 0.5 + 0.1 * n,
+        "worker_busy_least": 0.1 * n,
     }
     for n in range(1, 6)
 ]  # fmt: skip
 
 
 def drawn(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
-    """The panels: clients, fleet, hosts and, where anything is stale, staleness."""
+    """The panels: clients, fleet, workers and, where anything is stale, staleness."""
     figure = Figure()
     timeline.fill(figure, jobs, ROWS if rows is None else rows, LIGHT)
     return [ax for ax in figure.axes if ax.get_label() != "<colorbar>"]
@@ -182,7 +182,7 @@ def test_of_a_long_run_a_part_is_shown_in_which_bars_are_wide_enough() -> None:
     assert len(spans(boxes(ax)[0])) == 160
 
 
-# --- fleet, hosts, staleness --------------------------------------------------------------------------------------
+# --- fleet, workers, staleness --------------------------------------------------------------------------------------
 def test_clients_at_work_are_counted_exactly() -> None:
     jobs = made(
         (0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0)
@@ -190,28 +190,29 @@ def test_clients_at_work_are_counted_exactly() -> None:
     assert timeline.at_work(jobs, np.arange(5.0)).tolist() == [1.0, 2.0, 1.5, 1.0]
 
 
-def test_fleet_and_hosts_are_drawn_over_virtual_time() -> None:
-    _, fleet, hosts, _ = drawn()
+def test_fleet_and_workers_are_drawn_over_virtual_time() -> None:
+    _, fleet, workers, _ = drawn()
     everyone, vain = (stairs.get_data() for stairs in fleet.patches)
     assert everyone.edges[[0, -1]].tolist() == [0, 10]
     assert everyone.values[[0, 18, -1]].tolist() == pytest.approx([2, 3, 2])
     assert vain.values[[0, 30, -1]].tolist() == pytest.approx([1, 2, 1])  # of clients 5, 7 and 3
     assert "2.2 clients" in fleet.get_title()  # 22 seconds of work in 10
-    mean, least = hosts.lines
+    mean, least = workers.lines
     assert mean.get_xydata().tolist() == [[2.0 * n, 0.5 + 0.1 * n] for n in range(1, 6)]
     assert least.get_ydata().tolist() == [0.1 * n for n in range(1, 6)]
-    assert "80%" in hosts.get_title()
+    assert "80%" in workers.get_title()
 
 
-def test_a_history_that_measured_no_hosts_says_so() -> None:
+def test_a_history_that_measured_no_workers_says_so() -> None:
     assert (
-        drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title() == "Hosts: not measured"
+        drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title()
+        == "Workers: not measured"
     )
 
 
-def test_one_host_is_one_curve() -> None:
-    hosts = drawn(rows=[row | {"host_busy_least": row["host_busy"]} for row in ROWS])[2]
-    assert len(hosts.lines) == 1 and hosts.get_legend() is None
+def test_one_worker_is_one_curve() -> None:
+    workers = drawn(rows=[row | {"worker_busy_least": row["worker_busy"]} for row in ROWS])[2]
+    assert len(workers.lines) == 1 and workers.get_legend() is None
 
 
 def test_long_curves_are_thinned_to_means() -> None:

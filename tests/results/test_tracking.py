@@ -125,7 +125,7 @@ def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
 
 
 def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
-    uri = "postgresql://me:p@ss:w0rd@host/db?password=w0rd&sslmode=require"
+    uri = "postgresql://me:p@ss:w0rd@worker/db?password=w0rd&sslmode=require"
     config = plain(compose(["runtime=inprocess"])) | {"tracking": {"name": "mlflow", "uri": uri}}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     shelf = Shelf()
@@ -134,7 +134,7 @@ def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
     made.finish({"uri": uri})
     for name in ("config.yaml", "tracking.json"):
         text = (tmp_path / name).read_text()
-        assert "w0rd" not in text and "postgresql://host/db?password=&sslmode=require" in text
+        assert "w0rd" not in text and "postgresql://worker/db?password=&sslmode=require" in text
 
 
 @pytest.mark.parametrize(

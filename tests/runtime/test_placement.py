@@ -1,4 +1,4 @@
-"""Where hosts live: what fits, what a job needs, one placement group per run, several nodes, and what a run shows."""
+"""Where workers live: what fits, what a job needs, one placement group per run, several nodes, and what a run shows."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ from raysim.runtime.placement import (
     total,
     within,
 )
-from raysim.runtime.preflight import Need, hosts_per_gpu, measure, only
+from raysim.runtime.preflight import Need, measure, only, workers_per_gpu
 from raysim.runtime.ray import RayCoordinator
 from raysim.simulation.events import Finished, Round, Started, TooManyFailures
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import Checkpoint, RunSpec
+from raysim.training.worker import Worker
 
 CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
 
 # --- what fits ------------------------------------------------------------------------------------------------------
-def test_as_many_hosts_as_fit_are_taken_but_no_more_than_there_are_clients_at_work() -> None:
+def test_as_many_workers_as_fit_are_taken_but_no_more_than_there_are_clients_at_work() -> None:
     assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
-    assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).hosts == 5
-    assert fitting(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).hosts == 4, "a host lies on one node"
-    assert fitting(RayOptions(strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20).hosts == 4
-    assert fitting(RayOptions(hosts=3), {"CPU": 1.0}, CLUSTER, 20).hosts == 3
-    assert fitting(RayOptions(), {}, CLUSTER, 7).hosts == 7, (
-        "nothing limits hosts that reserve nothing"
+    assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).workers == 5
+    assert fitting(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).workers == 4, (
+        "a worker lies on one node"
+    )
+    assert fitting(RayOptions(strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20).workers == 4
+    assert fitting(RayOptions(workers=3), {"CPU": 1.0}, CLUSTER, 20).workers == 3
+    assert fitting(RayOptions(), {}, CLUSTER, 7).workers == 7, (
+        "nothing limits workers that reserve nothing"
     )
 
 
@@ -72,19 +74,19 @@ def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
     assert total([{"GPU": 2.0}, {"CPU": 8.0}], {"GPU": 0.5, "CPU": 1.0}) == 0, "not on one node"
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 6, 7, 9, 11, 64])
-def test_so_many_shares_fit_on_a_gpu_and_not_one_more(hosts: int) -> None:
-    assert room({"GPU": 1.0}, {"GPU": share(hosts)}) == hosts
+@pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
+def test_so_many_shares_fit_on_a_gpu_and_not_one_more(workers: int) -> None:
+    assert room({"GPU": 1.0}, {"GPU": share(workers)}) == workers
 
 
 def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_number_that_would_fit() -> (
     None
 ):
     with pytest.raises(ValueError) as refused:
-        fitting(RayOptions(hosts=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
+        fitting(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
     assert str(refused.value) == (
-        "too little GPU: runtime.hosts=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
-        "and 2 nodes of 2 CPU and 0 GPU each: set runtime.hosts=4"
+        "too little GPU: runtime.workers=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
+        "and 2 nodes of 2 CPU and 0 GPU each: set runtime.workers=4"
     )
     with pytest.raises(
         ValueError, match=r"too little slot: .* declare slot .* or leave runtime.resources.slot out"
@@ -97,12 +99,12 @@ def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_
     with pytest.raises(ValueError, match=r"too little GPU: .* lower runtime.gpus"):
         fitting(RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, 20)
     with pytest.raises(
-        ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.hosts=4"
+        ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.workers=4"
     ):
-        fitting(RayOptions(hosts=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
+        fitting(RayOptions(workers=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
 
 
-def test_a_host_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> (
+def test_a_worker_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> (
     None
 ):
     assert demand(RayOptions(), "cpu", 2) == {"CPU": 2.0}
@@ -133,12 +135,12 @@ def test_wrong_settings_of_the_runtime_are_refused(words: list[str], told: str) 
         build([*words, "tracking=none"])
 
 
-def test_a_trial_has_the_hosts_that_its_placement_group_has_bundles_for() -> None:
+def test_a_trial_has_the_workers_that_its_placement_group_has_bundles_for() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert within(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
-    assert within(RayOptions(hosts=1, cpus=2), bundles, "cpu").hosts == 1
-    with pytest.raises(ValueError, match=r"runtime.hosts=3 needs as many bundles .* which has 2"):
-        within(RayOptions(hosts=3), bundles, "cpu")
+    assert within(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
+    with pytest.raises(ValueError, match=r"runtime.workers=3 needs as many bundles .* which has 2"):
+        within(RayOptions(workers=3), bundles, "cpu")
     with pytest.raises(ValueError, match=r"runtime.cpus=4 is more than the 2 CPU of a bundle"):
         within(RayOptions(cpus=4), bundles, "cpu")
     with pytest.raises(ValueError, match=r"device=cuda needs a GPU in every bundle"):
@@ -146,12 +148,12 @@ def test_a_trial_has_the_hosts_that_its_placement_group_has_bundles_for() -> Non
 
 
 # --- what a job needs -----------------------------------------------------------------------------------------------
-def test_jobs_and_private_states_share_a_gpu() -> None:
+def test_jobs_and_client_states_share_a_gpu() -> None:
     need = Need(job=GIB * 13 // 10, room=16 * GIB, state=GIB // 10)
-    assert hosts_per_gpu(replace(need, state=0), 100, 1) == 11  # 15.2 / 1.3
-    assert hosts_per_gpu(need, 100, 1) == 4  # (15.2 - 10) / 1.3
-    assert hosts_per_gpu(need, 100, 2) == 7  # (15.2 - 5) / 1.3
-    assert hosts_per_gpu(need, 1000, 1) == 0
+    assert workers_per_gpu(replace(need, state=0), 100, 1) == 11  # 15.2 / 1.3
+    assert workers_per_gpu(need, 100, 1) == 4  # (15.2 - 10) / 1.3
+    assert workers_per_gpu(need, 100, 2) == 7  # (15.2 - 5) / 1.3
+    assert workers_per_gpu(need, 1000, 1) == 0
     assert (
         gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
     )
@@ -184,7 +186,7 @@ def test_all_clients_but_one_lose_their_samples() -> None:
     assert len(data.partition.test) == len(tiny().partition.test) and len(data.central) == 3
 
 
-def test_where_a_host_trains_several_at_once_so_many_are_as_large_as_the_largest() -> None:
+def test_where_a_worker_trains_several_at_once_so_many_are_as_large_as_the_largest() -> None:
     data = only(tiny(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny().partition.train.rows(3).tolist()
@@ -201,7 +203,7 @@ def test_where_a_host_trains_several_at_once_so_many_are_as_large_as_the_largest
 
 # --- what a run shows -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(
+def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, data=even(), model=Mlp((32,)))
@@ -213,11 +215,11 @@ def test_the_history_says_how_much_hosts_worked_and_what_the_store_holds(
     upload = vector * (2 if methods else 1)  # the model, and the control variate's change
     down = vector * (2 if methods else 1)
     for row in found.rows:
-        assert 0 <= row["host_busy_least"] <= row["host_busy"] <= 1  # type: ignore[operator]
+        assert 0 <= row["worker_busy_least"] <= row["worker_busy"] <= 1  # type: ignore[operator]
         # live versions (at most one per job, and the current one), jobs in flight and their states, accepted states
         most = 5 * down + 4 * (upload + vector * len(methods)) + len(methods) * 6 * vector
         assert down <= row["store_bytes"] <= most  # type: ignore[operator]
-    assert max(row["host_busy"] for row in found.rows) > 0  # type: ignore[type-var, operator]
+    assert max(row["worker_busy"] for row in found.rows) > 0  # type: ignore[type-var, operator]
 
 
 def test_a_summed_group_counts_as_one_vector() -> None:
@@ -388,9 +390,9 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
             if len(rows) == 1:
                 actors = _actors("raysim-")
                 seen["actors"] = sorted(actors)
-                hosts = [actor for name, actor in actors.items() if name.startswith("host")]
-                look = [host.__ray_call__.remote(_where) for host in hosts]
-                seen["hosts"] = ray.get(look)
+                workers = [actor for name, actor in actors.items() if name.startswith("worker")]
+                look = [worker.__ray_call__.remote(_where) for worker in workers]
+                seen["workers"] = ray.get(look)
                 seen["groups"] = len(_groups())
         last = event
     assert isinstance(last, Finished)
@@ -399,18 +401,18 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
 
 
 def _where(actor: Any) -> tuple[str, str, int]:
-    """A host's node, its data, how often it worked."""
+    """A worker's node, its data, how often it worked."""
     import ray
 
-    host = actor.held
+    worker = actor.held
     return (
         ray.get_runtime_context().get_node_id(),
-        str(host.spec.data.dataset_path),
-        len(host._resident),
+        str(worker.spec.data.dataset_path),
+        len(worker._resident),
     )
 
 
-def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
+def test_workers_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
     driver: Call, second_cache: Path
 ) -> None:
     study = run_spec(Scaffold(), model=LARGE, data=even())
@@ -421,16 +423,16 @@ def test_hosts_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
     assert seen["size"] == Size(2, {"CPU": 1.0}), "CPUs alone, on nodes with GPUs"
     # Where they are, and what they read.
-    places = [node for node, _, _ in seen["hosts"]]
+    places = [node for node, _, _ in seen["workers"]]
     assert sorted(places.count(node) for node in set(places)) == [1, 1]
     own = second_cache / even().dataset_path.name
-    assert sorted(path for _, path, _ in seen["hosts"]) == sorted(
+    assert sorted(path for _, path, _ in seen["workers"]) == sorted(
         [str(own), str(even().dataset_path)]
     )
     assert own.read_bytes() == even().dataset_path.read_bytes()
-    assert all(worked for _, _, worked in seen["hosts"]), "each node takes its share of the work"
+    assert all(worked for _, _, worked in seen["workers"]), "each node takes its share of the work"
     # What is seen while it runs, and what is left.
-    assert seen["actors"] == ["coordinator", "host-0", "host-1"]
+    assert seen["actors"] == ["coordinator", "worker-0", "worker-1"]
     assert seen["groups"] == 1 and not seen["left"]
     # Nothing piles up in Ray's own stores: what the history counts once may lie on both nodes for a while.
     assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
@@ -446,14 +448,14 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
     size, options = Size(2, {"CPU": 1.0}), RayOptions(combine=True)
     found = []
     with on_ray.placed(on_ray.bundles(size), "adding", options, _silent) as group:
-        runtime: Any = on_ray.hosts_in(group, size, "adding", options, on_ray.RayHost, SUMMED)
+        runtime: Any = on_ray.workers_in(group, size, "adding", options, on_ray.RayWorker, SUMMED)
         call = runtime.call
         for runtime.combine_from in (options.combine_from, RayOptions(combine=False).combine_from):
             called: dict[str, set[int]] = {}
 
-            def watched(host: int, method: str, *args: Any, **how: Any) -> list[Any]:
-                called.setdefault(method, set()).add(runtime.nodes[host])  # noqa: B023
-                return call(host, method, *args, **how)
+            def watched(worker: int, method: str, *args: Any, **how: Any) -> list[Any]:
+                called.setdefault(method, set()).add(runtime.nodes[worker])  # noqa: B023
+                return call(worker, method, *args, **how)
 
             runtime.call = watched
             found.append((ran(coordinate(SUMMED, Synchronous(16), Ideal(), runtime)).bits, called))
@@ -483,13 +485,13 @@ def _measured() -> list[dict[str, Any]]:
 def test_the_benchmark_of_a_cluster_counts_messages_and_bytes_of_two_nodes(driver: Call) -> None:
     costs = {cost["way"]: cost for cost in driver(_measured)}
     vector = 4 * costs["sums"]["floats"]
-    # Eight clients for each of two hosts, in groups of two; one host is on the coordinator's node.
+    # Eight clients for each of two workers, in groups of two; one worker is on the coordinator's node.
     counted = {
         way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()
     }
     assert counted == {"sums": (2, 8, 4), "sums of nodes": (3, 4, 1), "updates": (2, 16, 8)}
     for cost in costs.values():
-        assert (cost["hosts"], cost["nodes"], cost["down"]) == (2, 2, vector), (
+        assert (cost["workers"], cost["nodes"], cost["down"]) == (2, 2, vector), (
             "a version goes once to the other node"
         )
         assert 0 < sum(cost["stages"].values()) <= cost["wall"] and cost["cpu"] > 0
@@ -529,7 +531,7 @@ def test_a_run_waits_for_others_or_is_refused_and_one_that_fails_leaves_nothing(
     needs = "this needs 1 CPU, of which other runs leave 0 CPU"
     assert (
         refused
-        == f"{needs}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them"
+        == f"{needs}: try again later, lower runtime.workers, or set runtime.wait=null to wait for them"
     )
     assert told == [
         f"waiting: {needs} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"
@@ -543,14 +545,14 @@ def _side_by_side() -> tuple[list[list[str]], str, bool]:
 
     from raysim.runtime import ray as on_ray
 
-    study, options = run_spec(), RayOptions(hosts=1, cpus=0, gpus=1.0)
+    study, options = run_spec(), RayOptions(workers=1, cpus=0, gpus=1.0)
     size = on_ray.fit(options, study, 4, _silent)
     asked = (options, options, replace(options, wait=0))
     runs = [on_ray.run(study, Synchronous(4), Lognormal(), size, each, _silent) for each in asked]
     assert all(isinstance(next(each), Started) for each in runs[:2])
     actors = ray.util.list_named_actors(all_namespaces=True)
-    hosts = [ray.get_actor(**each) for each in actors if each["name"].endswith("host-0")]
-    slots = [ray.get(host.__ray_call__.remote(_slots)) for host in hosts]
+    workers = [ray.get_actor(**each) for each in actors if each["name"].endswith("worker-0")]
+    slots = [ray.get(worker.__ray_call__.remote(_slots)) for worker in workers]
     with pytest.raises(ValueError) as refused:
         next(runs[2])
     for each in runs:
@@ -625,8 +627,8 @@ def _fits(
         return str(error), told
 
 
-def test_hosts_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
-    told = ["a job needs 1.3 GiB: 11 hosts fit on a GPU"]
+def test_workers_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
+    told = ["a job needs 1.3 GiB: 11 workers fit on a GPU"]
     one = Size(1, {"CPU": 1.0, "GPU": 1.0})
     assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
     assert driver(_fits, RayOptions(cpus=0.125), _small_job, 6) == (
@@ -635,9 +637,9 @@ def test_hosts_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
     )
     many = driver(_fits, RayOptions(cpus=0.01), _small_job, 100)
     assert many == (Size(22, {"CPU": 0.01, "GPU": share(11)}), told), "as many as fit, on two GPUs"
-    refused, _ = driver(_fits, RayOptions(cpus=0.01, hosts=23), _small_job, 100)
-    assert "too little GPU: runtime.hosts=23" in refused and refused.endswith(
-        "set runtime.hosts=22"
+    refused, _ = driver(_fits, RayOptions(cpus=0.01, workers=23), _small_job, 100)
+    assert "too little GPU: runtime.workers=23" in refused and refused.endswith(
+        "set runtime.workers=22"
     )
     given = RayOptions(cpus=0.01, gpus=0.05)
     assert driver(_fits, given, _small_job, 100) == (Size(40, {"CPU": 0.01, "GPU": 0.05}), []), (
@@ -645,8 +647,8 @@ def test_hosts_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
     )
     refused, _ = driver(_fits, replace(given, preflight=True), _small_job, 100)
     assert (
-        "runtime.gpus=0.05 puts 20 hosts on a GPU" in refused
-        and "set runtime.gpus=0.0909 for 11 hosts" in refused
+        "runtime.gpus=0.05 puts 20 workers on a GPU" in refused
+        and "set runtime.gpus=0.0909 for 11 workers" in refused
     )
     refused, _ = driver(_fits, RayOptions(), _huge_job, 8)
     assert refused == "a job needs 20 GiB, a GPU has 16 GiB: lower local.batch, or set device=cpu"
@@ -670,14 +672,14 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Bits of three runs that follow each other, and who lives after each; the last two have fewer hosts."""
+    """Bits of three runs that follow each other, and who lives after each; the last two have fewer workers."""
     from raysim.runtime import ray as on_ray
 
     bits, living = [], []
 
-    def after(study: RunSpec, hosts: int) -> None:
+    def after(study: RunSpec, workers: int) -> None:
         events = on_ray.run(
-            study, Synchronous(4), Ideal(), Size(hosts, {"CPU": 0.5}), RayOptions(), _silent
+            study, Synchronous(4), Ideal(), Size(workers, {"CPU": 0.5}), RayOptions(), _silent
         )
         try:
             *_, last = events
@@ -706,8 +708,8 @@ def test_the_processes_of_a_run_stay_for_the_next_one_of_its_size_and_leave_afte
     plain = run(run_spec(model=NORMED), Synchronous(4), Ideal(), rounds=3).bits
     bits, (first, second, fewer, failed, end) = driver(_four_runs)
     assert bits == [scaffold, plain, plain], "nothing of an earlier run is left"
-    assert sorted(first) == ["coordinator", "host-0", "host-1"] and second == first
-    assert sorted(fewer) == ["coordinator", "host-0"] and not set(fewer.values()) & set(
+    assert sorted(first) == ["coordinator", "worker-0", "worker-1"] and second == first
+    assert sorted(fewer) == ["coordinator", "worker-0"] and not set(fewer.values()) & set(
         first.values()
     )
     assert not failed and not end
@@ -749,7 +751,7 @@ def test_nothing_is_written_before_whoever_began_the_run_asks_for_more(tmp_path:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be there first.
     spec = run_spec()
     spec = replace(spec, settings=replace(spec.settings, rounds=2, checkpoint=Checkpoint(every=1)))
-    runtime: Any = InProcess(Host(spec))
+    runtime: Any = InProcess(Worker(spec))
     runtime.participants = None  # no worker to compare with this process
     folder = tmp_path / "run"
     coordinator = RayCoordinator(spec, Synchronous(3), Ideal(), runtime, str(folder), "")

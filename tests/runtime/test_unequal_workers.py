@@ -28,7 +28,7 @@ WORDS = [
     "partition.clients=6",
     "model=mlp",
 ]
-ON_BOTH = ["runtime=cluster", "runtime.hosts=2", "runtime.strategy=SPREAD"]
+ON_BOTH = ["runtime=cluster", "runtime.workers=2", "runtime.strategy=SPREAD"]
 
 Call = Callable[..., Any]
 _CLUSTERS: list[Any] = []
@@ -97,7 +97,7 @@ def _run(words: list[str], out: str) -> str:
 
 def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> None:
     text = driver(_run, [], str(tmp_path / "refused"))
-    refused = {name for name in ("host-0", "host-1") if f"{name} on " in text}
+    refused = {name for name in ("worker-0", "worker-1") if f"{name} on " in text}
     assert text.startswith("runtime.mixed=false: ") and len(refused) == 1, (
         "the other one has the driver's environment"
     )
@@ -108,20 +108,20 @@ def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> No
     summary = json.loads((tmp_path / "mixed/summary.json").read_text())
     assert summary["same_bits_promised"] is False
     names = {name for group in summary["processes"] for name in group["names"]}
-    assert names == {"driver", "coordinator", "host-0", "host-1"}
+    assert names == {"driver", "coordinator", "worker-0", "worker-1"}
     other = {
         name
         for group in summary["processes"]
         if group["CPU capability"] == "DEFAULT"
         for name in group["names"]
     }
-    assert len(other & {"host-0", "host-1"}) == 1 and "driver" not in other
+    assert len(other & {"worker-0", "worker-1"}) == 1 and "driver" not in other
 
 
 def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
     import ray
 
-    from raysim.runtime.ray.actors import RayHost, RayRuntime, actor_class, identify_here
+    from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_here
 
     spec = run_spec()
     environments = [{}, {}, OTHER_KERNELS]
@@ -130,16 +130,18 @@ def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
     def start(index: int) -> Any:
         environment = environments[len(started)]
         options = {"runtime_env": {"env_vars": environment}} if environment else {}
-        actor = actor_class(RayHost).options(num_cpus=0, **options).remote(spec, f"host-{index}")
+        actor = (
+            actor_class(RayWorker).options(num_cpus=0, **options).remote(spec, f"worker-{index}")
+        )
         started.append(actor)
         return actor
 
     runtime = RayRuntime(1, start, participants=Participants(identify_here("driver")))
     runtime.meet_workers(600)
     runtime.revive(0)
-    assert [identity.name for identity in runtime.participants.all] == ["driver", "host-0"]  # type: ignore[union-attr]
+    assert [identity.name for identity in runtime.participants.all] == ["driver", "worker-0"]  # type: ignore[union-attr]
     with pytest.raises(
-        RunStopped, match=r"host 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"
+        RunStopped, match=r"worker 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"
     ):
         runtime.revive(0)
     for actor in started:

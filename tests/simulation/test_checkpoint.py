@@ -22,8 +22,8 @@ import pytest
 from tiny_runs import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, run, run_spec, same
 
 import raysim
+from raysim.api.client_state import from_named
 from raysim.api.messages import Arrays
-from raysim.api.private_state import from_named
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.scaffold import Scaffold

@@ -1,4 +1,4 @@
-"""A host that dies is replaced; what it had not returned runs again, to the same bits."""
+"""A worker that dies is replaced; what it had not returned runs again, to the same bits."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from raysim.runtime.placement import RayOptions
 from raysim.simulation import calls as worker_calls
 from raysim.simulation.events import Finished, ProcessLost, Round, RunStopped, Waiting
 from raysim.simulation.fleet import Lognormal
-from raysim.simulation.runtime import START_TIMEOUT_S, HostDied, Runtime
+from raysim.simulation.runtime import START_TIMEOUT_S, Runtime, WorkerDied
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.training.host import Host
 from raysim.training.resident import Leftover
 from raysim.training.run_spec import Faults, RunSpec
+from raysim.training.worker import Worker
 
 SCHEDULES = {"rounds": Synchronous(3), "buffer": Buffered(concurrency=4, size=2)}
 METHODS: dict[str, Callable[[], list[Method]]] = {
-    "sums on hosts": lambda: [],
+    "sums on workers": lambda: [],
     # They contribute before round 0, and keep what they receive once.
     "images for all": lambda: [
         Vhl(virtual_batch=4, virtual=20),
@@ -59,38 +59,42 @@ def study(name: str) -> RunSpec:
     )
 
 
-# --- hosts in this process that die on command ----------------------------------------------------------------------
+# --- workers in this process that die on command ----------------------------------------------------------------------
 class Ref:
-    """What a host may lose until the coordinator has looked."""
+    """What a worker may lose until the coordinator has looked."""
 
     def __init__(self, value: Any, lost: bool):
         self.value, self.lost = value, lost
 
 
 class Mortal:
-    """Some hosts; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
+    """Some workers; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
 
     at_once = False
 
-    def __init__(self, study: RunSpec, hosts: int, deaths: set[int]):
-        self.study, self.hosts, self.deaths = study, hosts, deaths
-        self.nodes, self.combine_from = (0,) * hosts, 0.0
-        self.members: list[Host | None] = [Host(study, f"host-{index}") for index in range(hosts)]
-        self.waiting: list[list[list[Ref]]] = [[] for _ in range(hosts)]  # by host: refs of calls
+    def __init__(self, study: RunSpec, workers: int, deaths: set[int]):
+        self.study, self.workers, self.deaths = study, workers, deaths
+        self.nodes, self.combine_from = (0,) * workers, 0.0
+        self.members: list[Worker | None] = [
+            Worker(study, f"worker-{index}") for index in range(workers)
+        ]
+        self.waiting: list[list[list[Ref]]] = [
+            [] for _ in range(workers)
+        ]  # by worker: refs of calls
         self.calls = self.revived = 0
 
     def put(self, value: object) -> object:
         return value
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
         self.calls += 1
         if self.calls in self.deaths:
-            self.members[host] = None
-            for refs in self.waiting[host]:
+            self.members[worker] = None
+            for refs in self.waiting[worker]:
                 for ref in refs:
                     ref.lost = True
         found: list[Any] = [None] * returns
-        if (member := self.members[host]) is not None:
+        if (member := self.members[worker]) is not None:
             assert not any(isinstance(arg, Ref) and arg.lost for arg in args), (
                 "what is lost is not sent"
             )
@@ -99,14 +103,14 @@ class Mortal:
             found = [result] if returns == 1 else list(result)
         arrived = [value.read() if isinstance(value, Leftover) else value for value in found]
         refs = [Ref(value, member is None) for value in arrived]
-        self.waiting[host].append(refs)
+        self.waiting[worker].append(refs)
         return refs
 
     def get(self, ref: Any) -> Any:
         if not isinstance(ref, Ref):
             return ref
         if ref.lost:
-            raise HostDied("it was told to")
+            raise WorkerDied("it was told to")
         for calls in self.waiting:
             calls[:] = [refs for refs in calls if ref not in refs]
         return ref.value
@@ -114,13 +118,13 @@ class Mortal:
     def ready(self, refs: Any, seconds: float) -> int | None:
         return len(refs) - 1
 
-    def revive(self, host: int) -> None:
+    def revive(self, worker: int) -> None:
         self.revived += 1
-        self.members[host] = Host(self.study, f"host-{host}")
+        self.members[worker] = Worker(self.study, f"worker-{worker}")
 
 
 class Stopped(Mortal):
-    """Hosts that answer nothing more from the calls with these numbers on, and are still there."""
+    """Workers that answer nothing more from the calls with these numbers on, and are still there."""
 
     now = 0.0
 
@@ -138,7 +142,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_host_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
+def test_a_worker_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
     name: str, schedule: str, clock: None
 ) -> None:
     (whole, calls), revived = calls_of(name, schedule), []
@@ -152,24 +156,27 @@ def test_a_host_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
     )
 
 
-def test_whom_everyone_waits_for_is_told_until_the_host_counts_as_dead(clock: None) -> None:
+def test_whom_everyone_waits_for_is_told_until_the_worker_counts_as_dead(clock: None) -> None:
     asked = {"rounds": 4, "faults": Faults(timeout=35.0), "evaluate": Evaluation(every=10**9)}
-    spec, in_hand = study("sums on hosts"), set()
+    spec, in_hand = study("sums on workers"), set()
     for number in range(5, 9):
         runtime = Stopped(spec, 2, {number})
         events = list(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **asked).run())
         told = [event for event in events if isinstance(event, Waiting)]
         assert [round(event.seconds) for event in told] == [10, 20, 30] and runtime.revived == 1
-        assert len({(event.host, event.clients) for event in told}) == 1 and told[0].host in (0, 1)
+        assert len({(event.worker, event.clients) for event in told}) == 1 and told[0].worker in (
+            0,
+            1,
+        )
         in_hand.add(told[0].clients)
     assert len(in_hand) > 2 and set().union(*in_hand) <= set(range(6))
 
 
-def test_a_host_has_longer_to_start_than_to_answer(clock: None) -> None:
-    runtime = Stopped(study("sums on hosts"), 2, {1})
+def test_a_worker_has_longer_to_start_than_to_answer(clock: None) -> None:
+    runtime = Stopped(study("sums on workers"), 2, {1})
     asked = ASKED | {"faults": Faults(timeout=35.0)}
     events = list(
-        coordinate(study("sums on hosts"), SCHEDULES["rounds"], runtime=runtime, **asked).run()
+        coordinate(study("sums on workers"), SCHEDULES["rounds"], runtime=runtime, **asked).run()
     )
     assert max(event.seconds for event in events if isinstance(event, Waiting)) > START_TIMEOUT_S
 
@@ -177,7 +184,7 @@ def test_a_host_has_longer_to_start_than_to_answer(clock: None) -> None:
 def test_one_that_never_answers_ends_the_run_with_a_sentence(clock: None) -> None:
     runtime: Runtime = Stopped(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(
-        RunStopped, match=r"^runtime.hosts: .*\(no answer for faults.timeout=3600 s\)"
+        RunStopped, match=r"^runtime.workers: .*\(no answer for faults.timeout=3600 s\)"
     ):
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
 
@@ -191,7 +198,7 @@ def calls_of(name: str, schedule: str) -> tuple[Ran, int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_wherever_a_host_dies_the_bits_are_the_same(name: str, schedule: str) -> None:
+def test_wherever_a_worker_dies_the_bits_are_the_same(name: str, schedule: str) -> None:
     whole, calls = calls_of(name, schedule)
     assert whole.bits == run(study(name), SCHEDULES[schedule], **ASKED).bits
     for index, deaths in enumerate(
@@ -202,7 +209,7 @@ def test_wherever_a_host_dies_the_bits_are_the_same(name: str, schedule: str) ->
         found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
         assert (found.bits, found.history) == (whole.bits, whole.history), deaths
         assert not found.failures
-        late = sum(int(row["host_deaths"] or 0) for row in found.rows)
+        late = sum(int(row["worker_deaths"] or 0) for row in found.rows)
         assert runtime.revived - late in (0, 1), (
             "the last row is written before the last evaluation"
         )
@@ -213,7 +220,7 @@ def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
     with pytest.raises(RunStopped) as stopped:
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
     assert re.match(
-        r"runtime\.hosts: host [01] .*\(it was told to\).*resume=latest", str(stopped.value)
+        r"runtime\.workers: worker [01] .*\(it was told to\).*resume=latest", str(stopped.value)
     )
 
 
@@ -246,13 +253,13 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
     study = changed(of(1), **ASKED)
-    size = on_ray.fit(RayOptions(hosts=2), study, 3, lambda _: None)
+    size = on_ray.fit(RayOptions(workers=2), study, 3, lambda _: None)
     events = list(on_ray.run(study, SCHEDULES["buffer"], Lognormal(), size, say=lambda _: None))
     assert len(list(tmp_path.iterdir())) == 1
     last = events[-1]
     assert isinstance(last, Finished) and (last.model_sha256, last.state_sha256) == whole.bits
     rows = [event.row for event in events if isinstance(event, Round)]
-    assert sum(int(row["host_deaths"] or 0) for row in rows) == 1
+    assert sum(int(row["worker_deaths"] or 0) for row in rows) == 1
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
 
 
@@ -260,7 +267,7 @@ def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_p
     from raysim.runtime import ray as on_ray
 
     study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
-    runtime = on_ray.start_hosts(study, 1)
+    runtime = on_ray.start_workers(study, 1)
     with pytest.raises(
         RunStopped, match=r"died 3 times in a row .*last while training clients \[.*2.*\]"
     ):
@@ -279,14 +286,14 @@ def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(
         return run_spec(Scaffold(), method, model=MLP, local=LOCAL, data=tiny(clients=6))
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
-    runtime = on_ray.start_hosts(of(1), 2)
-    for host in range(2):
-        runtime.get(runtime.call(host, "ready")[0])
+    runtime = on_ray.start_workers(of(1), 2)
+    for worker in range(2):
+        runtime.get(runtime.call(worker, "ready")[0])
     asked = ASKED | {"faults": Faults(timeout=10.0)}
     found = ran(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
     runtime.stop()
     assert found.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
-    assert sum(int(row["host_deaths"] or 0) for row in found.rows) == 1
+    assert sum(int(row["worker_deaths"] or 0) for row in found.rows) == 1
 
 
 class Halting(Method):
@@ -308,7 +315,7 @@ def test_a_coordinator_that_is_stopped_is_lost(
     monkeypatch.setattr("raysim.runtime.ray.driver.REVIVAL", 1)
     monkeypatch.setattr("raysim.runtime.ray.driver.SILENCE", 4.0)
     study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
-    size = on_ray.fit(RayOptions(hosts=1), study, 3, lambda _: None)
+    size = on_ray.fit(RayOptions(workers=1), study, 3, lambda _: None)
     said: list[str] = []
     with pytest.raises(ProcessLost, match=r"said nothing for 11 s"):
         for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=said.append):
@@ -320,7 +327,7 @@ def test_a_coordinator_that_is_stopped_is_lost(
 
 
 @pytest.mark.parametrize("looks", [1, 3, 10])
-def test_a_host_is_waited_for_until_ray_knows_that_its_node_is_gone(
+def test_a_worker_is_waited_for_until_ray_knows_that_its_node_is_gone(
     looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -343,7 +350,7 @@ def test_a_host_is_waited_for_until_ray_knows_that_its_node_is_gone(
     places = {"bundles_to_node_id": {0: "here", 1: "there"}}
     monkeypatch.setattr(on_ray.ray.util, "placement_group_table", lambda group: places)
     with pytest.raises(ProcessLost, match="its node may be gone"):
-        on_ray.RayRuntime(1, lambda host: MagicMock()).revive(0)
+        on_ray.RayRuntime(1, lambda worker: MagicMock()).revive(0)
     assert waited == [30] * looks
 
 
@@ -368,7 +375,7 @@ def kill(row):
     if row["round"] == 3 and not killed:
         killed.append(cluster.remove_node(second, allow_graceful=False))
 
-there = ["runtime=cluster", f"runtime.address={cluster.address}", "runtime.hosts=2", "runtime.strategy=SPREAD"]
+there = ["runtime=cluster", f"runtime.address={cluster.address}", "runtime.workers=2", "runtime.strategy=SPREAD"]
 found = raysim.run([*words, *there, "out=disturbed"], on_round=kill)
 same = straight.history["train_loss"].tolist() == found.history["train_loss"].tolist()
 print("ended", len(killed), same, straight.summary["state_sha256"] == found.summary["state_sha256"], flush=True)

@@ -1,4 +1,4 @@
-"""How many calls jobs are sent in: bundles that are worth a message, and few under way on a host."""
+"""How many calls jobs are sent in: bundles that are worth a message, and few under way on a worker."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from raysim.api.declarations import Evaluation, Local
 from raysim.api.messages import TrainingResult
 from raysim.simulation.fleet import Fleet, Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
-from raysim.training.host import Host
 from raysim.training.run_spec import RunSpec
+from raysim.training.worker import Worker
 
 CLIENTS, SAMPLES = 12, 12
 
 
 @dataclass
 class Slow:
-    """Hosts that answer the call that is waited for, and say that a sample takes them so long."""
+    """Workers that answer the call that is waited for, and say that a sample takes them so long."""
 
     spec: RunSpec
     seconds: float
-    hosts: int = 2
+    workers: int = 2
     calls: list[tuple[int, int]] = field(
         default_factory=list
-    )  # host and jobs of each call to train
-    most: int = 0  # such calls that were under way on one host
+    )  # worker and jobs of each call to train
+    most: int = 0  # such calls that were under way on one worker
     at_once: bool = False
     combine_from: float = 0.0
 
     def __post_init__(self) -> None:
-        self.nodes = (0,) * self.hosts
-        self.members = [Host(self.spec, f"host-{index}") for index in range(self.hosts)]
+        self.nodes = (0,) * self.workers
+        self.members = [Worker(self.spec, f"worker-{index}") for index in range(self.workers)]
         self.open: list[list[Any]] = [[] for _ in self.members]
 
     def put(self, value: object) -> object:
         return value
 
-    def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         if method != "train":
-            return [getattr(self.members[host], method)(*args)]
+            return [getattr(self.members[worker], method)(*args)]
         assert returns == 1
         jobs = args[0]
-        found: Any = self.members[host].train(*args)
+        found: Any = self.members[worker].train(*args)
         found = replace(found, busy=self.seconds * SAMPLES * len(jobs))
-        self.calls.append((host, len(jobs)))
-        self.open[host].append(found)
-        self.most = max(self.most, len(self.open[host]))
+        self.calls.append((worker, len(jobs)))
+        self.open[worker].append(found)
+        self.most = max(self.most, len(self.open[worker]))
         return [found]
 
     def get(self, ref: Any) -> Any:
@@ -61,7 +61,7 @@ class Slow:
         self.turn = getattr(self, "turn", 0) + 1
         return self.turn % len(refs)
 
-    def revive(self, host: int) -> None:
+    def revive(self, worker: int) -> None:
         raise AssertionError
 
 
@@ -85,23 +85,23 @@ def test_small_jobs_travel_in_bundles_of_some_milliseconds(seconds: float, jobs:
     assert sum(sizes) / len(sizes) > jobs / 2, sizes
 
 
-def test_a_host_has_two_calls_and_what_is_taken_next_on_top() -> None:
+def test_a_worker_has_two_calls_and_what_is_taken_next_on_top() -> None:
     found = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
     assert 2 <= found.most <= 3
 
 
-def test_both_hosts_work_under_an_immediate_schedule() -> None:
+def test_both_workers_work_under_an_immediate_schedule() -> None:
     found = calls(Immediate(10), Lognormal(), 0.01, 80)
-    jobs = [sum(size for host, size in found.calls if host == own) for own in range(2)]
+    jobs = [sum(size for worker, size in found.calls if worker == own) for own in range(2)]
     assert min(jobs) > 0.4 * sum(jobs)
 
 
-def test_a_round_is_a_call_to_each_host() -> None:
+def test_a_round_is_a_call_to_each_worker() -> None:
     found = calls(Synchronous(10), Ideal(), 0.001, 5)
     assert sorted(found.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 
 
-def test_what_hosts_sum_travels_as_one_array_for_a_group() -> None:
+def test_what_workers_sum_travels_as_one_array_for_a_group() -> None:
     """Of ten updates in groups of five come two arrays and ten sets of numbers."""
     answers: list[TrainingResult] = []
 

@@ -39,7 +39,7 @@ from raysim.models.classifier import Shape
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.training.host import Host
+from raysim.training.worker import Worker
 
 ALL = Evaluation(finetune=Finetune(2), decompose=1)
 
@@ -93,7 +93,9 @@ def test_looking_on_leaves_networks_alone_that_draw_in_training() -> None:
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),), (Doubled(),)])
-def test_every_view_has_the_same_bits_on_one_host_and_on_three(methods: tuple[Method, ...]) -> None:
+def test_every_view_has_the_same_bits_on_one_worker_and_on_three(
+    methods: tuple[Method, ...],
+) -> None:
     study = run_spec(*methods, model=NORMED_MLP, data=apart())
     one = run(study, evaluate=ALL)
     three = ran(coordinate(study, runtime=several(study, 3), evaluate=ALL))
@@ -125,12 +127,12 @@ def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
 def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
     study = run_spec(model=NORMED_MLP, data=apart())
-    host = several(study, 1).members[0]
+    worker = several(study, 1).members[0]
     for head in (True, False):
-        before = host.vector.data.clone()
-        host.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
-        moved = {entry.path: host.vector.data[entry.start : entry.stop] != before[entry.start : entry.stop]
-                 for entry in host.layout.entries if entry.start is not None}  # fmt: skip
+        before = worker.vector.data.clone()
+        worker.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
+        moved = {entry.path: worker.vector.data[entry.start : entry.stop] != before[entry.start : entry.stop]
+                 for entry in worker.layout.entries if entry.start is not None}  # fmt: skip
         seen.append({path: changed.any() for path, changed in moved.items()})
     assert {path for path, moved in seen[0].items() if moved} == {"head.weight", "head.bias"}
     assert all(
@@ -142,14 +144,14 @@ def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_o
     None
 ):
     study = run_spec(model=Dropping(), data=apart())
-    host = several(study, 1).members[0]
-    start, found = host.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
+    worker = several(study, 1).members[0]
+    start, found = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
     rows = study.data.partition.train.rows(0)
     for before, client, version in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)):
-        host.vector.data.copy_(start)
+        worker.vector.data.copy_(start)
         torch.manual_seed(before)
-        host.trainer.adapt(client, rows, version, Finetune(1))
-        found[before, client, version] = host.vector.data.clone()
+        worker.trainer.adapt(client, rows, version, Finetune(1))
+        found[before, client, version] = worker.vector.data.clone()
     assert torch.equal(found[0, 0, 1], found[1, 0, 1])
     assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(
         found[0, 0, 1], found[0, 0, 2]
@@ -204,12 +206,12 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
         total = part["local_loss"] + part["distribution_shift"] + part["aggregation"]
         assert total == pytest.approx(part["global_loss"], abs=1e-12)
     assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
-    host = several(study, 1).members[0]
-    host.vector.shared.copy_(found.coordinator.server.vector)
-    host.trainer.training(False)
+    worker = several(study, 1).members[0]
+    worker.vector.shared.copy_(found.coordinator.server.vector)
+    worker.trainer.training(False)
     with torch.no_grad():
-        losses = [torch.nn.functional.cross_entropy(host.vector.networks["model"](x), y, reduction="sum")
-                  for client in range(4) for x, y in host.trainer.own(client)]  # fmt: skip
+        losses = [torch.nn.functional.cross_entropy(worker.vector.networks["model"](x), y, reduction="sum")
+                  for client in range(4) for x, y in worker.trainer.own(client)]  # fmt: skip
     samples = len(study.data.partition.train.indices)
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
@@ -417,7 +419,7 @@ def test_the_least_that_can_be_asked_for_is_taken_and_less_is_refused(key: str, 
         Evaluation(**{key: least - 1})  # type: ignore[arg-type]
 
 
-def test_a_client_is_scored_with_its_own_state_where_no_host_has_it_though_it_be_the_first_and_alone() -> (
+def test_a_client_is_scored_with_its_own_state_where_no_worker_has_it_though_it_be_the_first_and_alone() -> (
     None
 ):
     study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
@@ -430,12 +432,12 @@ def test_scores_of_the_one_model_are_asked_of_no_client() -> None:
     asked: list[int] = []
 
     class Watched(InProcess):
-        def call(self, host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
             if method == "evaluate":
                 asked.extend(task.client for task in args[0])
-            return super().call(host, method, *args, returns=returns)
+            return super().call(worker, method, *args, returns=returns)
 
     study = run_spec(data=apart())
-    runtime: Any = Watched(Host(study))
+    runtime: Any = Watched(Worker(study))
     ran(coordinate(study, runtime=runtime, rounds=1))
     assert set(asked) == {-1}

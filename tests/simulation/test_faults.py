@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Hosts
+from cluster import Workers
 from tiny_runs import NORMED, ROUNDS, coordinate, ran, run, run_spec, same
 from torch import Tensor
 
@@ -202,13 +202,13 @@ def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any)
 
 def test_a_failure_says_who_when_what_and_where() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
-    assert (failure.client, failure.version, failure.host, failure.method) == (
+    assert (failure.client, failure.version, failure.worker, failure.method) == (
         2,
         1,
-        "host-0",
+        "worker-0",
         "raising",
     )
-    assert failure.error == "client 2, version 1, host host-0: KeyError: 'lost'"
+    assert failure.error == "client 2, version 1, worker worker-0: KeyError: 'lost'"
     assert "in begin" in failure.traceback
 
 
@@ -241,14 +241,14 @@ def test_a_personal_parameter_that_is_not_a_number_never_becomes_state() -> None
     assert where(found.failures) == HITS, "each of them only once: the state before it is kept"
 
 
-def test_on_a_host_of_its_own_a_failure_is_the_same_failure(hosts: Hosts) -> None:
+def test_on_a_worker_of_its_own_a_failure_is_the_same_failure(workers: Workers) -> None:
     study = run_spec(Raising())
     here = run(study, ALL, rounds=4, tolerate=0.5)
-    there = ran(coordinate(study, ALL, runtime=hosts.runtime(study, 2), rounds=4, tolerate=0.5))
+    there = ran(coordinate(study, ALL, runtime=workers.runtime(study, 2), rounds=4, tolerate=0.5))
     assert there.bits == here.bits
     assert there.history == here.history
     assert where(there.failures) == HITS
-    assert {failure.host for failure in there.failures} <= {"host-0", "host-1"}
+    assert {failure.worker for failure in there.failures} <= {"worker-0", "worker-1"}
 
 
 def test_with_a_buffer_failures_are_left_out_as_well() -> None:
@@ -269,7 +269,7 @@ def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
     assert len(found.rows) == 3
 
 
-def test_the_private_state_of_a_client_that_failed_is_the_one_before(tmp_path: Path) -> None:
+def test_the_client_state_of_a_client_that_failed_is_the_one_before(tmp_path: Path) -> None:
     coordinator = coordinate(
         run_spec(Scaffold(), Raising()),
         ALL,
@@ -416,7 +416,7 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
 def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
     assert line.startswith(
-        "6 of 6 clients failed in round 1, first: client 1, version 0, host host-0: " + sentence
+        "6 of 6 clients failed in round 1, first: client 1, version 0, worker worker-0: " + sentence
     )
     assert "tolerate" not in line, "nobody would be left"
 
@@ -427,7 +427,7 @@ def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sen
 def test_a_hook_that_fails_shows_the_users_own_lines(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(mine(end=hook))
     assert first.startswith(
-        "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, host host-0: "
+        "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, worker worker-0: "
     )
     assert sentence in first
     assert trace[0] == "Traceback (most recent call last):"

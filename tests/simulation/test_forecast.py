@@ -44,7 +44,7 @@ def test_lost_jobs_are_a_share_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "hosts", "least", "most"),
+    ("schedule", "workers", "least", "most"),
     [
         (Synchronous(3), 2, 0.75, 0.75),  # equal jobs: two at once, and then one
         (Synchronous(3), 3, 1.0, 1.0),
@@ -53,11 +53,11 @@ def test_lost_jobs_are_a_share_of_all() -> None:
         (Oversample(2, 2), 2, 1.0, 1.0),  # what is thrown away is not trained
     ],
 )
-def test_hosts_are_busy_as_far_as_jobs_depend_on_each_other(
-    schedule: Schedule, hosts: int, least: float, most: float
+def test_workers_are_busy_as_far_as_jobs_depend_on_each_other(
+    schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
-    found = forecast(planner(schedule, Clock((1.0,) * 16), 16), 200, hosts)
-    assert least <= found.hosts_busy <= most
+    found = forecast(planner(schedule, Clock((1.0,) * 16), 16), 200, workers)
+    assert least <= found.workers_busy <= most
 
 
 def test_steps_that_take_no_time_have_no_pace() -> None:

@@ -1,4 +1,4 @@
-"""Nodes add up what their hosts have summed before it travels: the same additions in the same order, the same bits."""
+"""Nodes add up the sums of their workers in the same order as the coordinator would: the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysim.simulation.group_sums import chain, turns
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSpec
 
-NODES = (0, 1, 2, 1, 2, 1, 0)  # of seven hosts
+NODES = (0, 1, 2, 1, 2, 1, 0)  # of seven workers
 COHORT = Synchronous(28)
 
 
@@ -31,12 +31,12 @@ COHORT = Synchronous(28)
 def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(
     works: list[int], nodes: list[int]
 ) -> None:
-    hosts = assign_to_nodes(works, nodes)
-    seen = [nodes[hosts[link[0]]] for link in chain(hosts, nodes)]
-    assert len(hosts) == len(works) and len(set(seen)) == len(seen), "a node comes once"
+    workers = assign_to_nodes(works, nodes)
+    seen = [nodes[workers[link[0]]] for link in chain(workers, nodes)]
+    assert len(workers) == len(works) and len(set(seen)) == len(seen), "a node comes once"
     assert 0 not in seen[:-1]
     if len(works) >= len(nodes) and len(set(works)) == 1:
-        loads = np.bincount(hosts, minlength=len(nodes))
+        loads = np.bincount(workers, minlength=len(nodes))
         assert loads.max() <= -(-len(works) // len(nodes)) + 1
 
 
@@ -74,21 +74,21 @@ def apart(
     schedule: Synchronous = COHORT,
     least: float = 0.0,
 ) -> tuple[Ran, list[tuple[str, int, Any]]]:
-    """A run whose hosts are on these nodes, and its calls."""
+    """A run whose workers are on these nodes, and its calls."""
     runtime: Any = several(spec, len(nodes))
     runtime.nodes, runtime.combine_from = nodes, least
     calls: list[tuple[str, int, Any]] = []
 
-    def call(host: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        calls.append((method, nodes[host], args))
-        return InProcess.call(runtime, host, method, *args, returns=returns)
+    def call(worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        calls.append((method, nodes[worker], args))
+        return InProcess.call(runtime, worker, method, *args, returns=returns)
 
     runtime.call = call
     return ran(coordinate(spec, schedule, Ideal(), runtime)), calls
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
-def test_a_run_whose_nodes_add_up_has_the_bits_of_one_host(
+def test_a_run_whose_nodes_add_up_has_the_bits_of_one_worker(
     methods: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = ran(coordinate(study(*methods), COHORT, Ideal()))
@@ -100,31 +100,31 @@ def test_a_run_whose_nodes_add_up_has_the_bits_of_one_host(
         assert {node for name, node, _ in calls if name == "train"} == {0}
         pieces = -(-there.coordinator.layout.shared // part)
         combined = [(node, len(args) - 3) for name, node, args in calls if name == "combine"]
-        # Of 14 groups the five hosts of two nodes sum ten: they arrive as one.
+        # Of 14 groups the five workers of two nodes sum ten: they arrive as one.
         assert sorted(combined) == sorted(2 * pieces * [(1, 6), (2, 4)])
 
 
 @pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0), ((0, 1, 0), 0)])
 def test_what_saves_nothing_is_not_added_up_apart(nodes: tuple[int, ...], least: float) -> None:
-    """A small model, hosts on one node, and a node with one sum."""
+    """A small model, workers on one node, and a node with one sum."""
     found, calls = apart(study(), nodes, Synchronous(6), least)
     assert found.bits == ran(coordinate(study(), Synchronous(6), Ideal())).bits
     assert not {name for name, *_ in calls} & {"train_apart", "combine"}
 
 
 class Combining(Mortal):
-    """Hosts of which only the calls to add up count."""
+    """Workers of which only the calls to add up count."""
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         if method == "combine":
-            return super().call(host, method, *args, returns=returns)
+            return super().call(worker, method, *args, returns=returns)
         deaths, self.deaths = self.deaths, set()
-        found = super().call(host, method, *args, returns=returns)
+        found = super().call(worker, method, *args, returns=returns)
         self.deaths, self.calls = deaths, self.calls - 1
         return found
 
 
-def test_a_host_that_dies_while_nodes_add_up_is_replaced_and_the_bits_are_the_same() -> None:
+def test_a_worker_that_dies_while_nodes_add_up_is_replaced_and_the_bits_are_the_same() -> None:
     alone = ran(coordinate(study(), COHORT, Ideal())).bits
     for death in (1, 2):  # the first node, and the one to which its sum goes
         runtime = Combining(study(), 5, {death})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Hosts
+from cluster import Workers
 from safetensors.torch import save_file
 from tiny_runs import NORMED_MLP, SEED, coordinate, ran, run_spec
 
@@ -24,7 +24,7 @@ from raysim.training.run_spec import build_networks
 @pytest.mark.parametrize("methods", [[], [FedBN()]])
 @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
 def test_workers_elsewhere_change_nothing(
-    methods: list[Method], schedule: Any, hosts: Hosts, tmp_path: Path
+    methods: list[Method], schedule: Any, workers: Workers, tmp_path: Path
 ) -> None:
     partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)
     data = hold_out_clients(
@@ -40,7 +40,7 @@ def test_workers_elsewhere_change_nothing(
         folder.mkdir()
     one = ran(coordinate(spec, schedule, folder=str(here), **asked))
     other = ran(
-        coordinate(spec, schedule, runtime=hosts.runtime(spec, 2), folder=str(there), **asked)
+        coordinate(spec, schedule, runtime=workers.runtime(spec, 2), folder=str(there), **asked)
     )
     assert (
         one.rows[-1]["accuracy_unseen"] is not None

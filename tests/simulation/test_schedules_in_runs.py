@@ -1,4 +1,4 @@
-"""Runs that train, under every schedule, with clients that drop out: the same bits on any hosts and after any stop."""
+"""Runs under every schedule with drop-outs: the same bits on any workers and after any stop."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def small(name: str) -> Any:
     return run_spec(*METHODS[name], model=NORMED_MLP, data=tiny(clients=8))
 
 
-def under(name: str, schedule: str, hosts: int = 1, **others: Any) -> Ran:
-    runtime = several(small(name), hosts)
+def under(name: str, schedule: str, workers: int = 1, **others: Any) -> Ran:
+    runtime = several(small(name), workers)
     return ran(
         coordinate(small(name), SCHEDULES[schedule], FLEET, runtime=runtime, **ASKED, **others)
     )
@@ -55,14 +55,14 @@ def under(name: str, schedule: str, hosts: int = 1, **others: Any) -> Ran:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_the_bits_are_those_of_one_host_on_any_number_of_them_and_after_a_stop(
+def test_the_bits_are_those_of_one_worker_on_any_number_of_them_and_after_a_stop(
     name: str, schedule: str, tmp_path: Path
 ) -> None:
     whole = under(name, schedule)
     assert not whole.failures
-    for hosts in (2, 3):
-        folder = str(tmp_path / str(hosts))
-        there = under(name, schedule, hosts, checkpoint_every=3, folder=folder)
+    for workers in (2, 3):
+        folder = str(tmp_path / str(workers))
+        there = under(name, schedule, workers, checkpoint_every=3, folder=folder)
         assert (there.bits, there.history) == (whole.bits, whole.history)
     saved = sorted((tmp_path / "2" / "checkpoints").glob("round-*"))[:-1]
     assert saved
@@ -89,9 +89,9 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "trace.parquet")
 
-    def traced(hosts: int, **others: Any) -> Ran:
+    def traced(workers: int, **others: Any) -> Ran:
         runtime, fleet = (
-            several(small("stateful"), hosts),
+            several(small("stateful"), workers),
             Trace(file=str(tmp_path / "trace.parquet")),
         )
         return ran(
@@ -109,7 +109,7 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_only_what_is_aggregated_is_trained_and_commits_its_private_state(schedule: str) -> None:
+def test_only_what_is_aggregated_is_trained_and_commits_its_client_state(schedule: str) -> None:
     spied = small("stateful")
     spy = Spy(spied)
     found = ran(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))

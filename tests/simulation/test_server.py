@@ -64,8 +64,8 @@ def step(
     return target
 
 
-def on_a_host(clients: Sequence[int], failed: Sequence[int] = ()) -> GroupSums:
-    """The sum of a group as a host makes it: the first product, then one fused multiply-and-add after another."""
+def on_a_worker(clients: Sequence[int], failed: Sequence[int] = ()) -> GroupSums:
+    """The sum of a group as a worker makes it: the first product, then one fused multiply-and-add after another."""
     total: Tensor | None = None
     for client in clients:
         if client not in failed:
@@ -88,12 +88,12 @@ def groups(size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 5, 12, 100])
-def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> None:
+def test_sums_from_workers_and_single_updates_give_the_same_bits(size: int) -> None:
     single = step(server(group=size), [update(client) for client in ALL])
     summed = step(
         server(group=size),
         [summed_update(client) for client in ALL],
-        [on_a_host(unit) for unit in groups(size)],
+        [on_a_worker(unit) for unit in groups(size)],
     )
     assert torch.equal(single.vector, summed.vector)
     average = (COUNTS[:, None] * DELTAS.astype(np.float64)).sum(0) / COUNTS.sum()
@@ -101,11 +101,11 @@ def test_sums_from_hosts_and_single_updates_give_the_same_bits(size: int) -> Non
 
 
 def test_one_sum_may_be_of_several_groups_and_counts_once() -> None:
-    """As nodes add up what their hosts have summed."""
+    """As nodes add up what their workers have summed."""
     summed = [summed_update(client) for client in ALL]
-    parts = [on_a_host(unit)[tuple(unit)] for unit in groups(4)]
+    parts = [on_a_worker(unit)[tuple(unit)] for unit in groups(4)]
     whole = {tuple(ALL): parts[0] + parts[1] + parts[2]}
-    apart = step(server(group=4), summed, [on_a_host(unit) for unit in groups(4)])
+    apart = step(server(group=4), summed, [on_a_worker(unit) for unit in groups(4)])
     assert torch.equal(step(server(group=4), summed, [whole]).vector, apart.vector)
 
 
@@ -117,7 +117,7 @@ def test_the_size_of_a_group_is_part_of_the_bits() -> None:
 
 
 def test_the_bits_do_not_depend_on_the_order_in_which_sums_come_back() -> None:
-    sums = [on_a_host(unit) for unit in groups(5)]
+    sums = [on_a_worker(unit) for unit in groups(5)]
     ways = [
         step(server(), [summed_update(client) for client in ALL], order)
         for order in (sums, sums[::-1])
@@ -130,7 +130,7 @@ def test_some_groups_may_come_summed_and_others_one_by_one() -> None:
         *(summed_update(client) for client in ALL[:5]),
         *(update(client) for client in ALL[5:]),
     ]
-    found = step(server(), mixed, [on_a_host(ALL[:5])])
+    found = step(server(), mixed, [on_a_worker(ALL[:5])])
     assert torch.equal(found.vector, step(server(), [update(client) for client in ALL]).vector)
 
 
@@ -148,7 +148,7 @@ def test_a_client_that_failed_keeps_its_place_in_its_group() -> None:
     summed = step(
         server(),
         [None if client in failed else summed_update(client) for client in ALL],
-        [on_a_host(unit, failed) for unit in groups(5)],
+        [on_a_worker(unit, failed) for unit in groups(5)],
     )
     assert torch.equal(found.vector, summed.vector)
     kept = [client for client in ALL if client not in failed]
@@ -224,7 +224,7 @@ def test_counters_take_the_largest_value() -> None:
 # --- methods' parts -----------------------------------------------------------------------------------------------
 
 
-def test_hosts_may_sum_unless_weights_or_single_updates_are_needed() -> None:
+def test_workers_may_sum_unless_weights_or_single_updates_are_needed() -> None:
     class Combining(Method):
         name = "combining"
 

@@ -1,4 +1,4 @@
-"""Private states beyond a budget lie on disk: the same bits, less memory on hosts and in the store."""
+"""Client states beyond a budget lie on disk: the same bits, less memory on workers and in the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Hosts
+from cluster import Workers
 from tiny_runs import NORMED, NORMED_MLP, coordinate, ran, run, run_spec, several, tiny
 
 from raysim import cli
@@ -39,7 +39,7 @@ def study(name: str) -> Any:
 
 
 def size(name: str) -> float:
-    """Bytes of a client's private state, about."""
+    """Bytes of a client's state, about."""
     found = run(study(name), SCHEDULES["rounds"], rounds=1)
     return found.coordinator.private.bytes / 2
 
@@ -50,10 +50,10 @@ def size(name: str) -> float:
 @pytest.mark.parametrize("states", [0, 2.5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, hosts: Hosts) -> None:
+def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, workers: Workers) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
     asked: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
-    for runtime in (None, several(study(name), 3), hosts.runtime(study(name), 2)):
+    for runtime in (None, several(study(name), 3), workers.runtime(study(name), 2)):
         found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
         assert found.bits == whole.bits and found.history == whole.history
         assert max(row["spilled_bytes"] for row in found.rows) > 0  # type: ignore[type-var]
@@ -73,7 +73,7 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
     for _ in coordinator.run():
         places, accepted = coordinator.private._places, coordinator.private.accepted_jobs
         at_work = {client for client, (_, last) in places.items() if accepted.get(client) != last}
-        resident = [client for host in runtime.members for client in host._resident]
+        resident = [client for worker in runtime.members for client in worker._resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
         stored = {
@@ -87,7 +87,7 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
 def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
     runtime = several(study("fedbn"), 3)
     ran(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
-    resident = [client for host in runtime.members for client in host._resident]
+    resident = [client for worker in runtime.members for client in worker._resident]
     assert sorted(resident) == sorted(set(resident)) and len(resident) > 3
 
 
@@ -208,13 +208,13 @@ def test_a_full_disk_is_named() -> None:
     spill = Spill()
     spill._file.close()
     spill._file = open("/dev/full", "w+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
-    with pytest.raises(OSError, match=r"No space left .* of private states"):
+    with pytest.raises(OSError, match=r"No space left .* of client states"):
         spill.write(0, {"x": np.ones(4, np.float32)})
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
-def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(hosts: int) -> None:
-    # It comes back before its last job is aggregated, and another host has time first.
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(workers: int) -> None:
+    # It comes back before its last job is aggregated, and another worker has time first.
     def asked() -> RunSpec:
         return run_spec(Scaffold(), model=NORMED_MLP, data=tiny(clients=6))
 
@@ -222,6 +222,6 @@ def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(host
     schedule = Buffered(concurrency=4, size=4)
     whole = run(asked(), schedule, **settings)
     spilled = coordinate(
-        asked(), schedule, runtime=several(asked(), hosts), **settings, state_budget=0.0
+        asked(), schedule, runtime=several(asked(), workers), **settings, state_budget=0.0
     )
     assert ran(spilled).bits == whole.bits

@@ -65,7 +65,7 @@ def unseen_of(found: Ran | RunSpec) -> list[int]:
 def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
     """What the final models of these clients say of their tests, each loaded by itself."""
     coordinator = found.coordinator
-    host: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
     server, private = coordinator.server, coordinator.private
     scores = []
     for client in clients:
@@ -74,7 +74,7 @@ def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
         task = Task(
             own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {}
         )
-        labels, outputs = host.outputs(task, server.published(), private.state(client))
+        labels, outputs = worker.outputs(task, server.published(), private.state(client))
         scores.append(float((outputs.argmax(1) == labels).mean()))
     return scores
 
@@ -162,9 +162,9 @@ def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
 def test_unseen_client_has_initial_head() -> None:
     found = run(study(FedRep("joint")), Synchronous(4))
     coordinator = found.coordinator
-    host: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
     task = Task(unseen_of(found)[0], np.empty(0, np.int64))
-    own = host.own_tensors(task, coordinator.server.published(), None)
+    own = worker.own_tensors(task, coordinator.server.published(), None)
     start = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
     assert torch.equal(own["model.head.weight"], start["model.head.weight"])
     assert not torch.equal(own["model.extractor.1.weight"], start["model.extractor.1.weight"])

@@ -12,17 +12,17 @@ import torch
 from tiny_runs import SEED, changed, coordinate, ran, run_spec, tiny
 from torch import Tensor
 
+from raysim.api.client_state import named
 from raysim.api.context import Batch
 from raysim.api.declarations import Local
 from raysim.api.method import Method
-from raysim.api.private_state import named
 from raysim.models import Mlp
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Schedule, Synchronous
-from raysim.training.host import Host
 from raysim.training.trainer import LocalRun, Trainer
+from raysim.training.worker import Worker
 from textbook.world import Book, Job, World
 
 # Everything that a method may get wrong is switched on: momentum, weight decay, a rate that falls, several epochs.
@@ -35,7 +35,7 @@ class Row:
     """What a textbook is checked at: four clients of unequal size, three in each of three rounds, unless said.
 
     methods: fresh ones, for the run. study: of `tiny_runs.run_spec`; run: of `tiny_runs.coordinate`; drawn: handed over
-    in `World.drawn`, or how to find that on the host. skips: entries of private or server state that are raysim's own
+    in `World.drawn`, or how to find that on the worker. skips: entries of private or server state that are raysim's own
     book-keeping, with the reason.
     """
 
@@ -44,7 +44,7 @@ class Row:
     study: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=lambda: Synchronous(3))
-    drawn: Mapping[str, Any] | Callable[[Host], Mapping[str, Any]] = field(default_factory=dict)
+    drawn: Mapping[str, Any] | Callable[[Worker], Mapping[str, Any]] = field(default_factory=dict)
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -76,10 +76,10 @@ def check(row: Row) -> None:
     data = row.study.get("data", tiny(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
     study = changed(run_spec(*row.methods(), **(settings | row.study)), **({"rounds": 3} | row.run))
-    host = Host(study)
-    trainer: Any = host.trainer
+    worker = Worker(study)
+    trainer: Any = worker.trainer
     trainer.__class__, trainer.batches, trainer.given = Watched, {}, {}
-    coordinator = coordinate(study, row.schedule, Ideal(), InProcess(host))
+    coordinator = coordinate(study, row.schedule, Ideal(), InProcess(worker))
     start = {k: v.clone() for k, v in coordinator.initial.named(*_whole(coordinator)).items()}
     taken = _taken(coordinator)
     found = ran(coordinator)
@@ -98,17 +98,17 @@ def check(row: Row) -> None:
         study.task.num_classes,
         rounds,
         [
-            _all(host, data.partition.train.rows(client))
+            _all(worker, data.partition.train.rows(client))
             for client in range(data.partition.train.counts.size)
         ],
-        host.trainer.gather(data.central),
+        worker.trainer.gather(data.central),
         start,
         frozenset(e.name for e in (*layout.entries, *layout.counters) if e.personal),
         study.settings.local,
         coordinator.server.weighting,
-        row.drawn(host) if callable(row.drawn) else row.drawn,
+        row.drawn(worker) if callable(row.drawn) else row.drawn,
         [
-            _all(host, data.partition.test.rows(client))
+            _all(worker, data.partition.test.rows(client))
             for client in range(data.partition.train.counts.size)
         ],
     )
@@ -147,7 +147,10 @@ def check(row: Row) -> None:
         assert seen == pytest.approx(values, rel=EXACT, abs=EXACT, nan_ok=True), name
     for client, tensors in book.own.items():
         _compare(
-            f"client {client}'s own model", _scored(coordinator, host, client, tensors), tensors, {}
+            f"client {client}'s own model",
+            _scored(coordinator, worker, client, tensors),
+            tensors,
+            {},
         )
 
 
@@ -173,18 +176,18 @@ def _whole(coordinator: Coordinator) -> tuple[Tensor, Tensor]:
     return coordinator.initial.data, coordinator.initial.counters
 
 
-def _all(host: Host, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    return host.trainer.gather(rows)
+def _all(worker: Worker, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    return worker.trainer.gather(rows)
 
 
 def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
-    """The client's accepted private state; its personal tensors by name."""
+    """The client's accepted client state; its personal tensors by name."""
     state = dict(coordinator.private.accepted()).get(client)
     return {} if state is None else named(state, coordinator.layout)
 
 
 def _scored(
-    coordinator: Coordinator, host: Host, client: int, names: Mapping[str, Tensor]
+    coordinator: Coordinator, worker: Worker, client: int, names: Mapping[str, Tensor]
 ) -> dict[str, np.ndarray]:
     """What raysim scores a client with after the last round; fine-tuned if the run asks for it."""
     from raysim.api.messages import Task
@@ -204,10 +207,10 @@ def _scored(
         coordinator.server.sent_to(client),
         finetune=how if how.epochs else None,
     )
-    host.evaluate(
+    worker.evaluate(
         [task], coordinator.server.published(), *([sent] if coordinator.private.stateful else [])
     )
-    tensors = host.vector.named(host.vector.data, host.vector.counters)
+    tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}
 
 

@@ -85,7 +85,7 @@ def test_flipped_labels_are_those_of_the_attackers_training_samples_alone() -> N
     )
 
 
-def test_attackers_are_the_same_on_two_hosts_and_after_a_stop(tmp_path: Any) -> None:
+def test_attackers_are_the_same_on_two_workers_and_after_a_stop(tmp_path: Any) -> None:
     spec = changed(run_spec(data=DATA), attack=Attack("gaussian", 0.5, sigma=0.1))
     whole = run(spec)
     assert ran(coordinate(spec, runtime=several(spec, 2))).bits == whole.bits

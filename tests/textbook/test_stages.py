@@ -22,7 +22,7 @@ from raysim.methods.fedsr import FedSR
 from raysim.methods.mixup import Mixup
 from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
-from raysim.training.host import Host
+from raysim.training.worker import Worker
 from textbook.check import Row, check
 from textbook.corrected import with_fedcm, with_scaffold
 from textbook.dann import dann
@@ -38,7 +38,7 @@ WIDE = {
 PROXY = Synthetic(samples=40, test_samples=20, classes=7, seed=9, mean=[0.2], std=[0.6])
 
 
-def public(host: Host) -> Mapping[str, Any]:
+def public(worker: Worker) -> Mapping[str, Any]:
     """The proxy set's training images as its own constants make them, and their classes."""
     data = PROXY.build()
     images = torch.from_numpy(data.inputs[: data.train_rows].copy()).double() / 255
@@ -73,9 +73,9 @@ def of_fedbr(
     )
 
 
-def noise(host: Host) -> Mapping[str, Any]:
+def noise(worker: Worker) -> Mapping[str, Any]:
     """What every process makes from the seed for scoring."""
-    return {"noise": host.vector.networks["model"].noise}
+    return {"noise": worker.vector.networks["model"].noise}
 
 
 def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:

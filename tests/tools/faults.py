@@ -3,8 +3,8 @@
     uv run python tests/tools/faults.py --count 300 --log faults.jsonl
                                                 in process; goes on where it stopped
     uv run python tests/tools/faults.py --count 60 --runtime local --log faults.jsonl
-                                                on Ray: driver, coordinator, hosts, raylet and GCS
-    uv run python tests/tools/faults.py --cost 5      what a killed host costs: so many pairs of a run with two hosts
+                                                on Ray: driver, coordinator, workers, raylet and GCS
+    uv run python tests/tools/faults.py --cost 5      what a killed worker costs: pairs of a run with two workers
 
 A seeded case starts a run, does something to it at a seeded moment (a signal to one of its processes, a file size that
 the system refuses, a database of MLflow that is locked, deleted or overwritten), and goes on with resume=latest until
@@ -63,24 +63,24 @@ BASE = (
     ),
     *("rounds=8", "checkpoint.every=2", "out=out"),
 )
-RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.hosts=2"]}
+RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.workers=2"]}
 SIGNALS = {"KILL": [signal.SIGKILL], "TERM": [signal.SIGTERM], "INT": [signal.SIGINT], "INT twice": [signal.SIGINT] * 2,
            "STOP": [signal.SIGSTOP]}  # fmt: skip
 VICTIMS = {
     "driver": "",
     "coordinator": "ray::RayCoordinator",
-    "host": "ray::RayHost",
+    "worker": "ray::RayWorker",
     "raylet": "raylet",
     "gcs": "gcs_server",
 }
 MEASURED = (
     "wall_seconds",
-    "host_seconds",
-    "host_busy",
-    "host_busy_least",
+    "worker_seconds",
+    "worker_busy",
+    "worker_busy_least",
     "device_busy",
     "store_bytes",
-    "host_deaths",
+    "worker_deaths",
 )
 PATIENT = {
     "RAY_raylet_start_wait_time_s": "300",
@@ -238,14 +238,14 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a host is replaced."""
+    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a worker is replaced."""
     if not (found := processes(run, case.victim)):
         return
     victim = rng.choice(found)
     for each in SIGNALS[case.fault]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, each)
-    if case.fault == "STOP" and case.victim != "host":
+    if case.fault == "STOP" and case.victim != "worker":
         time.sleep(1)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
@@ -392,7 +392,7 @@ def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Un
     return ""
 
 
-# --- what a dead host costs -----------------------------------------------------------------------------------------
+# --- what a dead worker costs -----------------------------------------------------------------------------------------
 LONG = (
     *(
         "run",
@@ -407,14 +407,14 @@ LONG = (
         "rounds=150",
         "checkpoint.every=0",
         "tracking=none",
-        "runtime.hosts=2",
+        "runtime.workers=2",
         "out=out",
     ),
 )
 
 
 def cost(pairs: int) -> None:
-    """Print the wall seconds of runs in which a host is killed after five seconds, and of undisturbed ones.
+    """Print the wall seconds of runs in which a worker is killed after five seconds, and of undisturbed ones.
 
     The two of a pair come one after the other, first one, then the other of them.
     """
@@ -427,24 +427,26 @@ def cost(pairs: int) -> None:
                 if kills:
                     while (
                         run.is_alive() and not Path(text, "out", "config.yaml").is_file()
-                    ):  # it appears once the hosts are ready
+                    ):  # it appears once the workers are ready
                         time.sleep(0.1)
                     time.sleep(5)
                     disturb(
                         run,
-                        Case("fedavg", "rounds", "local", "KILL", "host", 0.5),
+                        Case("fedavg", "rounds", "local", "KILL", "worker", 0.5),
                         random.Random(pair),
                     )
                 assert finish(run) == 0, Path(text, "err").read_text()
                 rows = read_history(Path(text, "out/history.parquet"))
-                assert sum(row["host_deaths"] for row in rows) == kills, "one host died, or none"
+                assert sum(row["worker_deaths"] for row in rows) == kills, (
+                    "one worker died, or none"
+                )
                 seconds[kills] = rows[-1]["wall_seconds"]
         more.append(seconds[True] - seconds[False])
         print(
             f"killed {seconds[True]:.2f} s, undisturbed {seconds[False]:.2f} s: {more[-1]:+.2f} s",
             flush=True,
         )
-    print(f"a killed host costs {statistics.median(more):.2f} s (median of {pairs})")
+    print(f"a killed worker costs {statistics.median(more):.2f} s (median of {pairs})")
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
@@ -491,7 +493,7 @@ if __name__ == "__main__":
         type=int,
         default=0,
         metavar="PAIRS",
-        help="measure what a killed host costs instead",
+        help="measure what a killed worker costs instead",
     )
     parsed = parser.parse_args()
     if parsed.cost:

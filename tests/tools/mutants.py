@@ -53,7 +53,7 @@ CORE = [
             f"simulation/{each}"
             for each in ("server", "schedule", "planner", "waiting", "fleet", "availability")
         ),
-        *(f"simulation/{each}" for each in ("evaluator", "checkpoint", "private_states")),
+        *(f"simulation/{each}" for each in ("evaluator", "checkpoint", "client_states")),
     )
 ]
 ROOMS = [*CORE, "raysim/methods/*.py"]

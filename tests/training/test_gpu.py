@@ -20,6 +20,6 @@ def test_a_gpu_ends_at_the_cpus_numbers_in_every_way(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "fedsr"])
-def test_a_gpu_ends_at_the_same_bits_again_and_on_two_hosts(name: str) -> None:
+def test_a_gpu_ends_at_the_same_bits_again_and_on_two_workers(name: str) -> None:
     rows = gpu.bits(gpu.Options(methods=(name,)), lambda: True)
-    assert rows and all(row.get("again") and row.get("two hosts") for row in rows)
+    assert rows and all(row.get("again") and row.get("two workers") for row in rows)

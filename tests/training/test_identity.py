@@ -38,7 +38,7 @@ def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
         **FACTS,
         **{key.replace("_", " "): value for key, value in changes.items()},
     }
-    return Identity(f"host-{number}", node, facts)
+    return Identity(f"worker-{number}", node, facts)
 
 
 def test_process_is_equal_to_itself_and_names_what_bits_depend_on() -> None:
@@ -54,9 +54,10 @@ def test_process_is_equal_to_itself_and_names_what_bits_depend_on() -> None:
     }
     assert expected | {"ONEDNN_MAX_CPU_ISA", "code of torchvision"} <= identity.facts.keys()
     assert (
-        "device" not in identity.facts and identify("host-0", device="cpu").facts["device"] == "cpu"
+        "device" not in identity.facts
+        and identify("worker-0", device="cpu").facts["device"] == "cpu"
     )
-    assert are_equal([identity, identify("host-0", device="cpu")])
+    assert are_equal([identity, identify("worker-0", device="cpu")])
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,10 @@ def test_process_with_other_kernels_has_another_identity(
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    other = Identity("host-0", "node-b", eval(ended.stdout))
+    other = Identity("worker-0", "node-b", eval(ended.stdout))
     mine = identify("driver")
     assert {key for key in mine.facts if mine.facts[key] != other.facts[key]} == {fact}
-    with pytest.raises(UnequalWorkersError, match=r"^runtime.mixed=false: .*host-0 on node-b"):
+    with pytest.raises(UnequalWorkersError, match=r"^runtime.mixed=false: .*worker-0 on node-b"):
         Participants(mine).add(other)
 
 
@@ -87,9 +88,9 @@ def test_equal_processes_are_accepted() -> None:
     participants.add(worker(1, "node-c"))
     assert [str(each) for each in participants.all] == [
         "driver on node-a",
-        "host-0 on node-a",
-        "host-1 on node-b",
-        "host-1 on node-c",
+        "worker-0 on node-a",
+        "worker-1 on node-b",
+        "worker-1 on node-c",
     ]
 
 
@@ -101,12 +102,12 @@ def test_unequal_processes_are_refused_with_nodes_and_facts() -> None:
         )
     text = str(refused.value)
     assert (
-        "host-1 on node-b, host-2 on node-b: CPU capability AVX2 (AVX512 in driver on node-a)"
+        "worker-1 on node-b, worker-2 on node-b: CPU capability AVX2 (AVX512 in driver on node-a)"
         in text
     )
     assert (
         f"{INSTRUCTIONS} without avx512_f" in text
-        and "host-0" not in text
+        and "worker-0" not in text
         and "runtime.mixed=true" in text
     )
 
@@ -115,7 +116,7 @@ def test_unequal_processes_are_refused_with_nodes_and_facts() -> None:
 def test_late_process_with_other_code_is_refused(fact: str) -> None:
     participants = Participants(DRIVER)
     participants.add(worker(0))
-    with pytest.raises(UnequalWorkersError, match=rf"host-1 on node-b: {fact} other \("):
+    with pytest.raises(UnequalWorkersError, match=rf"worker-1 on node-b: {fact} other \("):
         participants.add(worker(1, "node-b", **{fact.replace(" ", "_"): "other"}))
     assert len(participants.all) == 2, "a process that is refused takes no part"
 
@@ -123,7 +124,7 @@ def test_late_process_with_other_code_is_refused(fact: str) -> None:
 def test_devices_are_compared_between_workers_alone() -> None:
     Participants(DRIVER).add(worker(0, device="H100"), worker(1, device="H100"))
     with pytest.raises(
-        UnequalWorkersError, match=r"host-1 on node-b: device A100 \(H100 in host-0 on node-a\)"
+        UnequalWorkersError, match=r"worker-1 on node-b: device A100 \(H100 in worker-0 on node-a\)"
     ):
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
 
@@ -133,13 +134,17 @@ def test_mixed_processes_are_allowed_and_recorded() -> None:
     participants.add(worker(0), worker(1, "node-b", CPU_capability="AVX2"), worker(2, "node-c"))
     assert not are_equal(participants.all)
     groups = describe_processes(participants.all)
-    assert [group["names"] for group in groups] == [["driver"], ["host-0", "host-2"], ["host-1"]]
+    assert [group["names"] for group in groups] == [
+        ["driver"],
+        ["worker-0", "worker-2"],
+        ["worker-1"],
+    ]
     assert groups[1]["nodes"] == ["node-a", "node-c"] and groups[2]["CPU capability"] == "AVX2"
 
 
 def test_many_differences_are_counted() -> None:
     facts = {f"fact {number}": "a" for number in range(7)}
-    other = Identity("host-0", "node-b", dict.fromkeys(facts, "b"))
+    other = Identity("worker-0", "node-b", dict.fromkeys(facts, "b"))
     with pytest.raises(UnequalWorkersError, match=r"fact 3 .*, 3 more"):
         Participants(Identity("driver", "node-a", facts)).add(other)
 

@@ -23,8 +23,8 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
-from raysim.training.host import Host, mean_over_rows
 from raysim.training.run_spec import RunSpec
+from raysim.training.worker import Worker, mean_over_rows
 
 STILL = replace(LOCAL, lr=1e-30, momentum=0.0, weight_decay=0.0, batch=11)
 ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last one is small
@@ -69,14 +69,14 @@ def unequal() -> FederatedData:
 
 def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
     """The loss of each client's rows at the initial model."""
-    host = Host(spec)
-    host.trainer.training(False)
+    worker = Worker(spec)
+    worker.trainer.training(False)
     found = {}
     for client in range(len(ENDS)):
-        inputs, labels = host.trainer.gather(spec.data.partition.train.rows(client))
+        inputs, labels = worker.trainer.gather(spec.data.partition.train.rows(client))
         with torch.no_grad():
             found[client] = cross_entropy(
-                host.vector.networks["model"](inputs), labels, reduction="none"
+                worker.vector.networks["model"](inputs), labels, reduction="none"
             ).double()
     return found
 
@@ -86,7 +86,7 @@ def train(
 ) -> tuple[RunSpec, Ran]:
     """Run three rounds of the four clients."""
     spec = run_spec(method, data=unequal(), local=STILL, **others)
-    runtime = several(spec, workers) if workers > 1 else InProcess(Host(spec))
+    runtime = several(spec, workers) if workers > 1 else InProcess(Worker(spec))
     return spec, ran(Coordinator(spec, schedule, Lognormal(), runtime))
 
 

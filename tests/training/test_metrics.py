@@ -143,12 +143,12 @@ def test_history_scores_are_scikit_learns(kind: Kind, name: str, tmp_path: Path)
     data, local = split(kind, tmp_path), Local(lr=0.5, batch=8)
     spec = run_spec(model=Mlp((8,)), data=data, local=local)
     found = run(spec, Synchronous(4), evaluate=Evaluation(metric=name))
-    host: Any = found.coordinator.runtime.members[0]  # type: ignore[attr-defined]
+    worker: Any = found.coordinator.runtime.members[0]  # type: ignore[attr-defined]
     published = found.coordinator.server.published()
     row = found.rows[-1]
 
     def reference(rows: np.ndarray) -> float:
-        labels, outputs = host.outputs(Task(-1, rows), published)
+        labels, outputs = worker.outputs(Task(-1, rows), published)
         return expected(kind, name, labels, outputs)
 
     clients = [reference(data.partition.test.rows(client)) for client in range(4)]

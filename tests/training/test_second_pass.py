@@ -14,15 +14,15 @@ from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.methods.fedprox import FedProx
-from raysim.training.host import Host
+from raysim.training.worker import Worker
 from raysim.vectors.optimizer import Optimizer
 
 
 @pytest.mark.parametrize("take", [True, False])
 def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
-    host = Host(run_spec(Asking(0.05, take), model=NORMED))
-    inputs, labels = host.trainer.gather(host.trainer.partition.rows(0))
-    ctx = context(host)
+    worker = Worker(run_spec(Asking(0.05, take), model=NORMED))
+    inputs, labels = worker.trainer.gather(worker.trainer.partition.rows(0))
+    ctx = context(worker)
     model = ctx.model.train()
     expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
@@ -31,16 +31,16 @@ def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
     assert any(not torch.equal(expected[name], moved[name]) for name in expected)
     for name, buffer in model.named_buffers():
         buffer.copy_(moved[name])
-    host.trainer.step(ctx, Batch(inputs, labels, inputs, labels), (Stage(),))
+    worker.trainer.step(ctx, Batch(inputs, labels, inputs, labels), (Stage(),))
     assert all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
 
 
-def context(host: Host) -> Context:
+def context(worker: Worker) -> Context:
     ctx = Context(
-        trainer=host.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=host.vector,
-        received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
+        trainer=worker.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=worker.vector,
+        received=worker.vector.shared, base=worker.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
-    ctx.views = views(ctx, host.declarations)
+    ctx.views = views(ctx, worker.declarations)
     return ctx
 
 

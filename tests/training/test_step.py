@@ -18,8 +18,8 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.objectives import OBJECTIVES
 from raysim.api.setup import Setup
-from raysim.training.host import Host
 from raysim.training.step import Step, gradients
+from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector, plan_layout
 from raysim.vectors.optimizer import LocalOptimizer, Optimizer, Optimizers
 
@@ -326,18 +326,18 @@ def test_features_are_computed_once_however_many_methods_ask() -> None:
 
 
 def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
-    host = Host(run_spec(model=NORMED))
-    inputs, _ = host.trainer.gather(host.trainer.partition.rows(0))
+    worker = Worker(run_spec(model=NORMED))
+    inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(
-        trainer=host.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=host.vector,
-        received=host.vector.shared, base=host.vector.shared.clone(), download={}, state={},
+        trainer=worker.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=worker.vector,
+        received=worker.vector.shared, base=worker.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
-    before = host.vector.shared.clone()
+    before = worker.vector.shared.clone()
     with ctx.statistics_kept():
         kept = ctx.model.train()(inputs)
-    assert torch.equal(host.vector.shared, before)
+    assert torch.equal(worker.vector.shared, before)
     moved = ctx.model(inputs)
-    assert not torch.equal(host.vector.shared, before)
+    assert not torch.equal(worker.vector.shared, before)
     assert torch.equal(kept, moved), "both normalise with the batch itself"
 
 

@@ -19,8 +19,8 @@ from raysim.api.setup import Setup
 from raysim.methods.fedprox import FedProx
 from raysim.primitives.streams import stream
 from raysim.training import trainer as module
-from raysim.training.host import Host
 from raysim.training.trainer import Trainer
+from raysim.training.worker import Worker
 
 ROW = 64  # floats of an image
 FLIPPED = replace(even(), pipeline=replace(even().pipeline, augment=("flip",)))
@@ -34,7 +34,7 @@ class Watched:
     """A trainer that goes through a client's samples once, and the rows and inputs that it gathers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
-        self.trainer: Trainer = Host(
+        self.trainer: Trainer = Worker(
             run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)
         ).trainer
         self.samples = len(self.trainer.partition.rows(0))
@@ -132,7 +132,7 @@ class Continuing(Method):
 def test_optimizer_is_kept_once_whoever_asks(by_setting: bool, by_method: bool) -> None:
     methods = [FedProx(0.1), Continuing()] if by_method else [FedProx(0.1)]
     spec = run_spec(*methods, local=replace(LOCAL, keep_optimizer=by_setting))
-    assert Host(spec).trainer.keeps == (by_setting or by_method)
+    assert Worker(spec).trainer.keeps == (by_setting or by_method)
 
 
 class Compared(Method):
@@ -148,7 +148,7 @@ class Compared(Method):
 
 
 def test_gradients_pass_through_frozen_networks() -> None:
-    trainer = Host(run_spec(Compared(), local=LOCAL)).trainer
+    trainer = Worker(run_spec(Compared(), local=LOCAL)).trainer
     vector = trainer.vector
     for job in JOBS[:2]:
         outcome = trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, NOTHING)

@@ -13,18 +13,18 @@ from tiny_runs import LOCAL, MLP, coordinate, even, run, run_spec
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from raysim.api.client_state import ClientState
 from raysim.api.declarations import Local
 from raysim.api.messages import Job, Published
 from raysim.api.method import Method
-from raysim.api.private_state import PrivateState
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.training import trainer, transfer
-from raysim.training.host import Host
 from raysim.training.resident import Resident
 from raysim.training.transfer import up
+from raysim.training.worker import Worker
 
 WAITS = {getattr(Tensor, name) for name in ("item", "tolist", "__float__", "__int__", "__bool__")}
 JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(4))]
@@ -46,11 +46,11 @@ class Seen(TorchFunctionMode):
 def seen(*methods: Method, groups: bool = True) -> tuple[Counter[str], Any]:
     """What a call that trains four clients asks of the device."""
     spec = run_spec(*methods, model=MLP, data=even(), local=Local(batch=8))
-    host, coordinator = Host(spec), coordinate(spec)
+    worker, coordinator = Worker(spec), coordinate(spec)
     published = coordinator.server.published()
     states = [None] * len(JOBS) if coordinator.private.stateful else []
     with Seen() as counter:
-        found = host.train(JOBS, [(0, 1), (2, 3)] if groups else [], 1, published, *states)
+        found = worker.train(JOBS, [(0, 1), (2, 3)] if groups else [], 1, published, *states)
     return counter.count, found
 
 
@@ -102,15 +102,15 @@ def test_a_device_that_is_apart_changes_no_bit(
     assert (there.bits, there.history) == (here.bits, here.history)
 
 
-def test_hosts_of_one_process_share_one_copy_of_the_data() -> None:
-    one, other = Host(run_spec()), Host(run_spec())
+def test_workers_of_one_process_share_one_copy_of_the_data() -> None:
+    one, other = Worker(run_spec()), Worker(run_spec())
     assert one.trainer.inputs is other.trainer.inputs and one.trainer.labels is other.trainer.labels
 
 
-# --- private states -------------------------------------------------------------------------------------------------
-def state(value: float) -> PrivateState[Tensor]:
+# --- client states -------------------------------------------------------------------------------------------------
+def state(value: float) -> ClientState[Tensor]:
     """100 bytes and 8."""
-    return PrivateState(torch.full((25,), value), torch.zeros(1, dtype=torch.int64), {})
+    return ClientState(torch.full((25,), value), torch.zeros(1, dtype=torch.int64), {})
 
 
 def test_states_that_were_idle_for_longest_leave_the_device_and_come_back() -> None:

@@ -46,7 +46,7 @@ def test_an_error_in_a_block_is_raised() -> None:
         in_blocks(100, work, 8)
 
 
-def test_a_sum_may_have_a_place_and_what_a_host_has_summed_enters_as_it_is() -> None:
+def test_a_sum_may_have_a_place_and_what_a_worker_has_summed_enters_as_it_is() -> None:
     rows = [np.random.default_rng(i).standard_normal(50, np.float32) for i in range(4)]
     place = torch.zeros(50)
     whole = folded(grouped(rows, [1.0, 2.0, 3.0, 4.0], 2))

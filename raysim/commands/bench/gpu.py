@@ -1,6 +1,6 @@
 """`raysim bench gpu --out DIR`: all that only a GPU can show, in half an hour, without Ray or Hydra.
 
-Correctness of every method against the CPU, the same bits on one host and on two, memory against the preflight, and
+Correctness of every method against the CPU, the same bits on one worker and on two, memory against the preflight, and
 four workloads, each beside a plain loop in PyTorch on the same device in the same run: G1 is FedBR's RotatedMNIST
 setting, G2 its CIFAR-10 setting with VGG11, G3 CIFAR-10 with 100 clients and ResNet-18, G4 a network without
 convolutions. Pictures are synthetic, of the same shapes.
@@ -28,10 +28,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import raysim.methods
+from raysim.api.client_state import StoredState
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.declare import with_required_settings
 from raysim.api.method import Method
-from raysim.api.private_state import StoredState
 from raysim.commands.bench.gpu_page import TOLERANCE, write_page
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
@@ -52,9 +52,9 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.host import Host
 from raysim.training.profile import device_use
 from raysim.training.run_spec import Faults, RunSettings, RunSpec, build_networks
+from raysim.training.worker import Worker
 
 NEVER = 10**9
 PARTS = ("correctness", "bits", "memory", "G1", "G2", "G3", "G4", "profile")
@@ -205,9 +205,9 @@ def _made(make: Callable[..., Method] | None, rounds: int) -> Method | None:
     return make(rounds=rounds) if takes_rounds else make()
 
 
-def _ran(spec: RunSpec, cohort: int, hosts: int = 1) -> tuple[np.ndarray, Coordinator]:
+def _ran(spec: RunSpec, cohort: int, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
     """The vector at the end, and what each client kept to itself."""
-    runtime = InProcess(*(Host(spec, f"host-{index}") for index in range(hosts)))
+    runtime = InProcess(*(Worker(spec, f"worker-{index}") for index in range(workers)))
     coordinator = Coordinator(replace(spec, device="cpu"), Synchronous(cohort), Ideal(), runtime)
     for _ in coordinator.run():
         pass
@@ -218,7 +218,7 @@ def _ran(spec: RunSpec, cohort: int, hosts: int = 1) -> tuple[np.ndarray, Coordi
 
 
 def _floats(state: StoredState) -> Iterator[np.ndarray]:
-    """All of a private state's numbers that training moves."""
+    """All of a client state's numbers that training moves."""
     for values in (state.personal, *state.methods.values()):
         if values.dtype.kind == "f":
             yield values.ravel()
@@ -288,7 +288,7 @@ def correctness(options: Options, left: Callable[[], bool]) -> list[Found]:
 
 
 def bits(options: Options, left: Callable[[], bool]) -> list[Found]:
-    """Whether one host and two in this process end at the same bits, and a second run at those of the first."""
+    """Whether one worker and two in this process end at the same bits, and a second run at those of the first."""
     rows: list[Found] = []
     for name, make in _makes(options).items():
         for way in CHECKED[:1] if _draws(make) else (CHECKED[0], CHECKED[-1]):
@@ -296,11 +296,11 @@ def bits(options: Options, left: Callable[[], bool]) -> list[Found]:
                 return rows
             spec = _checked(make, torch.float32, options.device, way)
             try:
-                one, again, two = (_ran(spec, 4, hosts)[0] for hosts in (1, 1, 2))
+                one, again, two = (_ran(spec, 4, workers)[0] for workers in (1, 1, 2))
             except Exception as error:
                 rows.append({"method": name, "way": way.name, "refused": first_line(error)})
                 continue
-            same = {"again": np.array_equal(one, again), "two hosts": np.array_equal(one, two)}
+            same = {"again": np.array_equal(one, again), "two workers": np.array_equal(one, two)}
             rows.append({"method": name, "way": way.name, **same})
     return rows
 
@@ -369,10 +369,10 @@ def _rate(stamps: Sequence[float], work: Workload) -> Found:
 
 
 def raysim_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
-    """Of rounds on one host in this process."""
+    """Of rounds on one worker in this process."""
     with _peak(spec.device) as found:
         coordinator = Coordinator(
-            replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), InProcess(Host(spec))
+            replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), InProcess(Worker(spec))
         )
         events, stamps = coordinator.run(), list[float]()
         for event in events:
@@ -386,7 +386,7 @@ def raysim_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
 
 @contextmanager
 def _as_it_comes() -> Iterator[None]:
-    """PyTorch's own choices of algorithms, which hosts have made deterministic."""
+    """PyTorch's own choices of algorithms, which workers have made deterministic."""
     cudnn, mode = torch.backends.cudnn, torch.get_deterministic_debug_mode()
     before = cudnn.deterministic, cudnn.allow_tf32
     torch.set_deterministic_debug_mode("default")
@@ -471,7 +471,7 @@ def speed(name: str, options: Options, left: Callable[[], bool]) -> list[Found]:
 
 # --- memory and profile ----------------------------------------------------------------------------------------------
 def memory(options: Options, left: Callable[[], bool]) -> list[Found]:
-    """What the preflight says that a host takes, and what it took at its peak."""
+    """What the preflight says that a worker takes, and what it took at its peak."""
     rows: list[Found] = []
     for name, work in options.workloads.items():
         for way in (work.ways[0], work.best):
@@ -507,7 +507,7 @@ def profiled(options: Options, folder: Path) -> list[Found]:
     for way in (work.ways[0], work.best):
         spec = replace(way.of(spec_of(work, data_of(work), options.device)), profile=True)
         spec = replace(spec, settings=replace(spec.settings, rounds=3))
-        runtime = InProcess(Host(spec))
+        runtime = InProcess(Worker(spec))
         for event in Coordinator(
             replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), runtime
         ).run():
@@ -518,7 +518,7 @@ def profiled(options: Options, folder: Path) -> list[Found]:
                     {
                         "way": way.name,
                         "picture": paths[-1].name,
-                        "shares": profile.shares(event)["host-0"],
+                        "shares": profile.shares(event)["worker-0"],
                     }
                 )
     return rows

@@ -31,7 +31,7 @@ def _page(found: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield from _correctness(rows, folder)
     if rows := found.get("bits"):
         yield "## The same bits\n"
-        yield from _table(("method", "way", "again", "two hosts"), rows)
+        yield from _table(("method", "way", "again", "two workers"), rows)
     if rows := found.get("memory"):
         yield "## Memory: the preflight and the peak\n"
         yield from _table(

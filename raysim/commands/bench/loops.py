@@ -41,7 +41,7 @@ _SKIP = 3  # rounds at the start of a block that are not timed
 
 @dataclass(frozen=True)
 class Workload:
-    """A run of one local epoch a round. group: clients per host-side sum; limit: the ratio we promise."""
+    """A run of one local epoch a round. group: clients per worker-side sum; limit: the ratio we promise."""
 
     clients: int
     samples: int
@@ -54,12 +54,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Options:
-    """hosts: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well.
+    """workers: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well.
 
     profile: the folder for a profile of each workload.
     """
 
-    hosts: int = 2
+    workers: int = 2
     lanes: int | None = None
     floor: bool = False
     profile: Path | None = None
@@ -242,12 +242,12 @@ def _rounds(spec: RunSpec, work: Workload, runtime: Any, count: int) -> float:
 def _profile(
     name: str, spec: RunSpec, work: Workload, options: Options, folder: Path, show: Say
 ) -> None:
-    """A block more, on hosts that are timed: where their time goes."""
+    """A block more, on workers that are timed: where their time goes."""
     from raysim.results import profile
-    from raysim.runtime.ray import start_hosts
+    from raysim.runtime.ray import start_workers
 
     spec = replace(spec, profile=True, settings=replace(spec.settings, rounds=work.rounds + _SKIP))
-    runtime = start_hosts(spec, options.hosts)
+    runtime = start_workers(spec, options.workers)
     try:
         for event in Coordinator(spec, Synchronous(work.cohort), Ideal(), runtime).run():
             if isinstance(event, Profiled):
@@ -259,14 +259,14 @@ def _profile(
 
 def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) -> Result:
     """Alternate blocks of raysim's rounds and of bare ones on a running Ray."""
-    from raysim.runtime.ray import start_hosts
+    from raysim.runtime.ray import start_workers
 
     work = WORKLOADS[name]
     spec = spec_of(work, source_of(work, root))
     spec = replace(spec, lanes=options.lanes or usual_lanes(spec, declare_run(spec), work.cohort))
-    runtime = start_hosts(spec, options.hosts)
+    runtime = start_workers(spec, options.workers)
     loops = [
-        Bare(spec, work, options.hosts, tuned)
+        Bare(spec, work, options.workers, tuned)
         for tuned in ((False, True) if options.floor else (False,))
     ]
     rows = []
@@ -324,7 +324,7 @@ def main(
         *more,
     )
     print(
-        f"seconds a round, {options.hosts} processes of one thread; medians of {blocks} paired blocks"
+        f"seconds a round, {options.workers} processes of one thread; medians of {blocks} paired blocks"
     )
     print(aligned(columns_of(head, rows), terminal_width()))
     settings = {

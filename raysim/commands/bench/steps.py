@@ -45,8 +45,8 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.determinism import make_deterministic
-from raysim.training.host import Host
 from raysim.training.run_spec import RunSettings, RunSpec
+from raysim.training.worker import Worker
 
 BATCH, STEPS, ROUNDS = 64, 10, 1
 
@@ -100,7 +100,7 @@ def _ran(*methods: Method, local: Local | None = None) -> Coordinator:
 
 
 def _of(spec: RunSpec) -> Coordinator:
-    coordinator = Coordinator(spec, Synchronous(2), Ideal(), InProcess(Host(spec)))
+    coordinator = Coordinator(spec, Synchronous(2), Ideal(), InProcess(Worker(spec)))
     for _ in coordinator.run():
         pass
     return coordinator
@@ -117,14 +117,14 @@ def seconds_per_step(*methods: Method) -> float:
 
 
 def _per_step(coordinator: Coordinator) -> float:
-    return _total(coordinator, "host_seconds") / (2 * STEPS * ROUNDS)
+    return _total(coordinator, "worker_seconds") / (2 * STEPS * ROUNDS)
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
     """Seconds of FedBSS's jobs, and of FedAvg's steps on as many samples with a pass over the data in front."""
     local = Local(lr=0.01, batch=BATCH, epochs=3)
     fedbss, plain = _ran(FedBSS(0), local=local), _ran(local=local)
-    trainer = Host(plain.spec).trainer
+    trainer = Worker(plain.spec).trainer
     trainer.training(False)
     since = time.perf_counter()
     with torch.no_grad():
@@ -133,7 +133,7 @@ def fedbss_and_its_parts() -> tuple[float, float]:
                 trainer.vector.networks["model"](inputs)
     evaluation = (time.perf_counter() - since) * ROUNDS
     share = _total(fedbss, "samples") / _total(plain, "samples")
-    return _total(fedbss, "host_seconds"), share * _total(plain, "host_seconds") + evaluation
+    return _total(fedbss, "worker_seconds"), share * _total(plain, "worker_seconds") + evaluation
 
 
 def fraug_and_fedbn() -> tuple[float, float]:

@@ -69,12 +69,12 @@ def check(campaign: Campaign, allow: Sequence[str] = (), parallel: int = 1) -> C
 
 
 def _shared_out(config: Node, parallel: int) -> Node:
-    """Runs side by side share this machine's CPUs: as many hosts for each as leave room for all."""
+    """Runs side by side share this machine's CPUs: as many workers for each as leave room for all."""
     runtime = config["runtime"]
-    if parallel == 1 or runtime["name"] != "local" or runtime["hosts"] is not None:
+    if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
         return config
     each = (os.cpu_count() or 1) / parallel / (runtime["cpus"] or runtime["threads"])
-    return {**config, "runtime": {**runtime, "hosts": max(1, int(each))}}
+    return {**config, "runtime": {**runtime, "workers": max(1, int(each))}}
 
 
 def store(campaign: Campaign) -> None:
@@ -167,7 +167,7 @@ def _one_by_one(
     begin: Callable[[Cell], None],
     reach: Say,
 ) -> Generator[tuple[Cell, str, float]]:
-    """In this process, on one Ray and in the same hosts; each with its sentence and seconds.
+    """In this process, on one Ray and in the same workers; each with its sentence and seconds.
 
     reach: takes how far the one under way is.
     """

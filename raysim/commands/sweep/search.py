@@ -57,7 +57,7 @@ class Options:
     trials: how many settings (null: all of a grid, else 16). metric: a column of the history (null: accuracy_global
     where there is a central test set, else accuracy, or the error of values, of which the least is best), of which the
     last value counts. seeds: runs of each setting,
-    whose mean counts. concurrent: trials at once (null: as many as fit). hosts: of each trial's runs (0: they run in
+    whose mean counts. concurrent: trials at once (null: as many as fit). workers: of each trial's runs (0: they run in
     the trial's own process). grace, reduction: ASHA's first rung in rounds, and the part it lets through is
     1/reduction. interval: rounds between PBT's exchanges. minutes: after which no trial goes on.
     """
@@ -70,7 +70,7 @@ class Options:
     mode: Literal["max", "min"] = "max"
     seeds: int = 1
     concurrent: int | None = None
-    hosts: int = 0
+    workers: int = 0
     grace: int = 5
     reduction: float = 3.0
     interval: int = 5
@@ -81,7 +81,7 @@ class Options:
             ("trials", 1),
             ("seeds", 1),
             ("concurrent", 1),
-            ("hosts", 0),
+            ("workers", 0),
             ("grace", 1),
             ("interval", 1),
         ):

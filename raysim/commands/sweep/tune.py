@@ -142,15 +142,15 @@ class SweepTrial(tune.Trainable):
         Participants(self._plan["driver"], self._plan["mixed"]).add(here)
 
     def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
-        hosts, parts = (
-            self._search.options.hosts,
+        workers, parts = (
+            self._search.options.workers,
             (experiment.spec, experiment.schedule, experiment.fleet),
         )
-        if not hosts:
+        if not workers:
             from raysim.runtime import inprocess
 
             return inprocess.run(*parts, str(folder), resume)
-        size, options = Size(hosts, self._plan["each"]), RayOptions(mixed=self._plan["mixed"])
+        size, options = Size(workers, self._plan["each"]), RayOptions(mixed=self._plan["mixed"])
         return cluster.run(
             *parts, size, options, say=lambda text: None, folder=str(folder), resume=resume
         )
@@ -254,15 +254,15 @@ def _trial_plan(
 def _trainable(search: Search, plan: Mapping[str, Any]) -> Any:
     each = plan["each"]
     trial_bundle: dict[str, float] = (
-        {"memory": 1} if search.options.hosts else dict(each)
+        {"memory": 1} if search.options.workers else dict(each)
     )  # a byte: next to nothing
-    hosts = [_times(each, search.options.seeds)] * search.options.hosts
-    group = tune.PlacementGroupFactory([trial_bundle, *hosts])
+    workers = [_times(each, search.options.seeds)] * search.options.workers
+    group = tune.PlacementGroupFactory([trial_bundle, *workers])
     return tune.with_resources(tune.with_parameters(SweepTrial, search=search, plan=plan), group)
 
 
 def _times(each: Resources, seeds: int) -> dict[str, float]:
-    """Each seed's runs have hosts of their own, side by side."""
+    """Each seed's runs have workers of their own, side by side."""
     return {name: amount * seeds for name, amount in each.items()}
 
 
@@ -436,26 +436,30 @@ def _cluster_options(runtime: RuntimeOptions, words: Sequence[str]) -> RuntimeOp
 def _room(
     options: Options, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
-    """What a host (or a trial without hosts) reserves, and how many trials fit at once; refuses what never fits."""
+    """What a worker (or a trial without workers) reserves, and how many trials fit at once; refuses what never fits."""
     each = demand(runtime, device, threads)
-    nodes, hosts = cluster.nodes(), options.hosts or 1
-    bundle = _times(each, options.seeds) if options.hosts else each
+    nodes, workers = cluster.nodes(), options.workers or 1
+    bundle = _times(each, options.seeds) if options.workers else each
     places = total(nodes, bundle)
     has = amounts({name: sum(node.get(name, 0.0) for node in nodes) for name in bundle})
     if places is None:
         return each, options.concurrent or os.cpu_count() or 1
-    if places < hosts:
-        needs = f"{hosts} hosts of {amounts(bundle)} each" if options.hosts else amounts(bundle)
-        why = (
-            f" ({options.seeds} seeds side by side)" if options.hosts and options.seeds > 1 else ""
+    if places < workers:
+        needs = (
+            f"{workers} workers of {amounts(bundle)} each" if options.workers else amounts(bundle)
         )
-        advice = "set sweep.hosts=0" if not places else f"set sweep.hosts={places}"
-        if not options.hosts:
+        why = (
+            f" ({options.seeds} seeds side by side)"
+            if options.workers and options.seeds > 1
+            else ""
+        )
+        advice = "set sweep.workers=0" if not places else f"set sweep.workers={places}"
+        if not options.workers:
             advice = (
                 "lower runtime.threads or runtime.cpus" if "GPU" not in each else "set device=cpu"
             )
         raise ValueError(f"a trial needs {needs}{why}, the cluster has {has}: {advice}")
-    return each, places // hosts
+    return each, places // workers
 
 
 def _search(
@@ -492,7 +496,7 @@ def _search(
     _introduce(search, records, experiments, each, slots, tell)
     for text in dict.fromkeys(text for experiment in experiments for text in experiment.warnings):
         warn(console, text)
-    needs = _times(each, options.seeds * options.hosts if options.hosts else 1)
+    needs = _times(each, options.seeds * options.workers if options.workers else 1)
     free = ray.available_resources()
     if any(free.get(name, 0.0) < amount for name, amount in needs.items()):
         left = amounts({name: free.get(name, 0.0) for name in needs})
@@ -545,7 +549,7 @@ def _introduce(
         "pbt": f", PBT every {options.interval} rounds",
     }
     seeds = f" x {options.seeds} seeds" if options.seeds > 1 else ""
-    where = f"{options.hosts} hosts each" if options.hosts else "each in a process"
+    where = f"{options.workers} workers each" if options.workers else "each in a process"
     lines = {
         "sweep": f"{records.total} trials{seeds}, {options.search}{scheduler.get(options.scheduler, '')}",
         "space": ", ".join(f"{key}: {_described(found)}" for key, found in search.space.items()),

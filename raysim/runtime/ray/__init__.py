@@ -1,12 +1,12 @@
-"""The runtime on Ray: a placement group per run, hosts and coordinator as actors in it, events to the driver.
+"""The runtime on Ray: a placement group per run, workers and coordinator as actors in it, events to the driver.
 
 The only place besides the sweep and the job server's client that imports Ray.
 
 cluster   Ray itself: start or join it, what its nodes have, room that is reserved
-actors    the processes: hosts, the coordinator, and how it reaches the hosts
+actors    the processes: workers, the coordinator, and how it reaches the workers
 failures  why Ray did not start, or could not be joined
 team      the processes of a run, which the next run may take over
-driver    a run: how many hosts, its events, what counts as lost
+driver    a run: how many workers, its events, what counts as lost
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import ray
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.actors import (
     RayCoordinator,
-    RayHost,
     RayRuntime,
-    hosts_in,
+    RayWorker,
     identify_here,
-    start_hosts,
+    start_workers,
+    workers_in,
 )
 from raysim.runtime.ray.cluster import (
     address,
@@ -47,9 +47,9 @@ from raysim.runtime.ray.team import staying
 
 __all__ = [
     "RayCoordinator",
-    "RayHost",
     "RayOptions",
     "RayRuntime",
+    "RayWorker",
     "Size",
     "address",
     "bundles",
@@ -58,13 +58,13 @@ __all__ = [
     "disconnect",
     "fit",
     "has_gpus",
-    "hosts_in",
     "identify_here",
     "nodes",
     "nodes_here",
     "placed",
     "ray",
     "run",
-    "start_hosts",
+    "start_workers",
     "staying",
+    "workers_in",
 ]

@@ -1,4 +1,4 @@
-"""The processes of a run as actors: hosts, the coordinator, and how it reaches the hosts."""
+"""The processes of a run as actors: workers, the coordinator, and how it reaches the workers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from raysim.runtime.ray.cluster import filling
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event, Finished, ProcessLost, Round, RunStopped, Started
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.runtime import START_TIMEOUT_S, HostDied
+from raysim.simulation.runtime import START_TIMEOUT_S, WorkerDied
 from raysim.simulation.schedule import Schedule
-from raysim.training.host import Host
 from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
 from raysim.training.run_spec import RunSpec
+from raysim.training.worker import Worker
 
 INLINE = (
     1 << 16
 )  # bytes that cost less to send with every call than to store once, which takes half a millisecond
 TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
-REVIVAL = 300  # seconds for a new host in the place of a dead one
+REVIVAL = 300  # seconds for a new worker in the place of a dead one
 ROOM = 30  # seconds between two looks whether there is room for it at all: Ray may learn late that a node is gone
 
 
@@ -59,8 +59,8 @@ def read_here(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
     return replace(spec, data=replace(spec.data, dataset_path=local_path))
 
 
-class RayHost(Host):
-    """A host as an actor."""
+class RayWorker(Worker):
+    """A worker as an actor."""
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
         super().__init__(read_here(spec, content), name)
@@ -109,7 +109,7 @@ def actor_class(kind: type) -> Any:
 
 
 class RayCoordinator:
-    """The actor that runs a `Coordinator`; it makes every call to the hosts, so it owns what they return."""
+    """The actor that runs a `Coordinator`; it makes every call to the workers, so it owns what they return."""
 
     def __init__(
         self,
@@ -164,10 +164,11 @@ class RayCoordinator:
 
 
 class RayRuntime:
-    """Hosts as actors of class `Host`, calls as actor tasks, values in the object store.
+    """Workers as actors of class `Worker`, calls as actor tasks, values in the object store.
 
-    start: makes the actor of a host, given its number. nodes, combine_from: see `Runtime`. actors: those of the hosts,
-    where they are there already. participants: compares each worker that is ready with the driver; None: no comparison.
+    start: makes the actor of a worker, given its number. nodes, combine_from: see `Runtime`. actors: those of the
+    workers, where they are there already. participants: compares each worker that is ready with the driver;
+    None: no comparison.
     identify: starts a task that identifies the place of a worker, given its number, after its process died.
     """
 
@@ -175,7 +176,7 @@ class RayRuntime:
 
     def __init__(
         self,
-        hosts: int,
+        workers: int,
         start: Callable[[int], Any],
         nodes: Sequence[int] = (),
         combine_from: float = math.inf,
@@ -184,22 +185,22 @@ class RayRuntime:
         identify: Callable[[int], ray.ObjectRef[Identity]] | None = None,
     ):
         self.participants, self._identify = participants, identify
-        self.hosts, self._make, self.combine_from = hosts, start, combine_from
-        self.nodes = nodes or (0,) * hosts
-        self.actors = list(actors) or [start(host) for host in range(hosts)]
+        self.workers, self._make, self.combine_from = workers, start, combine_from
+        self.nodes = nodes or (0,) * workers
+        self.actors = list(actors) or [start(worker) for worker in range(workers)]
         self._methods: dict[
             tuple[int, str, int], Any
-        ] = {}  # what is called, by host, name and number of results
+        ] = {}  # what is called, by worker, name and number of results
 
     def put(self, value: object) -> object:
-        """Into the object store, once; hosts of one node map the same memory. A small model travels in each call."""
+        """Into the object store, once; workers of one node map the same memory. A small model travels in each call."""
         return value if isinstance(value, Published) and value.nbytes <= INLINE else ray.put(value)
 
-    def call(self, host: int, method: str, *args: object, returns: int = 1) -> list[Any]:
+    def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """An actor task; its results belong to the caller."""
-        if (task := self._methods.get((host, method, returns))) is None:
-            task = getattr(self.actors[host], method).options(num_returns=returns)
-            self._methods[host, method, returns] = task
+        if (task := self._methods.get((worker, method, returns))) is None:
+            task = getattr(self.actors[worker], method).options(num_returns=returns)
+            self._methods[worker, method, returns] = task
         refs = task.remote(*args)
         return [refs] if returns == 1 else list(refs)
 
@@ -210,7 +211,7 @@ class RayRuntime:
         try:
             return ray.get(ref)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise HostDied(first_line(error)) from None
+            raise WorkerDied(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """The first that is there, in the order of `refs`."""
@@ -218,21 +219,21 @@ class RayRuntime:
         found, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
         return refs.index(found[0]) if found else None
 
-    def revive(self, host: int) -> None:
+    def revive(self, worker: int) -> None:
         """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
-        ray.kill(self.actors[host])  # it may only have been out of reach
-        self.actors[host] = self._make(host)
+        ray.kill(self.actors[worker])  # it may only have been out of reach
+        self.actors[worker] = self._make(worker)
         self._methods.clear()
-        actor = self.actors[host]
+        actor = self.actors[worker]
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
         for _ in range(REVIVAL // ROOM):
             if ray.wait([ready], timeout=ROOM)[0]:
-                self._meet_replacement(host, ready)
+                self._meet_replacement(worker, ready)
                 return
             if _roomless():
                 break
         raise ProcessLost(
-            f"host {host} died and no other one started in its place: its node may be gone"
+            f"worker {worker} died and no other one started in its place: its node may be gone"
         )
 
     def meet_workers(self, patience_s: float, *others: Identity) -> None:
@@ -245,25 +246,25 @@ class RayRuntime:
         timeout = None if math.isinf(patience_s) else patience_s
         _, late = ray.wait(answers, num_returns=len(answers), timeout=timeout, fetch_local=False)
         if late:
-            names = ", ".join(f"host-{answers.index(answer)}" for answer in late)
+            names = ", ".join(f"worker-{answers.index(answer)}" for answer in late)
             raise ProcessLost(f"{names} did not start within {patience_s:g} s")
-        identities = [self._identity(host, answer) for host, answer in enumerate(answers)]
+        identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
         self.participants.add(
             *others, *(identity for identity in identities if identity is not None)
         )
 
-    def _meet_replacement(self, host: int, answer: ray.ObjectRef[Any]) -> None:
+    def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
         """Compare a worker in the place of a dead one. Raises RunStopped if it computes other bits."""
-        if self.participants is None or (identity := self._identity(host, answer)) is None:
+        if self.participants is None or (identity := self._identity(worker, answer)) is None:
             return
         try:
             self.participants.add(identity)
         except UnequalWorkersError as error:
             raise RunStopped(
-                f"host {host} died, and its replacement differs. {error} Then use resume=latest"
+                f"worker {worker} died, and its replacement differs. {error} Then use resume=latest"
             ) from None
 
-    def _identity(self, host: int, answer: ray.ObjectRef[Any]) -> Identity | None:
+    def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
         """Return a worker's identity; of one that died before it answered, that of its place. None: unknown.
 
         A worker whose copy of raysim or of a library is another one may fail before it can answer.
@@ -274,16 +275,16 @@ class RayRuntime:
         if self._identify is None:
             return None
         try:
-            return ray.get(self._identify(host), timeout=REVIVAL)
+            return ray.get(self._identify(worker), timeout=REVIVAL)
         except ray.exceptions.RayTaskError as error:
             return Identity(
-                f"host-{host}", "its node", {"raysim": f"cannot be loaded: {first_line(error)}"}
+                f"worker-{worker}", "its node", {"raysim": f"cannot be loaded: {first_line(error)}"}
             )
         except ray.exceptions.RayError:
             return None
 
     def stop(self) -> None:
-        """End the hosts."""
+        """End the workers."""
         for actor in self.actors:
             ray.kill(actor)
 
@@ -298,16 +299,16 @@ def _roomless() -> bool:
     )
 
 
-def start_hosts(
-    spec: RunSpec, hosts: int, kind: type = RayHost, actors: Sequence[Any] = (), cpus: float = 1
+def start_workers(
+    spec: RunSpec, workers: int, kind: type = RayWorker, actors: Sequence[Any] = (), cpus: float = 1
 ) -> RayRuntime:
-    """Hosts outside any placement group, starting side by side; or these actors, which become them."""
+    """Workers outside any placement group, starting side by side; or these actors, which become them."""
     actor, shared = actor_class(kind).options(num_cpus=cpus), ray.put(spec)
-    become_all(actors, [(shared, f"host-{index}") for index in range(hosts)])
-    return RayRuntime(hosts, lambda index: actor.remote(shared, f"host-{index}"), actors=actors)
+    become_all(actors, [(shared, f"worker-{index}") for index in range(workers)])
+    return RayRuntime(workers, lambda index: actor.remote(shared, f"worker-{index}"), actors=actors)
 
 
-def hosts_in(
+def workers_in(
     group: PlacementGroup,
     size: Size,
     name: str,
@@ -320,31 +321,31 @@ def hosts_in(
     packages: Sequence[str] = (),
     device: str = "",
 ) -> RayRuntime:
-    """Hosts of a class in the bundles of a group, starting side by side; or actors that are there and become them.
+    """Workers of a class in the bundles of a group, starting side by side; or actors that are there and become them.
 
-    What they are built from stays in the object store, for hosts that take the place of dead ones. participants: see
+    What they are built from stays in the object store, for workers that take the place of dead ones. participants: see
     `RayRuntime`. packages, device: of the run, for `identify`.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)
-    become_all(actors, [(shared, f"host-{index}", content) for index in range(size.hosts)])
+    become_all(actors, [(shared, f"worker-{index}", content) for index in range(size.workers)])
 
     def start(index: int) -> Any:
         place = filling(group, index + 1, size.each)
-        return actor.options(name=f"{name}/host-{index}", **place).remote(
-            shared, f"host-{index}", content
+        return actor.options(name=f"{name}/worker-{index}", **place).remote(
+            shared, f"worker-{index}", content
         )
 
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
         task: Any = ray.remote(max_retries=0)(identify_here).options(
             **filling(group, index + 1, size.each)
         )
-        identity: ray.ObjectRef[Identity] = task.remote(f"host-{index}", packages, device)
+        identity: ray.ObjectRef[Identity] = task.remote(f"worker-{index}", packages, device)
         return identity
 
-    nodes = _nodes(group)[1 : size.hosts + 1]
+    nodes = _nodes(group)[1 : size.workers + 1]
     return RayRuntime(
-        size.hosts, start, nodes, options.combine_from, actors, participants, identify_place
+        size.workers, start, nodes, options.combine_from, actors, participants, identify_place
     )
 
 

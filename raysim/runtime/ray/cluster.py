@@ -115,12 +115,12 @@ def has_gpus() -> bool:
 
 
 def bundles(size: Size) -> list[dict[str, float]]:
-    """What a run reserves: next to nothing on this node for the coordinator, whose files lie here; then each host."""
+    """What a run reserves: next to nothing on this node for the coordinator, whose files lie here; then each worker."""
     here = next(
         name for name in nodes()[0] if name.startswith("node:") and not name.startswith("node:__")
     )
     token = {here: 0.001}
-    return [token, *(dict(size.each) or {"memory": 1} for _ in range(size.hosts))]
+    return [token, *(dict(size.each) or {"memory": 1} for _ in range(size.workers))]
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _await(
     """Until the group is there, in steps of seconds: an interrupt is heard between them."""
     since, told = time.monotonic(), False
     while not group.wait(1 if told else GRACE):
-        each = asked[-1]  # of a host
+        each = asked[-1]  # of a worker
         if (places := total(nodes(), each, options.strategy)) is not None and places < asked.count(
             each
         ):
@@ -170,7 +170,7 @@ def _await(
         text = f"this needs {amounts(needs)}, of which other runs leave {has}"
         if late:
             raise ValueError(
-                f"{text}: try again later, lower runtime.hosts, or set runtime.wait=null to wait for them"
+                f"{text}: try again later, lower runtime.workers, or set runtime.wait=null to wait for them"
             )
         say(
             f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"

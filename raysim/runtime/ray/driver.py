@@ -1,4 +1,4 @@
-"""A run on Ray: how many hosts, its events, and what counts as lost."""
+"""A run on Ray: how many workers, its events, and what counts as lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Measure = Callable[[RunSpec], preflight.Need]
 SILENCE = 60.0  # seconds after which somebody may wonder
 
 
-# --- how many hosts -------------------------------------------------------------------------------------------------
+# --- how many workers -------------------------------------------------------------------------------------------------
 def fit(
     options: RayOptions,
     spec: RunSpec,
@@ -36,7 +36,7 @@ def fit(
     say: Say = print,
     measure: Measure = preflight.measure,
 ) -> Size:
-    """How many hosts, and what each reserves: what was asked for if the cluster has it at all, else what fits.
+    """How many workers, and what each reserves: what was asked for if the cluster has it at all, else what fits.
 
     Inside a placement group (a trial of a search) the group decides. measure: stands in for the preflight. Raises
     ValueError with the number that would fit.
@@ -48,21 +48,21 @@ def fit(
     shared = spec.device == "cuda" and options.gpus is None
     if options.preflight if options.preflight is not None else shared:
         probe = {**each, "GPU": 1.0} if spec.device == "cuda" else each
-        fitting(replace(options, hosts=1), probe, cluster, 1)
+        fitting(replace(options, workers=1), probe, cluster, 1)
         need = _measured(options, spec, probe, say, measure)
         if spec.device == "cuda":
             each["GPU"] = _share(options, each, spec, concurrency, cluster, need, say)
         else:
             each["memory"] = need.job
             places = total(cluster, {"memory": need.job}, options.strategy)
-            say(f"a job needs {gib(need.job)}: {places} hosts fit into the cluster's memory")
+            say(f"a job needs {gib(need.job)}: {places} workers fit into the cluster's memory")
     return fitting(options, each, cluster, concurrency)
 
 
 def _measured(
     options: RayOptions, spec: RunSpec, each: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.Need:
-    """One job's memory, seen in a process that is given what a host is given, and a whole GPU."""
+    """One job's memory, seen in a process that is given what a worker is given, and a whole GPU."""
     end_waiting()  # a whole GPU is asked for
     with placed([dict(each)], "raysim-preflight", options, say) as group:
         task = ray.remote(max_retries=0)(_measure).options(**filling(group, 0, each))
@@ -91,28 +91,28 @@ def _share(
     need: preflight.Need,
     say: Say,
 ) -> float:
-    """The part of a GPU that a host reserves: so small that hosts find no more work or CPUs, or as jobs allow."""
+    """The part of a GPU that a worker reserves: so small that workers find no more work or CPUs, or as jobs allow."""
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
     clients = int(np.count_nonzero(spec.data.partition.train.counts))
-    fits = preflight.hosts_per_gpu(need, clients, gpus)
-    states = f" and {gib(clients * need.state)} of private states are kept" if need.state else ""
+    fits = preflight.workers_per_gpu(need, clients, gpus)
+    states = f" and {gib(clients * need.state)} of client states are kept" if need.state else ""
     if not fits:
         raise ValueError(
             f"a job needs {gib(need.job)}{states}, a GPU has {gib(need.room)}: lower local.batch, or set device=cpu"
         )
     say(
-        f"a job needs {gib(need.job)}{states}: {fits} host{'s fit' if fits > 1 else ' fits'} on a GPU"
+        f"a job needs {gib(need.job)}{states}: {fits} worker{'s fit' if fits > 1 else ' fits'} on a GPU"
     )
     if options.gpus is not None:
         if options.gpus < share(fits):
             raise ValueError(
-                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} hosts on a GPU, of whose "
-                f"{gib(need.room)} each needs {gib(need.job)}: set runtime.gpus={share(fits):g} for {fits} hosts"
+                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU, of whose "
+                f"{gib(need.room)} each needs {gib(need.job)}: set runtime.gpus={share(fits):g} for {fits} workers"
             )
         return options.gpus
     rest = {name: amount for name, amount in each.items() if name != "GPU"}
     places = total([node for node in cluster if node.get("GPU")], rest, options.strategy)
-    wanted = options.hosts or (concurrency if places is None else min(concurrency, places))
+    wanted = options.workers or (concurrency if places is None else min(concurrency, places))
     return share(min(fits, max(1, -(-wanted // gpus))))
 
 
@@ -160,7 +160,7 @@ def run(
 def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Iterator[Any]:
     """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead.
 
-    It cannot where it waits for Ray to start a host, which is said for it. more: seconds beyond the timeout that the
+    It cannot where it waits for Ray to start a worker, which is said for it. more: seconds beyond the timeout that the
     first of its messages may take.
     """
     patience, silent = math.inf if timeout is None else timeout + more, 0.0
@@ -175,11 +175,11 @@ def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Ite
                 return
         elif (silent := silent + step) < patience:
             say(
-                f"nothing was heard for {silent:g} s: hosts start, or Ray has no room for one in the place of one that "
-                f"died; without it the run goes back to its last checkpoint, after {ROOM} to {REVIVAL} s"
+                f"nothing was heard for {silent:g} s: workers start, or Ray has no room for one in the place of one "
+                f"that died; without it the run goes back to its last checkpoint, after {ROOM} to {REVIVAL} s"
             )
     raise ProcessLost(
-        f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new host may take): it may "
+        f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new worker may take): it may "
         "have been stopped"
     )
 

@@ -15,13 +15,13 @@ from ray.util.placement_group import PlacementGroup
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.actors import (
     RayCoordinator,
-    RayHost,
     RayRuntime,
+    RayWorker,
     actor_class,
     become_all,
     content_for,
-    hosts_in,
     identify_here,
+    workers_in,
 )
 from raysim.runtime.ray.cluster import Say, bundles, filling, placed
 from raysim.simulation.fleet import Fleet
@@ -39,14 +39,14 @@ class Team:
 
     asked: Asked
     group: PlacementGroup
-    hosts: Sequence[Any]
+    workers: Sequence[Any]
     coordinator: Any
     end: Callable[[], None]
 
     @property
     def free(self) -> bool:
         """Whether all processes are there and have nothing left to do, such as jobs that no aggregation has taken."""
-        answers = [host.ready.remote() for host in self.hosts]
+        answers = [worker.ready.remote() for worker in self.workers]
         with suppress(ray.exceptions.RayError):
             return bool(ray.get(answers, timeout=IDLE))
         return False
@@ -82,8 +82,8 @@ _stay: _Stay | None = None  # of this process, which has one Ray
 def staying(name: str) -> Iterator[None]:
     """Runs of this process that follow each other work in the same processes, which start once: seconds for each run.
 
-    A run whose hosts are others in number or size gets new ones, and so does the one after a run that failed. name: of
-    all the runs together, by which Ray's dashboard shows their processes. Inside another one it changes nothing.
+    A run whose workers are others in number or size gets new ones, and so does the one after a run that failed. name:
+    of all the runs together, by which Ray's dashboard shows their processes. Inside another one it changes nothing.
     """
     global _stay
     if _stay is not None:
@@ -119,22 +119,24 @@ def gathered(
     say: Say,
     places: tuple[str, str],
 ) -> Team:
-    """Hosts and coordinator of a run: those that wait for one, or new ones, which start side by side."""
+    """Workers and coordinator of a run: those that wait for one, or new ones, which start side by side."""
     asked, shared = (bundles(size), options.strategy), ray.put(spec)
     name = f"{(_stay.name if _stay else Path(places[0]).name) or 'raysim'}-{uuid.uuid4().hex[:6]}"
 
-    def hosts(
+    def workers(
         group: PlacementGroup, actors: Sequence[Any] = ()
     ) -> tuple[RayRuntime, tuple[Any, ...]]:
         content = content_for(spec, group)
         participants = Participants(identify_here("driver", spec.packages), options.mixed)
         of_run = participants, spec.packages, spec.device
-        runtime = hosts_in(group, size, name, options, RayHost, shared, content, actors, *of_run)
+        runtime = workers_in(
+            group, size, name, options, RayWorker, shared, content, actors, *of_run
+        )
         return runtime, (shared, *parts, runtime, *places, content)
 
     if _stay is not None and (team := _stay.take(asked)) is not None:
         try:
-            runtime, needs = hosts(team.group, team.hosts)
+            runtime, needs = workers(team.group, team.workers)
             become_all([team.coordinator], [needs])
             return team
         except ray.exceptions.RayError:  # new ones say why, if it was not these
@@ -144,7 +146,7 @@ def gathered(
             raise
     with ExitStack() as stack:
         group = stack.enter_context(placed(asked[0], name, options, say))
-        runtime, needs = hosts(group)
+        runtime, needs = workers(group)
         stack.callback(runtime.stop)
         first = actor_class(RayCoordinator).options(
             name=f"{name}/coordinator", **filling(group, 0, {})

@@ -225,7 +225,7 @@ def test_costs_are_per_participation(tmp_path: Path) -> None:
     run = make(
         tmp_path / "a",
         ["experiment=fedbr/cifar10", "method=[]"],
-        rows([0.1, 0.2], host_seconds=3.0),
+        rows([0.1, 0.2], worker_seconds=3.0),
     )
     # 80 million floats down and 6 seconds over 20 participations.
     first, second, *_ = lines(compare("fedbr/table7", [run], WIDE), "FedAvg")

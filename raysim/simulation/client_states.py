@@ -1,4 +1,4 @@
-"""Where the private state of every client is: the one place that locates, sends, commits, spills and evicts it."""
+"""Where the client state of every client is: the one place that locates, sends, commits, spills and evicts it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from raysim.api.client_state import StoredState, flat, from_flat, from_named, named, size
 from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, Job, TrainingResult
-from raysim.api.private_state import StoredState, flat, from_flat, from_named, named, size
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.spill import Spill
 from raysim.simulation.state_log import ByClient
@@ -28,14 +28,14 @@ class StateUse(NamedTuple):
     next_job: int = -1
 
 
-class PrivateStates:
-    """The private states of a run's clients. A state is known by the number of the job that left it.
+class ClientStates:
+    """The client states of a run's clients. A state is known by the number of the job that left it.
 
-    The host that ran the job keeps a copy, from which the client's next job there starts; what the job returned is in
-    the object store, and is sent along when the client moves to another host or its host died. A client's state counts
-    once its job is accepted: only that one is scored and saved, and only `accept` changes which one it is. Where the
-    accepted states outgrow `budget` [bytes], those of the clients that were idle for longest go to disk (in `folder`),
-    and neither the store nor a host keeps them.
+    The worker that ran the job keeps a copy, from which the client's next job there starts; what the job returned is in
+    the object store, and is sent along when the client moves to another worker or its worker died. A client's state
+    counts once its job is accepted: only that one is scored and saved, and only `accept` changes which one it is. Where
+    the accepted states outgrow `budget` [bytes], those of the clients that were idle longest go to disk (in `folder`),
+    and neither the store nor a worker keeps them.
 
     stateful: whether clients keep anything at all; if not, every job starts from the initial state.
     """
@@ -58,7 +58,7 @@ class PrivateStates:
         self._last: dict[int, int] = {}  # by client: its last job, accepted or not
         self._places: dict[
             int, tuple[int, int]
-        ] = {}  # by client: the host of its last submitted job, and that job
+        ] = {}  # by client: the worker of its last submitted job, and that job
         self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
         self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
         self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
@@ -96,42 +96,44 @@ class PrivateStates:
 
     # --- locating ------------------------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
-        """The host to which a client's last job was submitted, and that job; None if no host knows the client."""
+        """The worker to which a client's last job was submitted, and that job; None if no worker knows the client."""
         return self._places.get(client)
 
-    def host_died(self, host: int) -> None:
-        """What this host had is lost; its clients' next jobs are sent the state that they start from."""
-        self._places = {client: place for client, place in self._places.items() if place[0] != host}
+    def worker_died(self, worker: int) -> None:
+        """What this worker had is lost; its clients' next jobs are sent the state that they start from."""
+        self._places = {
+            client: place for client, place in self._places.items() if place[0] != worker
+        }
 
     def parts(self, clients: Sequence[int]) -> Iterator[slice]:
-        """Cut a list of clients so that of each part no more than a host's share of the budget is read from disk."""
+        """Cut a list of clients so that of each part no more than a worker's share of the budget is read from disk."""
         start = total = 0
         for index, client in enumerate(clients):
             own = self._on_disk.get(client, 0)
-            if total and total + own > self.budget / self.runtime.hosts:
+            if total and total + own > self.budget / self.runtime.workers:
                 yield slice(start, index)
                 start, total = index, 0
             total += own
         yield slice(start, len(clients))
 
     # --- sending -------------------------------------------------------------------------------------------------
-    def send(self, host: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
-        """Return the states that a call to `host` must take along, and how many bytes were read from disk.
+    def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
+        """Return the states that a call to `worker` must take along, and how many bytes were read from disk.
 
-        A state is None if the host has it. Clients that leave a next state are on this host from now on, and other
-        hosts forget them. Pass the bytes to `returned` when the call is answered.
+        A state is None if the worker has it. Clients that leave a next state are on this worker from now on, and other
+        workers forget them. Pass the bytes to `returned` when the call is answered.
         """
         sent: list[Ref] = []
         read, moved = 0, dict[int, list[int]]()
         for client, number, next_job in uses:
-            there = number < 0 or self._places.get(client) == (host, number)
+            there = number < 0 or self._places.get(client) == (worker, number)
             sent.append(None if there else self._ref(client, number))
             read += 0 if there or not self._is_on_disk(client, number) else self._on_disk[client]
             if next_job >= 0:
-                before, _ = self._places.get(client, (host, -1))
-                if before != host:
+                before, _ = self._places.get(client, (worker, -1))
+                if before != worker:
                     moved.setdefault(before, []).append(client)
-                self._places[client] = host, next_job
+                self._places[client] = worker, next_job
         self._evict(moved)
         self._read += read
         return sent, read
@@ -158,9 +160,9 @@ class PrivateStates:
         return client in self._on_disk and self._accepted[client] == number
 
     def _evict(self, clients: Mapping[int, list[int]]) -> None:
-        """Tell hosts which clients' states they need no longer."""
-        for host, own in clients.items():
-            self.runtime.call(host, "release", own)
+        """Tell workers which clients' states they need no longer."""
+        for worker, own in clients.items():
+            self.runtime.call(worker, "release", own)
 
     # --- committing and spilling -----------------------------------------------------------------------------------
     def accept(self, jobs: Sequence[Job]) -> None:
@@ -173,9 +175,9 @@ class PrivateStates:
             self._commit(job.client, job.number)
         moved: dict[int, list[int]] = {}
         for client in self._spill():
-            host, _ = self._places.pop(client, (-1, -1))
-            if host >= 0:
-                moved.setdefault(host, []).append(client)
+            worker, _ = self._places.pop(client, (-1, -1))
+            if worker >= 0:
+                moved.setdefault(worker, []).append(client)
         self._evict(moved)
 
     def _commit(self, client: int, number: int) -> None:
@@ -263,10 +265,10 @@ class PrivateStates:
             self._spill()
 
 
-def make_private_states(
+def make_client_states(
     spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str
-) -> PrivateStates:
+) -> ClientStates:
     """Return the client states of a run at its start. folder: of the run."""
     settings = spec.settings
     is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer
-    return PrivateStates(runtime, declarations.layout, is_stateful, settings.state.bytes, folder)
+    return ClientStates(runtime, declarations.layout, is_stateful, settings.state.bytes, folder)

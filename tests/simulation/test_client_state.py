@@ -1,4 +1,4 @@
-"""Private state survives between a client's participations, and is what the methods say it is."""
+"""Client state survives between a client's participations, and is what the methods say it is."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster import Hosts
+from cluster import Workers
 from tiny_runs import NORMED, NORMED_MLP, coordinate, run, run_spec, same, tiny
 
+from raysim.api.client_state import flat, from_named, named
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.private_state import flat, from_named, named
 from raysim.api.setup import Setup
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
@@ -40,7 +40,7 @@ def study(*methods: Any) -> Any:
 
 
 def loaded(path: str) -> checkpoint.Snapshot:
-    """A checkpoint whose private states are still known when its files are not."""
+    """A checkpoint whose client states are still known when its files are not."""
     saved = checkpoint.read(path)
     return replace(saved, clients={client: dict(state) for client, state in saved.clients.items()})
 
@@ -96,10 +96,10 @@ METHODS: dict[str, Any] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
 def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
-    name: str, schedule: str, hosts: Hosts, tmp_path: Path
+    name: str, schedule: str, workers: Workers, tmp_path: Path
 ) -> None:
     here = every_round(tmp_path / "here", METHODS[name](), schedule=schedule)
-    runtime = hosts.runtime(study(METHODS[name]()), 2)
+    runtime = workers.runtime(study(METHODS[name]()), 2)
     there = every_round(tmp_path / "there", METHODS[name](), schedule=schedule, runtime=runtime)
     for one, other in zip(here, there, strict=True):
         assert one.jobs == other.jobs and list(one.clients) == list(other.clients)
@@ -159,7 +159,7 @@ def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> 
     assert all(array.shape == () for name, array in tensors if name.endswith("num_batches_tracked"))
 
 
-def test_a_private_state_taken_apart_by_name_and_put_together_again_is_what_it_was() -> None:
+def test_a_client_state_taken_apart_by_name_and_put_together_again_is_what_it_was() -> None:
     found = run(study(FedBN(), Scaffold()), rounds=2)
     layout = found.coordinator.layout
     for state in map(found.state, found.coordinator.private.accepted_jobs):
@@ -277,7 +277,7 @@ class Keeps(Method):
 @pytest.mark.parametrize(
     ("name", "kept"), [("model", "extractor.2.weight"), ("personal", "counters")]
 )
-def test_private_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(
+def test_client_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(
     name: str, kept: str
 ) -> None:
     methods = [FedBN(), Keeps(name, kept)]
@@ -298,7 +298,7 @@ def test_state_that_is_declared_twice_is_refused_before_the_start(kind: str) -> 
         declare_run(run_spec(Twice(), model=NORMED_MLP))
 
 
-def test_private_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
+def test_client_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
     methods = [Keeps("mine", "own.state"), Keeps("mine.own", "state")]
     with pytest.raises(ValueError, match=r"method 'mine\.own' keeps 'mine\.own\.state', .*'mine'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))

@@ -1,4 +1,4 @@
-"""A host: trains and evaluates many clients on one device, and keeps their private state there."""
+"""A worker: trains and evaluates many clients on one device, and keeps their client state there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.client_state import pack, unpack
+from raysim.api.client_state import ClientState, StoredState, named
 from raysim.api.composition import STEP_HOOKS, failing_method_name
 from raysim.api.context import Context
 from raysim.api.declarations import Finetune
@@ -29,7 +29,7 @@ from raysim.api.messages import (
     Update,
 )
 from raysim.api.mistakes import check_report, said, traced
-from raysim.api.private_state import PrivateState, StoredState, named
+from raysim.api.state_values import pack, unpack
 from raysim.models import Classifier
 from raysim.primitives.spans import Spans
 from raysim.primitives.streams import stream
@@ -39,12 +39,12 @@ from raysim.training.combiner import Combiner
 from raysim.training.determinism import coarser, make_deterministic
 from raysim.training.lanes import LaneLoop
 from raysim.training.probe import balanced_rows
-from raysim.training.profile import HostTrack, device_use, watched
+from raysim.training.profile import WorkerTrack, device_use, watched
 from raysim.training.recorded_lanes import RecordedLanes
 from raysim.training.resident import Leftover, Resident
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode
-from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, load, private_state
+from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, client_state, load
 from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import widest
@@ -53,10 +53,10 @@ _NO_COUNTERS = np.empty(0, np.int64)
 PROBE_FEATURES = 200  # rows whose features a probe keeps
 
 
-class Host(Combiner):
-    """Many clients on one device. It keeps each client's private state, tagged with the job that made it."""
+class Worker(Combiner):
+    """Many clients on one device. It keeps each client's state, tagged with the job that made it."""
 
-    def __init__(self, spec: RunSpec, name: str = "host-0"):
+    def __init__(self, spec: RunSpec, name: str = "worker-0"):
         make_deterministic(spec.threads)
         self.spec, self.name = spec, name
         self.device = torch.device(spec.device)
@@ -64,7 +64,7 @@ class Host(Combiner):
         self.layout = declarations.layout
         check_step_mode(spec, declarations)
         self.vector = Vector(declarations.networks, self.layout, self.device, spec.dtype)
-        self._initial = private_state(
+        self._initial = client_state(
             self.vector, {}
         )  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
@@ -115,15 +115,15 @@ class Host(Combiner):
         self._probed = probed
 
     def release(self, clients: Sequence[int]) -> None:
-        """Forget the private states of clients that are elsewhere now."""
+        """Forget the client states of clients that are elsewhere now."""
         for client in clients:
             self._resident.drop(client)
 
-    def profile(self) -> HostTrack:
+    def profile(self) -> WorkerTrack:
         """Where the time of its calls went, those since it was last asked."""
         assert self.spans is not None, "only a run with profile=true asks"
         calls = [(span.start, span.stop) for span in self.spans.calls]
-        return HostTrack(self.spans.take(self.name), calls)
+        return WorkerTrack(self.spans.take(self.name), calls)
 
     # --- before round 0 ------------------------------------------------------------------------------------------
     def contribute(self, clients: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -152,7 +152,7 @@ class Host(Combiner):
 
         Returns a `TrainingResult`; in stateful runs a tuple of it and the client state that each job left.
 
-        groups: numbers of jobs, consecutive here, whose deltas are summed on this host.
+        groups: numbers of jobs, consecutive here, whose deltas are summed on this worker.
         values: what was published, in so many versions, that the jobs start from; then, in stateful runs, for each job
         the state to start from, or None if it is resident.
         """
@@ -185,7 +185,7 @@ class Host(Combiner):
     ) -> list[tuple[Update | Failure, Leftover | None]]:
         """Train jobs of one version. Returns the update of each, and in stateful runs the client state it left."""
         ends: dict[int, tuple[Update | Failure, Leftover | None]] = {}
-        starts: dict[int, tuple[float, PrivateState[Tensor]]] = {}
+        starts: dict[int, tuple[float, ClientState[Tensor]]] = {}
         numbers = [job.number for job in jobs]
         order, unfinished = self.loop.order(numbers), set(numbers)
 
@@ -211,7 +211,7 @@ class Host(Combiner):
         def fail(index: int, error: BaseException) -> None:
             settle(index, self._failure(jobs[index], error), starts[index][1])
 
-        def settle(index: int, update: Update | Failure, state: PrivateState[Tensor]) -> None:
+        def settle(index: int, update: Update | Failure, state: ClientState[Tensor]) -> None:
             job = jobs[index]
             unfinished.remove(job.number)
             is_summed = isinstance(update, Update) and update.delta is None
@@ -248,8 +248,8 @@ class Host(Combiner):
             self._received = (key, base, counters, download)
         return self._received[1:]
 
-    def _state(self, client: int, number: int, sent: StoredState | None) -> PrivateState[Tensor]:
-        """The private state that job `number` left: resident, or as sent, or (number -1) the initial one."""
+    def _state(self, client: int, number: int, sent: StoredState | None) -> ClientState[Tensor]:
+        """The client state that job `number` left: resident, or as sent, or (number -1) the initial one."""
         if number < 0:
             if not self._stateful:
                 return self._initial
@@ -260,7 +260,7 @@ class Host(Combiner):
                 methods |= {
                     name: self._own_kind(name, tensor) for name, tensor in pack(values).items()
                 }
-            return PrivateState(self._initial.personal, self._initial.counters, methods)
+            return ClientState(self._initial.personal, self._initial.counters, methods)
         if (resident := self._resident.get(client, number)) is not None:
             return resident
         assert sent is not None, (
@@ -279,10 +279,10 @@ class Host(Combiner):
         job: Job,
         work: LocalRun,
         base: Tensor,
-        state: PrivateState[Tensor],
+        state: ClientState[Tensor],
         seconds: float,
         sums: _Sums,
-    ) -> tuple[Update, PrivateState[Tensor]]:
+    ) -> tuple[Update, ClientState[Tensor]]:
         """Return the update of a job and the client state it leaves.
 
         The delta stays in the vector's shared part. The update has a copy, unless it belongs to a sum.
@@ -312,9 +312,9 @@ class Host(Combiner):
         )
         # Without personal parameters two copies of nothing would take 5 us a job.
         left = (
-            private_state(self.vector, ctx.state)
+            client_state(self.vector, ctx.state)
             if self.layout.has_personal
-            else PrivateState(state.personal, state.counters, ctx.state)
+            else ClientState(state.personal, state.counters, ctx.state)
         )
         return update, left
 
@@ -365,7 +365,7 @@ class Host(Combiner):
         sums.add(job, delta)
 
     def _failure(self, job: Job, error: BaseException) -> Failure:
-        where = f"{self.spec.data.label(job.client)}, version {job.version}, host {self.name}"
+        where = f"{self.spec.data.label(job.client)}, version {job.version}, worker {self.name}"
         text = f"{where}: {said(error)}"
         name = error.method if isinstance(error, NotFinite) else failing_method_name(error)
         return Failure(job.number, job.client, job.version, self.name, name, text, traced(error))
@@ -508,7 +508,7 @@ class Host(Combiner):
         if task.client >= 0 and task.personalised:
             self._personalise(task, state)
 
-    def _personalise(self, task: Score, state: PrivateState[Tensor]) -> None:
+    def _personalise(self, task: Score, state: ClientState[Tensor]) -> None:
         """Make the vector the client's own model."""
         download = {key: up(value, self.device) for key, value in task.extras.items()}
         trained, kept = task.state >= 0, unpack(state.methods)

@@ -1,4 +1,4 @@
-"""The books of private states: what is sent, what counts, what goes to disk and what the bytes are."""
+"""The books of client states: what is sent, what counts, what goes to disk and what the bytes are."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysim.api.private_state import PrivateState, size
-from raysim.simulation.private_states import PrivateStates, StateUse
+from raysim.api.client_state import ClientState, size
+from raysim.simulation.client_states import ClientStates, StateUse
 
 FLOATS = 10
 EACH = 4 * FLOATS  # bytes of a state
 
 
 class Books:
-    """Private states over hosts that only note what they are told."""
+    """Client states over workers that only note what they are told."""
 
-    def __init__(self, budget: float = math.inf, hosts: int = 2):
+    def __init__(self, budget: float = math.inf, workers: int = 2):
         self.told: list[tuple[int, list[int]]] = []
         self.jobs = 0
         runtime: Any = SimpleNamespace(
-            hosts=hosts, put=lambda value: value, get=lambda ref: ref, call=self._call
+            workers=workers, put=lambda value: value, get=lambda ref: ref, call=self._call
         )
         layout: Any = SimpleNamespace(personal_entries=((SimpleNamespace(name="model.w"),), ()))
-        self.private = PrivateStates(runtime, layout, True, budget)
+        self.private = ClientStates(runtime, layout, True, budget)
 
-    def _call(self, host: int, method: str, clients: list[int]) -> None:
+    def _call(self, worker: int, method: str, clients: list[int]) -> None:
         assert method == "release"
-        self.told.append((host, clients))
+        self.told.append((worker, clients))
 
-    def send(self, client: int, host: int = 0) -> tuple[Any, list[Any], int]:
-        """A job of the client goes to a host: the job, the states that go along, and bytes read from disk."""
+    def send(self, client: int, worker: int = 0) -> tuple[Any, list[Any], int]:
+        """A job of the client goes to a worker: the job, the states that go along, and bytes read from disk."""
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
         before = self.private.dispatch(client, job.number)
-        sent, read = self.private.send(host, [StateUse(client, before, job.number)])
-        state = PrivateState(np.full(FLOATS, job.number, np.float32), np.empty(0, np.int64), {})
+        sent, read = self.private.send(worker, [StateUse(client, before, job.number)])
+        state = ClientState(np.full(FLOATS, job.number, np.float32), np.empty(0, np.int64), {})
         self.private.store([job.number], [state])
         return job, sent, read
 
@@ -49,7 +49,7 @@ class Books:
         self.private.returned(read)
 
     def done(self, *clients: int) -> None:
-        """Clients train on host 0, and what they did is accepted."""
+        """Clients train on worker 0, and what they did is accepted."""
         for client in clients:
             job, _, read = self.send(client)
             self.back(job, read)
@@ -91,15 +91,15 @@ def test_a_client_that_is_accepted_again_and_again_takes_the_room_of_one_state()
     assert values(state for _, state in books.private.accepted()) == [5.0, 6.0, 7.0]
 
 
-def test_who_goes_to_disk_is_forgotten_by_its_host_and_by_nobody_else() -> None:
+def test_who_goes_to_disk_is_forgotten_by_its_worker_and_by_nobody_else() -> None:
     books = Books(budget=0)
     books.done(1)
     assert books.told == [(0, [1])]
-    job, _, read = books.send(2, host=1)
+    job, _, read = books.send(2, worker=1)
     books.back(job, read)
-    books.private.host_died(1)
+    books.private.worker_died(1)
     books.private.accept([job])
-    assert books.told == [(0, [1])], "no host has it any more"
+    assert books.told == [(0, [1])], "no worker has it any more"
     assert books.private.spilled_bytes == 2 * EACH
 
 
@@ -114,23 +114,23 @@ def test_a_client_that_moves_takes_its_state_along() -> None:
     books = Books()
     books.done(1)
     _, sent, read = books.send(1)
-    assert sent == [None] and not read, "the host has it"
-    _, sent, _ = books.send(1, host=1)
+    assert sent == [None] and not read, "the worker has it"
+    _, sent, _ = books.send(1, worker=1)
     assert values(sent) == [1.0] and books.told == [(0, [1])]
 
 
 @pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
-def test_no_part_reads_more_than_a_hosts_share_of_the_budget(budget: float) -> None:
+def test_no_part_reads_more_than_a_workers_share_of_the_budget(budget: float) -> None:
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
-    books.private.budget = 2 * budget  # of two hosts
+    books.private.budget = 2 * budget  # of two workers
     assert list(books.private.parts([0, 1, 2, 3, 4])) == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert list(books.private.parts([8, 0, 9])) == [slice(0, 3)]
 
 
 def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
     states = [
-        PrivateState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
+        ClientState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
     ]
     books = Books(budget=2 * EACH)
     books.private.restore(
@@ -142,7 +142,7 @@ def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
 
 
 def test_what_was_restored_has_its_bytes() -> None:
-    states = [PrivateState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
+    states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {
         client: {"model.w": state.personal} for client, state in zip((4, 6), states, strict=True)
