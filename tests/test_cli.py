@@ -24,7 +24,7 @@ import raysim
 from raysim import cli
 from raysim.api.local_job import PersonalModel
 from raysim.api.method import Method
-from raysim.data.dataset import Samples, cached
+from raysim.data.dataset import Samples, open_or_build
 from raysim.experiment import execute as experiment
 from raysim.experiment.completion import completions
 from raysim.primitives.errors import Refused
@@ -482,7 +482,7 @@ def test_who_waits_for_a_cache_says_for_whom(
     )
     assert owner.stdout is not None and owner.stdin is not None
     owner.stdout.readline()
-    waiting = threading.Thread(target=lambda: cached(str(tmp_path), "one", {}, samples))
+    waiting = threading.Thread(target=lambda: open_or_build(str(tmp_path), "one", {}, samples))
     waiting.start()
     while "waiting" not in (text := capsys.readouterr().err):
         waiting.join(0.01)

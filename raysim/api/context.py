@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raysim.api.client_state import ClientState
 from raysim.api.declarations import Local, Task
 from raysim.data.partition import CSR
-from raysim.models.classifier import splits
+from raysim.models.classifier import is_split
 from raysim.primitives.streams import stream
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import Optimizers
@@ -265,7 +265,7 @@ class Outputs:
 
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
         """Of its features, which others may ask for too; of a model without features, of the inputs."""
-        return cast(Tensor, model.head(features()) if splits(model) else model(self.batch.inputs))
+        return cast(Tensor, model.head(features()) if is_split(model) else model(self.batch.inputs))
 
     @property
     def base_features(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raysim.api.losses import RowLoss
 from raysim.api.objectives import OBJECTIVES, Metric, Objective
-from raysim.models.split import example
+from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import Kind, Tokens
 from raysim.vectors.layout import Layout
@@ -60,7 +60,7 @@ class Task:
 
     def example(self, rows: int) -> Tensor:
         """Inputs that a model of this task has to take, for trying it out; always the same."""
-        return example(self.shape, self.tokens, rows)
+        return example_inputs(self.shape, self.tokens, rows)
 
 
 @dataclass(frozen=True)

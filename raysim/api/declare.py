@@ -16,7 +16,7 @@ from raysim.api.declarations import Local, Network, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.api.setup import Declared, Setup
-from raysim.models.classifier import splits
+from raysim.models.classifier import is_split
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
 
@@ -97,7 +97,7 @@ def declare(
     torch's generator is seeded for each method, so that its networks do not depend on others.
     Raises ValueError where the methods do not fit together, the data or the model.
     """
-    has_features = splits(model)
+    has_features = is_split(model)
     model, failure = _replace_model(methods, task, model, settings.seed)
     networks: dict[str, nn.Module] = {"model": model}
     layout_later: list[Layout] = []

@@ -21,7 +21,7 @@ from raysim.conformance.study import Study
 from raysim.data.partition import CSR, Partition, Partitioner
 from raysim.data.raw import Source
 from raysim.experiment.recorder import Follower
-from raysim.models.classifier import Classifier, ModelRecipe, splits
+from raysim.models.classifier import Classifier, ModelRecipe, is_split
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -89,7 +89,7 @@ def _split(study: Study) -> None:
         assert logits.shape == (4, task.num_classes), (
             f"outputs of shape {list(logits.shape)} must be [4, classes]"
         )
-        if not splits(model):
+        if not is_split(model):
             return
         features = model.features(inputs)
         made = model.head(features)

@@ -36,7 +36,7 @@ _given: dict[str, GivenArrays] = {}  # by checksum
 
 @dataclass(frozen=True)
 class Arrays(Source):
-    """What `arrays` made of a user's own arrays. digest: their checksum."""
+    """What `store_arrays` made of a user's own arrays. digest: their checksum."""
 
     digest: str = ""
 
@@ -57,7 +57,7 @@ class Arrays(Source):
         return assembled(given.inputs, labels, given.users, given.test, None, origin)
 
 
-def arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
+def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
     """Store a user's own samples and return their source.
 
     settings: arguments of `Arrays`.

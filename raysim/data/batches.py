@@ -47,7 +47,7 @@ class Pipeline:
         mean, std = (_constant(values, dtype, device, inner) for values in (self.mean, self.std))
         return scaled.sub_(mean).div_(std)
 
-    def augmented(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+    def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """What `augment` says, done to each image by itself; uint8 [B, c, h, w] to the same.
 
         Draws, in this order: four uniforms for each of ten rectangles of each image; vertical and horizontal offset of

@@ -97,7 +97,7 @@ def cache_folder(cache: str | None) -> Path:
     return user_path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim")
 
 
-def cached(
+def open_or_build(
     cache: str | None, name: str, content: Mapping[str, object], make: Callable[[], Samples]
 ) -> Dataset:
     """The data set that `content` (JSON) determines: opened if it exists, else made and written.
@@ -116,7 +116,7 @@ def cached(
     return Dataset(path)
 
 
-def copied(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
+def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
     """The file of that name in this machine's cache folder, written from another machine's bytes if it is missing."""
     path = cache_folder(None) / name
     if not path.exists():

@@ -23,7 +23,7 @@ from raysim.data.corruption import (
     rotate_images,
     symmetric_label_noise,
 )
-from raysim.data.dataset import Dataset, Samples, cached
+from raysim.data.dataset import Dataset, Samples, open_or_build
 from raysim.data.heterogeneity import entropy, heterogeneity
 from raysim.data.partition import CSR, Floats, Ints, Partition, Partitioner, guarded_floor, leading
 from raysim.data.sources import Source
@@ -80,7 +80,7 @@ class FederatedData:
         return f"client {self.number(client)}"
 
 
-def without_single_rows(data: FederatedData) -> FederatedData:
+def drop_single_rows(data: FederatedData) -> FederatedData:
     """Return the data without the training row of clients that have one: they never train, and are scored as before."""
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)
@@ -89,7 +89,7 @@ def without_single_rows(data: FederatedData) -> FederatedData:
     return replace(data, partition=replace(data.partition, train=left))
 
 
-def doubts_of_data(data: FederatedData) -> Iterator[str]:
+def data_warnings(data: FederatedData) -> Iterator[str]:
     """Sentences to warn with of data that are perhaps not meant as they stand.
 
     Most classes of the labels do not occur, images have their channels last, or there is nothing to score on.
@@ -124,7 +124,7 @@ def doubts_of_data(data: FederatedData) -> Iterator[str]:
         )
 
 
-def pooled(data: FederatedData) -> FederatedData:
+def pool_clients(data: FederatedData) -> FederatedData:
     """All clients' training rows, ascending, as one client; the clients' test rows stay apart."""
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
@@ -191,7 +191,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     rotated and the source has one domain, the angle becomes the domain. Raises ValueError with the key to change.
     """
     if (column := getattr(partitioner, "column", None)) is not None:
-        source = source.by(column)
+        source = source.with_domains(column)
     clean = source.build()
     _check(source, clean)
     if clean.kind != "classification" and getattr(partitioner, "by_class", False):
@@ -305,7 +305,9 @@ def _corrupted(source: Source, clean: Dataset, partition: Partition, seed: int) 
         }
         content |= {"seed": seed, "partition": _digest(partition)}
     name = f"{type(source).__name__.lower()}-corrupted"
-    return cached(source.cache, name, content, lambda: _corrupt(source, clean, partition, seed))
+    return open_or_build(
+        source.cache, name, content, lambda: _corrupt(source, clean, partition, seed)
+    )
 
 
 def _corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Samples:
@@ -398,7 +400,9 @@ def _drawn(source: Source, images: NDArray[Any], rows: Ints, angles: Floats) -> 
 def _parts(partition: Partition) -> list[CSR]:
     """What clients hold and are scored on."""
     return [
-        each for each in (partition.held, partition.test, partition.validation) if each is not None
+        each
+        for each in (partition.all_train, partition.test, partition.validation)
+        if each is not None
     ]
 
 
@@ -415,7 +419,7 @@ def _digest(partition: Partition) -> str:
 
 def class_counts(data: FederatedData) -> Ints:
     """Training samples of each client and class, [N, C]; of data without classes, [N, 1]. Unseen clients count."""
-    train = data.partition.held
+    train = data.partition.all_train
     groups, names = data.open().groups()
     cells = train.owners * len(names) + groups[train.indices]
     return np.bincount(cells, minlength=len(train) * len(names)).reshape(len(train), len(names))

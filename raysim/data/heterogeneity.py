@@ -41,7 +41,7 @@ def heterogeneity(counts: Ints) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items()}
 
 
-def described(numbers: dict[str, float]) -> str:
+def format_heterogeneity(numbers: dict[str, float]) -> str:
     """The numbers of `heterogeneity` as a line for a person."""
     return (
         f"label entropy {numbers['label_entropy']:.3f} ± {numbers['label_entropy_std']:.3f} nats, commonest class "

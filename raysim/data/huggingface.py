@@ -68,7 +68,7 @@ class HuggingFace(Source):
             else []
         )
 
-    def by(self, column: str) -> HuggingFace:
+    def with_domains(self, column: str) -> HuggingFace:
         """See `Source`."""
         return replace(self, user=column)
 

@@ -30,7 +30,9 @@ class Listed(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Raises ValueError, in one sentence, for lists that are none, and rows that are not there or given twice."""
         found = self._content()
-        given = user_path(str(self.file)).parent == cache_folder(None)  # from Python, by `listed`
+        given = user_path(str(self.file)).parent == cache_folder(
+            None
+        )  # from Python, by `store_lists`
         return _checked(
             found, "partition" if given else f"partition.file={self.file}", len(draws.labels)
         )
@@ -53,7 +55,7 @@ class Listed(Partitioner):
             ) from error
 
 
-def listed(
+def store_lists(
     rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]],
     settings: Mapping[str, Any] | None = None,
 ) -> Listed:
@@ -73,7 +75,7 @@ def listed(
     return Listed(file=str(path), **(settings or {}))
 
 
-def is_listed(part: object) -> bool:
+def is_lists_of_rows(part: object) -> bool:
     """Whether an argument is lists of rows, and not an option's values by their keys."""
     if isinstance(part, Mapping):
         rows = all(isinstance(value, (list, tuple, range, np.ndarray)) for value in part.values())

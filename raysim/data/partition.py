@@ -76,12 +76,12 @@ class Partition:
         return len(self.train)
 
     @property
-    def held(self) -> CSR:
+    def all_train(self) -> CSR:
         """The training rows that each client holds, whether it is ever trained or not."""
         return self.train if self.with_unseen is None else self.with_unseen
 
     @property
-    def never_trained(self) -> int:
+    def unseen_count(self) -> int:
         """How many clients of `train` are unseen; of pooled data, whose one client is trained, none."""
         return 0 if self.unseen is None or self.with_unseen is None else len(self.unseen)
 

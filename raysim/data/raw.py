@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from raysim.data.batches import Pipeline
 from raysim.data.corruption import Rotation
-from raysim.data.dataset import Dataset, Inputs, Labels, Samples, cached
+from raysim.data.dataset import Dataset, Inputs, Labels, Samples, open_or_build
 from raysim.data.labels import labels_of
 from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
@@ -139,7 +139,7 @@ class Source:
         """All samples."""
         raise NotImplementedError
 
-    def by(self, column: str) -> Source:
+    def with_domains(self, column: str) -> Source:
         """The same source with a column's values as the domains, of which `partition=natural` makes clients."""
         raise ValueError(
             f"partition.column={column} names a column, and data source {type(self).__name__} has none: leave it null, "
@@ -169,7 +169,7 @@ class Source:
             for path in (*self.files(), *_code(type(self)))
         ]
         name = type(self).__name__.lower()
-        return cached(
+        return open_or_build(
             self.cache, name, {"source": name, "settings": settings, "files": stats}, self._samples
         )
 

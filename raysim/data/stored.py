@@ -79,7 +79,7 @@ class Parquet(Source):
             in_range("data.test_fraction", fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
 
-    def by(self, column: str) -> Parquet:
+    def with_domains(self, column: str) -> Parquet:
         """See `Source`."""
         for path in self.files():
             if column not in (names := _schema(path).names):

@@ -57,7 +57,7 @@ class Table(Source):
         at_least("data.length", self.length, 1)
         require("data.columns", self.columns, self.columns != [], "a list of columns, or null")
 
-    def by(self, column: str) -> Table:
+    def with_domains(self, column: str) -> Table:
         """See `Source`."""
         return replace(self, user=column)
 

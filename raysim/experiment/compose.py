@@ -565,9 +565,9 @@ def _is_foreign(group: str, name: str, ours: Sequence[str]) -> bool:
     """Whether torchvision has a model of this name; a misspelt mlp is answered without importing PyTorch."""
     if group != "model" or (nearest(name, ours) and not re.search(r"\d", name)):
         return False
-    from raysim.models.zoo import in_torchvision
+    from raysim.models.zoo import is_torchvision_model
 
-    return in_torchvision(name)
+    return is_torchvision_model(name)
 
 
 @functools.lru_cache(maxsize=64)

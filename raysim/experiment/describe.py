@@ -17,7 +17,7 @@ from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, statistics
-from raysim.data.heterogeneity import described
+from raysim.data.heterogeneity import format_heterogeneity
 from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
 from raysim.simulation.best_model import best_by
@@ -62,7 +62,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
         f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
         f"{numbers['central_test']} central test samples",
-        "split": described(numbers["heterogeneity"])
+        "split": format_heterogeneity(numbers["heterogeneity"])
         if numbers["counts"].shape[1] > 1
         else "",  # only classes differ
         "unseen": _unseen(numbers),

@@ -29,11 +29,11 @@ from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, said, traced
 from raysim.data.federated import (
     FederatedData,
-    doubts_of_data,
+    data_warnings,
+    drop_single_rows,
     federate,
     hold_out_clients,
-    pooled,
-    without_single_rows,
+    pool_clients,
 )
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -65,7 +65,7 @@ from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
-from raysim.models.split import FILLED_IN, Foreign, Own
+from raysim.models.split import DATA_ARGUMENTS, CustomModel, ExternalModel
 from raysim.primitives.errors import Refused, instead, refusing
 from raysim.primitives.files import folder_at, held, is_full, replace_file, user_path
 from raysim.primitives.output import lossy_output
@@ -133,7 +133,7 @@ def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, 
     return build_object(cls, node, group)
 
 
-def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> Own | None:
+def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
     """A recipe for what `_target_` names, where that is a module's class or a function that makes one.
 
     The keys besides `head` and `lora` are its arguments.
@@ -142,11 +142,11 @@ def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> Own | None:
     if not (inspect.isfunction(made) or (isinstance(made, type) and issubclass(made, nn.Module))):
         return None
     ours = build_object(
-        Foreign, {key: node[key] for key in ("head", "lora") if key in node}, "model"
+        ExternalModel, {key: node[key] for key in ("head", "lora") if key in node}, "model"
     )
     given = {key: value for key, value in node.items() if key not in ("head", "lora")}
-    options = arguments(made, given, "model", later=FILLED_IN)
-    return Own(made, options, head=ours.head, lora=ours.lora)
+    options = arguments(made, given, "model", later=DATA_ARGUMENTS)
+    return CustomModel(made, options, head=ours.head, lora=ours.lora)
 
 
 def _own_loss(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
@@ -387,7 +387,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     warnings = [*declarations.warnings]
     warnings = [
         *suspicious_methods(methods),
-        *doubts_of_data(data),
+        *data_warnings(data),
         *left_out,
         *warnings,
         *objects.warnings(),
@@ -458,7 +458,7 @@ def _without_batches_of_one(
             f"partition: no client has two training samples, and one cannot train the model, because of its {layer}. "
             f"Have fewer clients, or {other}."
         )
-    return replace(spec, data=without_single_rows(spec.data)), (
+    return replace(spec, data=drop_single_rows(spec.data)), (
         f"partition: {single} of {clients} clients have one training sample and never train, because the model "
         f"cannot train on a batch of one row (its {layer}). To let them train, {more}, or {other}.",
     )
@@ -490,7 +490,7 @@ def _pooled(
         )
     elif local.epochs is not None:
         local = replace(local, epochs=int(local.epochs * share))
-    return pooled(data), Synchronous(1), local
+    return pool_clients(data), Synchronous(1), local
 
 
 # --- the run --------------------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from torch import nn
 
 from raysim.api.composition import check_name
 from raysim.api.method import Method
-from raysim.data.arrays import Arrays, arrays
-from raysim.data.listed import Listed, is_listed, listed
+from raysim.data.arrays import Arrays, store_arrays
+from raysim.data.listed import Listed, is_lists_of_rows, store_lists
 from raysim.experiment.compose import Node
 from raysim.experiment.instantiate import TARGET, arguments, build
-from raysim.models.split import Foreign, Own
+from raysim.models.split import CustomModel, ExternalModel
 from raysim.primitives.errors import Refused, instead
 
 Overrides: TypeAlias = Mapping[
@@ -137,7 +137,7 @@ def _is_wrapped(place: str, part: object) -> bool:
     if place == "data":
         return not hasattr(part, PARTS["data"])
     if place == "partition":
-        return is_listed(part)
+        return is_lists_of_rows(part)
     return place == "model" and _makes_module(part)
 
 
@@ -145,8 +145,8 @@ def _wrapped(place: str, part: Any, overrides: Overrides, stored: object) -> obj
     if place == "model":
         return _network(part, overrides, stored)
     if place == "data":
-        return arrays(part, _settings_of(Arrays, place, overrides, stored, "digest"))
-    return listed(part, _settings_of(Listed, place, overrides, stored, "file"))
+        return store_arrays(part, _settings_of(Arrays, place, overrides, stored, "digest"))
+    return store_lists(part, _settings_of(Listed, place, overrides, stored, "file"))
 
 
 def _settings_of(
@@ -212,7 +212,7 @@ def _makes_module(part: object) -> bool:
     )
 
 
-def _network(part: Any, overrides: Overrides, stored: object) -> Own:
+def _network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
     """Return the recipe of a user's own network.
 
     Settings are its head, its adapters, and arguments of what makes it.
@@ -229,18 +229,20 @@ def _network(part: Any, overrides: Overrides, stored: object) -> Own:
             )
         if name not in (*parameters, *RECIPE):
             _refuse_setting("model", source, key, override)
-    before = _stored_values(stored, _written_network(Own(source))[TARGET], *fixed)
+    before = _stored_values(stored, _written_network(CustomModel(source))[TARGET], *fixed)
     values = _merged(before, overrides)
-    recipe = build(Foreign, {key: values.pop(key) for key in RECIPE if key in values}, "model")
+    recipe = build(
+        ExternalModel, {key: values.pop(key) for key in RECIPE if key in values}, "model"
+    )
     options = (
         arguments(source, values, "model", later=parameters) if values and not is_module else {}
     )
-    return Own(source, {**options, **fixed}, head=recipe.head, lora=recipe.lora)
+    return CustomModel(source, {**options, **fixed}, head=recipe.head, lora=recipe.lora)
 
 
 def _title(part: object) -> str:
     """What a part is called in titles and tables."""
-    source = part.source if isinstance(part, Own) else part
+    source = part.source if isinstance(part, CustomModel) else part
     return str(getattr(source, "__name__", type(source).__name__)).strip("<>").lower()
 
 
@@ -270,7 +272,7 @@ def _argument(place: str) -> str:
 # --- an object as a file has it -------------------------------------------------------------------------------------
 def written(part: object) -> Node:
     """The node of an object: its class, and the arguments that make an equal one, or what it is."""
-    if isinstance(part, Own):
+    if isinstance(part, CustomModel):
         return _written_network(part)
     if inspect.isfunction(part):
         named: Node = {TARGET: f"{part.__module__}.{part.__qualname__}"}
@@ -287,7 +289,7 @@ def written(part: object) -> Node:
     return {TARGET: target, OBJECT: "an object from Python"}
 
 
-def _written_network(part: Own) -> Node:
+def _written_network(part: CustomModel) -> Node:
     """The node of a network of the user's own, by the function or class that makes it."""
     made = (
         part.source
@@ -295,7 +297,7 @@ def _written_network(part: Own) -> Node:
         else type(part.source)
     )
     node: Node = {TARGET: f"{made.__module__}.{made.__qualname__}"}
-    usual = Foreign()
+    usual = ExternalModel()
     ours = {
         key: _plain(getattr(part, key))
         for key in RECIPE

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raysim.api.messages import Published, Task
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
-from raysim.models.split import as_given
+from raysim.models.split import original_network
 from raysim.primitives.errors import Refused
 from raysim.runtime.inprocess import InProcess, torch_as_it_was
 from raysim.simulation import checkpoint
@@ -245,4 +245,4 @@ def _filled(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
             network, _, path = name.partition(".")
             if network == "model" and path in own:  # a buffer may be no part of what is stored
                 own[path].copy_(tensor)
-    return as_given(model).eval()
+    return original_network(model).eval()

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]  # of one input; channels, height, width of an image
 class Classifier(nn.Module):
     """x [B, ...] to features [B, F], then to logits [B, C] with one `Linear(F, C)`."""
 
-    splits: ClassVar[bool] = True  # whether it has features and a head
+    is_split: ClassVar[bool] = True  # whether it has features and a head
 
     def __init__(self, extractor: nn.Module, feature_dim: int, num_classes: int) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ class ModelRecipe:
             )
 
 
-def splits(model: nn.Module) -> bool:
+def is_split(model: nn.Module) -> bool:
     """Whether a model has features and a head."""
-    return bool(getattr(model, "splits", hasattr(model, "features") and hasattr(model, "head")))
+    return bool(getattr(model, "is_split", hasattr(model, "features") and hasattr(model, "head")))
 
 
 def is_stochastic(*networks: nn.Module) -> bool:

@@ -38,7 +38,7 @@ def with_adapters(model: Classifier, lora: Lora) -> Classifier:
     if lora.rank == 0:
         return model
     peft = optional("peft", f"model.lora.rank={lora.rank}")
-    inner = model.get_submodule("extractor" if model.splits else "net")
+    inner = model.get_submodule("extractor" if model.is_split else "net")
     layers = lora.layers or [
         name for name, each in inner.named_modules() if isinstance(each, nn.Linear) and name
     ]

@@ -17,7 +17,7 @@ from raysim.primitives.errors import first_line
 from raysim.primitives.kinds import Tokens
 
 
-class Split(Classifier):
+class SplitNetwork(Classifier):
     """A network whose last linear layer is its head; the rest, with nothing in that place, makes the features."""
 
     def __init__(self, net: nn.Module, head_name: str):
@@ -36,10 +36,10 @@ class Split(Classifier):
         return self.extractor
 
 
-class Whole(Classifier):
+class WholeNetwork(Classifier):
     """A network that is not split: it has outputs, and neither features nor a head."""
 
-    splits: ClassVar[bool] = False
+    is_split: ClassVar[bool] = False
 
     def __init__(self, net: nn.Module, num_classes: int):
         nn.Module.__init__(self)
@@ -55,19 +55,19 @@ class Whole(Classifier):
         return logits
 
 
-def as_given(model: nn.Module) -> nn.Module:
+def original_network(model: nn.Module) -> nn.Module:
     """A network as its author has it, with the values of this model, which is spent; one of ours as it is."""
-    if isinstance(model, Split):
+    if isinstance(model, SplitNetwork):
         return model.whole()
-    return model.net if isinstance(model, Whole) else model
+    return model.net if isinstance(model, WholeNetwork) else model
 
 
-def given_names(model: nn.Module) -> dict[str, str]:
+def original_names(model: nn.Module) -> dict[str, str]:
     """Map the names of parameters and buffers in the network of the author to those in this model."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    if isinstance(model, Whole):
+    if isinstance(model, WholeNetwork):
         return {name.removeprefix("net."): name for name in names}
-    if not isinstance(model, Split):
+    if not isinstance(model, SplitNetwork):
         return {name: name for name in names}
     found = {}
     for name in names:
@@ -81,7 +81,9 @@ def _replace(net: nn.Module, name: str, module: nn.Module) -> None:
     setattr(net.get_submodule(owner), leaf, module)
 
 
-def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = None) -> Classifier:
+def split_network(
+    net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = None
+) -> Classifier:
     """The network as a classifier: split at `head` (None: at its last linear layer), or whole where that cannot be.
 
     inputs: examples [B, ...], on which both forms must give the same. Raises ValueError where the network cannot take
@@ -113,15 +115,15 @@ def split(net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = N
         )
     name = head or next(reversed(linear), None)
     ends = name is not None and _ends_with(net, name, inputs)
-    model: Classifier | None = Split(net, name) if name is not None and ends else None
-    if isinstance(model, Split) and not _same(model, inputs, outputs):
+    model: Classifier | None = SplitNetwork(net, name) if name is not None and ends else None
+    if isinstance(model, SplitNetwork) and not _same(model, inputs, outputs):
         net, model = model.whole(), None
     if head is not None and model is None:
         raise ValueError(
             f"model.head={head} is not the last step of {type(net).__name__}, so that its inputs are no features: name "
             "another layer, or set model.head=null"
         )
-    return (model or Whole(net, num_classes)).train(training)
+    return (model or WholeNetwork(net, num_classes)).train(training)
 
 
 def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ def _ends_with(net: nn.Module, name: str, inputs: Tensor) -> bool:
             buffer.copy_(value)
 
 
-def _same(model: Split, inputs: Tensor, outputs: Tensor) -> bool:
+def _same(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> bool:
     """Whether features are rows of the head's inputs, and the head makes the outputs of them."""
     with torch.no_grad():
         features = model.extractor(inputs)
@@ -184,7 +186,7 @@ def _last(names: list[str]) -> str:
     return ", ".join(names[-5:]) if names else "none"
 
 
-def example(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
+def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
     """Inputs [rows, ...] for trying a network out, always the same."""
     generator = torch.Generator().manual_seed(0)
     if tokens is not None:
@@ -193,7 +195,7 @@ def example(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreign(ModelRecipe):
+class ExternalModel(ModelRecipe):
     """A network that others wrote. head: the name of its last linear layer; None: found. lora: adapters for it."""
 
     head: str | None = None
@@ -209,11 +211,11 @@ class Foreign(ModelRecipe):
         with torch.random.fork_rng(
             devices=[]
         ):  # trying it out must not change what adapters start from
-            model = split(net, num_classes, example(input_shape, tokens), self.head)
+            model = split_network(net, num_classes, example_inputs(input_shape, tokens), self.head)
         return with_adapters(model, self.lora)
 
 
-FILLED_IN = (
+DATA_ARGUMENTS = (
     "input_shape",
     "num_classes",
     "tokens",
@@ -221,20 +223,20 @@ FILLED_IN = (
 
 
 @dataclass(frozen=True)
-class Own(Foreign):
+class CustomModel(ExternalModel):
     """A module (its values are where training starts), or a function or class that makes one of `options`.
 
-    What the data say is filled in where it has such arguments: `FILLED_IN`, which `options` may name themselves.
+    What the data say is filled in where it has such arguments: `DATA_ARGUMENTS`, which `options` may name themselves.
     """
 
     source: nn.Module | Callable[..., nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `Foreign`."""
+        """See `ExternalModel`."""
         if isinstance(self.source, nn.Module):
             return copy.deepcopy(self.source)
-        known = dict(zip(FILLED_IN, (input_shape, num_classes, tokens), strict=True))
+        known = dict(zip(DATA_ARGUMENTS, (input_shape, num_classes, tokens), strict=True))
         signature = inspect.signature(self.source)
         given = {
             **{key: value for key, value in known.items() if key in signature.parameters},
@@ -245,7 +247,7 @@ class Own(Foreign):
         except TypeError as error:
             raise ValueError(
                 f"the model {self.source.__name__} cannot be called ({error}): the data give "
-                f"{', '.join(FILLED_IN)} where it has such arguments, functools.partial gives the others"
+                f"{', '.join(DATA_ARGUMENTS)} where it has such arguments, functools.partial gives the others"
             ) from error
         net = self.source(**given)
         if not isinstance(net, nn.Module):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from raysim.models.classifier import Shape
-from raysim.models.split import Foreign
-from raysim.primitives.errors import first_line, nearest
+from raysim.models.split import ExternalModel
+from raysim.primitives.errors import Refused, first_line, nearest
 from raysim.primitives.extras import optional
 from raysim.primitives.kinds import Tokens
 
 
-def in_torchvision(name: str) -> bool:
+def is_torchvision_model(name: str) -> bool:
     """Whether torchvision has a classifier of this name."""
     from torchvision import models
 
@@ -23,7 +23,7 @@ def in_torchvision(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Torchvision(Foreign):
+class Torchvision(ExternalModel):
     """A classifier of torchvision.models with `options` for its constructor.
 
     pretrained: its default weights (torch.hub's cache, else a download); layers of another shape, as the head, stay
@@ -35,7 +35,7 @@ class Torchvision(Foreign):
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `Foreign`."""
+        """See `ExternalModel`."""
         from torchvision import models
 
         if self.name not in (names := models.list_models(models)):
@@ -59,7 +59,7 @@ class Torchvision(Foreign):
 
 
 @dataclass(frozen=True)
-class Timm(Foreign):
+class Timm(ExternalModel):
     """A model of timm with `options` for `timm.create_model`; pretrained: its weights, from the cache or the hub."""
 
     name: str
@@ -67,7 +67,7 @@ class Timm(Foreign):
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `Foreign`."""
+        """See `ExternalModel`."""
         timm = optional("timm", f"model.name={self.name}")
         if not timm.is_model(self.name):
             raise ValueError(
@@ -84,7 +84,7 @@ class Timm(Foreign):
 
 
 @dataclass(frozen=True)
-class HuggingFace(Foreign):
+class HuggingFaceModel(ExternalModel):
     """A classifier of transformers, for token sequences or for images.
 
     name: a folder or a name on the hub, whose configuration (and with `pretrained` whose weights) are taken; or a type
@@ -96,7 +96,7 @@ class HuggingFace(Foreign):
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `Foreign`."""
+        """See `ExternalModel`."""
         transformers = optional("transformers", f"model.name={self.name}")
         kind = (
             "AutoModelForImageClassification"
@@ -181,3 +181,15 @@ def _unloaded(name: str, error: BaseException) -> ValueError:
         f"model.name={name} cannot be made ({type(error).__name__}: {first_line(error).rstrip('.')}): name one that is "
         "on this machine or can be downloaded, and options that it has"
     )
+
+
+if not TYPE_CHECKING:  # mypy would take every attribute of this module for one that exists
+
+    def __getattr__(name: str) -> None:
+        """Raise `Refused` with the new name of a class that stored configurations may name."""
+        if name == "HuggingFace":
+            raise Refused(
+                "model._target_: raysim.models.zoo.HuggingFace is now called "
+                "raysim.models.zoo.HuggingFaceModel. Write that name."
+            )
+        raise AttributeError(f"raysim.models.zoo has no attribute {name!r}")

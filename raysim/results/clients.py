@@ -44,7 +44,7 @@ class Split:
 # --- the split ------------------------------------------------------------------------------------------------------
 def split_of(data: FederatedData) -> Split:
     """Who has how much of what; its memory grows with the samples, not with clients x classes."""
-    (groups, names), train = data.open().groups(), data.partition.held
+    (groups, names), train = data.open().groups(), data.partition.all_train
     cells, samples = np.unique(
         train.owners * len(names) + groups[train.indices], return_counts=True
     )
@@ -86,7 +86,7 @@ def read_split(folder: Path) -> Split | None:
 # --- the clients ----------------------------------------------------------------------------------------------------
 def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path) -> None:
     """Write clients.parquet; an accuracy is null where a client was not scored."""
-    train, tests = data.partition.held.counts, data.partition.test.counts
+    train, tests = data.partition.all_train.counts, data.partition.test.counts
     count = max(len(train), len(tests))  # a pooled run trains one client, and scores all
     columns: dict[str, Any] = {"client": np.arange(count)}
     if data.users is not None:

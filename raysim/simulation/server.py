@@ -377,7 +377,7 @@ def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size
         settings.summation,
         size,
         spec.data.number,
-        partition.never_trained,
+        partition.unseen_count,
     )
     server.needs_single_updates |= spec.attackers.attack.on_updates
     return server

@@ -17,7 +17,7 @@ from raysim.api.composition import STEP_HOOKS
 from raysim.api.context import Batch, Stage
 from raysim.api.declare import Declarations
 from raysim.models.classifier import Classifier
-from raysim.models.split import Whole
+from raysim.models.split import WholeNetwork
 from raysim.primitives.errors import first_line
 from raysim.training.lanes import Lane, LaneLoop, NotInLanes
 from raysim.training.trainer import Trainer
@@ -53,7 +53,7 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
     input_dims: the dimensions of one input.
     """
     model = networks["model"]
-    if isinstance(model, Whole):
+    if isinstance(model, WholeNetwork):
         layers = _unnest(model.net)
     elif isinstance(model, Classifier) and type(model).forward is Classifier.forward:
         layers = [*_unnest(model.extractor), model.head]

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from raysim.models.split import given_names
+from raysim.models.split import original_names
 from raysim.primitives.errors import first_line, instead
 from raysim.primitives.files import regular, user_path
 
@@ -169,7 +169,8 @@ class _Targets:
             {name: name for name in self.tensors},  # as raysim writes them
             {name.removeprefix(MODEL): name for name in model},  # without the network
             {
-                theirs: f"{MODEL}{ours}" for theirs, ours in given_names(networks["model"]).items()
+                theirs: f"{MODEL}{ours}"
+                for theirs, ours in original_names(networks["model"]).items()
             },  # as its author did
         ]
 

@@ -19,7 +19,7 @@ from raysim.api.losses import RowLoss, named, tried
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
-from raysim.models import Classifier, ModelRecipe, split, splits
+from raysim.models import Classifier, ModelRecipe, is_split, split_network
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.training.attack import Attack, Attackers
 from raysim.training.initial_weights import Init, InitialWeights
@@ -172,7 +172,7 @@ class RunSpec:
             dataset.tokens,
         )
         return Task(
-            *about, scored_by=metric, loss=self.loss, unseen=self.data.partition.never_trained
+            *about, scored_by=metric, loss=self.loss, unseen=self.data.partition.unseen_count
         )
 
     @cached_property
@@ -193,8 +193,8 @@ def build_model(spec: RunSpec) -> nn.Module:
     # A recipe of the user's own may make any module.
     return (
         model
-        if splits(model) or isinstance(model, Classifier)
-        else split(model, task.num_classes, task.example(2))
+        if is_split(model) or isinstance(model, Classifier)
+        else split_network(model, task.num_classes, task.example(2))
     )
 
 
@@ -212,7 +212,7 @@ def declare_run(spec: RunSpec) -> Declarations:
     )
     with torch.random.fork_rng(devices=[]):
         model = build_model(spec)
-        has_head = splits(model)
+        has_head = is_split(model)
         declarations = declare(spec.methods, task, model, facts)
     _check_loss(task, declarations)
     _check_evaluation(evaluation_of(spec, declarations), task, has_head)

@@ -9,7 +9,7 @@ from torch import nn
 
 from raysim.api.declare import Declarations
 from raysim.models.classifier import is_stochastic
-from raysim.models.split import Foreign
+from raysim.models.split import ExternalModel
 from raysim.training.batched_lanes import linear_chain, step_methods
 from raysim.training.lanes import NotInLanes
 from raysim.training.run_spec import RunSpec
@@ -92,4 +92,4 @@ def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | N
 
 def is_built_in(spec: RunSpec) -> bool:
     """Return whether model and loss are part of raysim."""
-    return not isinstance(spec.model, Foreign) and spec.loss is None
+    return not isinstance(spec.model, ExternalModel) and spec.loss is None

@@ -170,7 +170,7 @@ class Trainer:
         index = up(rows, self.inputs.device)
         stored = self.inputs.index_select(0, index)
         if generator is not None:
-            stored = self.pipeline.augmented(stored, generator)
+            stored = self.pipeline.augment_images(stored, generator)
         return self.pipeline.normalise(stored, self.task.dtype), self.labels.index_select(0, index)
 
     def in_parts(self, rows: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -76,7 +76,7 @@ class Worker(Combiner):
             spec.settings.local,
             inputs,
             spec.attackers.labels(labels, train, spec.task.num_classes),
-            spec.data.partition.held,
+            spec.data.partition.all_train,
             spec.data.pipeline,
             spec.settings.seed,
             spec.autocast,
@@ -253,7 +253,7 @@ class Worker(Combiner):
         if number < 0:
             if not self._stateful:
                 return self._initial
-            samples = len(self.spec.data.partition.held.rows(client))
+            samples = len(self.spec.data.partition.all_train.rows(client))
             methods: dict[str, Tensor] = {}
             for declared in self._stateful:
                 values = declared.client_states(samples)
@@ -520,7 +520,7 @@ class Worker(Combiner):
 
     def _finetune(self, client: int, version: int, how: Finetune) -> None:
         partition = self.spec.data.partition
-        rows = partition.held.rows(client)
+        rows = partition.all_train.rows(client)
         if how.samples == "all" and partition.spare is not None:
             rows = np.concatenate([rows, partition.spare.rows(client)])
         self.trainer.adapt(client, rows, version, how)

@@ -35,12 +35,12 @@ def test_normalisation_keeps_leading_axes_accepts_one_value_and_leaves_its_input
 
 def test_no_augmentation_returns_the_same_object_and_draws_nothing() -> None:
     rng = np.random.default_rng(1)
-    assert Pipeline().augmented(IMAGES, rng) is IMAGES
+    assert Pipeline().augment_images(IMAGES, rng) is IMAGES
     assert rng.random() == np.random.default_rng(1).random()
 
 
 def test_a_flip_mirrors_about_half_of_the_images_and_keeps_the_others() -> None:
-    flipped = Pipeline(augment=("flip",)).augmented(IMAGES, np.random.default_rng(2))
+    flipped = Pipeline(augment=("flip",)).augment_images(IMAGES, np.random.default_rng(2))
     mirrored = sum(torch.equal(a, b.flip(-1)) for a, b in zip(flipped, IMAGES, strict=True))
     kept = sum(torch.equal(a, b) for a, b in zip(flipped, IMAGES, strict=True))
     assert mirrored + kept == 64 and 16 < mirrored < 48
@@ -48,7 +48,7 @@ def test_a_flip_mirrors_about_half_of_the_images_and_keeps_the_others() -> None:
 
 def test_a_crop_is_a_window_of_the_zero_padded_image() -> None:
     padding = 2
-    cropped = Pipeline(augment=("crop",), crop_padding=padding).augmented(
+    cropped = Pipeline(augment=("crop",), crop_padding=padding).augment_images(
         IMAGES, np.random.default_rng(3)
     )
     padded = torch.nn.functional.pad(IMAGES, (padding,) * 4)
@@ -70,7 +70,7 @@ ALL = ("resized_crop", "crop", "flip", "rotate", "jitter", "grey")
 def test_augmentation_is_a_function_of_the_stream(augment: tuple[str, ...]) -> None:
     pipeline = pickle.loads(pickle.dumps(Pipeline(augment=augment)))
     first, again, other = (
-        pipeline.augmented(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6)
+        pipeline.augment_images(IMAGES, np.random.default_rng(seed)) for seed in (5, 5, 6)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
 
@@ -82,14 +82,14 @@ def test_a_rotation_by_a_right_angle_moves_every_pixel_and_a_small_one_leaves_th
         def uniform(self, low: float, high: float, size: int) -> np.ndarray:
             return np.full(size, 90.0)
 
-    turned = Pipeline(augment=("rotate",), rotate_degrees=90).augmented(square, Right())  # type: ignore[arg-type]
+    turned = Pipeline(augment=("rotate",), rotate_degrees=90).augment_images(square, Right())  # type: ignore[arg-type]
     assert torch.equal(turned, torch.rot90(square, 1, (2, 3))), "counter-clockwise"
     images = torch.full((50, 2, 9, 9), 7, dtype=torch.uint8)
-    some = Pipeline(augment=("rotate",)).augmented(images, np.random.default_rng(0))
+    some = Pipeline(augment=("rotate",)).augment_images(images, np.random.default_rng(0))
     assert (some[:, :, 4, 4] == 7).all() and set(some.unique().tolist()) == {0, 7}, (
         "corners are left empty"
     )
-    still = Pipeline(augment=("rotate",), rotate_degrees=0.0).augmented(
+    still = Pipeline(augment=("rotate",), rotate_degrees=0.0).augment_images(
         IMAGES, np.random.default_rng(0)
     )
     assert torch.equal(still, IMAGES)
@@ -98,12 +98,16 @@ def test_a_rotation_by_a_right_angle_moves_every_pixel_and_a_small_one_leaves_th
 def test_rotation_comes_after_crop_and_flip_and_leaves_their_draws_alone() -> None:
     both = Pipeline(augment=("crop", "flip", "rotate"), rotate_degrees=0.0)
     alone = Pipeline(augment=("crop", "flip"))
-    found, expected = (each.augmented(IMAGES, np.random.default_rng(3)) for each in (both, alone))
+    found, expected = (
+        each.augment_images(IMAGES, np.random.default_rng(3)) for each in (both, alone)
+    )
     assert torch.equal(found, expected)
 
 
 def test_what_only_moves_pixels_has_the_bits_it_always_had() -> None:
-    moved = Pipeline(augment=("crop", "flip", "rotate")).augmented(IMAGES, np.random.default_rng(5))
+    moved = Pipeline(augment=("crop", "flip", "rotate")).augment_images(
+        IMAGES, np.random.default_rng(5)
+    )
     assert hashlib.sha256(moved.numpy().tobytes()).hexdigest()[:16] == "78083843e9596208"
 
 
@@ -111,10 +115,10 @@ def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_st
     None
 ):
     pipeline = Pipeline(augment=ALL[::-1], crop_area=(0.5, 0.9), jitter=0.4, grey=0.5)
-    found = pipeline.augmented(IMAGES, np.random.default_rng(7))
+    found = pipeline.augment_images(IMAGES, np.random.default_rng(7))
     rng, count = np.random.default_rng(7), len(IMAGES)
     boxes = crop_boxes(height=8, width=6, area=(0.5, 0.9), uniforms=rng.random((4, TRIES, count)))
-    images = Pipeline(augment=("crop", "flip", "rotate")).augmented(
+    images = Pipeline(augment=("crop", "flip", "rotate")).augment_images(
         resized_crops(IMAGES, boxes), rng
     )
     factors = torch.from_numpy(rng.uniform(0.6, 1.4, (3, count))).float()
@@ -130,13 +134,13 @@ def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_st
 def test_grey_images_of_one_channel_and_of_three_are_augmented_alike() -> None:
     """FRAug transforms the one channel of its grey digits and then repeats it; here it is repeated before."""
     one, pipeline = IMAGES[:, :1], Pipeline(augment=ALL, grey=0.5)
-    single = pipeline.augmented(one, np.random.default_rng(3))
-    triple = pipeline.augmented(one.repeat(1, 3, 1, 1), np.random.default_rng(3))
+    single = pipeline.augment_images(one, np.random.default_rng(3))
+    triple = pipeline.augment_images(one.repeat(1, 3, 1, 1), np.random.default_rng(3))
     assert torch.equal(triple, single.repeat(1, 3, 1, 1))
 
 
 def test_about_the_stated_share_of_images_turns_grey() -> None:
     images = IMAGES.repeat(20, 1, 1, 1)
-    found = Pipeline(augment=("grey",), grey=0.1).augmented(images, np.random.default_rng(0))
+    found = Pipeline(augment=("grey",), grey=0.1).augment_images(images, np.random.default_rng(0))
     grey = (found == found[:, :1]).flatten(1).all(1)
     assert 90 < int(grey.sum()) < 170 and torch.equal(found[~grey], images[~grey])

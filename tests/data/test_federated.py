@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysim.data.corruption import Rotation, rotate_images
-from raysim.data.federated import class_counts, draw_partition, federate, pooled, statistics
+from raysim.data.federated import class_counts, draw_partition, federate, pool_clients, statistics
 from raysim.data.partition import IID, Dirichlet, Domain, DomainClass, Partitioner, Quantity
 from raysim.data.sources import Synthetic
 
@@ -142,8 +142,8 @@ def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
         for clients, seed in ((5, 0), (5, 0), (4, 0), (5, 1))
     ]
     assert paths[0] == paths[1] and len(set(paths)) == 3
-    pooled = [federate(replace(SOURCE, pool=2), IID(5), seed).dataset_path for seed in (0, 1)]
-    assert pooled[0] == pooled[1]
+    paths = [federate(replace(SOURCE, pool=2), IID(5), seed).dataset_path for seed in (0, 1)]
+    assert paths[0] == paths[1]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_share_for_validation_leaves_the_test_rows_alone_and_is_turned_as_its_
         data.labels[validation.indices], clean.labels[validation.indices]
     )  # noise is for training
     assert statistics(having)["unused"] == 0
-    assert pooled(having).partition.validation is validation
+    assert pool_clients(having).partition.validation is validation
 
 
 def test_clients_tests_may_be_the_central_samples_of_their_domain() -> None:

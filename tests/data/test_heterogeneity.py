@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raysim.data.heterogeneity import SCALES, described, heterogeneity
+from raysim.data.heterogeneity import SCALES, format_heterogeneity, heterogeneity
 
 
 def test_clients_of_one_class_each_share_nothing() -> None:
@@ -36,5 +36,5 @@ def test_means_are_over_clients_whatever_their_size() -> None:
     found = heterogeneity(np.array([[100, 0], [1, 1]]))
     assert found["label_entropy"] == pytest.approx(np.log(2) / 2) == found["label_entropy_std"]
     assert found["largest_share"] == 0.75
-    text = described(found)
+    text = format_heterogeneity(found)
     assert "label entropy 0.347 ± 0.347 nats, commonest class 75%, 1.50 effective classes" in text

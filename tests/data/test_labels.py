@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysim.data.arrays import arrays
+from raysim.data.arrays import store_arrays
 from raysim.data.labels import inferred_kind, labels_of
 from raysim.data.raw import Source
 from raysim.data.sources import (
@@ -100,7 +100,7 @@ def as_json_lines(folder: Path, labels: np.ndarray) -> Source:
 
 
 def as_arrays(folder: Path, labels: np.ndarray) -> Source:
-    return arrays((INPUTS, labels))
+    return store_arrays((INPUTS, labels))
 
 
 FORMS = [as_leaf, as_numpy, as_npz, as_parquet, as_hugging_face, as_csv, as_json_lines, as_arrays]
@@ -141,7 +141,7 @@ def test_the_kind_says_otherwise_in_every_source(
 
 def test_the_kind_says_otherwise_of_arrays() -> None:
     labels = np.arange(12) % 3
-    dataset = arrays((INPUTS, labels), {"kind": "regression"}).build()
+    dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == labels.tolist()
 
 

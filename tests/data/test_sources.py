@@ -16,7 +16,7 @@ from PIL import Image
 from tiny import DIGITS, picture, write_mnist, write_picture, write_strips
 
 from raysim.data.batches import Pipeline
-from raysim.data.dataset import Dataset, Samples, cached
+from raysim.data.dataset import Dataset, Samples, open_or_build
 from raysim.data.sources import (
     Cifar10,
     Cifar100,
@@ -78,7 +78,9 @@ def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache
         zeros = np.zeros(2, dtype=np.int64)
         return Samples(np.ones((2, 1, 2, 2), dtype=np.uint8), zeros, zeros, 1, ["a"], ["b"])
 
-    threads = [threading.Thread(target=cached, args=(None, "one", {}, make)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=open_or_build, args=(None, "one", {}, make)) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy import sparse
 
-from raysim.data.arrays import arrays
+from raysim.data.arrays import store_arrays
 from raysim.data.dataset import Dataset
 from raysim.data.sources import Parquet
 from raysim.data.values import plain_array
@@ -97,7 +97,7 @@ def test_columns_of_floats_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", READ_AS_TEXT)
 def test_columns_of_text_are_labels_and_users(name: str) -> None:
-    dataset = arrays((TABLE, READ_AS_TEXT[name], READ_AS_TEXT[name])).build()
+    dataset = store_arrays((TABLE, READ_AS_TEXT[name], READ_AS_TEXT[name])).build()
     assert dataset.class_names == dataset.domain_names == ["a", "b", "c"]
     assert dataset.labels.tolist() == dataset.domains.tolist() == INTEGERS
 
@@ -125,7 +125,7 @@ def test_missing_values_are_refused(name: str, place: int) -> None:
     parts: list[Any] = [TABLE, INTEGERS, INTEGERS]
     parts[place] = MISSING[name]
     with pytest.raises(ValueError, match=r"^data: "):
-        arrays(tuple(parts))
+        store_arrays(tuple(parts))
 
 
 UNREADABLE = {
@@ -162,7 +162,7 @@ def test_types_that_cannot_be_read_are_refused(name: str) -> None:
         (TABLE, INTEGERS, UNREADABLE[name]),
     ):
         with pytest.raises(ValueError, match=r"^data[: ]"):
-            arrays(parts)
+            store_arrays(parts)
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
@@ -196,19 +196,19 @@ def frame(**columns: Any) -> pd.DataFrame:
     ],
 )
 def test_inputs_of_any_type_are_the_same_data(inputs: object) -> None:
-    dataset = arrays((inputs, INTEGERS)).build()
+    dataset = store_arrays((inputs, INTEGERS)).build()
     assert dataset.inputs.dtype == np.float32
     assert np.array_equal(dataset.inputs, TABLE.astype(np.float32))
 
 
 def test_integers_in_a_frame_are_numbers() -> None:
-    dataset = arrays((frame(age=INTEGERS, score=[3, 2, 1, 3, 2, 1]), INTEGERS)).build()
+    dataset = store_arrays((frame(age=INTEGERS, score=[3, 2, 1, 3, 2, 1]), INTEGERS)).build()
     assert dataset.tokens is None and dataset.inputs[:, 1].tolist() == [3, 2, 1, 3, 2, 1]
 
 
 def test_text_in_a_frame_is_named() -> None:
     with pytest.raises(ValueError, match="column city"):
-        arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
+        store_arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
 
 
 @pytest.mark.parametrize(
@@ -216,17 +216,19 @@ def test_text_in_a_frame_is_named() -> None:
 )
 def test_arrays_beyond_float32_are_refused(inputs: object) -> None:
     with pytest.raises(ValueError, match=r"inputs .* float32"):
-        arrays((inputs, INTEGERS))
+        store_arrays((inputs, INTEGERS))
 
 
 def test_the_largest_float32_is_stored() -> None:
     largest = float(np.finfo(np.float32).max)
-    assert arrays((np.full((6, 2), largest), INTEGERS)).build().inputs.max() == np.float32(largest)
+    assert store_arrays((np.full((6, 2), largest), INTEGERS)).build().inputs.max() == np.float32(
+        largest
+    )
 
 
 def test_labels_beyond_float32_are_refused() -> None:
     with pytest.raises(ValueError, match=r"label 1e[+]300"):
-        arrays((TABLE, np.linspace(0, 1e300, 6)))
+        store_arrays((TABLE, np.linspace(0, 1e300, 6)))
 
 
 # ---- Arrow's types in files ----------------------------------------------------------------------------------------

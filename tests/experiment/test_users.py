@@ -15,7 +15,7 @@ from torch import Tensor
 import raysim
 from raysim.api.context import Context
 from raysim.api.method import Method
-from raysim.data.federated import FederatedData, federate, pooled
+from raysim.data.federated import FederatedData, federate, pool_clients
 from raysim.data.listed import Listed
 from raysim.data.partition import IID, Natural
 from raysim.data.sources import Parquet, Synthetic
@@ -129,7 +129,7 @@ def test_clients_that_are_no_users_have_no_names() -> None:
 
 
 def test_pooled_client_is_no_user() -> None:
-    assert pooled(split(TEXTS)).label(0) == "client 0"
+    assert pool_clients(split(TEXTS)).label(0) == "client 0"
 
 
 def trained(*words: str, **parts: Any) -> raysim.Result:

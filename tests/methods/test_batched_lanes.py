@@ -23,7 +23,7 @@ from raysim.methods.local import LocalTraining
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
-from raysim.models.split import Whole
+from raysim.models.split import WholeNetwork
 from raysim.primitives.errors import Refused
 from raysim.training.batched_lanes import linear_chain
 from raysim.training.run_spec import RunSpec, declare_run
@@ -205,7 +205,7 @@ class TestWhatQualifies:
             Classifier(
                 nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 4), nn.GELU())), 4, 3
             ),
-            Whole(nn.Sequential(nn.Flatten(), nn.Linear(6, 3, bias=False)), 3),
+            WholeNetwork(nn.Sequential(nn.Flatten(), nn.Linear(6, 3, bias=False)), 3),
         ],
         ids=["mlp", "nested", "logistic regression"],
     )
@@ -225,8 +225,10 @@ class TestWhatQualifies:
             nn.Sequential(nn.ReLU()),
             nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)),
         ]
-        assert [linear_chain({"model": Whole(net, 4)}, 1) for net in others] == [None] * len(others)
-        whole = Whole(nn.Linear(4, 4), 4)
+        assert [linear_chain({"model": WholeNetwork(net, 4)}, 1) for net in others] == [None] * len(
+            others
+        )
+        whole = WholeNetwork(nn.Linear(4, 4), 4)
         assert linear_chain({"model": whole}, 1) is not None
         assert linear_chain({"model": whole}, 2) is None, (
             "rows of an input would be its own samples"

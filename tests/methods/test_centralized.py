@@ -12,7 +12,7 @@ from tiny_runs import LOCAL, MLP, SEED, check_composition, run, run_spec
 
 from raysim.api.composition import HOOKS, fills
 from raysim.api.method import parameters
-from raysim.data.federated import FederatedData, federate, pooled
+from raysim.data.federated import FederatedData, federate, pool_clients
 from raysim.data.partition import CSR, IID, Dirichlet, Partition
 from raysim.data.sources import Synthetic
 from raysim.methods.centralized import Centralized
@@ -53,7 +53,7 @@ def test_losses_and_data_changes_combine_with_it() -> None:
 
 
 def test_with_one_client_and_the_same_batches_it_is_local_training() -> None:
-    data = pooled(population(1))
+    data = pool_clients(population(1))
     found = run(run_spec(Centralized(), data=data), Synchronous(1), rounds=4)
     local = run(run_spec(LocalTraining(), data=data), Synchronous(1), rounds=4)
     mine = found.coordinator.server.vector.numpy()
@@ -67,7 +67,9 @@ def test_one_step_on_all_samples_is_one_round_of_fedsgd() -> None:
     assert len(set(data.partition.train.counts.tolist())) > 1, "or weights would not matter"
     local = replace(LOCAL, momentum=0.0, weight_decay=0.0, batch=1000)
     found = run(
-        run_spec(Centralized(), model=MLP, data=pooled(data), local=local), Synchronous(1), rounds=1
+        run_spec(Centralized(), model=MLP, data=pool_clients(data), local=local),
+        Synchronous(1),
+        rounds=1,
     )
     fedsgd = run(run_spec(model=MLP, data=data, local=local), Synchronous(4), rounds=1)
     mine, its = found.coordinator.server.vector, fedsgd.coordinator.server.vector
@@ -82,11 +84,12 @@ def test_neither_the_order_of_clients_nor_the_split_matters() -> None:
     shuffled = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     other = replace(data, partition=Partition(shuffled, data.partition.test))
     first, second = (
-        run(run_spec(Centralized(), data=pooled(each)), Synchronous(1)) for each in (data, other)
+        run(run_spec(Centralized(), data=pool_clients(each)), Synchronous(1))
+        for each in (data, other)
     )
     assert first.bits == second.bits
 
 
 def test_traffic_does_not_apply() -> None:
-    rows = run(run_spec(Centralized(), data=pooled(population())), Synchronous(1)).rows
+    rows = run(run_spec(Centralized(), data=pool_clients(population())), Synchronous(1)).rows
     assert all(row["floats_down"] is None and row["floats_up"] is None for row in rows)

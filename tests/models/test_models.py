@@ -18,7 +18,7 @@ from raysim.models import (
     Cnn,
     DigitsCnn,
     Gru,
-    HuggingFace,
+    HuggingFaceModel,
     Mlp,
     MnistCnn,
     ModelRecipe,
@@ -481,7 +481,7 @@ CONFIGS: dict[str, ModelRecipe] = {
     "transformer": Transformer(),
     "torchvision": Torchvision("resnet18"),
     "timm": Timm("resnet10t"),
-    "huggingface": HuggingFace("bert"),
+    "huggingface": HuggingFaceModel("bert"),
 }
 
 

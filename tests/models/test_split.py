@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 from raysim.methods.feddecorr import FedDecorr
 from raysim.methods.fedprox import FedProx
-from raysim.models import Lora, ModelRecipe, Own, Timm, Torchvision, Transformer, split
-from raysim.models.split import Split, Whole
+from raysim.models import (
+    CustomModel,
+    Lora,
+    ModelRecipe,
+    Timm,
+    Torchvision,
+    Transformer,
+    split_network,
+)
+from raysim.models.split import SplitNetwork, WholeNetwork
 from raysim.primitives.kinds import Tokens
 
 SHAPE = (1, 8, 8)
@@ -41,8 +49,8 @@ def inputs() -> Tensor:
 def test_a_network_is_split_at_the_layer_that_is_named_and_makes_the_same_outputs() -> None:
     net, x = Two(), inputs()
     expected = net(x)
-    model = split(net, 5, x, head="fc")
-    assert isinstance(model, Split) and model.feature_dim == 7 and model.num_classes == 5
+    model = split_network(net, 5, x, head="fc")
+    assert isinstance(model, SplitNetwork) and model.feature_dim == 7 and model.num_classes == 5
     assert torch.equal(model(x), expected) and torch.equal(model.head(model.features(x)), expected)
     assert "fc.weight" not in dict(model.named_parameters()) and model.training
     assert (
@@ -53,17 +61,19 @@ def test_a_network_is_split_at_the_layer_that_is_named_and_makes_the_same_output
 
 def test_without_a_name_the_last_linear_layer_is_the_head() -> None:
     x = inputs()
-    model = split(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 5)), 5, x)
-    assert isinstance(model, Split) and model.feature_dim == 4
+    model = split_network(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 5)), 5, x
+    )
+    assert isinstance(model, SplitNetwork) and model.feature_dim == 4
 
 
 def test_a_network_with_something_behind_its_last_layer_stays_whole() -> None:
     net, x = Two(after=True), inputs()
     expected = net(x)
-    model = split(net, 5, x)
-    assert isinstance(model, Whole) and torch.equal(model(x), expected)
+    model = split_network(net, 5, x)
+    assert isinstance(model, WholeNetwork) and torch.equal(model(x), expected)
     with pytest.raises(ValueError, match=r"model\.head=fc is not the last step of Two"):
-        split(net, 5, x, head="fc")
+        split_network(net, 5, x, head="fc")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     net: Callable[[], nn.Module], head: str | None, sentence: str
 ):
     with pytest.raises(ValueError, match=sentence):
-        split(net(), 5, inputs(), head)
+        split_network(net(), 5, inputs(), head)
 
 
 def test_values_that_are_squeezed_are_told_so() -> None:
@@ -100,7 +110,7 @@ def test_values_that_are_squeezed_are_told_so() -> None:
         ValueError,
         match=r"of shape \[3\] of 3 inputs; they must be \[3, 1\]: leave out what squeezes them",
     ):
-        split(net, 1, inputs())
+        split_network(net, 1, inputs())
 
 
 class Scaled(nn.Module):
@@ -128,19 +138,20 @@ def test_a_network_with_what_seems_to_do_nothing_behind_its_last_layer_stays_who
 ) -> None:
     net, x, drawn = Scaled(after), inputs(), torch.get_rng_state()
     statistics = net.body[2].running_mean.clone()
-    model = split(net, 5, x)
-    assert isinstance(model, Whole) and model.training
+    model = split_network(net, 5, x)
+    assert isinstance(model, WholeNetwork) and model.training
     assert torch.equal(torch.get_rng_state(), drawn) and torch.equal(
         net.body[2].running_mean, statistics
     )
     assert int(net.body[2].num_batches_tracked) == 0
     with pytest.raises(ValueError, match="fc is not the last step of Scaled"):
-        split(Scaled(after), 5, x, head="fc")
+        split_network(Scaled(after), 5, x, head="fc")
 
 
 def test_what_is_no_more_than_a_name_behind_the_last_layer_does_not_matter() -> None:
     assert isinstance(
-        split(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()), Split
+        split_network(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()),
+        SplitNetwork,
     )
 
 
@@ -149,7 +160,7 @@ def test_a_function_gets_what_the_data_say_and_the_seed_decides_its_values() -> 
         assert input_shape == SHAPE
         return Two(num_classes, width)
 
-    recipe = Own(make, {"width": 6}, head="fc")
+    recipe = CustomModel(make, {"width": 6}, head="fc")
     first, again, other = (recipe.build(SHAPE, 5, seed) for seed in (1, 1, 2))
     assert first.feature_dim == 6
     assert torch.equal(first.head.weight, again.head.weight) and not torch.equal(
@@ -159,8 +170,8 @@ def test_a_function_gets_what_the_data_say_and_the_seed_decides_its_values() -> 
 
 def test_a_module_is_where_training_starts() -> None:
     net = Two()
-    model = Own(net).build(SHAPE, 5, 1)
-    assert isinstance(model, Whole)  # its last linear layer is another one
+    model = CustomModel(net).build(SHAPE, 5, 1)
+    assert isinstance(model, WholeNetwork)  # its last linear layer is another one
     assert (
         torch.equal(model.get_parameter("net.fc.weight"), net.fc.weight)
         and model.get_submodule("net") is not net
@@ -168,14 +179,14 @@ def test_a_module_is_where_training_starts() -> None:
 
 
 def test_a_whole_network_trains_with_methods_that_need_no_features_and_the_others_say_so() -> None:
-    whole = Own(lambda: Two(after=True))
+    whole = CustomModel(lambda: Two(after=True))
     assert run(run_spec(FedProx(), model=whole)).finished.model_sha256
     with pytest.raises(
         ValueError,
         match=r"method 'feddecorr' needs features .* name its last linear layer with model\.head",
     ):
         run(run_spec(FedDecorr(), model=whole))
-    assert run(run_spec(FedDecorr(), model=Own(Two, head="fc"))).rows[-1]["failures"] == 0
+    assert run(run_spec(FedDecorr(), model=CustomModel(Two, head="fc"))).rows[-1]["failures"] == 0
 
 
 class Bare(ModelRecipe):
@@ -194,7 +205,7 @@ def test_what_a_recipe_makes_without_a_head_is_split_too() -> None:
 
 
 def test_a_network_of_ones_own_learns_as_ours_does() -> None:
-    spec = run_spec(model=Own(Two, head="fc"))
+    spec = run_spec(model=CustomModel(Two, head="fc"))
     rows = run(spec, rounds=6).rows
     assert rows[-1]["loss_global"] < rows[0]["loss_global"]  # type: ignore[operator]
 
@@ -209,7 +220,7 @@ def test_a_network_of_ones_own_learns_as_ours_does() -> None:
 )
 def test_networks_by_name(recipe: Any, shape: tuple[int, ...]) -> None:
     model = recipe.build(shape, 4, 0)
-    assert model(torch.randn(2, *shape)).shape == (2, 4) and model.splits == (
+    assert model(torch.randn(2, *shape)).shape == (2, 4) and model.is_split == (
         recipe.name != "squeezenet1_1"
     )
 
@@ -255,7 +266,7 @@ def test_with_adapters_only_they_and_the_head_are_trained_and_the_rest_is_the_sa
 
 
 def test_adapters_on_a_network_of_ones_own_travel_alone() -> None:
-    spec = run_spec(model=Own(Two, head="fc", lora=Lora(rank=2, layers=["body.1"])))
+    spec = run_spec(model=CustomModel(Two, head="fc", lora=Lora(rank=2, layers=["body.1"])))
     ended = run(spec)
     # 2 x (64 + 7) of the adapter, 7 x 5 + 5 of the head
     assert ended.coordinator.layout.shared == 2 * (64 + 7) + 40

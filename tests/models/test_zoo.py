@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysim.experiment.execute import run
-from raysim.models import HuggingFace
+from raysim.models import HuggingFaceModel
 from raysim.primitives.kinds import Tokens
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_a_type_of_model_is_made_for_the_datas_tokens_and_classes() -> None:
-    model = HuggingFace("bert", options=TINY).build((5,), 3, 0, Tokens(7))
-    assert model.splits and model.feature_dim == 8
+    model = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
+    assert model.is_split and model.feature_dim == 8
     assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (
         7,
         8,
@@ -32,23 +32,23 @@ def test_a_type_of_model_is_made_for_the_datas_tokens_and_classes() -> None:
 
 
 def test_weights_come_from_a_folder_and_too_few_tokens_are_refused(tmp_path: Path) -> None:
-    first = HuggingFace("bert", options=TINY).build((5,), 3, 0, Tokens(7))
+    first = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     first.get_submodule("extractor.net").save_pretrained(tmp_path)  # type: ignore[operator]
-    again = HuggingFace(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(7))
+    again = HuggingFaceModel(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(7))
     name = "extractor.net.bert.embeddings.word_embeddings.weight"
     assert (
         torch.equal(again.get_parameter(name), first.get_parameter(name)) and again.num_classes == 2
     )
     with pytest.raises(ValueError, match=r"knows 7 tokens, the data has 9: use its tokenizer"):
-        HuggingFace(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(9))
+        HuggingFaceModel(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(9))
     with pytest.raises(ValueError, match=r"model\.name=/nowhere cannot be made"):
-        HuggingFace("/nowhere", pretrained=True).build((5,), 2, 1, Tokens(7))
+        HuggingFaceModel("/nowhere", pretrained=True).build((5,), 2, 1, Tokens(7))
 
 
 def test_images_go_to_image_classifiers() -> None:
     options: dict[str, Any] = {**TINY, "image_size": 8, "patch_size": 4, "num_channels": 1}
-    model = HuggingFace("vit", options=options).build((1, 8, 8), 3, 0)
-    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3) and model.splits
+    model = HuggingFaceModel("vit", options=options).build((1, 8, 8), 3, 0)
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3) and model.is_split
 
 
 def test_a_run_from_words_trains_adapters_on_a_hugging_face_model(tmp_path: Path) -> None:

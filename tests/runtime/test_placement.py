@@ -23,7 +23,7 @@ from tiny_runs import FOLDERS, NORMED, changed, coordinate, even, ran, run, run_
 from raysim.api.declarations import Evaluation
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.data.dataset import copied
+from raysim.data.dataset import copy_to_cache
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import Refused
 from raysim.methods.scaffold import Scaffold
@@ -250,7 +250,7 @@ def test_a_copied_data_set_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_
         reads.append(1)
         return np.fromfile(tiny().dataset_path, np.uint8)
 
-    paths = {copied(tiny().dataset_path.name, read) for _ in range(3)}
+    paths = {copy_to_cache(tiny().dataset_path.name, read) for _ in range(3)}
     assert paths == {tmp_path / "other" / tiny().dataset_path.name} and len(reads) == 1
     assert next(iter(paths)).read_bytes() == tiny().dataset_path.read_bytes()
     assert [path.suffix for path in (tmp_path / "other").iterdir() if path.suffix] == [".arrow"], (

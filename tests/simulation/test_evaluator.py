@@ -30,7 +30,7 @@ from raysim.api.local_job import PersonalModel
 from raysim.api.method import Method
 from raysim.api.server_view import ServerView
 from raysim.api.setup import Setup
-from raysim.data.federated import FederatedData, federate, pooled
+from raysim.data.federated import FederatedData, federate, pool_clients
 from raysim.data.partition import CSR, IID, Domain
 from raysim.data.sources import Synthetic, Tabular
 from raysim.experiment.execute import Refused, build
@@ -354,7 +354,7 @@ def test_best_rounds_are_the_first_of_equal_ones_and_each_clients_own() -> None:
 
 
 def test_pooled_data_train_one_model_that_every_client_tests() -> None:
-    data = pooled(apart())
+    data = pool_clients(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
     found = run(run_spec(Pooled(), data=data), Synchronous(1))
     assert found.rows[-1]["floats_up"] is None and found.rows[-1]["floats_down"] is None
@@ -387,7 +387,10 @@ def test_one_client_pooled_is_fedavg_with_one_client() -> None:
     mixed = even(clients=1).partition
     ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
     alone = run(run_spec(data=replace(even(clients=1), partition=ordered)), Synchronous(1))
-    assert run(run_spec(Pooled(), data=pooled(even(clients=1))), Synchronous(1)).bits == alone.bits
+    assert (
+        run(run_spec(Pooled(), data=pool_clients(even(clients=1))), Synchronous(1)).bits
+        == alone.bits
+    )
 
 
 def test_the_worst_of_several_domains_has_a_column_and_the_worst_of_one_none() -> None:

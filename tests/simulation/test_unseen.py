@@ -16,7 +16,7 @@ import raysim
 from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.messages import Task
 from raysim.api.method import Method
-from raysim.data.federated import FederatedData, federate, hold_out_clients, pooled
+from raysim.data.federated import FederatedData, federate, hold_out_clients, pool_clients
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
 from raysim.experiment.execute import Refused, build
@@ -92,7 +92,7 @@ def test_unseen_clients_hold_samples_that_are_not_trained_on() -> None:
     before, after = whole(0.2).partition, hold_out_clients(whole(0.2), 0.25, SEED).partition
     for client in range(CLIENTS):
         is_unseen = client in after.unseen  # type: ignore[operator]
-        assert after.held.rows(client).tolist() == before.train.rows(client).tolist()
+        assert after.all_train.rows(client).tolist() == before.train.rows(client).tolist()
         assert after.train.rows(client).tolist() == (
             [] if is_unseen else before.train.rows(client).tolist()
         )
@@ -203,7 +203,7 @@ def test_best_rounds_ignore_unseen_clients() -> None:
 
 
 def test_pooled_data_exclude_unseen_clients() -> None:
-    data = pooled(hold_out_clients(whole(), 0.25, SEED))
+    data = pool_clients(hold_out_clients(whole(), 0.25, SEED))
     trained = {*data.partition.train.indices.tolist()}
     rows = [
         whole().partition.train.rows(client).tolist() for client in data.partition.unseen.tolist()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.setup import Setup
-from raysim.data.listed import listed
+from raysim.data.listed import store_lists
 from raysim.experiment.execute import Experiment, build, run
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
@@ -112,7 +112,7 @@ def made(
     return build(
         [*HERE, "local.batch=4", *schedule, *words],
         data=samples,
-        partition=replace(listed(rows), **partition),
+        partition=replace(store_lists(rows), **partition),
         model=model,
         methods=methods,
     )

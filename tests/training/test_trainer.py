@@ -101,7 +101,9 @@ def test_a_participation_is_augmented_on_a_stream_of_its_own(
     assert watched.sizes(JOBS[2]) == [watched.samples]
     ((rows, inputs),) = watched.gathered
     own, pixels = watched.trainer.pipeline, watched.trainer.inputs[rows]
-    assert torch.equal(inputs, own.normalise(own.augmented(pixels, stream(SEED, "augment", 2, 3))))
+    assert torch.equal(
+        inputs, own.normalise(own.augment_images(pixels, stream(SEED, "augment", 2, 3)))
+    )
     assert not torch.equal(inputs, own.normalise(pixels))
 
 

@@ -19,7 +19,7 @@ import torch
 from ray.util.placement_group import PlacementGroup
 
 from raysim.api.messages import Published
-from raysim.data.dataset import copied
+from raysim.data.dataset import copy_to_cache
 from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import filling
@@ -55,7 +55,7 @@ def read_here(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
     path = spec.data.dataset_path
     if not content or path.exists():
         return spec
-    local_path = copied(path.name, lambda: ray.get(content[0]))
+    local_path = copy_to_cache(path.name, lambda: ray.get(content[0]))
     return replace(spec, data=replace(spec.data, dataset_path=local_path))
 
 
