@@ -36,7 +36,14 @@ from raysim.methods import fedavg
 from raysim.models import SmallCnn
 from raysim.simulation.load import Loads
 from raysim.training.attack import Attack
-from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State, declare_run
+from raysim.training.run_spec import (
+    Checkpoint,
+    Faults,
+    RunSettings,
+    RunSpec,
+    StateBudget,
+    declare_run,
+)
 
 ROOT = Path(__file__).parent.parent
 load_yaml, groups, tables = map(functools.cache, (read_yaml, all_groups, paper_tables))
@@ -388,7 +395,7 @@ SETTINGS: dict[str, type] = {  # classes behind keys that no `_target_` names
     "evaluate": Evaluation,
     "evaluate.finetune": Finetune,
     "checkpoint": Checkpoint,
-    "state": State,
+    "state": StateBudget,
     "faults": Faults,
     "attack": Attack,
     "runtime": RuntimeOptions,

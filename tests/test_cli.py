@@ -513,7 +513,7 @@ def test_a_checkpoint_is_continued_in_a_new_folder() -> None:
     assert bits("a") == bits("b")
 
 
-NoRoom = SafetensorError(
+NoRoomError = SafetensorError(
     "Error while serializing: I/O error: No space left on device (os error 28)"
 )
 
@@ -536,7 +536,9 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_the_run_goes_on_when_there_is_
     def write(*given: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) >= nth:
-            raise OSError(errno.ENOSPC, "No space left on device") if full != "model" else NoRoom
+            raise (
+                OSError(errno.ENOSPC, "No space left on device") if full != "model" else NoRoomError
+            )
         return original(*given, **named)
 
     run("out=whole", "method=[scaffold]")

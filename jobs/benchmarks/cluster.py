@@ -35,7 +35,7 @@ from raysim.api.setup import Setup
 from raysim.primitives.checks import at_least
 from raysim.results.history import write_json
 from raysim.results.tables import aligned, columns_of, terminal_width
-from raysim.runtime.placement import RayOptions, Size, fitting, listen_on_loopback
+from raysim.runtime.placement import RayOptions, Size, choose_size, listen_on_loopback
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Ideal
@@ -247,10 +247,10 @@ def costs(options: Options, size: Size, rounds: int, say: Callable[[str], None])
     from raysim.runtime import ray as cluster
 
     asked = RayOptions(workers=size.workers, strategy="SPREAD")
-    with cluster.placed(cluster.bundles(size), "raysim-bench", asked, say) as group:
+    with cluster.reserve(cluster.run_bundles(size), "raysim-bench", asked, say) as group:
         for floats in options.floats:
             spec = run_of(floats, size.workers, "sums")
-            runtime = cluster.workers_in(group, size, f"bench-{floats}", asked, Idle, spec)
+            runtime = cluster.start_workers_in(group, size, f"bench-{floats}", asked, Idle, spec)
             try:
                 for way, combine in WAYS.items():
                     runtime.combine_from = replace(asked, combine=combine).combine_from
@@ -269,7 +269,7 @@ def joined(options: Options) -> Iterator[Size]:
 
     several = None
     if options.nodes:
-        several = cluster.nodes_here(
+        several = cluster.start_local_nodes(
             options.nodes, -(-(options.workers or 2 * options.nodes) // options.nodes)
         )
     asked = RayOptions(
@@ -277,7 +277,7 @@ def joined(options: Options) -> Iterator[Size]:
     )
     mine = cluster.connect(asked)
     try:
-        yield fitting(asked, {"CPU": 1.0}, cluster.nodes(), most=64)
+        yield choose_size(asked, {"CPU": 1.0}, cluster.node_resources(), most=64)
     finally:
         if mine:
             cluster.disconnect()

@@ -39,7 +39,7 @@ from raysim.simulation.events import Event, Round, Saved
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.simulation.state_log import ByClient
-from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, State, build_networks
+from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, StateBudget, build_networks
 from raysim.training.worker import Worker
 
 COHORT, SAMPLES = 100, 60  # clients a round and samples a client, as in W2
@@ -146,7 +146,7 @@ def many(clients: int, rounds: int, budget: float | None) -> RunSpec:
         local=Local(lr=0.01, epochs=1, batch=work.batch),
         evaluate=Evaluation(every=10**9),
         checkpoint=Checkpoint(0),
-        state=State(budget),
+        state=StateBudget(budget),
     )
     return RunSpec(work.model, (Scaffold(),), data, settings)
 

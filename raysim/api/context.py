@@ -41,14 +41,14 @@ class Plan:
         return len(self.sizes)
 
 
-class Trainer(Protocol):
+class WorkerView(Protocol):
     """What hooks may ask of the worker that trains: its settings, its data, a second set of networks."""
 
     task: Task
     local: Local
     partition: CSR
     labels: Tensor  # of all rows of the data set
-    tracking: Sequence[nn.Module]  # layers with running statistics
+    statistics_layers: Sequence[nn.Module]  # layers with running statistics
 
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
@@ -56,7 +56,7 @@ class Trainer(Protocol):
         """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
         ...
 
-    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's own training samples, in order, in batches fit for evaluation."""
         ...
 
@@ -116,7 +116,7 @@ class Stage:
 class Context:
     """What a method's hooks see of the job at work."""
 
-    trainer: Trainer
+    trainer: WorkerView
     seed: int
     client: int
     participation: int  # participations of this client before this one
@@ -188,7 +188,7 @@ class Context:
 
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""
-        return self.trainer.own(self.client)
+        return self.trainer.client_samples(self.client)
 
     def class_counts(self) -> Tensor:
         """The client's training samples of each class of the data: int64 [C], on the CPU."""
@@ -197,12 +197,12 @@ class Context:
     @contextmanager
     def statistics_kept(self) -> Iterator[None]:
         """Forward passes inside normalise with their own batch but leave running statistics alone."""
-        for layer in self.trainer.tracking:
+        for layer in self.trainer.statistics_layers:
             layer.track_running_stats = False  # type: ignore[assignment]
         try:
             yield
         finally:
-            for layer in self.trainer.tracking:
+            for layer in self.trainer.statistics_layers:
                 layer.track_running_stats = True  # type: ignore[assignment]
 
 

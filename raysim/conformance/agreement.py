@@ -17,7 +17,7 @@ from raysim.simulation.events import Row
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Schedule
-from raysim.training.lanes import NotInLanes
+from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
 
 EXACT = 1e-8  # float64 from end to end: a rate that is a tensor is multiplied with another rounding
@@ -59,7 +59,7 @@ def recorded(make: Make, **settings: Any) -> None:
     Without a GPU a recorded step is computed again, from nothing but its inputs and without reading a value. A run that
     is refused by name passes.
     """
-    with contextlib.suppress(NotInLanes):
+    with contextlib.suppress(LanesError):
         loop, other = (
             run(replace(make(), lanes=lanes, graph=lanes > 1), **settings) for lanes in (1, 3)
         )

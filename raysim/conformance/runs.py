@@ -27,7 +27,7 @@ from raysim.simulation.fleet import Fleet, Lognormal
 from raysim.simulation.planner import PlannedAggregation
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
-from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, State
+from raysim.training.run_spec import Checkpoint, Faults, RunSettings, RunSpec, StateBudget
 from raysim.training.worker import Worker
 
 
@@ -90,7 +90,7 @@ def changed(
     if tolerate is not None:
         settings["faults"] = Faults(tolerate)
     if state_budget < math.inf:
-        settings["state"] = State(state_budget / 2**30)
+        settings["state"] = StateBudget(state_budget / 2**30)
     return replace(spec, settings=replace(spec.settings, **settings))
 
 
@@ -224,7 +224,7 @@ class Spy(InProcess):
             self.sent += [(job, published[job.version]) for job in args[0]]
             self.trained.append(results[0])
             self.states += map(self.get, results[1:])
-        elif method == "keep":
+        elif method == "store_constants":
             self.kept = args[0]
         elif method == "contribute":
             self.contributed += results[0]

@@ -73,15 +73,15 @@ from raysim.primitives.stores import store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
 from raysim.results.report import load_run
-from raysim.runtime.placement import NoRoom, RayOptions, listen_on_loopback
+from raysim.runtime.placement import NoRoomError, RayOptions, listen_on_loopback
 from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFailures
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import asked_weighting
 from raysim.training.initial_weights import read_initial_weights
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
-from raysim.training.step_mode import check_step_mode, uses_graph, usual_lanes
-from raysim.training.trainer import layer_that_needs_two_rows
+from raysim.training.step_mode import check_step_mode, default_lanes, uses_graph
+from raysim.training.trainer import layer_needing_two_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -380,7 +380,7 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision
     )
     spec = replace(
-        spec, lanes=runtime.lanes or usual_lanes(spec, declarations, schedule.concurrency)
+        spec, lanes=runtime.lanes or default_lanes(spec, declarations, schedule.concurrency)
     )
     check_step_mode(spec, declarations)
     node = {**node, "runtime": {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}}
@@ -435,7 +435,7 @@ def _without_batches_of_one(
     single, clients = int(np.count_nonzero(counts == 1)), len(counts)
     if batch > 1 and not single:
         return spec, ()
-    layer = layer_that_needs_two_rows(declarations)
+    layer = layer_needing_two_rows(declarations)
     if not layer:
         return spec, ()
     other = (
@@ -703,7 +703,7 @@ def _on_ray(
     folder = str(where.folder.absolute())
 
     def events(options: RayOptions) -> Iterator[Event]:
-        size = ray.fit(options, spec, experiment.schedule.concurrency, tell)
+        size = ray.plan_workers(options, spec, experiment.schedule.concurrency, tell)
         if options.workers is None:
             tell(f"{size} fit")
         if experiment.execution.device == "auto" and spec.device == "cpu" and ray.has_gpus():
@@ -715,10 +715,10 @@ def _on_ray(
             spec, experiment.schedule, experiment.fleet, size, options, tell, folder, where.resume
         )
 
-    with ray.connected(options):
+    with ray.connection(options):
         try:
             yield from events(options)
-        except NoRoom as error:  # before anything has started
+        except NoRoomError as error:  # before anything has started
             if not where.again or options.workers is None:
                 raise
             tell(f"{error}. It goes on with as many as fit")

@@ -170,7 +170,7 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
     from raysim.runtime import ray
 
     with refusing():
-        session.enter_context(ray.connected(options))
+        session.enter_context(ray.connection(options))
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import original_network
 from raysim.primitives.errors import Refused
-from raysim.runtime.inprocess import InProcess, torch_as_it_was
+from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
 from raysim.training.determinism import make_deterministic
@@ -112,7 +112,7 @@ class Result:
         """
         with self._at_the_end() as end:
             worker, task, published, state = end.asked(self._client(client))
-            tensors = worker.own_tensors(task, published, state)
+            tensors = worker.scored_tensors(task, published, state)
         return _filled(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
@@ -123,7 +123,9 @@ class Result:
         """
         with self._at_the_end() as end:
             worker, task, _, state = end.asked(self._client(client))
-            return {name: value.copy() for name, value in worker.kept(task, state).items()}
+            return {
+                name: value.copy() for name, value in worker.client_tensors(task, state).items()
+            }
 
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
         """Labels and scores on the central test set by the shared model, or on a client's own tests by its own model.
@@ -150,7 +152,7 @@ class Result:
             worker, task, published, state = end.asked(client)
             if best:
                 published = end.published_as(self._shared(BEST))
-            labels, scores = worker.outputs(replace(task, rows=rows), published, state)
+            labels, scores = worker.predictions(replace(task, rows=rows), published, state)
         return Predictions(labels, scores, rows)
 
     def _client(self, client: int) -> int:
@@ -183,7 +185,7 @@ class Result:
 
     @contextmanager
     def _at_the_end(self) -> Iterator[_End]:
-        with torch_as_it_was():
+        with preserve_torch_settings():
             make_deterministic(self.experiment.spec.threads)
             yield self._end
 

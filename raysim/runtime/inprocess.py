@@ -12,8 +12,8 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
-from raysim.training.determinism import openblas
-from raysim.training.resident import Leftover
+from raysim.training.determinism import openblas_threads
+from raysim.training.resident import StateHandle
 from raysim.training.run_spec import RunSpec
 from raysim.training.worker import Worker
 
@@ -39,7 +39,7 @@ class InProcess:
 
     def get(self, ref: Any) -> Any:
         """The value itself; client states, which nobody needed so far, are copied from their device now."""
-        return ref.read() if isinstance(ref, Leftover) else ref
+        return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
         """All are there."""
@@ -50,10 +50,10 @@ class InProcess:
 
 
 @contextmanager
-def torch_as_it_was() -> Iterator[None]:
+def preserve_torch_settings() -> Iterator[None]:
     """Afterwards the threads of torch and NumPy and torch's determinism, which workers pin, are as they were."""
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    products = openblas().limit(limits=None)
+    products = openblas_threads().limit(limits=None)
     try:
         yield
     finally:
@@ -69,5 +69,5 @@ def run(
 
     folder, resume: see `Coordinator`.
     """
-    with torch_as_it_was():
+    with preserve_torch_settings():
         yield from Coordinator(spec, schedule, fleet, InProcess(Worker(spec)), folder, resume).run()

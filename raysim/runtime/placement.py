@@ -92,10 +92,11 @@ class Size:
     each: Resources
 
     def __str__(self) -> str:
-        return f"{self.workers} worker{'s' if self.workers != 1 else ''} of {amounts(self.each) or 'nothing reserved'}"
+        noun = "worker" if self.workers == 1 else "workers"
+        return f"{self.workers} {noun} of {format_resources(self.each) or 'nothing reserved'}"
 
 
-def demand(options: RayOptions, device: str, threads: int) -> dict[str, float]:
+def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     """What a worker reserves; a whole GPU where the device is one and no share was asked for."""
     if device.startswith("cuda:"):
         raise ValueError(
@@ -112,12 +113,12 @@ def demand(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     }
 
 
-def share(workers: int) -> float:
+def gpu_share(workers: int) -> float:
     """The largest part of a GPU, in Ray's steps, of which so many fit on one."""
     return STEPS // workers / STEPS
 
 
-def room(node: Resources, each: Resources) -> int | None:
+def node_capacity(node: Resources, each: Resources) -> int | None:
     """How many workers fit on an empty node; None: any number. A share of a GPU lies on one GPU."""
     places = []
     for name, amount in each.items():
@@ -133,27 +134,31 @@ def _times(have: float, each: float) -> int:
     return round(have * STEPS) // max(1, round(each * STEPS))
 
 
-def total(nodes: Sequence[Resources], each: Resources, strategy: str = "PACK") -> int | None:
+def worker_capacity(
+    nodes: Sequence[Resources], each: Resources, strategy: str = "PACK"
+) -> int | None:
     """How many workers fit on all nodes together; None: any number."""
-    rooms = [places for node in nodes if (places := room(node, each)) is not None]
+    rooms = [places for node in nodes if (places := node_capacity(node, each)) is not None]
     if not rooms:
         return None if not each else 0
     return max(rooms) if strategy == "STRICT_PACK" else sum(rooms)
 
 
-class NoRoom(ValueError):
+class NoRoomError(ValueError):
     """The cluster has less in all than the workers need that were asked for."""
 
 
-def fitting(options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int) -> Size:
+def choose_size(
+    options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int
+) -> Size:
     """The workers that were asked for, else as many as fit and find work (most: clients at work at once).
 
     Raises ValueError with the resource, what was asked, what each node has, and the number that would fit.
     """
-    places = total(nodes, each, options.strategy)
+    places = worker_capacity(nodes, each, options.strategy)
     workers = options.workers or 1
     if places is not None and workers > places:
-        raise NoRoom(_too_many(options, each, nodes, workers, places))
+        raise NoRoomError(_too_many(options, each, nodes, workers, places))
     return Size(options.workers or (most if places is None else max(1, min(most, places))), each)
 
 
@@ -161,7 +166,8 @@ def _too_many(
     options: RayOptions, each: Resources, nodes: Sequence[Resources], workers: int, places: int
 ) -> str:
     alone = {
-        name: total(nodes, {name: amount}, options.strategy) or 0 for name, amount in each.items()
+        name: worker_capacity(nodes, {name: amount}, options.strategy) or 0
+        for name, amount in each.items()
     }
     short = min(alone, key=alone.__getitem__)
     key = KEYS.get(short, f"runtime.resources.{short}")
@@ -179,14 +185,16 @@ def _too_many(
     if short == "memory" and not places:
         advice = "make local.batch or the model smaller, or find larger nodes"
     return (
-        f"too little {short}: runtime.workers={workers} needs {workers} x {amounts(each)}{strict}, "
+        f"too little {short}: runtime.workers={workers} needs {workers} x {format_resources(each)}{strict}, "
         f"the cluster has {_described(nodes, each)}: {advice}"
     )
 
 
 def _described(nodes: Sequence[Resources], each: Resources) -> str:
     """What each node has of the named resources, equal nodes together."""
-    kinds = Counter(amounts({name: node.get(name, 0.0) for name in each}) for node in nodes)
+    kinds = Counter(
+        format_resources({name: node.get(name, 0.0) for name in each}) for node in nodes
+    )
     phrases = [
         f"{count} nodes of {kind} each" if count > 1 else f"a node of {kind}"
         for kind, count in kinds.items()
@@ -194,15 +202,16 @@ def _described(nodes: Sequence[Resources], each: Resources) -> str:
     return " and ".join(phrases) or "no node"
 
 
-def amounts(each: Resources) -> str:
+def format_resources(each: Resources) -> str:
     """Resources as a person says them: "1 CPU and 0.25 GPU", memory in GiB."""
     phrases = [
-        f"{gib(v)} of memory" if name == "memory" else f"{v:g} {name}" for name, v in each.items()
+        f"{format_bytes(v)} of memory" if name == "memory" else f"{v:g} {name}"
+        for name, v in each.items()
     ]
     return " and ".join(phrases)
 
 
-def gib(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes as a person says them: "1.3 GiB", "310 MiB"."""
     return f"{size / GIB:.2g} GiB" if 0.95 * GIB <= size < 10 * GIB else _far_from_gib(size)
 
@@ -211,7 +220,7 @@ def _far_from_gib(size: float) -> str:
     return f"{size / GIB:.0f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
-def within(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
+def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str) -> Size:
     """The workers of a trial whose placement group exists: bundle 0 is the trial's own, the others are for workers.
 
     Raises ValueError where fewer or smaller bundles are there than were asked for.

@@ -17,7 +17,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.run_spec import Faults, RunSpec, State
+from raysim.training.run_spec import Faults, RunSpec, StateBudget
 from raysim.training.worker import Worker
 
 CONTEXT = (
@@ -27,7 +27,7 @@ USABLE = 0.95  # of a GPU; allocators leave gaps
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes: what a worker took at its peak, what its device has for such workers, what client state a client left."""
 
     job: int
@@ -35,7 +35,7 @@ class Need:
     state: int = 0
 
 
-def memory(device: str) -> tuple[int, int]:
+def memory_use(device: str) -> tuple[int, int]:
     """Two numbers of bytes: what this process took at its peak, and what its device has for processes like it.
 
     On a GPU, the peak is torch's tensors and CUDA's context, and the room is the whole GPU without what other processes
@@ -50,7 +50,7 @@ def memory(device: str) -> tuple[int, int]:
     return torch.cuda.max_memory_reserved() + context, total - beside + context
 
 
-def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> Need:
+def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
     """Train the largest client, as often at once as a worker trains clients, and score it, alone in this process."""
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))
@@ -60,7 +60,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> N
     rounds = 2 if spec.graph else 1
     evaluate = replace(spec.settings.evaluate, every=1)
     settings = replace(
-        spec.settings, rounds=rounds, evaluate=evaluate, faults=Faults(1.0), state=State()
+        spec.settings, rounds=rounds, evaluate=evaluate, faults=Faults(1.0), state=StateBudget()
     )
     alone = replace(spec, data=only(spec.data, clients, spec.score_batch), settings=settings)
     runtime = InProcess(Worker(alone))
@@ -69,7 +69,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory) -> N
     )
     for _ in coordinator.run():
         pass
-    return Need(*read(spec.device), math.ceil(coordinator.private.bytes / len(clients)))
+    return MemoryNeed(*read(spec.device), math.ceil(coordinator.private.bytes / len(clients)))
 
 
 def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
@@ -87,7 +87,7 @@ def _only(part: CSR, clients: Sequence[int]) -> CSR:
     return CSR(np.tile(rows, len(clients)), np.concatenate([[0], np.cumsum(counts)]))
 
 
-def workers_per_gpu(need: Need, clients: int, gpus: int) -> int:
+def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
     """How many jobs fit on a GPU at once, beside the client states of the clients whose workers are there."""
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE * need.room - states) // max(1, need.job)))

@@ -86,9 +86,9 @@ class WorkerCalls:
             self.call(worker, "ready")
 
     def keep(self, *args: object) -> None:
-        """Have every worker keep these constants (`Worker.keep`), also those that start later; waits."""
+        """Have every worker keep these constants (`Worker.store_constants`), also those that start later; waits."""
         self._constants = args
-        for call in [self.call(worker, "keep", *args) for worker in range(self.workers)]:
+        for call in [self.call(worker, "store_constants", *args) for worker in range(self.workers)]:
             self.wait(call)
 
     def _send(self, call: Call) -> None:
@@ -167,7 +167,7 @@ class WorkerCalls:
         self._waiting_since[worker] = time.monotonic()
         self._client_states.worker_died(worker)
         if self._constants is not None:
-            self._runtime.call(worker, "keep", *self._constants)
+            self._runtime.call(worker, "store_constants", *self._constants)
         for call in self._unanswered[worker]:
             self._send(call)
 

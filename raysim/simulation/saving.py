@@ -29,7 +29,7 @@ class RunSaver:
         self._every = settings.checkpoint.every if folder else 0
         self._rounds = settings.rounds
         self._checkpoints = Checkpoints(
-            settings.checkpoint.place(folder), settings.checkpoint.keep, address
+            settings.checkpoint.folder_for(folder), settings.checkpoint.keep, address
         )
 
     @property

@@ -19,7 +19,7 @@ from raysim.api.declare import Declarations
 from raysim.models.classifier import Classifier
 from raysim.models.split import WholeNetwork
 from raysim.primitives.errors import first_line
-from raysim.training.lanes import Lane, LaneLoop, NotInLanes
+from raysim.training.lanes import Lane, LaneLoop, LanesError
 from raysim.training.trainer import Trainer
 from raysim.vectors.optimizer import StackedOptimizer
 
@@ -163,7 +163,7 @@ class BatchedLanes(LaneLoop[Lane]):
             losses = self._step(busy)
         except (RuntimeError, IndexError) as error:
             text = first_line(error).rstrip(".")
-            raise NotInLanes(
+            raise LanesError(
                 f"runtime.lanes={self.count}: several clients cannot be trained at once ({text}). Set runtime.lanes=1."
             ) from error
         for lane in busy:

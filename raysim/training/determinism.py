@@ -27,12 +27,12 @@ def make_deterministic(threads: int) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    openblas().limit(limits=1)
+    openblas_threads().limit(limits=1)
     _keep_memory()
 
 
 @contextlib.contextmanager
-def coarser(allowed: bool) -> Iterator[None]:
+def allow_tf32(allowed: bool) -> Iterator[None]:
     """Whether products of float32 may be made from TF32 (10 bits of 23) on a GPU that does so many times as fast."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
@@ -43,7 +43,7 @@ def coarser(allowed: bool) -> Iterator[None]:
 
 
 @functools.cache
-def openblas() -> Any:
+def openblas_threads() -> Any:
     """The threads of the library in which NumPy multiplies; torch's own are not among them."""
     return ThreadpoolController().select(internal_api="openblas")
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from raysim.primitives.version import __version__
-from raysim.training.determinism import openblas
+from raysim.training.determinism import openblas_threads
 
 PACKAGE = "raysim"
 INSTRUCTIONS = "CPU instructions"
@@ -86,7 +86,7 @@ def _cpu() -> dict[str, str]:
     has = sorted(
         key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES)
     )
-    blas = {str(library["architecture"]) for library in openblas().info()}
+    blas = {str(library["architecture"]) for library in openblas_threads().info()}
     return {
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "CPU maker": str(capabilities.get("cpu_name", "")).partition(" ")[0],

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import Refused
-from raysim.training.trainer import Clients, LocalRun, Trainer
+from raysim.training.trainer import Clients, RunningJob, Trainer
 from raysim.vectors.layout import Home
 
 
-class NotInLanes(Refused):
+class LanesError(Refused):
     """A step cannot be computed for several clients at once, or cannot be recorded."""
 
 
@@ -33,12 +33,12 @@ class Lane:
     row: int
     home: Home
     index: int = 0  # the client's place among those to train
-    work: LocalRun | None = None  # None: no client
+    work: RunningJob | None = None  # None: no client
     batch: Batch | None = None  # the next one; None: the client is done
     step: int = 0
 
     @property
-    def client(self) -> LocalRun:
+    def client(self) -> RunningJob:
         """The client at work."""
         assert self.work is not None, f"lane {self.row} has no client"
         return self.work
@@ -103,7 +103,7 @@ class LaneLoop(ABC, Generic[L]):
         return [place for turn in turns for place in turn if place is not None]
 
     def train(self, clients: Clients) -> None:
-        """Train all clients. Raises NotInLanes if a step cannot be computed in this way."""
+        """Train all clients. Raises LanesError if a step cannot be computed in this way."""
         waiting = self._assign(clients.numbers)
         try:
             while True:

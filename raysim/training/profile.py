@@ -10,11 +10,13 @@ from raysim.primitives.spans import Spans, Track
 
 # The calls of a coordinator, and what they are where nothing inside says otherwise.
 _CALLS = {
-    **dict.fromkeys(("ready", "keep", "release", "contribute", "train", "train_apart"), "other"),
+    **dict.fromkeys(
+        ("ready", "store_constants", "release", "contribute", "train", "train_apart"), "other"
+    ),
     "combine": "sums",
-    **dict.fromkeys(("evaluate", "own_tensors", "outputs"), "evaluation"),
+    **dict.fromkeys(("evaluate", "scored_tensors", "predictions"), "evaluation"),
 }
-_WITHIN_HOST = {
+_WITHIN_WORKER = {
     **dict.fromkeys(("_receive", "_with_extras", "_state", "_copied", "_arrive"), "copies"),
     "_add": "sums",
 }
@@ -35,7 +37,7 @@ class WorkerTrack:
     calls: list[tuple[float, float]]
 
 
-def watched(worker: object, trainer: object, loop: object, device: torch.device) -> Spans:
+def watch_worker(worker: object, trainer: object, loop: object, device: torch.device) -> Spans:
     """Time what a worker, its trainer and its loop do from now on.
 
     On a GPU, which works asynchronously, every span waits for the end of the work.
@@ -44,7 +46,7 @@ def watched(worker: object, trainer: object, loop: object, device: torch.device)
     spans = Spans(whole=("evaluation",), settle=torch.cuda.synchronize if waits else lambda: None)
     parts = (
         (worker, _CALLS),
-        (worker, _WITHIN_HOST),
+        (worker, _WITHIN_WORKER),
         (trainer, _WITHIN_TRAINER),
         (loop, _WITHIN_LANES),
     )
@@ -55,7 +57,7 @@ def watched(worker: object, trainer: object, loop: object, device: torch.device)
     return spans
 
 
-def device_use(device: torch.device) -> float | None:
+def gpu_utilization(device: torch.device) -> float | None:
     """The share of the last moments in which a GPU was at work, as its driver says; None where nobody knows."""
     if device.type != "cuda":
         return None

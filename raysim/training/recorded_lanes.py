@@ -27,7 +27,7 @@ from raysim.api.mistakes import HookMistake
 from raysim.primitives.errors import Refused, first_line
 from raysim.training.cuda_graph import Branches, Compute, recorder
 from raysim.training.gpu_kernels import GpuKernels, NoReading
-from raysim.training.lanes import LaneLoop, NotInLanes
+from raysim.training.lanes import LaneLoop, LanesError
 from raysim.training.recorded_context import (
     FACTS,
     VECTORS,
@@ -205,7 +205,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         written = next(iter([*ctx.upload, *ctx.report]), None)
         if written is not None:
             method = written.partition(".")[0]
-            raise NotInLanes(
+            raise LanesError(
                 f"runtime.graph=true: method '{method}' writes {written} in a step, "
                 "which a recording does not repeat. "
                 "Write it in `end`, or set runtime.graph=false."
@@ -314,7 +314,7 @@ def _explained() -> Iterator[None]:
     """Turn the errors of a recorded step into one that names the method and `runtime.graph`."""
     try:
         yield
-    except NotInLanes:
+    except LanesError:
         raise
     except HookMistake as error:  # it would fail without a recording, too
         raise Refused(str(error)) from error
@@ -322,6 +322,6 @@ def _explained() -> Iterator[None]:
         name = failing_method_name(error)
         subject = f"method '{name}'" if name else "the model or the loop"
         text = first_line(error).rstrip(".")
-        raise NotInLanes(
+        raise LanesError(
             f"runtime.graph=true: the step of {subject} cannot be recorded ({text}). Set runtime.graph=false."
         ) from error

@@ -15,7 +15,7 @@ from raysim.training.transfer import Copies, up
 
 
 @dataclass(eq=False)
-class Leftover:
+class StateHandle:
     """What a job left of its client's state, where it lies: whoever holds this sees it move."""
 
     job: int
@@ -52,13 +52,13 @@ def _arrived(state: StoredState) -> StoredState:
     return state
 
 
-class Resident:
+class ResidentStates:
     """The last state of each client, those that were used last on the device. budget: bytes there."""
 
     def __init__(self, device: torch.device, budget: float = math.inf):
         self.device, self.budget = device, budget
         self.copies = Copies(device)
-        self._last: dict[int, Leftover] = {}
+        self._last: dict[int, StateHandle] = {}
         self._near: dict[
             int, int
         ] = {}  # by client: bytes on the device; who was used last comes last
@@ -82,9 +82,9 @@ class Resident:
         self._use(client, left)
         return state
 
-    def put(self, client: int, job: int, state: ClientState[Tensor]) -> Leftover:
+    def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
         """Keep what a job left."""
-        left = self._last[client] = Leftover(job, state)
+        left = self._last[client] = StateHandle(job, state)
         self._use(client, left)
         return left
 
@@ -93,7 +93,7 @@ class Resident:
         self._last.pop(client, None)
         self._near.pop(client, None)
 
-    def _use(self, client: int, left: Leftover) -> None:
+    def _use(self, client: int, left: StateHandle) -> None:
         """Count a client's state as used; those idle for longest leave the device."""
         if self.budget == math.inf:
             return

@@ -43,7 +43,7 @@ class Checkpoint:
         at_least("checkpoint.every", self.every, 0)
         at_least("checkpoint.keep", self.keep, 1)
 
-    def place(self, run_folder: str | Path) -> str:
+    def folder_for(self, run_folder: str | Path) -> str:
         """Where the checkpoints of a run in this folder are."""
         return self.folder or str(Path(run_folder) / "checkpoints")
 
@@ -69,7 +69,7 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class State:
+class StateBudget:
     """How many GiB of clients' accepted client states stay in memory; those idle for longest lie on disk beyond it.
 
     device: how many GiB of them each worker keeps on its GPU; those idle for longest lie in ordinary memory beyond it.
@@ -111,7 +111,7 @@ class RunSettings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     faults: Faults = field(default_factory=Faults)
     attack: Attack = field(default_factory=Attack)
-    state: State = field(default_factory=State)
+    state: StateBudget = field(default_factory=StateBudget)
     init: Init = field(default_factory=Init)
 
     def __post_init__(self) -> None:

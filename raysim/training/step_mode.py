@@ -11,7 +11,7 @@ from raysim.api.declare import Declarations
 from raysim.models.classifier import is_stochastic
 from raysim.models.split import ExternalModel
 from raysim.training.batched_lanes import linear_chain, step_methods
-from raysim.training.lanes import NotInLanes
+from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
 
 # (clients in flight, lanes) that keep the lanes of a few workers busy. Measured on W2, in CPU time
@@ -25,10 +25,10 @@ _METHODS = "raysim.methods."
 
 
 def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
-    """Raise NotInLanes if `runtime.lanes` and `runtime.graph` do not suit the run."""
+    """Raise LanesError if `runtime.lanes` and `runtime.graph` do not suit the run."""
     if spec.graph:
         if is_stochastic(*declarations.networks.values()):
-            raise NotInLanes(
+            raise LanesError(
                 "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), "
                 "which a recording would repeat. Set runtime.graph=false."
             )
@@ -36,7 +36,7 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
         advice = "Set runtime.lanes=1"
         if spec.device.startswith("cuda"):
             advice += ", or runtime.graph=true to record steps"
-        raise NotInLanes(f"runtime.lanes={spec.lanes}: {obstacle}. {advice}.")
+        raise LanesError(f"runtime.lanes={spec.lanes}: {obstacle}. {advice}.")
 
 
 def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
@@ -53,7 +53,7 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
     return ""
 
 
-def usual_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
+def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of clients that a worker trains at once unless `runtime.lanes` is set.
 
     concurrency: clients in flight. The number is what was fastest for such a model and device: on a

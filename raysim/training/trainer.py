@@ -79,7 +79,7 @@ def make_plan(
     return Plan(np.concatenate(batches), tuple(map(len, batches)), samples)
 
 
-def layer_that_needs_two_rows(declarations: Declarations) -> str:
+def layer_needing_two_rows(declarations: Declarations) -> str:
     """Return the layer of a model that cannot train on a batch of one row; "" if there is none.
 
     A method that adds rows to each batch makes it fit.
@@ -97,7 +97,7 @@ def _usual_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 
 
 @dataclass
-class LocalRun:
+class RunningJob:
     """One client at work: what hooks see of it, its cycle of iterations, its batches to come, its losses so far."""
 
     ctx: Context
@@ -150,10 +150,10 @@ class Trainer:
         modules = self.modules = [
             m for network in vector.networks.values() for m in network.modules()
         ]
-        self.needs_two_rows = bool(layer_that_needs_two_rows(declarations))
+        self.needs_two_rows = bool(layer_needing_two_rows(declarations))
         batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules)
         self.drops_single = batchnorm or self.needs_two_rows
-        self.tracking: Sequence[nn.Module] = [
+        self.statistics_layers: Sequence[nn.Module] = [
             m for m in modules if getattr(m, "track_running_stats", False)
         ]
         self.stochastic = is_stochastic(*vector.networks.values())
@@ -178,7 +178,7 @@ class Trainer:
         for start in range(0, len(rows), size):
             yield self.gather(rows[start : start + size])
 
-    def own(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A client's own training samples, in order, in batches fit for evaluation."""
         return self.in_parts(self.partition.rows(client), max(1, min(1024, _CHUNK // self._row)))
 
@@ -251,7 +251,7 @@ class Trainer:
         """What `contribute` sees."""
 
         def gather() -> tuple[Tensor, Tensor]:
-            inputs, labels = zip(*self.own(client), strict=True)
+            inputs, labels = zip(*self.client_samples(client), strict=True)
             return torch.cat(inputs), torch.cat(labels)
 
         return Contribution(
@@ -291,7 +291,7 @@ class Trainer:
     def _load_frozen(self, ctx: Context, name: str, values: Tensor | None) -> Vector:
         vector = self.second(name)
         if values is None:
-            load(
+            load_vector(
                 vector,
                 ctx.base,
                 self.vector.counters[: self.vector.layout.shared_counters],
@@ -317,7 +317,7 @@ class Trainer:
 
     def load(self, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
         """Let the vector be what a client starts from."""
-        load(self.vector, base, counters, state)
+        load_vector(self.vector, base, counters, state)
 
     def begin(
         self,
@@ -326,7 +326,7 @@ class Trainer:
         counters: Tensor,
         download: Mapping[str, Tensor],
         state: ClientState[Tensor],
-    ) -> LocalRun:
+    ) -> RunningJob:
         """Load what a client received and keeps, let the methods receive it, and plan its batches.
 
         base: [layout.shared] the received vector. Errors of hooks propagate.
@@ -372,7 +372,7 @@ class Trainer:
         if (
             self.beginners and self.vector.layout.personal
         ):  # frozen networks start from what training starts from
-            ctx.start = client_state(self.vector, {})
+            ctx.start = copy_client_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
         self._draw(ctx)
         batches = (
@@ -382,7 +382,7 @@ class Trainer:
                 plan, self.partition.rows(job.client), "augment", job.client, job.participation
             )
         )
-        return LocalRun(
+        return RunningJob(
             ctx,
             self._cycle(plan),
             batches,
@@ -412,7 +412,7 @@ class Trainer:
             return ((Stage(),),)
         return self.stager.stages(plan)
 
-    def end(self, work: LocalRun) -> None:
+    def end(self, work: RunningJob) -> None:
         """Let the methods finish: afterwards the context holds upload, losses and what they keep."""
         ctx = work.ctx
         ctx.losses = torch.stack(work.losses) if work.losses else torch.empty(0)
@@ -428,7 +428,7 @@ class Trainer:
                 f"{OPTIMIZER}{key}": value for key, value in ctx.optimizers.save().items()
             }
 
-    def steps(self, work: LocalRun) -> None:
+    def steps(self, work: RunningJob) -> None:
         """All iterations of a client, one batch each; afterwards the vector holds y."""
         ctx, cycle = work.ctx, work.cycle
         for index, batch in enumerate(work.batches):
@@ -529,8 +529,8 @@ class Clients:
 
     numbers: Sequence[int]
     ready: Callable[[int], bool]
-    begin: Callable[[int], LocalRun]
-    end: Callable[[int, LocalRun], None]
+    begin: Callable[[int], RunningJob]
+    end: Callable[[int, RunningJob], None]
     fail: Callable[[int, BaseException], None]
 
 
@@ -556,7 +556,7 @@ class OneByOne:
                 clients.fail(index, error)
 
 
-def load(vector: Vector, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
+def load_vector(vector: Vector, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
     """Put a received prefix and a client's personal suffix into a vector."""
     vector.shared.copy_(base)
     if len(counters):
@@ -566,7 +566,7 @@ def load(vector: Vector, base: Tensor, counters: Tensor, state: ClientState[Tens
         vector.counters[len(counters) :].copy_(state.counters)
 
 
-def client_state(vector: Vector, methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
+def copy_client_state(vector: Vector, methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
     """A client's state: a copy of the vector's personal suffix, and what methods keep."""
     counters = vector.counters[vector.layout.shared_counters :]
     return ClientState(vector.personal.clone(), counters.clone(), methods)

@@ -36,15 +36,22 @@ from raysim.primitives.streams import stream
 from raysim.training.attack import check_norm
 from raysim.training.batched_lanes import BatchedLanes
 from raysim.training.combiner import Combiner
-from raysim.training.determinism import coarser, make_deterministic
+from raysim.training.determinism import allow_tf32, make_deterministic
 from raysim.training.lanes import LaneLoop
 from raysim.training.probe import balanced_rows
-from raysim.training.profile import WorkerTrack, device_use, watched
+from raysim.training.profile import WorkerTrack, gpu_utilization, watch_worker
 from raysim.training.recorded_lanes import RecordedLanes
-from raysim.training.resident import Leftover, Resident
+from raysim.training.resident import ResidentStates, StateHandle
 from raysim.training.run_spec import RunSpec, declare_run
 from raysim.training.step_mode import check_step_mode
-from raysim.training.trainer import Clients, LocalRun, OneByOne, Trainer, client_state, load
+from raysim.training.trainer import (
+    Clients,
+    OneByOne,
+    RunningJob,
+    Trainer,
+    copy_client_state,
+    load_vector,
+)
 from raysim.training.transfer import Copies, numbers, on_device, up
 from raysim.vectors.layout import Vector
 from raysim.vectors.optimizer import widest
@@ -64,7 +71,7 @@ class Worker(Combiner):
         self.layout = declarations.layout
         check_step_mode(spec, declarations)
         self.vector = Vector(declarations.networks, self.layout, self.device, spec.dtype)
-        self._initial = client_state(
+        self._initial = copy_client_state(
             self.vector, {}
         )  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
@@ -85,7 +92,7 @@ class Worker(Combiner):
         self._stateful = [each for each in declarations.methods if each.keeps_client_state]
         self._personalisers = declarations.filling("personalise")
         self._reports_moves = declarations.reads_updates
-        self._resident = Resident(self.device, spec.settings.state.device_bytes)
+        self._resident = ResidentStates(self.device, spec.settings.state.device_bytes)
         self._copies = Copies(self.device)
         self._received: tuple[tuple[int, str], Tensor, Tensor, dict[str, Tensor]] | None = None
         self._constants: dict[str, Tensor] = {}
@@ -93,7 +100,7 @@ class Worker(Combiner):
         self._busy = 0.0  # seconds of work since it last said so
         self.spans: Spans | None = None
         if spec.profile:
-            self.spans = watched(self, self.trainer, self.loop, self.device)
+            self.spans = watch_worker(self, self.trainer, self.loop, self.device)
 
     def _make_loop(self) -> OneByOne | LaneLoop[Any]:
         """Return the loop that trains clients: one after another, in lanes, or from recordings."""
@@ -109,7 +116,7 @@ class Worker(Combiner):
         """Its name, once it can work."""
         return self.name
 
-    def keep(self, constants: Arrays, probed: np.ndarray) -> None:
+    def store_constants(self, constants: Arrays, probed: np.ndarray) -> None:
         """What every client receives once, and the rows of the data set that local models are probed on."""
         self._constants = {key: up(value, self.device) for key, value in constants.items()}
         self._probed = probed
@@ -147,7 +154,7 @@ class Worker(Combiner):
         groups: Sequence[tuple[int, ...]],
         versions: int,
         *values: Published | StoredState | None,
-    ) -> TrainingResult | tuple[TrainingResult | Leftover, ...]:
+    ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
         """Train the jobs in order.
 
         Returns a `TrainingResult`; in stateful runs a tuple of it and the client state that each job left.
@@ -159,7 +166,7 @@ class Worker(Combiner):
         since = time.perf_counter()
         bases = {each.version: each for each in cast("tuple[Published, ...]", values[:versions])}
         states = cast("tuple[StoredState | None, ...]", values[versions:])
-        sums, ends = _Sums(jobs, groups), dict[int, tuple[Update | Failure, Leftover | None]]()
+        sums, ends = _Sums(jobs, groups), dict[int, tuple[Update | Failure, StateHandle | None]]()
         for version in sorted(bases):  # a client's earlier jobs started from earlier ones
             own = [index for index, job in enumerate(jobs) if job.version == version]
             sent = [states[index] for index in own] if states else []
@@ -173,7 +180,9 @@ class Worker(Combiner):
         after = [left for index in range(len(jobs)) if (left := ends[index][1]) is not None]
         busy, self._busy = self._busy + time.perf_counter() - since, 0.0
         sizes = tuple(left.size for left in after)
-        result = TrainingResult(updates, totals, self.name, busy, sizes, device_use(self.device))
+        result = TrainingResult(
+            updates, totals, self.name, busy, sizes, gpu_utilization(self.device)
+        )
         return (result, *after) if states else result
 
     def _train(
@@ -182,9 +191,9 @@ class Worker(Combiner):
         received: tuple[Tensor, Tensor, dict[str, Tensor]],
         states: Sequence[StoredState | None],
         sums: _Sums,
-    ) -> list[tuple[Update | Failure, Leftover | None]]:
+    ) -> list[tuple[Update | Failure, StateHandle | None]]:
         """Train jobs of one version. Returns the update of each, and in stateful runs the client state it left."""
-        ends: dict[int, tuple[Update | Failure, Leftover | None]] = {}
+        ends: dict[int, tuple[Update | Failure, StateHandle | None]] = {}
         starts: dict[int, tuple[float, ClientState[Tensor]]] = {}
         numbers = [job.number for job in jobs]
         order, unfinished = self.loop.order(numbers), set(numbers)
@@ -193,7 +202,7 @@ class Worker(Combiner):
             """Whether no other job of this call has to end first."""
             return jobs[index].state not in unfinished
 
-        def begin(index: int) -> LocalRun:
+        def begin(index: int) -> RunningJob:
             job = jobs[index]
             state = self._state(job.client, job.state, states[index] if states else None)
             starts[index] = time.perf_counter(), state
@@ -201,7 +210,7 @@ class Worker(Combiner):
                 self.trainer.look_ahead([jobs[other] for other in order[order.index(index) :]])
             return self.trainer.begin(job, *self._with_extras(job, received), state)
 
-        def end(index: int, work: LocalRun) -> None:
+        def end(index: int, work: RunningJob) -> None:
             seconds = (time.perf_counter() - starts[index][0]) / self.spec.lanes
             settle(
                 index,
@@ -221,7 +230,7 @@ class Worker(Combiner):
                 self._resident.put(job.client, job.number, state) if states else None,
             )
 
-        with coarser(self.spec.precision == "tf32"):
+        with allow_tf32(self.spec.precision == "tf32"):
             self.loop.train(Clients(numbers, ready, begin, end, fail))
         return [ends[index] for index in range(len(jobs))]
 
@@ -277,7 +286,7 @@ class Worker(Combiner):
     def _update(
         self,
         job: Job,
-        work: LocalRun,
+        work: RunningJob,
         base: Tensor,
         state: ClientState[Tensor],
         seconds: float,
@@ -312,7 +321,7 @@ class Worker(Combiner):
         )
         # Without personal parameters two copies of nothing would take 5 us a job.
         left = (
-            client_state(self.vector, ctx.state)
+            copy_client_state(self.vector, ctx.state)
             if self.layout.has_personal
             else ClientState(state.personal, state.counters, ctx.state)
         )
@@ -328,7 +337,7 @@ class Worker(Combiner):
     ) -> float:
         """Return the mean loss over the rows.
 
-        Raises NotFinite or ValueError for what must not be added up; waits for the device once.
+        Raises NotFiniteError or ValueError for what must not be added up; waits for the device once.
         """
         # A finite norm, or sum, has finite terms. Personal entries too: the client's next job would start from them.
         trained = self.layout.trained
@@ -344,11 +353,11 @@ class Worker(Combiner):
         if (len(losses) and not isfinite(loss)) or not (
             finite or bool(self.vector.data.isfinite().all())
         ):
-            raise NotFinite(self._diverged(losses, job))
+            raise NotFiniteError(self._diverged(losses, job))
         check_norm(length, self.spec.settings.faults.norm)
         for (key, value), total in zip(upload.items(), sums, strict=True):
             if not (isfinite(total) or bool(value.isfinite().all())):
-                raise NotFinite(
+                raise NotFiniteError(
                     f"the upload {key} is not finite; lower local.lr or set local.clip", key
                 )
         return loss
@@ -367,7 +376,7 @@ class Worker(Combiner):
     def _failure(self, job: Job, error: BaseException) -> Failure:
         where = f"{self.spec.data.label(job.client)}, version {job.version}, worker {self.name}"
         text = f"{where}: {said(error)}"
-        name = error.method if isinstance(error, NotFinite) else failing_method_name(error)
+        name = error.method if isinstance(error, NotFiniteError) else failing_method_name(error)
         return Failure(job.number, job.client, job.version, self.name, name, text, traced(error))
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
@@ -461,7 +470,7 @@ class Worker(Combiner):
         self._busy += time.perf_counter() - since
         return reports
 
-    def own_tensors(
+    def scored_tensors(
         self, task: Score, published: Published, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
         """Every tensor, by full name, of the networks that would be scored."""
@@ -471,14 +480,14 @@ class Worker(Combiner):
             for key, value in self.vector.named(self.vector.data, self.vector.counters).items()
         }
 
-    def kept(self, task: Score, sent: StoredState | None = None) -> dict[str, np.ndarray]:
+    def client_tensors(self, task: Score, sent: StoredState | None = None) -> dict[str, np.ndarray]:
         """What a client keeps to itself, by full name."""
         return named(
             self._state(task.client, task.state, sent).each(lambda value: value.cpu().numpy()),
             self.layout,
         )
 
-    def outputs(
+    def predictions(
         self, task: Score, published: Published, sent: StoredState | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Labels [n] and scores [n, C] of a task's rows."""
@@ -504,7 +513,7 @@ class Worker(Combiner):
     ) -> None:
         """Make the vector the model that a task scores."""
         state = self._initial if task.client < 0 else self._state(task.client, task.state, sent)
-        load(self.vector, received[0], received[1], state)
+        load_vector(self.vector, received[0], received[1], state)
         if task.client >= 0 and task.personalised:
             self._personalise(task, state)
 
@@ -512,7 +521,7 @@ class Worker(Combiner):
         """Make the vector the client's own model."""
         download = {key: up(value, self.device) for key, value in task.extras.items()}
         trained, kept = task.state >= 0, unpack(state.methods)
-        data = functools.partial(self.trainer.own, task.client)
+        data = functools.partial(self.trainer.client_samples, task.client)
         client = PersonalModel(task.client, self.vector, kept, download, data, trained)
         with torch.no_grad():
             for declared, personalise in self._personalisers:
@@ -582,7 +591,7 @@ class _Sums:
             self.totals[group] = delta * self._weights[number]
 
 
-class NotFinite(FloatingPointError):
+class NotFiniteError(FloatingPointError):
     """What a client would send or keep is not finite; `entry` is the full name of an upload, which names its method."""
 
     def __init__(self, text: str, entry: str = ""):

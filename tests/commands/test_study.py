@@ -395,7 +395,7 @@ def test_all_runs_share_one_ray_which_a_failed_run_takes_along(
         return "it failed" if config["seed"] == 1 else ""
 
     monkeypatch.setattr(cluster, "connect", connect)
-    monkeypatch.setattr(ray, "address", str)
+    monkeypatch.setattr(ray, "cluster_address", str)
     monkeypatch.setattr(cluster, "disconnect", lambda: did.append("end"))
     monkeypatch.setattr("raysim.commands.study.runner.attempt", attempt)
     took: list[float] = []

@@ -362,7 +362,7 @@ def test_trial_on_an_unequal_node_fails_with_the_reason(
         facts = identify(name, packages).facts
         return Identity(name, "node-a", {**facts, "torch": "0.1"})
 
-    monkeypatch.setattr("raysim.commands.sweep.tune.cluster.identify_here", other_driver)
+    monkeypatch.setattr("raysim.commands.sweep.tune.cluster.identify_process", other_driver)
     words = [*STUDY, "local.lr=0.1,0.2", "sweep.search=grid", "rounds=1"]
     refused = raysim.sweep([*words, "out=s"], quiet=True)
     assert refused.num_errors == 2

@@ -17,7 +17,7 @@ from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import CurrentRun, Observer
 from raysim.runtime import inprocess
-from raysim.runtime.placement import NoRoom, RayOptions, Size
+from raysim.runtime.placement import NoRoomError, RayOptions, Size
 from raysim.simulation.events import Event, ProcessLost, Round, Waiting
 
 QUICK = [
@@ -103,7 +103,7 @@ def test_after_a_node_is_lost_as_many_workers_as_fit_go_on_and_before_it_too_man
     def fit(options: RayOptions, *_: Any) -> Size:
         asked.append(options.workers)
         if (options.workers or 1) > room:
-            raise NoRoom("too little CPU")
+            raise NoRoomError("too little CPU")
         return Size(options.workers or room, {"CPU": 1.0})
 
     def run(spec: Any, schedule: Any, fleet: Any, size: Size, *rest: Any) -> Iterator[Event]:
@@ -112,9 +112,9 @@ def test_after_a_node_is_lost_as_many_workers_as_fit_go_on_and_before_it_too_man
         yield from inprocess.run(spec, schedule, fleet, *rest[2:])
 
     parts = {
-        "fit": fit,
+        "plan_workers": fit,
         "run": run,
-        "connected": lambda _: nullcontext(),
+        "connection": lambda _: nullcontext(),
         "has_gpus": lambda: False,
     }
     for name, part in parts.items():

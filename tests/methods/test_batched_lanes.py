@@ -27,7 +27,7 @@ from raysim.models.split import WholeNetwork
 from raysim.primitives.errors import Refused
 from raysim.training.batched_lanes import linear_chain
 from raysim.training.run_spec import RunSpec, declare_run
-from raysim.training.step_mode import check_step_mode, usual_lanes
+from raysim.training.step_mode import check_step_mode, default_lanes
 from raysim.training.worker import Worker
 
 EXACT = 1e-9  # float64 from end to end: what is left is the order in which products are summed
@@ -261,7 +261,7 @@ class TestWhatQualifies:
 
 def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
     spec = run_spec(*methods, **({"data": even(6, 240), "local": Local(batch=8)} | others))
-    return usual_lanes(spec, declare_run(spec), concurrency)
+    return default_lanes(spec, declare_run(spec), concurrency)
 
 
 class TestUsualLanes:

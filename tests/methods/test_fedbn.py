@@ -175,7 +175,7 @@ def personalised(
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     client = PersonalModel(
-        0, worker.vector, {}, {}, lambda: worker.trainer.own(0), trained, "fedbn"
+        0, worker.vector, {}, {}, lambda: worker.trainer.client_samples(0), trained, "fedbn"
     )
     with torch.no_grad():
         method.personalise(client)
@@ -186,7 +186,7 @@ def personalised(
 def test_untrained_client_gets_statistics_of_its_samples(scope: Any) -> None:
     worker, before = personalised(False, FedBN(scope, reestimate=True))
     model: Any = worker.vector.networks["model"]
-    inputs = torch.cat([inputs for inputs, _ in worker.trainer.own(0)])
+    inputs = torch.cat([inputs for inputs, _ in worker.trainer.client_samples(0)])
     with torch.no_grad():
         inner = model.extractor[1](model.extractor[0](inputs))
     norm = model.extractor[2]

@@ -56,7 +56,7 @@ from raysim.simulation.fleet import Ideal
 from raysim.simulation.load import Loads
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import build_networks, declare_run
-from raysim.training.trainer import client_state
+from raysim.training.trainer import copy_client_state
 from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector, plan_layout
 
@@ -417,7 +417,7 @@ def train(
     networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
-    state = state or client_state(initial, {})
+    state = state or copy_client_state(initial, {})
     return worker.trainer.train(
         Job(0, client, turn, 0, -1, 1.0), initial.shared, counters, dict(download or {}), state
     )
@@ -699,7 +699,7 @@ def test_own_model_has_its_mixture_or_the_initial_head() -> None:
     worker = Worker(study)
     before, head = worker.vector.data.clone(), random(65).float()
     for sent in ({}, {"fedpac.head": head}):
-        data = functools.partial(worker.trainer.own, 0)
+        data = functools.partial(worker.trainer.client_samples, 0)
         client = PersonalModel(0, worker.vector, {}, sent, data, bool(sent), "fedpac")
         study.methods[0].personalise(client)
         assert torch.equal(worker.vector.shared, before[:-65])

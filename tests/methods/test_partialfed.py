@@ -49,7 +49,7 @@ from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import build_networks, declare_run
-from raysim.training.trainer import client_state
+from raysim.training.trainer import copy_client_state
 from raysim.training.worker import Worker
 
 EVERYBODY = Synchronous(6)
@@ -96,7 +96,7 @@ class Client:
         self.worker = Worker(run_spec(*methods, model=model, local=local))
         self.initial = self.worker.vector.shared.clone()
         self.counters = self.worker.vector.counters.clone()
-        self.personal, self.state = client_state(self.worker.vector, {}), dict[str, Tensor]()
+        self.personal, self.state = copy_client_state(self.worker.vector, {}), dict[str, Tensor]()
         for declared in self.worker.trainer.declarations.methods:
             self.state |= pack(declared.client_states(1))
         self.turn = 0
@@ -113,7 +113,7 @@ class Client:
         counters = self.counters if counters is None else counters
         state = replace(self.personal, methods=self.state)
         ctx = self.worker.trainer.train(job, base, counters, {}, state)
-        self.personal, self.state = client_state(self.worker.vector, {}), pack(ctx.state)
+        self.personal, self.state = copy_client_state(self.worker.vector, {}), pack(ctx.state)
         self.turn += 1
         return ctx
 
@@ -301,7 +301,7 @@ def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
     with torch.no_grad():
         own = [
             torch.nn.functional.cross_entropy(model(x), y, reduction="none")
-            for x, y in client.worker.trainer.own(0)
+            for x, y in client.worker.trainer.client_samples(0)
         ]
     assert torch.allclose(losses, torch.cat(own)), "FedBSS is listed behind PartialFed"
 
@@ -506,7 +506,7 @@ def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_t
     def own(state: Mapping[str, Tensor], trained: bool) -> tuple[Tensor, Tensor]:
         vector.shared.copy_(shared)
         vector.counters.fill_(7)
-        data = functools.partial(trainer.own, 0)
+        data = functools.partial(trainer.client_samples, 0)
         method.personalise(PersonalModel(0, vector, state, {}, data, trained, "partialfed"))
         return vector.shared.clone(), vector.counters.clone()
 

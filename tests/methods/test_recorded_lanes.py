@@ -31,7 +31,7 @@ from raysim.methods.mixup import Mixup
 from raysim.models import SmallCnn
 from raysim.primitives.errors import Refused
 from raysim.training import recorded_lanes
-from raysim.training.lanes import NotInLanes
+from raysim.training.lanes import LanesError
 from raysim.training.recorded_lanes import RecordedLanes, modes_after
 from raysim.training.run_spec import RunSpec, build_networks
 from raysim.training.step_mode import uses_graph
@@ -338,19 +338,19 @@ class TestRefusals:
     def test_a_method_that_reads_a_value_is_named(self, read: Callable[[Tensor], Any]) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
         with pytest.raises(
-            NotInLanes, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"
+            LanesError, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"
         ):
             run(study(Asking(read)), rounds=1)
 
     def test_a_method_that_reports_in_a_step_is_named(self) -> None:
-        with pytest.raises(NotInLanes, match=r"^runtime\.graph=true: method 'reporting'"):
+        with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
     def test_a_mistake_of_a_hook_is_not_said_to_need_a_loop(self, method: Method) -> None:
         with pytest.raises(Refused, match=method.name) as refused:
             run(study(method), rounds=1)
-        assert not isinstance(refused.value, NotInLanes)
+        assert not isinstance(refused.value, LanesError)
 
     def test_a_model_that_draws_is_refused(self) -> None:
         with pytest.raises(

@@ -34,15 +34,15 @@ from raysim.runtime.placement import (
     GIB,
     RayOptions,
     Size,
-    demand,
-    fitting,
-    gib,
-    room,
-    share,
-    total,
-    within,
+    choose_size,
+    format_bytes,
+    gpu_share,
+    node_capacity,
+    size_in_group,
+    worker_capacity,
+    worker_resources,
 )
-from raysim.runtime.preflight import Need, measure, only, workers_per_gpu
+from raysim.runtime.preflight import MemoryNeed, measure, only, workers_per_gpu
 from raysim.runtime.ray import RayCoordinator
 from raysim.simulation.events import Finished, Round, Started, TooManyFailures
 from raysim.simulation.fleet import Ideal, Lognormal
@@ -55,35 +55,37 @@ CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
 # --- what fits ------------------------------------------------------------------------------------------------------
 def test_as_many_workers_as_fit_are_taken_but_no_more_than_there_are_clients_at_work() -> None:
-    assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
-    assert fitting(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).workers == 5
-    assert fitting(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).workers == 4, (
+    assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
+    assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).workers == 5
+    assert choose_size(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).workers == 4, (
         "a worker lies on one node"
     )
-    assert fitting(RayOptions(strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20).workers == 4
-    assert fitting(RayOptions(workers=3), {"CPU": 1.0}, CLUSTER, 20).workers == 3
-    assert fitting(RayOptions(), {}, CLUSTER, 7).workers == 7, (
+    assert choose_size(RayOptions(strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20).workers == 4
+    assert choose_size(RayOptions(workers=3), {"CPU": 1.0}, CLUSTER, 20).workers == 3
+    assert choose_size(RayOptions(), {}, CLUSTER, 7).workers == 7, (
         "nothing limits workers that reserve nothing"
     )
 
 
 def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
-    assert room({"GPU": 2.0}, {"GPU": 0.6}) == 2
-    assert room({"GPU": 2.0}, {"GPU": 0.5}) == 4
-    assert room({"GPU": 4.0}, {"GPU": 2.0}) == 2
-    assert total([{"GPU": 2.0}, {"CPU": 8.0}], {"GPU": 0.5, "CPU": 1.0}) == 0, "not on one node"
+    assert node_capacity({"GPU": 2.0}, {"GPU": 0.6}) == 2
+    assert node_capacity({"GPU": 2.0}, {"GPU": 0.5}) == 4
+    assert node_capacity({"GPU": 4.0}, {"GPU": 2.0}) == 2
+    assert worker_capacity([{"GPU": 2.0}, {"CPU": 8.0}], {"GPU": 0.5, "CPU": 1.0}) == 0, (
+        "not on one node"
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
 def test_so_many_shares_fit_on_a_gpu_and_not_one_more(workers: int) -> None:
-    assert room({"GPU": 1.0}, {"GPU": share(workers)}) == workers
+    assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
 def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_number_that_would_fit() -> (
     None
 ):
     with pytest.raises(ValueError) as refused:
-        fitting(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
+        choose_size(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
     assert str(refused.value) == (
         "too little GPU: runtime.workers=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
         "and 2 nodes of 2 CPU and 0 GPU each: set runtime.workers=4"
@@ -91,32 +93,32 @@ def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_
     with pytest.raises(
         ValueError, match=r"too little slot: .* declare slot .* or leave runtime.resources.slot out"
     ):
-        fitting(RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, 20)
+        choose_size(RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, 20)
     with pytest.raises(
         ValueError, match=r"too little GPU: .* start nodes with GPUs, or set device=cpu"
     ):
-        fitting(RayOptions(), {"CPU": 1.0, "GPU": 1.0}, CLUSTER[1:], 20)
+        choose_size(RayOptions(), {"CPU": 1.0, "GPU": 1.0}, CLUSTER[1:], 20)
     with pytest.raises(ValueError, match=r"too little GPU: .* lower runtime.gpus"):
-        fitting(RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, 20)
+        choose_size(RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, 20)
     with pytest.raises(
         ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.workers=4"
     ):
-        fitting(RayOptions(workers=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
+        choose_size(RayOptions(workers=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
 
 
 def test_a_worker_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> (
     None
 ):
-    assert demand(RayOptions(), "cpu", 2) == {"CPU": 2.0}
-    assert demand(RayOptions(), "cuda", 1) == {"CPU": 1.0, "GPU": 1.0}
-    assert demand(RayOptions(cpus=0, gpus=0.25, resources={"slot": 1.0}), "cpu", 1) == {
+    assert worker_resources(RayOptions(), "cpu", 2) == {"CPU": 2.0}
+    assert worker_resources(RayOptions(), "cuda", 1) == {"CPU": 1.0, "GPU": 1.0}
+    assert worker_resources(RayOptions(cpus=0, gpus=0.25, resources={"slot": 1.0}), "cpu", 1) == {
         "GPU": 0.25,
         "slot": 1.0,
     }
     with pytest.raises(ValueError, match=r"device=cuda:1 names one GPU.*set device=cuda"):
-        demand(RayOptions(), "cuda:1", 1)
+        worker_resources(RayOptions(), "cuda:1", 1)
     with pytest.raises(ValueError, match=r"runtime.gpus=0 .*device=cuda"):
-        demand(RayOptions(gpus=0), "cuda", 1)
+        worker_resources(RayOptions(gpus=0), "cuda", 1)
 
 
 @pytest.mark.parametrize(
@@ -137,25 +139,27 @@ def test_wrong_settings_of_the_runtime_are_refused(words: list[str], told: str) 
 
 def test_a_trial_has_the_workers_that_its_placement_group_has_bundles_for() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
-    assert within(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
-    assert within(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
+    assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
+    assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
     with pytest.raises(ValueError, match=r"runtime.workers=3 needs as many bundles .* which has 2"):
-        within(RayOptions(workers=3), bundles, "cpu")
+        size_in_group(RayOptions(workers=3), bundles, "cpu")
     with pytest.raises(ValueError, match=r"runtime.cpus=4 is more than the 2 CPU of a bundle"):
-        within(RayOptions(cpus=4), bundles, "cpu")
+        size_in_group(RayOptions(cpus=4), bundles, "cpu")
     with pytest.raises(ValueError, match=r"device=cuda needs a GPU in every bundle"):
-        within(RayOptions(), 2 * [{"CPU": 1.0}], "cuda")
+        size_in_group(RayOptions(), 2 * [{"CPU": 1.0}], "cuda")
 
 
 # --- what a job needs -----------------------------------------------------------------------------------------------
 def test_jobs_and_client_states_share_a_gpu() -> None:
-    need = Need(job=GIB * 13 // 10, room=16 * GIB, state=GIB // 10)
+    need = MemoryNeed(job=GIB * 13 // 10, room=16 * GIB, state=GIB // 10)
     assert workers_per_gpu(replace(need, state=0), 100, 1) == 11  # 15.2 / 1.3
     assert workers_per_gpu(need, 100, 1) == 4  # (15.2 - 10) / 1.3
     assert workers_per_gpu(need, 100, 2) == 7  # (15.2 - 5) / 1.3
     assert workers_per_gpu(need, 1000, 1) == 0
     assert (
-        gib(need.job) == "1.3 GiB" and gib(300 * 2**20) == "300 MiB" and gib(139 * GIB) == "139 GiB"
+        format_bytes(need.job) == "1.3 GiB"
+        and format_bytes(300 * 2**20) == "300 MiB"
+        and format_bytes(139 * GIB) == "139 GiB"
     )
 
 
@@ -175,7 +179,7 @@ def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> 
     sizes = tiny().partition.train.counts
     assert Seen.clients == [(int(np.argmax(sizes)), int(sizes.max()))]
     vector = coordinate(run_spec(Scaffold())).layout.shared
-    assert need == Need(7, 70, state=4 * vector), "a control variate"
+    assert need == MemoryNeed(7, 70, state=4 * vector), "a control variate"
     assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
@@ -375,7 +379,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
 
     data = replace(even(), dataset_path=Hidden(even().dataset_path))
     study = run_spec(Scaffold(), model=LARGE, data=data)
-    size = on_ray.fit(RayOptions(), study, 8, _silent)
+    size = on_ray.plan_workers(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
     longer = changed(study, rounds=40, evaluate=Evaluation(every=20))
     events = on_ray.run(
@@ -447,8 +451,10 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
 
     size, options = Size(2, {"CPU": 1.0}), RayOptions(combine=True)
     found = []
-    with on_ray.placed(on_ray.bundles(size), "adding", options, _silent) as group:
-        runtime: Any = on_ray.workers_in(group, size, "adding", options, on_ray.RayWorker, SUMMED)
+    with on_ray.reserve(on_ray.run_bundles(size), "adding", options, _silent) as group:
+        runtime: Any = on_ray.start_workers_in(
+            group, size, "adding", options, on_ray.RayWorker, SUMMED
+        )
         call = runtime.call
         for runtime.combine_from in (options.combine_from, RayOptions(combine=False).combine_from):
             called: dict[str, set[int]] = {}
@@ -546,7 +552,7 @@ def _side_by_side() -> tuple[list[list[str]], str, bool]:
     from raysim.runtime import ray as on_ray
 
     study, options = run_spec(), RayOptions(workers=1, cpus=0, gpus=1.0)
-    size = on_ray.fit(options, study, 4, _silent)
+    size = on_ray.plan_workers(options, study, 4, _silent)
     asked = (options, options, replace(options, wait=0))
     runs = [on_ray.run(study, Synchronous(4), Lognormal(), size, each, _silent) for each in asked]
     assert all(isinstance(next(each), Started) for each in runs[:2])
@@ -578,7 +584,7 @@ import sys
 from raysim.runtime import ray as on_ray
 options = on_ray.RayOptions(address=sys.argv[1])
 on_ray.connect(options)
-with on_ray.placed([{"CPU": 1.0}], "dying", options, print):
+with on_ray.reserve([{"CPU": 1.0}], "dying", options, print):
     print("placed", flush=True)
     sys.stdin.read()
 """
@@ -600,12 +606,12 @@ def test_the_group_of_a_driver_that_is_killed_goes_with_it(driver: Call) -> None
 
 
 # --- fractions of GPUs ----------------------------------------------------------------------------------------------
-def _small_job(_: Any) -> Need:
-    return Need(job=GIB * 13 // 10, room=16 * GIB)
+def _small_job(_: Any) -> MemoryNeed:
+    return MemoryNeed(job=GIB * 13 // 10, room=16 * GIB)
 
 
-def _huge_job(_: Any) -> Need:
-    return Need(job=20 * GIB, room=16 * GIB)
+def _huge_job(_: Any) -> MemoryNeed:
+    return MemoryNeed(job=20 * GIB, room=16 * GIB)
 
 
 def _fits(
@@ -622,7 +628,7 @@ def _fits(
             told.append(text)
 
     try:
-        return on_ray.fit(options, run_spec(device=device), most, say, job), told
+        return on_ray.plan_workers(options, run_spec(device=device), most, say, job), told
     except ValueError as error:
         return str(error), told
 
@@ -636,7 +642,9 @@ def test_workers_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
         told,
     )
     many = driver(_fits, RayOptions(cpus=0.01), _small_job, 100)
-    assert many == (Size(22, {"CPU": 0.01, "GPU": share(11)}), told), "as many as fit, on two GPUs"
+    assert many == (Size(22, {"CPU": 0.01, "GPU": gpu_share(11)}), told), (
+        "as many as fit, on two GPUs"
+    )
     refused, _ = driver(_fits, RayOptions(cpus=0.01, workers=23), _small_job, 100)
     assert "too little GPU: runtime.workers=23" in refused and refused.endswith(
         "set runtime.workers=22"
@@ -654,8 +662,8 @@ def test_workers_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
     assert refused == "a job needs 20 GiB, a GPU has 16 GiB: lower local.batch, or set device=cpu"
 
 
-def _monstrous_job(_: Any) -> Need:
-    return Need(job=10**15, room=0)
+def _monstrous_job(_: Any) -> MemoryNeed:
+    return MemoryNeed(job=10**15, room=0)
 
 
 def test_on_cpus_a_job_is_measured_when_asked_and_its_memory_reserved(driver: Call) -> None:
@@ -689,7 +697,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
                 {name: actor._actor_id.hex() for name, actor in _actors("together-").items()}
             )
 
-    with on_ray.staying("together"):
+    with on_ray.keep_processes("together"):
         after(run_spec(Scaffold(), model=WHOLE), 2)
         after(run_spec(model=NORMED), 2)
         after(run_spec(model=NORMED), 1)
@@ -721,7 +729,7 @@ def _trial() -> tuple[tuple[str, str], list[str], Size]:
     from raysim.runtime import ray as on_ray
 
     study = run_spec(model=NORMED)
-    size = on_ray.fit(RayOptions(), study, 4, _silent)
+    size = on_ray.plan_workers(RayOptions(), study, 4, _silent)
     *_, last = on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), _silent)
     return (last.model_sha256, last.state_sha256), _groups(), size
 

@@ -121,7 +121,7 @@ def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> No
 def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
     import ray
 
-    from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_here
+    from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_process
 
     spec = run_spec()
     environments = [{}, {}, OTHER_KERNELS]
@@ -136,7 +136,7 @@ def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
         started.append(actor)
         return actor
 
-    runtime = RayRuntime(1, start, participants=Participants(identify_here("driver")))
+    runtime = RayRuntime(1, start, participants=Participants(identify_process("driver")))
     runtime.meet_workers(600)
     runtime.revive(0)
     assert [identity.name for identity in runtime.participants.all] == ["driver", "worker-0"]  # type: ignore[union-attr]

@@ -32,7 +32,7 @@ from raysim.simulation.events import Finished, ProcessLost, Round, RunStopped, W
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.runtime import START_TIMEOUT_S, Runtime, WorkerDied
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.training.resident import Leftover
+from raysim.training.resident import StateHandle
 from raysim.training.run_spec import Faults, RunSpec
 from raysim.training.worker import Worker
 
@@ -101,7 +101,7 @@ class Mortal:
             own = [arg.value if isinstance(arg, Ref) else arg for arg in args]
             result = getattr(member, method)(*own)
             found = [result] if returns == 1 else list(result)
-        arrived = [value.read() if isinstance(value, Leftover) else value for value in found]
+        arrived = [value.read() if isinstance(value, StateHandle) else value for value in found]
         refs = [Ref(value, member is None) for value in arrived]
         self.waiting[worker].append(refs)
         return refs
@@ -253,7 +253,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
     study = changed(of(1), **ASKED)
-    size = on_ray.fit(RayOptions(workers=2), study, 3, lambda _: None)
+    size = on_ray.plan_workers(RayOptions(workers=2), study, 3, lambda _: None)
     events = list(on_ray.run(study, SCHEDULES["buffer"], Lognormal(), size, say=lambda _: None))
     assert len(list(tmp_path.iterdir())) == 1
     last = events[-1]
@@ -315,7 +315,7 @@ def test_a_coordinator_that_is_stopped_is_lost(
     monkeypatch.setattr("raysim.runtime.ray.driver.REVIVAL", 1)
     monkeypatch.setattr("raysim.runtime.ray.driver.SILENCE", 4.0)
     study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
-    size = on_ray.fit(RayOptions(workers=1), study, 3, lambda _: None)
+    size = on_ray.plan_workers(RayOptions(workers=1), study, 3, lambda _: None)
     said: list[str] = []
     with pytest.raises(ProcessLost, match=r"said nothing for 11 s"):
         for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=said.append):

@@ -211,7 +211,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
     worker.trainer.training(False)
     with torch.no_grad():
         losses = [torch.nn.functional.cross_entropy(worker.vector.networks["model"](x), y, reduction="sum")
-                  for client in range(4) for x, y in worker.trainer.own(client)]  # fmt: skip
+                  for client in range(4) for x, y in worker.trainer.client_samples(client)]  # fmt: skip
     samples = len(study.data.partition.train.indices)
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 

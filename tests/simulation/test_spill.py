@@ -21,7 +21,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Saved
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.simulation.spill import Spill
-from raysim.training.run_spec import RunSpec, State
+from raysim.training.run_spec import RunSpec, StateBudget
 
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
 METHODS: dict[str, Any] = {
@@ -134,7 +134,7 @@ def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path
 def test_a_budget_is_a_key_of_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert State(0.5).bytes == 2**29 and State().bytes == math.inf
+    assert StateBudget(0.5).bytes == 2**29 and StateBudget().bytes == math.inf
     words = [
         "run",
         "runtime=inprocess",

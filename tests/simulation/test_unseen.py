@@ -74,7 +74,7 @@ def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
         task = Task(
             own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {}
         )
-        labels, outputs = worker.outputs(task, server.published(), private.state(client))
+        labels, outputs = worker.predictions(task, server.published(), private.state(client))
         scores.append(float((outputs.argmax(1) == labels).mean()))
     return scores
 
@@ -164,7 +164,7 @@ def test_unseen_client_has_initial_head() -> None:
     coordinator = found.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
     task = Task(unseen_of(found)[0], np.empty(0, np.int64))
-    own = worker.own_tensors(task, coordinator.server.published(), None)
+    own = worker.scored_tensors(task, coordinator.server.published(), None)
     start = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
     assert torch.equal(own["model.head.weight"], start["model.head.weight"])
     assert not torch.equal(own["model.extractor.1.weight"], start["model.extractor.1.weight"])

@@ -21,7 +21,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Schedule, Synchronous
-from raysim.training.trainer import LocalRun, Trainer
+from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.worker import Worker
 from textbook.world import Book, Job, World
 
@@ -54,12 +54,12 @@ class Watched(Trainer):
     batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]]
     given: dict[tuple[int, int], list[Mapping[str, Tensor]]]
 
-    def begin(self, *received: Any) -> LocalRun:
+    def begin(self, *received: Any) -> RunningJob:
         """See `Trainer`."""
         work = super().begin(*received)
         return replace(work, batches=self._written(work))
 
-    def _written(self, work: LocalRun) -> Iterator[Batch]:
+    def _written(self, work: RunningJob) -> Iterator[Batch]:
         ctx = work.ctx
         seen, drawn = (
             table.setdefault((ctx.client, ctx.participation), [])

@@ -148,7 +148,7 @@ def test_history_scores_are_scikit_learns(kind: Kind, name: str, tmp_path: Path)
     row = found.rows[-1]
 
     def reference(rows: np.ndarray) -> float:
-        labels, outputs = worker.outputs(Task(-1, rows), published)
+        labels, outputs = worker.predictions(Task(-1, rows), published)
         return expected(kind, name, labels, outputs)
 
     clients = [reference(data.partition.test.rows(client)) for client in range(4)]

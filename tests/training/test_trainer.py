@@ -85,7 +85,7 @@ def test_a_clients_own_samples_come_in_order_in_batches_that_fit_into_a_chunk(
 ) -> None:
     watched = Watched(monkeypatch, data=even())
     monkeypatch.setattr(module, "_CHUNK", 10 * ROW)
-    sizes = [len(labels) for _, labels in watched.trainer.own(1)]
+    sizes = [len(labels) for _, labels in watched.trainer.client_samples(1)]
     assert sizes[:2] == [10, 10] and max(sizes) == 10
     assert np.array_equal(
         np.concatenate([rows for rows, _ in watched.gathered]), watched.trainer.partition.rows(1)

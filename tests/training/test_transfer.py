@@ -22,7 +22,7 @@ from raysim.methods.fedpac import FedPAC
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.training import trainer, transfer
-from raysim.training.resident import Resident
+from raysim.training.resident import ResidentStates
 from raysim.training.transfer import up
 from raysim.training.worker import Worker
 
@@ -114,7 +114,7 @@ def state(value: float) -> ClientState[Tensor]:
 
 
 def test_states_that_were_idle_for_longest_leave_the_device_and_come_back() -> None:
-    resident = Resident(torch.device("cpu"), 2 * 108)
+    resident = ResidentStates(torch.device("cpu"), 2 * 108)
     left = {client: resident.put(client, client, state(float(client))) for client in range(3)}
     near = {client for client in left if left[client].state is not None}
     assert near == {1, 2} and sorted(resident) == [0, 1, 2]
@@ -130,10 +130,10 @@ def test_states_that_were_idle_for_longest_leave_the_device_and_come_back() -> N
 def test_a_budget_of_the_device_changes_no_bit() -> None:
     from dataclasses import replace
 
-    from raysim.training.run_spec import State
+    from raysim.training.run_spec import StateBudget
 
     asked = run_spec(Scaffold())
-    tight = replace(asked, settings=replace(asked.settings, state=State(device=1e-9)))
+    tight = replace(asked, settings=replace(asked.settings, state=StateBudget(device=1e-9)))
     assert run(tight, rounds=3).bits == run(asked, rounds=3).bits
 
 

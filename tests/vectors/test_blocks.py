@@ -15,7 +15,7 @@ from tiny_runs import ROUNDS, changed, run_spec
 
 from raysim.runtime import inprocess
 from raysim.simulation.fleet import Ideal
-from raysim.training.determinism import openblas
+from raysim.training.determinism import openblas_threads
 from raysim.vectors import blocks
 from raysim.vectors.blocks import compiled, folded, grouped, in_blocks
 
@@ -60,9 +60,9 @@ def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_thread
     None
 ):
     def threads() -> set[int]:
-        return {library["num_threads"] for library in openblas().info()}
+        return {library["num_threads"] for library in openblas_threads().info()}
 
-    with openblas().limit(limits=2):
+    with openblas_threads().limit(limits=2):
         before = threads()
         during = [threads() for _ in inprocess.run(changed(run_spec(), rounds=1), ROUNDS, Ideal())]
         assert during and all(found == {1} for found in during)

@@ -52,7 +52,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.training.profile import device_use
+from raysim.training.profile import gpu_utilization
 from raysim.training.run_spec import Faults, RunSettings, RunSpec, build_networks
 from raysim.training.worker import Worker
 
@@ -331,7 +331,7 @@ class Use(threading.Thread):
 
     def run(self) -> None:
         """Until `mean` is asked for."""
-        while not self._end.wait(0.2) and (share := device_use(self.device)) is not None:
+        while not self._end.wait(0.2) and (share := gpu_utilization(self.device)) is not None:
             self.seen.append(share)
 
     def mean(self) -> float | None:
@@ -355,7 +355,7 @@ def _peak(device: str) -> Iterator[Found]:
     finally:
         found["device_use"] = use.mean()
         if device.startswith("cuda"):
-            found["peak_bytes"] = preflight.memory(device)[0]
+            found["peak_bytes"] = preflight.memory_use(device)[0]
 
 
 def _rate(stamps: Sequence[float], work: Workload) -> Found:
@@ -485,7 +485,7 @@ def memory(options: Options, left: Callable[[], bool]) -> list[Found]:
                 with _peak(options.device):
                     need = preflight.measure(spec)
                 peak = raysim_rate(spec, work, 0.0).get(
-                    "peak_bytes", preflight.memory(options.device)[0]
+                    "peak_bytes", preflight.memory_use(options.device)[0]
                 )
                 rows.append(
                     {"workload": name, "way": way.name, "preflight": need.job, "peak": peak}

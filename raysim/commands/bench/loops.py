@@ -33,7 +33,7 @@ from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSettings, RunSpec, declare_run
-from raysim.training.step_mode import usual_lanes
+from raysim.training.step_mode import default_lanes
 
 Say: TypeAlias = Callable[[Any], object]
 _SKIP = 3  # rounds at the start of a block that are not timed
@@ -263,7 +263,7 @@ def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) 
 
     work = WORKLOADS[name]
     spec = spec_of(work, source_of(work, root))
-    spec = replace(spec, lanes=options.lanes or usual_lanes(spec, declare_run(spec), work.cohort))
+    spec = replace(spec, lanes=options.lanes or default_lanes(spec, declare_run(spec), work.cohort))
     runtime = start_workers(spec, options.workers)
     loops = [
         Bare(spec, work, options.workers, tuned)

@@ -129,7 +129,7 @@ def fedbss_and_its_parts() -> tuple[float, float]:
     since = time.perf_counter()
     with torch.no_grad():
         for client in range(2):
-            for inputs, _ in trainer.own(client):
+            for inputs, _ in trainer.client_samples(client):
                 trainer.vector.networks["model"](inputs)
     evaluation = (time.perf_counter() - since) * ROUNDS
     share = _total(fedbss, "samples") / _total(plain, "samples")

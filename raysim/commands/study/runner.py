@@ -178,7 +178,7 @@ def _one_by_one(
             if _join(cell.config["runtime"], session):
                 from raysim.runtime import ray
 
-                session.enter_context(ray.staying(campaign.folder.name))
+                session.enter_context(ray.keep_processes(campaign.folder.name))
 
             def on_round(row: Row, rounds: int = cell.config["rounds"]) -> None:
                 reach(f" · round {row['round']}/{rounds}")
@@ -196,7 +196,7 @@ def _join(runtime: Node, session: ExitStack) -> str:
     join_ray(RayOptions(address=runtime.get("address") or "local"), session)
     from raysim.runtime import ray
 
-    return ray.address()
+    return ray.cluster_address()
 
 
 def attempt(

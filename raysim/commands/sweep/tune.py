@@ -45,7 +45,14 @@ from raysim.primitives.output import lossy_output
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
 from raysim.results.repeating import run_again
-from raysim.runtime.placement import RayOptions, Resources, Size, amounts, demand, total
+from raysim.runtime.placement import (
+    RayOptions,
+    Resources,
+    Size,
+    format_resources,
+    worker_capacity,
+    worker_resources,
+)
 from raysim.simulation import checkpoint
 from raysim.simulation.events import Event
 from raysim.training.identity import Participants
@@ -138,7 +145,7 @@ class SweepTrial(tune.Trainable):
 
     def _check_equal(self) -> None:
         """Raise UnequalWorkersError if this process would compute other bits than the one that searches."""
-        here = cluster.identify_here(f"trial {int(self._folder.name)}", self._plan["packages"])
+        here = cluster.identify_process(f"trial {int(self._folder.name)}", self._plan["packages"])
         Participants(self._plan["driver"], self._plan["mixed"]).add(here)
 
     def _events(self, experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
@@ -247,7 +254,7 @@ def _trial_plan(
         "folder": str(records.folder.absolute() / "trials"),
         "mixed": experiment.execution.runtime.mixed,
         "packages": spec.packages,
-        "driver": cluster.identify_here("driver", spec.packages),
+        "driver": cluster.identify_process("driver", spec.packages),
     }
 
 
@@ -437,16 +444,18 @@ def _room(
     options: Options, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
     """What a worker (or a trial without workers) reserves, and how many trials fit at once; refuses what never fits."""
-    each = demand(runtime, device, threads)
-    nodes, workers = cluster.nodes(), options.workers or 1
+    each = worker_resources(runtime, device, threads)
+    nodes, workers = cluster.node_resources(), options.workers or 1
     bundle = _times(each, options.seeds) if options.workers else each
-    places = total(nodes, bundle)
-    has = amounts({name: sum(node.get(name, 0.0) for node in nodes) for name in bundle})
+    places = worker_capacity(nodes, bundle)
+    has = format_resources({name: sum(node.get(name, 0.0) for node in nodes) for name in bundle})
     if places is None:
         return each, options.concurrent or os.cpu_count() or 1
     if places < workers:
         needs = (
-            f"{workers} workers of {amounts(bundle)} each" if options.workers else amounts(bundle)
+            f"{workers} workers of {format_resources(bundle)} each"
+            if options.workers
+            else format_resources(bundle)
         )
         why = (
             f" ({options.seeds} seeds side by side)"
@@ -499,8 +508,8 @@ def _search(
     needs = _times(each, options.seeds * options.workers if options.workers else 1)
     free = ray.available_resources()
     if any(free.get(name, 0.0) < amount for name, amount in needs.items()):
-        left = amounts({name: free.get(name, 0.0) for name in needs})
-        tell(f"waiting: a trial needs {amounts(needs)}, of which other runs leave {left}")
+        left = format_resources({name: free.get(name, 0.0) for name in needs})
+        tell(f"waiting: a trial needs {format_resources(needs)}, of which other runs leave {left}")
     records.begin()
     if options.minutes:
         records.deadline = time.monotonic() + 60 * options.minutes
@@ -554,7 +563,7 @@ def _introduce(
         "sweep": f"{records.total} trials{seeds}, {options.search}{scheduler.get(options.scheduler, '')}",
         "space": ", ".join(f"{key}: {_described(found)}" for key, found in search.space.items()),
         "run": f"{spec.settings.rounds} rounds of {spec.data.title}; {options.mode}imum of {records.metric}",
-        "trials": f"{slots} at once, {where} of {amounts(each) or 'nothing reserved'}, device {spec.device}",
+        "trials": f"{slots} at once, {where} of {format_resources(each) or 'nothing reserved'}, device {spec.device}",
         "folder": str(records.folder),
     }
     for key, text in lines.items():

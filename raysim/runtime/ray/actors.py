@@ -22,7 +22,7 @@ from raysim.api.messages import Published
 from raysim.data.dataset import copy_to_cache
 from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
-from raysim.runtime.ray.cluster import filling
+from raysim.runtime.ray.cluster import bundle_options
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event, Finished, ProcessLost, Round, RunStopped, Started
 from raysim.simulation.fleet import Fleet
@@ -67,10 +67,10 @@ class RayWorker(Worker):
 
     def identity(self) -> Identity:
         """Return what the bits depend on that this worker computes."""
-        return identify_here(self.name, self.spec.packages, self.spec.device)
+        return identify_process(self.name, self.spec.packages, self.spec.device)
 
 
-def identify_here(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
+def identify_process(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
     """Return the identity of this process, with the address of its node."""
     return identify(name, packages, device, f"{platform.node()} ({ray.util.get_node_ip_address()})")
 
@@ -143,7 +143,7 @@ class RayCoordinator:
         participants = self._runtime.participants
         if participants is None:
             return ()
-        self._runtime.meet_workers(self._patience, identify_here("coordinator", self._packages))
+        self._runtime.meet_workers(self._patience, identify_process("coordinator", self._packages))
         return tuple(participants.all)
 
     def events(self) -> Iterator[list[Event]]:
@@ -308,7 +308,7 @@ def start_workers(
     return RayRuntime(workers, lambda index: actor.remote(shared, f"worker-{index}"), actors=actors)
 
 
-def workers_in(
+def start_workers_in(
     group: PlacementGroup,
     size: Size,
     name: str,
@@ -331,14 +331,14 @@ def workers_in(
     become_all(actors, [(shared, f"worker-{index}", content) for index in range(size.workers)])
 
     def start(index: int) -> Any:
-        place = filling(group, index + 1, size.each)
+        place = bundle_options(group, index + 1, size.each)
         return actor.options(name=f"{name}/worker-{index}", **place).remote(
             shared, f"worker-{index}", content
         )
 
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
-        task: Any = ray.remote(max_retries=0)(identify_here).options(
-            **filling(group, index + 1, size.each)
+        task: Any = ray.remote(max_retries=0)(identify_process).options(
+            **bundle_options(group, index + 1, size.each)
         )
         identity: ray.ObjectRef[Identity] = task.remote(f"worker-{index}", packages, device)
         return identity

@@ -18,7 +18,14 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysim.runtime.placement import CLUSTERS, NoRoom, RayOptions, Size, amounts, total
+from raysim.runtime.placement import (
+    CLUSTERS,
+    NoRoomError,
+    RayOptions,
+    Size,
+    format_resources,
+    worker_capacity,
+)
 from raysim.runtime.ray.failures import describe_failed_start
 
 Say = Callable[[str], None]
@@ -69,7 +76,7 @@ def _ensure_token() -> None:
 
 
 @contextmanager
-def connected(options: RayOptions) -> Iterator[None]:
+def connection(options: RayOptions) -> Iterator[None]:
     """`connect`; in the end only what it started or joined is left."""
     mine = connect(options)
     try:
@@ -79,7 +86,7 @@ def connected(options: RayOptions) -> Iterator[None]:
             disconnect()
 
 
-def address() -> str:
+def cluster_address() -> str:
     """Of the connected cluster, for other processes that join it."""
     return str(ray.get_runtime_context().gcs_address)
 
@@ -89,7 +96,7 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def nodes_here(count: int, cpus: int) -> Any:
+def start_local_nodes(count: int, cpus: int) -> Any:
     """Start so many Ray nodes in this machine, each of so many (declared) CPUs, to see what travels between nodes.
 
     `address` is where to connect; `shutdown()` ends them.
@@ -102,7 +109,7 @@ def nodes_here(count: int, cpus: int) -> Any:
     return cluster
 
 
-def nodes() -> list[dict[str, float]]:
+def node_resources() -> list[dict[str, float]]:
     """What each living node has in all, the driver's own first."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id())
@@ -111,13 +118,15 @@ def nodes() -> list[dict[str, float]]:
 
 def has_gpus() -> bool:
     """Whether any node has one."""
-    return any(node.get("GPU") for node in nodes())
+    return any(node.get("GPU") for node in node_resources())
 
 
-def bundles(size: Size) -> list[dict[str, float]]:
+def run_bundles(size: Size) -> list[dict[str, float]]:
     """What a run reserves: next to nothing on this node for the coordinator, whose files lie here; then each worker."""
     here = next(
-        name for name in nodes()[0] if name.startswith("node:") and not name.startswith("node:__")
+        name
+        for name in node_resources()[0]
+        if name.startswith("node:") and not name.startswith("node:__")
     )
     token = {here: 0.001}
     return [token, *(dict(size.each) or {"memory": 1} for _ in range(size.workers))]
@@ -125,7 +134,7 @@ def bundles(size: Size) -> list[dict[str, float]]:
 
 # --- room -----------------------------------------------------------------------------------------------------------
 @contextmanager
-def placed(
+def reserve(
     asked: list[dict[str, float]], name: str, options: RayOptions, say: Say
 ) -> Iterator[PlacementGroup]:
     """A placement group, waited for and removed in the end; inside another one (a trial) that one, left as it is.
@@ -151,11 +160,11 @@ def _await(
     since, told = time.monotonic(), False
     while not group.wait(1 if told else GRACE):
         each = asked[-1]  # of a worker
-        if (places := total(nodes(), each, options.strategy)) is not None and places < asked.count(
-            each
-        ):
-            raise NoRoom(
-                f"{asked.count(each)} x {amounts(each)} are needed, and {places} fit: the cluster lost a node"
+        if (
+            places := worker_capacity(node_resources(), each, options.strategy)
+        ) is not None and places < asked.count(each):
+            raise NoRoomError(
+                f"{asked.count(each)} x {format_resources(each)} are needed, and {places} fit: the cluster lost a node"
             )
         late = options.wait is not None and time.monotonic() - since >= options.wait
         if told and not late:
@@ -166,8 +175,8 @@ def _await(
                 {name: amount for name, amount in each.items() if not name.startswith("node:")}
             )
         free = ray.available_resources()
-        has = amounts({name: free.get(name, 0.0) for name in needs})
-        text = f"this needs {amounts(needs)}, of which other runs leave {has}"
+        has = format_resources({name: free.get(name, 0.0) for name in needs})
+        text = f"this needs {format_resources(needs)}, of which other runs leave {has}"
         if late:
             raise ValueError(
                 f"{text}: try again later, lower runtime.workers, or set runtime.wait=null to wait for them"
@@ -178,7 +187,9 @@ def _await(
         told = True
 
 
-def filling(group: PlacementGroup | None, index: int, each: Mapping[str, float]) -> dict[str, Any]:
+def bundle_options(
+    group: PlacementGroup | None, index: int, each: Mapping[str, float]
+) -> dict[str, Any]:
     """The options of a task or an actor that fills a bundle."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     arguments: dict[str, Any] = {key: each.get(name, 0) for name, key in named.items()}

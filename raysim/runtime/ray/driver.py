@@ -12,10 +12,19 @@ import ray
 
 from raysim.primitives.errors import first_line
 from raysim.runtime import preflight
-from raysim.runtime.placement import RayOptions, Size, demand, fitting, gib, share, total, within
+from raysim.runtime.placement import (
+    RayOptions,
+    Size,
+    choose_size,
+    format_bytes,
+    gpu_share,
+    size_in_group,
+    worker_capacity,
+    worker_resources,
+)
 from raysim.runtime.ray.actors import REVIVAL, ROOM, content_for, read_here
-from raysim.runtime.ray.cluster import Say, filling, nodes, placed
-from raysim.runtime.ray.team import end_waiting, gathered, released
+from raysim.runtime.ray.cluster import Say, bundle_options, node_resources, reserve
+from raysim.runtime.ray.team import end_waiting, release_processes, start_processes
 from raysim.simulation.events import Event, ProcessLost, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
@@ -23,13 +32,13 @@ from raysim.simulation.schedule import Schedule
 from raysim.training.identity import are_equal
 from raysim.training.run_spec import RunSpec
 
-Measure = Callable[[RunSpec], preflight.Need]
+Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
 SILENCE = 60.0  # seconds after which somebody may wonder
 
 
 # --- how many workers -------------------------------------------------------------------------------------------------
-def fit(
+def plan_workers(
     options: RayOptions,
     spec: RunSpec,
     concurrency: int,
@@ -41,31 +50,33 @@ def fit(
     Inside a placement group (a trial of a search) the group decides. measure: stands in for the preflight. Raises
     ValueError with the number that would fit.
     """
-    each = demand(options, spec.device, spec.threads)
+    each = worker_resources(options, spec.device, spec.threads)
     if (group := ray.util.get_current_placement_group()) is not None:
-        return within(options, group.bundle_specs, spec.device)
-    cluster = nodes()
+        return size_in_group(options, group.bundle_specs, spec.device)
+    cluster = node_resources()
     shared = spec.device == "cuda" and options.gpus is None
     if options.preflight if options.preflight is not None else shared:
         probe = {**each, "GPU": 1.0} if spec.device == "cuda" else each
-        fitting(replace(options, workers=1), probe, cluster, 1)
+        choose_size(replace(options, workers=1), probe, cluster, 1)
         need = _measured(options, spec, probe, say, measure)
         if spec.device == "cuda":
             each["GPU"] = _share(options, each, spec, concurrency, cluster, need, say)
         else:
             each["memory"] = need.job
-            places = total(cluster, {"memory": need.job}, options.strategy)
-            say(f"a job needs {gib(need.job)}: {places} workers fit into the cluster's memory")
-    return fitting(options, each, cluster, concurrency)
+            places = worker_capacity(cluster, {"memory": need.job}, options.strategy)
+            say(
+                f"a job needs {format_bytes(need.job)}: {places} workers fit into the cluster's memory"
+            )
+    return choose_size(options, each, cluster, concurrency)
 
 
 def _measured(
     options: RayOptions, spec: RunSpec, each: Mapping[str, float], say: Say, measure: Measure
-) -> preflight.Need:
+) -> preflight.MemoryNeed:
     """One job's memory, seen in a process that is given what a worker is given, and a whole GPU."""
     end_waiting()  # a whole GPU is asked for
-    with placed([dict(each)], "raysim-preflight", options, say) as group:
-        task = ray.remote(max_retries=0)(_measure).options(**filling(group, 0, each))
+    with reserve([dict(each)], "raysim-preflight", options, say) as group:
+        task = ray.remote(max_retries=0)(_measure).options(**bundle_options(group, 0, each))
         try:
             return ray.get(task.remote(ray.put(spec), content_for(spec, group), measure))
         except ray.exceptions.RayTaskError as error:
@@ -78,7 +89,7 @@ def _measured(
 
 def _measure(
     spec: RunSpec, content: Sequence[ray.ObjectRef[Any]], measure: Measure
-) -> preflight.Need:
+) -> preflight.MemoryNeed:
     return measure(read_here(spec, content))
 
 
@@ -88,32 +99,36 @@ def _share(
     spec: RunSpec,
     concurrency: int,
     cluster: Sequence[Mapping[str, float]],
-    need: preflight.Need,
+    need: preflight.MemoryNeed,
     say: Say,
 ) -> float:
     """The part of a GPU that a worker reserves: so small that workers find no more work or CPUs, or as jobs allow."""
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
     clients = int(np.count_nonzero(spec.data.partition.train.counts))
     fits = preflight.workers_per_gpu(need, clients, gpus)
-    states = f" and {gib(clients * need.state)} of client states are kept" if need.state else ""
+    states = (
+        f" and {format_bytes(clients * need.state)} of client states are kept" if need.state else ""
+    )
     if not fits:
         raise ValueError(
-            f"a job needs {gib(need.job)}{states}, a GPU has {gib(need.room)}: lower local.batch, or set device=cpu"
+            f"a job needs {format_bytes(need.job)}{states}, a GPU has {format_bytes(need.room)}: "
+            "lower local.batch, or set device=cpu"
         )
     say(
-        f"a job needs {gib(need.job)}{states}: {fits} worker{'s fit' if fits > 1 else ' fits'} on a GPU"
+        f"a job needs {format_bytes(need.job)}{states}: {fits} worker{'s fit' if fits > 1 else ' fits'} on a GPU"
     )
     if options.gpus is not None:
-        if options.gpus < share(fits):
+        if options.gpus < gpu_share(fits):
             raise ValueError(
                 f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU, of whose "
-                f"{gib(need.room)} each needs {gib(need.job)}: set runtime.gpus={share(fits):g} for {fits} workers"
+                f"{format_bytes(need.room)} each needs {format_bytes(need.job)}: "
+                f"set runtime.gpus={gpu_share(fits):g} for {fits} workers"
             )
         return options.gpus
     rest = {name: amount for name, amount in each.items() if name != "GPU"}
-    places = total([node for node in cluster if node.get("GPU")], rest, options.strategy)
+    places = worker_capacity([node for node in cluster if node.get("GPU")], rest, options.strategy)
     wanted = options.workers or (concurrency if places is None else min(concurrency, places))
-    return share(min(fits, max(1, -(-wanted // gpus))))
+    return gpu_share(min(fits, max(1, -(-wanted // gpus))))
 
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -132,7 +147,7 @@ def run(
     folder, resume: see `Coordinator`.
     """
     options = options or RayOptions()
-    team = gathered(spec, (schedule, fleet), size, options, say, (folder, resume))
+    team = start_processes(spec, (schedule, fleet), size, options, say, (folder, resume))
     well = False
     try:
         for part, more in (
@@ -154,7 +169,7 @@ def run(
     except ray.exceptions.RayActorError as error:
         raise _lost(error) from None
     finally:
-        released(team, well)
+        release_processes(team, well)
 
 
 def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Iterator[Any]:

@@ -20,10 +20,10 @@ from raysim.runtime.ray.actors import (
     actor_class,
     become_all,
     content_for,
-    identify_here,
-    workers_in,
+    identify_process,
+    start_workers_in,
 )
-from raysim.runtime.ray.cluster import Say, bundles, filling, placed
+from raysim.runtime.ray.cluster import Say, bundle_options, reserve, run_bundles
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.identity import Participants
@@ -79,7 +79,7 @@ _stay: _Stay | None = None  # of this process, which has one Ray
 
 
 @contextmanager
-def staying(name: str) -> Iterator[None]:
+def keep_processes(name: str) -> Iterator[None]:
     """Runs of this process that follow each other work in the same processes, which start once: seconds for each run.
 
     A run whose workers are others in number or size gets new ones, and so does the one after a run that failed. name:
@@ -103,7 +103,7 @@ def end_waiting() -> None:
         _stay.leave()
 
 
-def released(team: Team, well: bool) -> None:
+def release_processes(team: Team, well: bool) -> None:
     """A run has ended: its processes wait for the next one, if it went well and one may come; else they end."""
     if well and _stay is not None and _stay.team is None and team.free:
         _stay.team = team
@@ -111,7 +111,7 @@ def released(team: Team, well: bool) -> None:
         team.end()
 
 
-def gathered(
+def start_processes(
     spec: RunSpec,
     parts: tuple[Schedule, Fleet],
     size: Size,
@@ -120,16 +120,16 @@ def gathered(
     places: tuple[str, str],
 ) -> Team:
     """Workers and coordinator of a run: those that wait for one, or new ones, which start side by side."""
-    asked, shared = (bundles(size), options.strategy), ray.put(spec)
+    asked, shared = (run_bundles(size), options.strategy), ray.put(spec)
     name = f"{(_stay.name if _stay else Path(places[0]).name) or 'raysim'}-{uuid.uuid4().hex[:6]}"
 
     def workers(
         group: PlacementGroup, actors: Sequence[Any] = ()
     ) -> tuple[RayRuntime, tuple[Any, ...]]:
         content = content_for(spec, group)
-        participants = Participants(identify_here("driver", spec.packages), options.mixed)
+        participants = Participants(identify_process("driver", spec.packages), options.mixed)
         of_run = participants, spec.packages, spec.device
-        runtime = workers_in(
+        runtime = start_workers_in(
             group, size, name, options, RayWorker, shared, content, actors, *of_run
         )
         return runtime, (shared, *parts, runtime, *places, content)
@@ -145,11 +145,11 @@ def gathered(
             team.end()
             raise
     with ExitStack() as stack:
-        group = stack.enter_context(placed(asked[0], name, options, say))
+        group = stack.enter_context(reserve(asked[0], name, options, say))
         runtime, needs = workers(group)
         stack.callback(runtime.stop)
         first = actor_class(RayCoordinator).options(
-            name=f"{name}/coordinator", **filling(group, 0, {})
+            name=f"{name}/coordinator", **bundle_options(group, 0, {})
         )
         coordinator = first.remote(*needs)
         stack.callback(ray.kill, coordinator)
