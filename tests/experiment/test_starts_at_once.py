@@ -39,7 +39,7 @@ def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _report(action: Callable[[], Any], barrier: Any, queue: Any, number: int) -> None:
-    barrier.wait()
+    barrier.wait(timeout=600)  # an error here, not a hang, if another process died
     try:
         queue.put((number, action()))
     except BaseException as error:
@@ -51,16 +51,25 @@ def at_once(action: Callable[[], Any]) -> list[Any]:
     """Return what each of several processes returns that begin at the same moment."""
     context: Any = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(COUNT), context.SimpleQueue()
-    processes = [
-        context.Process(target=_report, args=(action, barrier, queue, number))
-        for number in range(COUNT)
-    ]
+    return _answers(context, queue, _report, action, barrier, queue)
+
+
+def _answers(context: Any, queue: Any, target: Callable[..., None], *args: Any) -> list[Any]:
+    processes = [context.Process(target=target, args=(*args, number)) for number in range(COUNT)]
     for process in processes:
         process.start()
-    answers = dict(queue.get() for _ in processes)
     for process in processes:
         process.join()
+    assert [process.exitcode for process in processes] == [0] * COUNT
+    answers = dict(queue.get() for _ in processes)
     return [answers[number] for number in range(COUNT)]
+
+
+def _run_command(command: list[str], folder: str, barrier: Any, queue: Any, number: int) -> None:
+    os.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.strftime", lambda *_: "now")
+        _report(lambda: cli.call(command), barrier, queue, number)
 
 
 def test_dated_folders_that_are_made_at_once_differ() -> None:
@@ -146,8 +155,12 @@ def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "command", [["run"], ["study", "method=fedavg,fedprox"]], ids=["run", "study"]
 )
-def test_commands_that_start_at_once_all_finish(command: list[str]) -> None:
-    assert at_once(lambda: cli.call([*command, *TINY])) == [0] * COUNT
+def test_commands_that_start_at_once_all_finish(command: list[str], tmp_path: Path) -> None:
+    # Processes that train are not forked: a fork of a process with threads may wait for ever.
+    context: Any = multiprocessing.get_context("spawn")
+    barrier, queue = context.Barrier(COUNT), context.SimpleQueue()
+    arguments = ([*command, *TINY], str(tmp_path), barrier, queue)
+    assert _answers(context, queue, _run_command, *arguments) == [0] * COUNT
     name = "now-fedavg-synthetic" if command == ["run"] else "now"
     root = Path("runs" if command == ["run"] else "studies")
     folders = {path.name for path in root.iterdir() if path.name.startswith("now")}
