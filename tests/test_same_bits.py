@@ -15,7 +15,7 @@ from tiny_runs import (
     Ran,
     changed,
     coordinate,
-    even,
+    equal_clients,
     ran,
     run,
     run_spec,
@@ -72,7 +72,7 @@ def test_in_process_and_on_one_or_two_workers_a_study_has_the_same_bits_and_hist
 def test_workers_sum_their_own_groups_and_the_bits_stay(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"data": even(), "model": NORMED, "local": LOCAL}
+    asked = {"data": equal_clients(), "model": NORMED, "local": LOCAL}
     here = run(run_spec(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
     runtime = workers.runtime(run_spec(**asked), 2)
     summing: set[tuple[int, int]] = set()
@@ -183,7 +183,7 @@ def test_the_checksum_of_states_covers_client_states_personal_parts_and_the_serv
 
 
 def test_groups_summed_on_three_workers_are_those_of_one() -> None:
-    study = run_spec(data=even(clients=30, samples=600))
+    study = run_spec(data=equal_clients(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), summation=2)
     assert (
         ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), summation=2)).bits

@@ -58,7 +58,7 @@ from raysim.training.step import Step
 from raysim.vectors.layout import Layout, Vector
 
 
-class Bare(NormedMlp):
+class BiasFreeMlp(NormedMlp):
     """The same network, made without a bias in its head."""
 
     def build(self, input_shape: Shape, num_classes: int, seed: int) -> Classifier:
@@ -105,14 +105,14 @@ BLOCKS = Blocks()
 
 
 @functools.cache
-def even(clients: int = 6, samples: int = 150) -> FederatedData:
+def equal_clients(clients: int = 6, samples: int = 150) -> FederatedData:
     """The same images on clients of equal sizes, which finish together where devices are equal."""
     return federate(
         Synthetic(samples=samples, test_samples=20, classes=5), IID(clients=clients), SEED
     )
 
 
-def sized(counts: Sequence[int]) -> FederatedData:
+def clients_of_sizes(counts: Sequence[int]) -> FederatedData:
     """Clients of given sizes, without test samples of their own: for tests that train nothing."""
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     train, test = (
@@ -128,7 +128,7 @@ def check_composition(methods: Sequence[Method], model: ModelRecipe = NORMED_MLP
     declare_run(run_spec(*methods, model=model))
 
 
-def declared_for(
+def declare_methods(
     methods: Sequence[Method],
     networks: Mapping[str, nn.Module],
     layout: Layout,
@@ -157,7 +157,7 @@ def declared_for(
     return Declarations(task, dict(networks), layout, tuple(all_declared))
 
 
-def server_of(
+def make_server(
     layout: Layout,
     vector: Tensor,
     counters: Tensor,
@@ -170,30 +170,30 @@ def server_of(
 ) -> Server:
     """Return a server of methods for a layout of no networks that matter."""
     networks = {"model": nn.Sequential()}
-    declarations = declared_for(methods, networks, layout, task)
+    declarations = declare_methods(methods, networks, layout, task)
     return Server(declarations, vector, counters, counts, seed, task, *others, **settings)
 
 
-def step_of(vector: Vector, methods: Sequence[Method], *others: Any, **settings: Any) -> Step:
+def make_step(vector: Vector, methods: Sequence[Method], *others: Any, **settings: Any) -> Step:
     """Return the step of methods on a vector."""
-    declarations = declared_for(methods, vector.networks, vector.layout)
+    declarations = declare_methods(methods, vector.networks, vector.layout)
     return Step(vector, declarations, *others, **settings)
 
 
-def views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
+def method_views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
     """Return what the hooks of each method see of a job."""
     return {each.method: LocalJob(ctx, each.method) for each in declarations.methods}
 
 
-def private(methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
+def method_state(methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
     """A client state in which only methods keep something."""
     return ClientState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
 
 
-NOTHING = private({})
+EMPTY_STATE = method_state({})
 
 
-def taking_part(
+def participation_facts(
     spec: RunSpec | None,
     samples: int,
     trained: float,
@@ -214,7 +214,7 @@ def taking_part(
     return Participation(version, samples, trained, earlier, accepted, facts)
 
 
-class Silent(InProcess):
+class UntrainedRuntime(InProcess):
     """A runtime that trains nothing: every update is zero, every evaluation empty. For the order of events."""
 
     def __init__(self, shared: int, counts: np.ndarray):
@@ -249,16 +249,16 @@ class Silent(InProcess):
 
 
 @dataclass(frozen=True)
-class Clock(Fleet):
+class TimedFleet(Fleet):
     """A fleet whose client k needs `seconds[k]`, however much it has to do."""
 
     seconds: tuple[float, ...] = field(kw_only=False, default=())
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        return Ticking(self.seconds)
+        return TimedDevices(self.seconds)
 
 
-class Ticking(Fixed):
+class TimedDevices(Fixed):
     """The devices of a `Clock`."""
 
     def __init__(self, seconds: Sequence[float]):
@@ -275,7 +275,7 @@ class Ticking(Fixed):
         return self._each
 
 
-class Ledger(Method):
+class AggregationLog(Method):
     """Write down which updates are combined, in their order; no weight changes."""
 
     name = "ledger"
@@ -291,7 +291,7 @@ class Ledger(Method):
         return aggregation
 
 
-class Asking(Method):
+class ShiftedGradient(Method):
     """Take the gradient at a shifted point, in every stage, and remember both."""
 
     name = "asking"
@@ -313,17 +313,17 @@ class Asking(Method):
         return there if self.take else grad
 
 
-def silent(
+def untrained_run(
     counts: Sequence[int],
     schedule: Schedule,
     fleet: Fleet | None = None,
     seed: int = SEED,
     **settings: Any,
-) -> tuple[Coordinator, Ledger, Silent]:
+) -> tuple[Coordinator, AggregationLog, UntrainedRuntime]:
     """A coordinator whose clients learn nothing, and what it combined and dispatched."""
-    ledger = Ledger()
-    spec = run_spec(ledger, model=Mlp((1,)), data=sized(counts), seed=seed)
-    runtime = Silent(0, np.asarray(counts))
+    ledger = AggregationLog()
+    spec = run_spec(ledger, model=Mlp((1,)), data=clients_of_sizes(counts), seed=seed)
+    runtime = UntrainedRuntime(0, np.asarray(counts))
     settings = {"evaluate": Evaluation(every=10**9)} | settings
     coordinator = coordinate(spec, schedule, fleet or Ideal(), runtime, **settings)
     runtime.shared = coordinator.layout.shared

@@ -15,13 +15,13 @@ from tiny_runs import (
     NORMED,
     NORMED_MLP,
     Spy,
+    clients_of_sizes,
     coordinate,
-    even,
+    equal_clients,
+    make_server,
     ran,
     run,
     run_spec,
-    server_of,
-    sized,
 )
 from torch import Tensor
 
@@ -59,7 +59,7 @@ def server(
     layout = Layout((), (), WIDTH - 1, WIDTH, WIDTH, 0, 0)
     counts, nothing = counts or (10,) * clients, torch.empty(0, dtype=torch.int64)
     task = Task((1, 1, 1), 2, len(counts))
-    return server_of(
+    return make_server(
         layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, weighting
     )
 
@@ -275,7 +275,7 @@ def test_in_rounds_with_everybody_ca2fl_and_ace_are_uniform_fedavg() -> None:
 
 @pytest.mark.parametrize("method", [CA2FL(), ACE(0.3), ACE(0.3, 3)], ids=repr)
 def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Method) -> None:
-    spy = Spy(study := run_spec(method, data=even(clients=12)))
+    spy = Spy(study := run_spec(method, data=equal_clients(clients=12)))
     found = ran(coordinate(study, BUFFER, runtime=spy, rounds=7))
     state = {
         name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()
@@ -496,7 +496,7 @@ def test_weights_by_samples_are_refused(method: Method) -> None:
     with pytest.raises(
         ValueError, match=f"weighting=samples has no effect on method '{method.name}'"
     ):
-        coordinate(run_spec(method, data=sized((3, 3, 3, 3))), weighting="samples")
+        coordinate(run_spec(method, data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
 
 
 @pytest.mark.parametrize(
@@ -552,7 +552,7 @@ class OneByOne:
     def __init__(self, method: Method, size: int = 1):
         layout, task = Layout((), (), 5, 5, 5, 0, 0), Task((1, 1, 1), 2, 10)
         start, nothing = torch.zeros(5, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
-        self.server = server_of(
+        self.server = make_server(
             layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform"
         )
         self.size, self.waiting = size, list[Update]()

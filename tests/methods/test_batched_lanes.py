@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, MLP, NORMED, NORMED_MLP, coordinate, even, ran, run, run_spec, several
+from tiny_runs import (
+    BUFFER,
+    MLP,
+    NORMED,
+    NORMED_MLP,
+    coordinate,
+    equal_clients,
+    ran,
+    run,
+    run_spec,
+    several,
+)
 from torch import nn
 
 from raysim.api.declarations import Local
@@ -260,7 +271,7 @@ class TestWhatQualifies:
 
 
 def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
-    spec = run_spec(*methods, **({"data": even(6, 240), "local": Local(batch=8)} | others))
+    spec = run_spec(*methods, **({"data": equal_clients(6, 240), "local": Local(batch=8)} | others))
     return default_lanes(spec, declare_run(spec), concurrency)
 
 

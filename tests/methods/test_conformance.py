@@ -22,7 +22,7 @@ from tiny_runs import (
     NORMED,
     NORMED_MLP,
     ROUNDS,
-    Bare,
+    BiasFreeMlp,
     Spy,
     coordinate,
     pairs,
@@ -255,7 +255,7 @@ TABLE: dict[str, Row] = {
     ),
     "fedlc": Row(FedLC, {"tau=0 without exclusion": Plain(lambda: FedLC(0.0, count_floor=1.0))}),
     "fedrs": Row(
-        lambda: FedRS(0.1), {"alpha=1": Plain(lambda: FedRS(1.0), study={"model": Bare()})}
+        lambda: FedRS(0.1), {"alpha=1": Plain(lambda: FedRS(1.0), study={"model": BiasFreeMlp()})}
     ),
     "fedexp": Row(
         lambda: FedExP(1e-6),

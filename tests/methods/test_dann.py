@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Spy, coordinate, even, ran, run_spec, several, taking_part
+from tiny_runs import Spy, coordinate, equal_clients, participation_facts, ran, run_spec, several
 from torch import Tensor
 
 from raysim.api.declarations import Local
@@ -72,7 +72,7 @@ def test_output_of_absent_client_is_only_pushed_down() -> None:
     ids=str,
 )
 def test_discriminator_step_saves_the_backward_pass(settings: dict[str, Any], share: float) -> None:
-    saved = -Dann(**settings).cost(taking_part(None, 5, 30.0))
+    saved = -Dann(**settings).cost(participation_facts(None, 5, 30.0))
     assert saved == pytest.approx(30 * share * 2 / 3)
 
 
@@ -81,7 +81,7 @@ def test_discriminator_step_saves_the_backward_pass(settings: dict[str, Any], sh
 
 def declare(method: Dann, clients: int = 2, local: Local | None = None) -> None:
     """Let the method declare itself in a run."""
-    declare_run(run_spec(method, data=even(clients), local=local or Local()))
+    declare_run(run_spec(method, data=equal_clients(clients), local=local or Local()))
 
 
 def test_single_client_is_refused_and_two_are_not() -> None:

@@ -16,7 +16,7 @@ from tiny_runs import (
     SEED,
     Spy,
     coordinate,
-    declared_for,
+    declare_methods,
     ran,
     run,
     run_spec,
@@ -51,7 +51,7 @@ def study(*methods: Method, **others: Any) -> Any:
 def private_names(method: FedBN, model: nn.Module) -> list[str]:
     """Return the paths of the tensors that the method keeps on the client."""
     networks = {"model": model}
-    (declared,) = declared_for([method], networks, plan_layout(networks)).methods
+    (declared,) = declare_methods([method], networks, plan_layout(networks)).methods
     names: list[str] = []
     for function in declared.late_private_parameters:
         names += function(networks)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from tiny_runs import BUFFER, ROUNDS, Ran, Spy, coordinate, ran, run_spec, taking_part
+from tiny_runs import BUFFER, ROUNDS, Ran, Spy, coordinate, participation_facts, ran, run_spec
 
 from raysim.api.declarations import Local
 from raysim.data.sources import Source, Synthetic
@@ -79,7 +79,7 @@ def test_fresh_means_are_counted_and_nothing_is_uploaded() -> None:
     ids=["off", "means", "mixture", "unmixed", "no contrast", "once a round"],
 )
 def test_cost_is_a_pass_and_a_forward_where_data_change(method: FedBR, passes: float) -> None:
-    assert method.cost(taking_part(None, 5, 30.0)) == pytest.approx(30 * passes)
+    assert method.cost(participation_facts(None, 5, 30.0)) == pytest.approx(30 * passes)
 
 
 # --- how clients are drawn --------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import step_of
+from tiny_runs import make_step
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Stage
@@ -108,7 +108,7 @@ def test_one_step_of_fedbr_follows_the_trace(
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))
     ctx.views = {"fedbr": LocalJob(ctx, "fedbr")}
-    step = step_of(vector, [method], Optimizer())
+    step = make_step(vector, [method], Optimizer())
     stages = [Stage()]
     if method.max_step:
         climb = Stage("fedbr.max", (PROJECTOR,), method.projected_contrast, ascend=True)

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_runs import LOCAL, run_spec, taking_part
+from tiny_runs import LOCAL, participation_facts, run_spec
 
 from raysim.methods.fedbss import FedBSS
 from raysim.training.run_spec import declare_run
 
 
 def charged(method: FedBSS, version: int) -> float:
-    return method.cost(taking_part(None, 30, 60.0, 1, version))
+    return method.cost(participation_facts(None, 30, 60.0, 1, version))
 
 
 def test_ranking_pass_is_charged_from_first_selecting_version() -> None:

@@ -17,13 +17,13 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     Spy,
+    clients_of_sizes,
     coordinate,
-    even,
+    equal_clients,
+    make_server,
     ran,
     run,
     run_spec,
-    server_of,
-    sized,
     tiny,
 )
 from torch import Tensor
@@ -176,7 +176,7 @@ def server(method: FedCDA, counts: Sequence[int] = (10,) * 5) -> Server:
     layout = Layout((), (), WIDTH - 1, WIDTH, WIDTH, 0, 0)
     nothing = torch.empty(0, dtype=torch.int64)
     task = Task((1, 1, 1), 2, len(counts))
-    return server_of(
+    return make_server(
         layout, torch.zeros(WIDTH), nothing, [method], np.array(counts), 0, task, "uniform"
     )
 
@@ -366,7 +366,7 @@ def test_a_killed_run_resumes_to_the_same_bits_and_caches(
 
 
 def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_path: Path) -> None:
-    data = even(clients=12)
+    data = equal_clients(clients=12)
     study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))
     spy = Spy(study)
@@ -446,7 +446,7 @@ def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -
 def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_would_do(
     schedule: Any,
 ) -> None:
-    data = sized((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
+    data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
     with pytest.raises(
         Refused, match=r"method.fedcda.batches=2 makes 4.8e\+06 combinations .* set it to 3"
     ):
@@ -454,18 +454,22 @@ def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_wo
     assert 3**9 <= LIMIT < 3**14
     coordinate(run_spec(FedCDA(batches=3), data=data), schedule)
     coordinate(
-        run_spec(FedCDA(batches=2), data=sized((3,) * 24)), Buffered(concurrency=24, size=24)
+        run_spec(FedCDA(batches=2), data=clients_of_sizes((3,) * 24)),
+        Buffered(concurrency=24, size=24),
     )
 
 
 def test_a_search_of_exactly_the_limit_is_taken() -> None:
-    data = sized((3,) * 6)
+    data = clients_of_sizes((3,) * 6)
     assert LIMIT == 10**6
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
     with pytest.raises(Refused, match=r"combinations of 11 models of 6 clients .* set it to 2"):
         coordinate(run_spec(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
     with pytest.raises(Refused, match=r"combinations of 10 models of 12 clients .* set it to 2"):
-        coordinate(run_spec(FedCDA(memory=10, batches=1), data=sized((3,) * 12)), Synchronous(12))
+        coordinate(
+            run_spec(FedCDA(memory=10, batches=1), data=clients_of_sizes((3,) * 12)),
+            Synchronous(12),
+        )
 
 
 def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None:
@@ -485,7 +489,7 @@ def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None
 
 def test_weights_by_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="weighting=samples has no effect on method 'fedcda'"):
-        coordinate(run_spec(FedCDA(), data=sized((3, 3, 3, 3))), weighting="samples")
+        coordinate(run_spec(FedCDA(), data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
 
 
 @pytest.mark.parametrize(

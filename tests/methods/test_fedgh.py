@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, check_composition, run, run_spec, server_of
+from tiny_runs import BUFFER, NORMED_MLP, ROUNDS, check_composition, make_server, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
@@ -273,7 +273,7 @@ PARTS = [slice(entry.start, entry.stop) for entry in LAYOUT.entries if entry.sto
 
 def server(*methods: Method, weighting: Any = "samples", seed: int = 0) -> Server:
     start, counter = torch.zeros(LAYOUT.shared), torch.zeros(1, dtype=torch.int64)
-    return server_of(
+    return make_server(
         LAYOUT, start, counter, methods, COUNTS, seed, Task((1, 2, 2), 3, 8), weighting
     )
 

@@ -16,10 +16,10 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     check_composition,
+    make_server,
     run,
     run_spec,
     same,
-    server_of,
 )
 from torch import Tensor, nn
 
@@ -268,7 +268,9 @@ DELTAS = np.random.default_rng(0).standard_normal((8, LAYOUT.shared)).astype(np.
 
 def step(clients: list[int], *methods: Method, weighting: Any = "samples") -> Server:
     start, counter = torch.zeros(LAYOUT.shared), torch.zeros(1, dtype=torch.int64)
-    server = server_of(LAYOUT, start, counter, methods, COUNTS, 0, Task((1, 2, 2), 3, 8), weighting)
+    server = make_server(
+        LAYOUT, start, counter, methods, COUNTS, 0, Task((1, 2, 2), 3, 8), weighting
+    )
     updates = [Update(c, c, 0, 9, 9, 1, 0.5, 0.0, np.array([c]), delta=DELTAS[c]) for c in clients]
     server.step(updates, {}, [0] * len(updates), {})
     return server

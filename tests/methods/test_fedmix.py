@@ -19,11 +19,11 @@ from tiny_runs import (
     Spy,
     check_composition,
     coordinate,
+    make_step,
+    participation_facts,
     ran,
     run,
     run_spec,
-    step_of,
-    taking_part,
     tiny,
 )
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
     ctx.views = {"fedmix": LocalJob(ctx, "fedmix")}
-    step = step_of(vector, [method], Optimizer())
+    step = make_step(vector, [method], Optimizer())
     x, y = given["inputs"], given["labels"]
     reported = step(ctx, Batch(x, y, x, y), [Stage()])
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)
@@ -328,9 +328,9 @@ def test_attention_has_the_second_derivative() -> None:
 
 
 def test_a_pass_costs_as_much_again() -> None:
-    assert FedMix().cost(taking_part(None, 5, 20.0)) == 20
-    assert FedMix(naive=True).cost(taking_part(None, 5, 20.0)) == 0
-    assert FedMix(0.0).cost(taking_part(None, 5, 20.0)) == 0
+    assert FedMix().cost(participation_facts(None, 5, 20.0)) == 20
+    assert FedMix(naive=True).cost(participation_facts(None, 5, 20.0)) == 0
+    assert FedMix(0.0).cost(participation_facts(None, 5, 20.0)) == 0
 
 
 @pytest.mark.parametrize("settings", [{"lam": 1.5}, {"means": 0}, {"samples_per_mean": 0}], ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_runs import ROUNDS, run, run_spec, taking_part
+from tiny_runs import ROUNDS, participation_facts, run, run_spec
 
 from raysim.api.declarations import Local
 from raysim.api.method import Method
@@ -33,5 +33,5 @@ def test_setting_out_of_range_is_refused_by_key(settings: dict[str, float]) -> N
 
 
 def test_cost_is_the_teachers_forward_pass() -> None:
-    assert FedNTD().cost(taking_part(None, 5, 30.0)) == 10
-    assert FedNTD(0.0).cost(taking_part(None, 5, 30.0)) == 0
+    assert FedNTD().cost(participation_facts(None, 5, 30.0)) == 10
+    assert FedNTD(0.0).cost(participation_facts(None, 5, 30.0)) == 0

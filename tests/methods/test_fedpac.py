@@ -22,11 +22,11 @@ from tiny_runs import (
     Ran,
     Spy,
     coordinate,
-    declared_for,
+    declare_methods,
+    participation_facts,
     ran,
     run,
     run_spec,
-    taking_part,
     tiny,
 )
 from torch import Tensor, nn
@@ -744,10 +744,10 @@ def test_classes_that_no_participant_holds_have_no_prototype_and_stop_nobody() -
 
 def test_statistics_cost_two_passes_and_the_head_saves_one() -> None:
     spec = run_spec(FedPAC(), local=TWO)
-    cost = FedPAC().cost(taking_part(spec, 30, 90))
+    cost = FedPAC().cost(participation_facts(spec, 30, 90))
     assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
     # Of 45 samples the head has two thirds, not 60.
-    short = FedPAC(head_epochs=2).cost(taking_part(spec, 30, 45))
+    short = FedPAC(head_epochs=2).cost(participation_facts(spec, 30, 45))
     assert short == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
 
 
@@ -772,7 +772,7 @@ def test_head_that_is_not_linear_is_refused(head: nn.Module) -> None:
     model.head = head  # type: ignore[assignment]
     networks = {"model": model}
     with pytest.raises(ValueError, match=rf"^model: .*{type(head).__name__}"):
-        declared_for([FedPAC()], networks, plan_layout(networks), local=TWO)
+        declare_methods([FedPAC()], networks, plan_layout(networks), local=TWO)
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])

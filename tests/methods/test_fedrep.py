@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LOCAL, NORMED_MLP, run, run_spec, taking_part
+from tiny_runs import LOCAL, NORMED_MLP, participation_facts, run, run_spec
 from torch import Tensor
 
 from raysim.api.declarations import FORWARD
@@ -86,5 +86,5 @@ def test_unknown_mode_is_refused() -> None:
 
 
 def test_head_steps_save_the_backward_pass_of_the_extractor() -> None:
-    cost = FedRep(head_epochs=2, body_epochs=1).cost(taking_part(None, 40, 120))
+    cost = FedRep(head_epochs=2, body_epochs=1).cost(participation_facts(None, 40, 120))
     assert cost == pytest.approx((FORWARD - 1) * 80)

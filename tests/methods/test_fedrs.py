@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import NORMED_MLP, Bare, check_composition, run, run_spec, same, tiny
+from tiny_runs import NORMED_MLP, BiasFreeMlp, check_composition, run, run_spec, same, tiny
 from torch import Tensor
 
 from raysim.api.context import Outputs
@@ -130,7 +130,11 @@ def test_the_head_loses_its_bias_and_keeps_its_first_weights() -> None:
 def test_at_alpha_one_it_is_fedavg_on_the_model_without_that_bias() -> None:
     one, fedavg, half = (
         run(run_spec(*methods, model=model, data=skewed()), fleet=Ideal())
-        for methods, model in (([FedRS(1.0)], NORMED_MLP), ([], Bare()), ([FedRS()], NORMED_MLP))
+        for methods, model in (
+            ([FedRS(1.0)], NORMED_MLP),
+            ([], BiasFreeMlp()),
+            ([FedRS()], NORMED_MLP),
+        )
     )
     assert one.finished.model_sha256 == fedavg.finished.model_sha256 != half.finished.model_sha256
     assert same(one.tensors, fedavg.tensors)
@@ -190,7 +194,7 @@ def test_it_trains_with_other_methods_where_clients_lack_classes(
     settings: Any, methods: list[Method]
 ) -> None:
     found = run(run_spec(FedRS(**settings), *methods, data=skewed(), model=NORMED_MLP))
-    fedavg = run(run_spec(*methods, data=skewed(), model=Bare()))
+    fedavg = run(run_spec(*methods, data=skewed(), model=BiasFreeMlp()))
     assert not found.failures and found.finished.model_sha256 != fedavg.finished.model_sha256
 
 

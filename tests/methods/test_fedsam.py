@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, run, run_spec, taking_part
+from tiny_runs import NORMED_MLP, participation_facts, run, run_spec
 from torch import Tensor
 
 from raysim.api.context import Stage
@@ -56,7 +56,7 @@ def test_second_pass_without_effect_is_skipped(method: Method) -> None:
 def test_cost_is_a_second_pass_of_each_batch(method: Method) -> None:
     (declared,) = declare_run(run_spec(method)).methods
     assert declared.has_hook("perturb") and declared.has_hook("cost")
-    assert method.cost(taking_part(None, 10, 40.0)) == 40.0
+    assert method.cost(participation_facts(None, 10, 40.0)) == 40.0
 
 
 def test_personal_layers_take_part_and_return_from_the_shift() -> None:

@@ -19,10 +19,10 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     NormedMlp,
+    participation_facts,
     run,
     run_spec,
     same,
-    taking_part,
     tiny,
 )
 from torch import Tensor, nn
@@ -432,10 +432,10 @@ def test_cost_is_a_forward_pass_and_small_networks() -> None:
     generator = 12 * 11 + 12 + 24 + 12 * 12 + 12 + 24
     rtnet = 6 * 17 + 6 + 12 + 12 * 6 + 12 + 24
     extra = 1 / 3 + (generator * (1 + 4 / 3) + rtnet * (2 + 2 / 3)) / classifier
-    job = taking_part(run_spec(small(), model=NORMED_MLP), 10, 30.0)
+    job = participation_facts(run_spec(small(), model=NORMED_MLP), 10, 30.0)
     assert small().cost(job) == pytest.approx(30 * extra)
     cheap = small(use_rtnet=False, generator_metric="mse", weight=0.0)
-    job = taking_part(run_spec(cheap, model=NORMED_MLP), 10, 30.0)
+    job = participation_facts(run_spec(cheap, model=NORMED_MLP), 10, 30.0)
     assert cheap.cost(job) == pytest.approx(30 * generator / classifier)
 
 

@@ -18,7 +18,7 @@ from tiny_runs import (
     ROUNDS,
     Ran,
     check_composition,
-    declared_for,
+    declare_methods,
     run,
     run_spec,
     same,
@@ -201,10 +201,10 @@ def test_models_without_repeated_blocks_have_no_pairs_and_the_user_is_told(
 ) -> None:
     assert paired(model) == {}
     network = {"model": model.build((3, 32, 32), 10, 0)}
-    (warning,) = declared_for([InCo()], network, plan_layout(network)).warnings
+    (warning,) = declare_methods([InCo()], network, plan_layout(network)).warnings
     assert "method 'inco'" in warning
     blocks = {"model": BLOCKS.build((1, 8, 8), 5, 0)}
-    assert not [*declared_for([InCo()], blocks, plan_layout(blocks)).warnings]
+    assert not [*declare_methods([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
 def test_a_prefix_and_the_norms_of_a_transformer() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED, ROUNDS, private, run, run_spec, taking_part
+from tiny_runs import NORMED, ROUNDS, method_state, participation_facts, run, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Outputs
@@ -99,7 +99,7 @@ def test_previous_model_like_the_received_changes_no_step() -> None:
         worker = Worker(run_spec(Moon(mu, out=8), local=local))
         base = worker.vector.shared.clone()
         noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0))
-        state = private({PREVIOUS: (base + shift * noise).unsqueeze(0)})
+        state = method_state({PREVIOUS: (base + shift * noise).unsqueeze(0)})
         worker.trainer.train(Job(0, 0, 1, 0, -1, 1.0), base, worker.vector.counters[:0], {}, state)
         return worker.vector.data.clone()
 
@@ -124,7 +124,7 @@ def test_setting_out_of_range_is_refused_by_key(settings: dict[str, Any]) -> Non
 
 def test_cost_is_a_forward_pass_of_each_frozen_model() -> None:
     def passes(mu: float, earlier: int) -> float:
-        return Moon(mu, previous=2).cost(taking_part(None, 5, 30.0, earlier)) / 10
+        return Moon(mu, previous=2).cost(participation_facts(None, 5, 30.0, earlier)) / 10
 
     assert [passes(1.0, earlier) for earlier in range(4)] == [0.0, 2.0, 3.0, 3.0]
     assert passes(0.0, 3) == 0.0

@@ -20,11 +20,11 @@ from tiny_runs import (
     SEED,
     Spy,
     coordinate,
+    participation_facts,
     ran,
     run,
     run_spec,
     same,
-    taking_part,
     tiny,
 )
 from torch import Tensor
@@ -481,9 +481,9 @@ def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivativ
 
 def test_policy_costs_its_batches_from_the_second_job() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
-    assert method.cost(taking_part(None, 50, 50)) == 0
-    assert method.cost(taking_part(None, 50, 50, 1)) == 60
-    assert method.cost(taking_part(None, 7, 7, 1)) == 21
+    assert method.cost(participation_facts(None, 50, 50)) == 0
+    assert method.cost(participation_facts(None, 50, 50, 1)) == 60
+    assert method.cost(participation_facts(None, 7, 7, 1)) == 21
     (declared,) = declare_run(run_spec(PartialFed())).methods
     assert not declared.has_hook("cost")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_conformance import EPOCHS, TABLE, clash, small_fedbr
-from tiny_runs import NORMED_MLP, ROUNDS, Asking, NormedMlp, run, run_spec
+from tiny_runs import NORMED_MLP, ROUNDS, NormedMlp, ShiftedGradient, run, run_spec
 from torch import nn
 
 from raysim.api.method import Method
@@ -55,7 +55,7 @@ def test_beside_every_method_a_second_pass_sees_the_same_and_leaves_nothing_behi
     name: str,
 ) -> None:
     alone = beside(name)
-    same, elsewhere = Asking(), Asking(0.3, take=False)
+    same, elsewhere = ShiftedGradient(), ShiftedGradient(0.3, take=False)
     assert beside(name, same) == alone
     assert same.seen and all(torch.equal(here, there) for _, _, here, there in same.seen)
     assert beside(name, elsewhere) == alone
@@ -75,7 +75,7 @@ DROPPED: dict[str, Callable[[], list[Method]]] = {
 
 @pytest.mark.parametrize("partners", DROPPED)
 def test_dropout_has_the_same_masks_in_both_passes(partners: str) -> None:
-    asking = Asking()
+    asking = ShiftedGradient()
     found = run(study(*DROPPED[partners](), asking, model=Dropping()), rounds=2)
     plain = run(study(*DROPPED[partners](), model=Dropping()), rounds=2)
     assert found.bits == plain.bits

@@ -16,7 +16,7 @@ from tiny_runs import (
     ROUNDS,
     SEED,
     check_composition,
-    private,
+    method_state,
     run,
     run_spec,
     same,
@@ -223,7 +223,7 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
             worker.vector.counters.clone().numpy(),
         )
         published = Published(0, vector, counters)
-        state = private({"pfedavg.model": torch.empty(0)} if mode == "after_local" else {})
+        state = method_state({"pfedavg.model": torch.empty(0)} if mode == "after_local" else {})
         if look:
             for client in range(3):
                 rows = here.data.partition.test.rows(client)

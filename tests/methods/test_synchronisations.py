@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_conformance import TABLE
-from tiny_runs import MLP, coordinate, even, run_spec
+from tiny_runs import MLP, coordinate, equal_clients, run_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysim.api.declarations import Local
@@ -60,7 +60,7 @@ def waits(name: str) -> int:
     """The most that the steps of one job wait for, in three rounds."""
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name == "inco" else MLP
-    asked = run_spec(*methods, model=model, data=even(), local=Local(batch=8, epochs=2))
+    asked = run_spec(*methods, model=model, data=equal_clients(), local=Local(batch=8, epochs=2))
     worker = Worker(asked)
     found: list[int] = []
     steps = worker.trainer.steps

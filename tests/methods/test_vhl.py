@@ -15,9 +15,9 @@ from tiny_runs import (
     NORMED_MLP,
     check_composition,
     coordinate,
+    participation_facts,
     run,
     run_spec,
-    taking_part,
     tiny,
 )
 from torch import Tensor
@@ -303,7 +303,7 @@ def test_another_method_that_replaces_the_model_is_refused() -> None:
 )
 def test_cost_is_a_pass_and_one_more_for_changed_inputs(methods: Any, samples: int) -> None:
     (vhl,) = [method for method in methods if method.name == "vhl"]
-    assert vhl.cost(taking_part(run_spec(*methods), 5, 20.0)) == samples
+    assert vhl.cost(participation_facts(run_spec(*methods), 5, 20.0)) == samples
 
 
 @pytest.mark.parametrize(

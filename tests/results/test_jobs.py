@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tiny_runs import ran, silent
+from tiny_runs import ran, untrained_run
 
 from raysim.results import jobs as jobs_file
 from raysim.results.jobs import FATES, JOBS, Jobs, JobWriter, read_jobs
@@ -107,7 +107,9 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
     tmp_path: Path, schedule: Schedule
 ) -> None:
-    coordinator, _, _ = silent([30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20)
+    coordinator, _, _ = untrained_run(
+        [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
+    )
     found = ran(coordinator)
     writer = JobWriter.of(tmp_path, 0)
     assert writer is not None

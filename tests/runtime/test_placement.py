@@ -18,7 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_runs import FOLDERS, NORMED, changed, coordinate, even, ran, run, run_spec, several, tiny
+from tiny_runs import (
+    FOLDERS,
+    NORMED,
+    changed,
+    coordinate,
+    equal_clients,
+    ran,
+    run,
+    run_spec,
+    several,
+    tiny,
+)
 
 from raysim.api.declarations import Evaluation
 from raysim.api.local_job import LocalJob
@@ -210,7 +221,7 @@ def test_where_a_worker_trains_several_at_once_so_many_are_as_large_as_the_large
 def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
     methods: tuple[Method, ...],
 ) -> None:
-    study = run_spec(*methods, data=even(), model=Mlp((32,)))
+    study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(
         study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12
     )
@@ -227,7 +238,7 @@ def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
 
 
 def test_a_summed_group_counts_as_one_vector() -> None:
-    study = run_spec(data=even(), model=Mlp((32,)))
+    study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(
         study, Synchronous(6), runtime=several(study, 2), rounds=1, summation=3
     )
@@ -377,7 +388,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
 
     from raysim.runtime import ray as on_ray
 
-    data = replace(even(), dataset_path=Hidden(even().dataset_path))
+    data = replace(equal_clients(), dataset_path=Hidden(equal_clients().dataset_path))
     study = run_spec(Scaffold(), model=LARGE, data=data)
     size = on_ray.plan_workers(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
@@ -419,7 +430,7 @@ def _where(actor: Any) -> tuple[str, str, int]:
 def test_workers_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
     driver: Call, second_cache: Path
 ) -> None:
-    study = run_spec(Scaffold(), model=LARGE, data=even())
+    study = run_spec(Scaffold(), model=LARGE, data=equal_clients())
     schedule = Buffered(concurrency=4, size=2)
     here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
     bits, rows, seen = driver(_on_both_nodes)
@@ -429,11 +440,11 @@ def test_workers_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_i
     # Where they are, and what they read.
     places = [node for node, _, _ in seen["workers"]]
     assert sorted(places.count(node) for node in set(places)) == [1, 1]
-    own = second_cache / even().dataset_path.name
+    own = second_cache / equal_clients().dataset_path.name
     assert sorted(path for _, path, _ in seen["workers"]) == sorted(
-        [str(own), str(even().dataset_path)]
+        [str(own), str(equal_clients().dataset_path)]
     )
-    assert own.read_bytes() == even().dataset_path.read_bytes()
+    assert own.read_bytes() == equal_clients().dataset_path.read_bytes()
     assert all(worked for _, _, worked in seen["workers"]), "each node takes its share of the work"
     # What is seen while it runs, and what is left.
     assert seen["actors"] == ["coordinator", "worker-0", "worker-1"]
@@ -442,7 +453,7 @@ def test_workers_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_i
     assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
 
 
-SUMMED = changed(run_spec(model=LARGE, data=even(16, 320)), rounds=2, summation=2)
+SUMMED = changed(run_spec(model=LARGE, data=equal_clients(16, 320)), rounds=2, summation=2)
 
 
 def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiny_runs import ran, silent
+from tiny_runs import ran, untrained_run
 
 from raysim.simulation.availability import (
     DAY,
@@ -437,7 +437,7 @@ def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None
 
 def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
     # Ten seconds a job: three of them fit, and the fourth is lost.
-    coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
+    coordinator, _, _ = untrained_run([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
     with pytest.raises(
         NoClientsLeftError,
         match=r"after 35 s of virtual time and 3 aggregations: .* fleet\.wrap=true, .*rounds=3",
@@ -448,19 +448,23 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
 
 def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
-    coordinator, _, _ = silent(
+    coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup
     )
     with pytest.raises(NoClientsLeftError):
         list(coordinator.run())
     (last,) = sorted((tmp_path / "checkpoints").iterdir())[-1:]
-    again, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3, resume=str(last))
-    straight, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3)
+    again, _, _ = untrained_run(
+        [10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3, resume=str(last)
+    )
+    straight, _, _ = untrained_run([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3)
     assert ran(again).bits == ran(straight).bits
 
 
 def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
-    coordinator, _, _ = silent([10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4)
+    coordinator, _, _ = untrained_run(
+        [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
+    )
     assert [row["virtual_seconds"] for row in ran(coordinator).rows] == [10.0, 20.0, 1010.0, 1020.0]
 
 

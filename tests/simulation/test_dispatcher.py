@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from tiny_runs import MLP, coordinate, even, ran, run_spec
+from tiny_runs import MLP, coordinate, equal_clients, ran, run_spec
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.messages import TrainingResult
@@ -66,7 +66,9 @@ class Slow:
 
 
 def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow:
-    spec = run_spec(model=MLP, local=Local(lr=0.05, batch=6), data=even(CLIENTS, CLIENTS * SAMPLES))
+    spec = run_spec(
+        model=MLP, local=Local(lr=0.05, batch=6), data=equal_clients(CLIENTS, CLIENTS * SAMPLES)
+    )
     runtime: Any = Slow(spec, seconds)
     ran(
         coordinate(
@@ -112,7 +114,9 @@ def test_what_workers_sum_travels_as_one_array_for_a_group() -> None:
                 answers.append(ref)
             return super().get(ref)
 
-    spec = run_spec(model=MLP, local=Local(lr=0.05, batch=6), data=even(CLIENTS, CLIENTS * SAMPLES))
+    spec = run_spec(
+        model=MLP, local=Local(lr=0.05, batch=6), data=equal_clients(CLIENTS, CLIENTS * SAMPLES)
+    )
     runtime: Any = Watched(spec, 0.001)
     ran(coordinate(spec, Synchronous(10), Ideal(), runtime=runtime, rounds=3))
     assert [len(answer.sums) for answer in answers] == [1] * 6

@@ -17,7 +17,7 @@ from tiny_runs import (
     SEED,
     NormedMlp,
     coordinate,
-    even,
+    equal_clients,
     ran,
     run,
     run_spec,
@@ -384,11 +384,11 @@ def test_a_pooled_round_processes_what_a_cohort_would() -> None:
 
 
 def test_one_client_pooled_is_fedavg_with_one_client() -> None:
-    mixed = even(clients=1).partition
+    mixed = equal_clients(clients=1).partition
     ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
-    alone = run(run_spec(data=replace(even(clients=1), partition=ordered)), Synchronous(1))
+    alone = run(run_spec(data=replace(equal_clients(clients=1), partition=ordered)), Synchronous(1))
     assert (
-        run(run_spec(Pooled(), data=pool_clients(even(clients=1))), Synchronous(1)).bits
+        run(run_spec(Pooled(), data=pool_clients(equal_clients(clients=1))), Synchronous(1)).bits
         == alone.bits
     )
 

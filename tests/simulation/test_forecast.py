@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_runs import BUFFER, Clock, even, run_spec
+from tiny_runs import BUFFER, TimedFleet, equal_clients, run_spec
 
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Fleet, Ideal
@@ -15,25 +15,25 @@ from raysim.training.run_spec import declare_run
 
 
 def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
-    spec = run_spec(data=even(clients))
+    spec = run_spec(data=equal_clients(clients))
     return make_planner(spec, declare_run(spec), schedule, fleet)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 100])
 def test_rounds_wait_for_their_slowest_client(rounds: int) -> None:
-    found = forecast(planner(Synchronous(2), Clock((1.0, 3.0)), 2), rounds)
+    found = forecast(planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2), rounds)
     assert found == Forecast(
         at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
     )
 
 
 def test_work_that_is_thrown_away_keeps_clients_busy() -> None:
-    found = forecast(planner(Oversample(1, 2), Clock((1.0, 4.0)), 2), 1)
+    found = forecast(planner(Oversample(1, 2), TimedFleet((1.0, 4.0)), 2), 1)
     assert found == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
 
 
 def test_clients_that_come_together_are_stale_by_those_before_them() -> None:
-    found = forecast(planner(Immediate(3), Clock((1.0,) * 3), 3), 10)
+    found = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
     # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
     assert found == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
@@ -56,16 +56,16 @@ def test_lost_jobs_are_a_share_of_all() -> None:
 def test_workers_are_busy_as_far_as_jobs_depend_on_each_other(
     schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
-    found = forecast(planner(schedule, Clock((1.0,) * 16), 16), 200, workers)
+    found = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
     assert least <= found.workers_busy <= most
 
 
 def test_steps_that_take_no_time_have_no_pace() -> None:
-    assert forecast(planner(BUFFER, Clock((0.0,) * 6), 6), 3).at_work == 0
+    assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).at_work == 0
 
 
 def test_devices_that_end_leave_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = planner(Synchronous(2), Clock((1.0, 3.0)), 2)
+    made = planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2)
     real, count = made.next_aggregation, 0
 
     def next_aggregation() -> PlannedAggregation:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from test_deaths import Mortal
-from tiny_runs import NORMED_MLP, Ran, changed, coordinate, even, ran, run_spec, several
+from tiny_runs import NORMED_MLP, Ran, changed, coordinate, equal_clients, ran, run_spec, several
 
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
@@ -64,7 +64,7 @@ class Dead(Sick):
 
 
 def study(*methods: Method) -> RunSpec:
-    spec = run_spec(*methods, model=NORMED_MLP, data=even(clients=40, samples=400))
+    spec = run_spec(*methods, model=NORMED_MLP, data=equal_clients(clients=40, samples=400))
     return changed(spec, rounds=2, summation=2, tolerate=1.0)
 
 

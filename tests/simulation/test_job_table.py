@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiny_runs import silent
+from tiny_runs import untrained_run
 
 from raysim.simulation.events import Round
 from raysim.simulation.fleet import Lognormal
@@ -55,7 +55,7 @@ def watch_states(table: JobTable) -> dict[int, list[JobState]]:
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(0, 99), st.sampled_from([0.0, 0.3]))
 def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: float) -> None:
     counts = [3 + client for client in range(9)]
-    coordinator, _, runtime = silent(
+    coordinator, _, runtime = untrained_run(
         counts, SCHEDULES[name], Lognormal(dropout=dropout), seed=seed, rounds=6
     )
     states = watch_states(coordinator.jobs)
@@ -84,7 +84,7 @@ def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_worker_gets_every_job_once(name: str) -> None:
-    coordinator, _, runtime = silent([2] * 9, SCHEDULES[name], Lognormal(), rounds=12)
+    coordinator, _, runtime = untrained_run([2] * 9, SCHEDULES[name], Lognormal(), rounds=12)
     queued: list[int] = []
     enqueue = coordinator.dispatcher.enqueue
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, coordinate, even, run_spec, sized
+from tiny_runs import LOCAL, clients_of_sizes, coordinate, equal_clients, run_spec
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,7 +61,7 @@ def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
 def test_memory_is_the_same_at_round_90_as_when_every_client_was_seen(
     methods: tuple[Method, ...], schedule: Schedule
 ) -> None:
-    study = run_spec(*methods, model=Mlp((64,)), data=even())
+    study = run_spec(*methods, model=Mlp((64,)), data=equal_clients())
     coordinator = coordinate(study, schedule, rounds=90, evaluate=Evaluation(every=50))
     early, late = held_after(coordinator, (30, 90))
     assert coordinator.planner.participations.all(), "every client was seen"
@@ -69,13 +69,13 @@ def test_memory_is_the_same_at_round_90_as_when_every_client_was_seen(
 
 
 def test_stateless_runs_keep_nothing_per_client() -> None:
-    coordinator = coordinate(run_spec(data=even()), rounds=3)
+    coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
     assert coordinator.private._stored == {} and not set(coordinator.runtime.members[0]._resident)  # type: ignore[attr-defined]
 
 
 def test_clients_that_were_never_sampled_cost_nothing() -> None:
-    data = even(clients=50, samples=400)
+    data = equal_clients(clients=50, samples=400)
     coordinator = coordinate(
         run_spec(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9)
     )
@@ -91,7 +91,9 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
 
 
 def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:
-    coordinator = coordinate(run_spec(data=even()), Buffered(concurrency=4, size=2), rounds=30)
+    coordinator = coordinate(
+        run_spec(data=equal_clients()), Buffered(concurrency=4, size=2), rounds=30
+    )
     held = [len(coordinator.versions) for _ in coordinator.run()]
     assert max(held) <= 4 + 1, "as many base versions as jobs under way, and the current one"
     assert np.isfinite(coordinator.server.vector.numpy()).all()
@@ -119,7 +121,7 @@ def test_an_aggregation_and_an_evaluation_cost_nothing_for_clients_that_take_no_
     method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = 40_000
-    data = sized([3] * 4 + [1] * (clients - 4))
+    data = clients_of_sizes([3] * 4 + [1] * (clients - 4))
     tests = CSR(np.zeros(clients, np.int64), np.arange(clients + 1))
     data = replace(data, partition=replace(data.partition, test=tests))
     spec = run_spec(*method, data=data, local=replace(LOCAL, epochs=2))

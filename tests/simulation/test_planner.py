@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, reject, settings, strategies as st
-from tiny_runs import Clock, ran, silent
+from tiny_runs import TimedFleet, ran, untrained_run
 
 from raysim.simulation.availability import Diurnal, Intervals, Markov
 from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
@@ -171,7 +171,7 @@ def test_a_plan_that_is_stored_goes_on_as_it_was(
 @given(SCHEDULES, FLEETS, st.integers(0, 9))
 def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
     counts = [3 + client for client in range(CLIENTS)]
-    coordinator, ledger, runtime = silent(counts, schedule, fleet, seed=seed, rounds=6)
+    coordinator, ledger, runtime = untrained_run(counts, schedule, fleet, seed=seed, rounds=6)
     devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
     expected = steps(
         Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6
@@ -304,7 +304,7 @@ def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
 
 def test_virtual_time_equals_a_calculation_by_hand() -> None:
     # Two at a time of three clients that need 1, 2 and 4 seconds; who is drawn is up to the seed.
-    coordinator, _, _ = silent([2] * 3, Immediate(3), Clock((1.0, 2.0, 4.0)), rounds=7)
+    coordinator, _, _ = untrained_run([2] * 3, Immediate(3), TimedFleet((1.0, 2.0, 4.0)), rounds=7)
     found = ran(coordinator)
     assert [row["virtual_seconds"] for row in found.rows] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
     assert [end.client for end in found.jobs] == [0, 0, 1, 0, 0, 1, 2]
@@ -423,7 +423,7 @@ def tiers(slow: float, fast: float) -> Planner:
     """Two of two clients each, of whom the slow ones (0 and 1) and the fast ones come at these times and stay."""
 
     @dataclass(frozen=True)
-    class Late(Clock):
+    class Late(TimedFleet):
         def devices(self, seed: int, clients: int, sample_flops: Any) -> Any:
             devices: Any = super().devices(seed, clients, sample_flops)
             bounds = np.array([slow, 1e6] * 2 + [fast, 1e6] * 2)

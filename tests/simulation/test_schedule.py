@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import Clock, even, ran, run, run_spec, silent
+from tiny_runs import TimedFleet, equal_clients, ran, run, run_spec, untrained_run
 
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import Job
@@ -172,15 +172,15 @@ def test_more_than_the_clients_can_fill_is_refused_with_what_would_do(
     schedule: Schedule, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        silent([2, 2, 0, 2], schedule)
+        untrained_run([2, 2, 0, 2], schedule)
 
 
 # --- virtual time -------------------------------------------------------------------------------------------------
 
 
 def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_id() -> None:
-    coordinator, ledger, _ = silent(
-        [2] * 5, Synchronous(5), Clock((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
+    coordinator, ledger, _ = untrained_run(
+        [2] * 5, Synchronous(5), TimedFleet((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
     )
     found = ran(coordinator)
     assert ledger.cohorts == [[1, 3, 2, 4, 0]] * 2
@@ -188,8 +188,8 @@ def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_i
 
 
 def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
-    fleet = Clock((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
-    coordinator, ledger, _ = silent([2] * 6, Immediate(2), fleet, rounds=60)
+    fleet = TimedFleet((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
+    coordinator, ledger, _ = untrained_run([2] * 6, Immediate(2), fleet, rounds=60)
     found = ran(coordinator)
     ends = [(end.finish, end.client) for end in found.jobs]
     assert ends == sorted(ends), "time first, then the client's id"
@@ -206,7 +206,7 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
 
 def test_all_events_of_one_instant_are_taken_before_the_schedule_decides() -> None:
     watched = Watched(Buffered(concurrency=4, size=2))
-    coordinator, ledger, _ = silent([2] * 6, watched, Clock((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
+    coordinator, ledger, _ = untrained_run([2] * 6, watched, TimedFleet((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
     ran(coordinator)
     views = [view for view, _ in watched.log]
     first = next(view for view in views if view.arrived)
@@ -218,8 +218,8 @@ def test_all_events_of_one_instant_are_taken_before_the_schedule_decides() -> No
 
 def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_together() -> None:
     # Four arrive in one instant and fill two buffers: the second one adds to a newer version than the first.
-    coordinator, ledger, _ = silent(
-        [2] * 6, Buffered(concurrency=4, size=2), Clock((1.0,) * 6), rounds=4
+    coordinator, ledger, _ = untrained_run(
+        [2] * 6, Buffered(concurrency=4, size=2), TimedFleet((1.0,) * 6), rounds=4
     )
     found = ran(coordinator)
     assert ledger.staleness == [[0, 0], [1, 1]] * 2
@@ -228,8 +228,8 @@ def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_togethe
 
 
 def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
-    coordinator, ledger, _ = silent(
-        [2] * 6, Buffered(concurrency=6, size=5), Clock((1.0,) * 5 + (4.5,)), rounds=6
+    coordinator, ledger, _ = untrained_run(
+        [2] * 6, Buffered(concurrency=6, size=5), TimedFleet((1.0,) * 5 + (4.5,)), rounds=6
     )
     ran(coordinator)
     late = [
@@ -245,8 +245,8 @@ def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
 
 
 def test_what_is_too_stale_is_thrown_away_and_never_trained() -> None:
-    fleet = Clock((1.0,) * 5 + (4.5,))
-    coordinator, ledger, runtime = silent(
+    fleet = TimedFleet((1.0,) * 5 + (4.5,))
+    coordinator, ledger, runtime = untrained_run(
         [2] * 6, Buffered(6, 5, max_staleness=3), fleet, rounds=12
     )
     found = ran(coordinator)
@@ -259,7 +259,9 @@ def test_what_is_too_stale_is_thrown_away_and_never_trained() -> None:
 
 def test_a_round_that_is_oversampled_ends_with_its_first_clients() -> None:
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-    coordinator, ledger, runtime = silent([2] * 6, Oversample(2, 1.5), Clock(seconds), rounds=40)
+    coordinator, ledger, runtime = untrained_run(
+        [2] * 6, Oversample(2, 1.5), TimedFleet(seconds), rounds=40
+    )
     found = ran(coordinator)
     assert all(len(cohort) == 2 and cohort == sorted(cohort) for cohort in ledger.cohorts)
     assert len(runtime.jobs) == 80, "nothing else is trained"
@@ -280,7 +282,9 @@ def test_a_round_that_is_oversampled_ends_with_its_first_clients() -> None:
 @pytest.mark.parametrize("late", ["stale", "discard"])
 def test_a_deadline_ends_a_round_with_those_who_are_back(late: str) -> None:
     seconds = (1.0, 1.5, 2.0, 5.5, 9.0)
-    coordinator, ledger, _ = silent([2] * 5, Deadline(5, 2.0, late), Clock(seconds), rounds=5)
+    coordinator, ledger, _ = untrained_run(
+        [2] * 5, Deadline(5, 2.0, late), TimedFleet(seconds), rounds=5
+    )
     found = ran(coordinator)
     assert [row["virtual_seconds"] for row in found.rows] == [2.0, 4.0, 6.0, 8.0, 10.0]
     # Client 3 is late by two rounds, client 4 by four; both are sent off again when a round begins.
@@ -294,8 +298,8 @@ def test_a_deadline_ends_a_round_with_those_who_are_back(late: str) -> None:
 
 
 def test_a_round_waits_for_its_first_client_where_nobody_is_back_in_time() -> None:
-    coordinator, ledger, _ = silent(
-        [2] * 3, Deadline(3, 2.0, "discard"), Clock((5.0, 6.0, 7.0)), rounds=1
+    coordinator, ledger, _ = untrained_run(
+        [2] * 3, Deadline(3, 2.0, "discard"), TimedFleet((5.0, 6.0, 7.0)), rounds=1
     )
     found = ran(coordinator)
     assert ledger.cohorts == [[0]] and found.rows[0]["virtual_seconds"] == 5.0
@@ -303,7 +307,7 @@ def test_a_round_waits_for_its_first_client_where_nobody_is_back_in_time() -> No
 
 def test_tiers_have_rounds_of_their_own() -> None:
     seconds = (1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
-    coordinator, ledger, _ = silent([2] * 6, Tiered(2, 2), Clock(seconds), rounds=8)
+    coordinator, ledger, _ = untrained_run([2] * 6, Tiered(2, 2), TimedFleet(seconds), rounds=8)
     found = ran(coordinator)
     of_fast = [set(cohort) <= {0, 1, 2} for cohort in ledger.cohorts]
     assert of_fast == [True, True, True, False, True, True, True, False], "three rounds for one"
@@ -324,7 +328,7 @@ def test_tiers_have_rounds_of_their_own() -> None:
 
 
 def test_every_arrival_is_in_exactly_one_aggregation() -> None:
-    coordinator, ledger, runtime = silent(
+    coordinator, ledger, runtime = untrained_run(
         [2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30
     )
     found = ran(coordinator)
@@ -337,8 +341,10 @@ def test_every_arrival_is_in_exactly_one_aggregation() -> None:
 
 def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for_bit() -> None:
     settings = {"rounds": 4, "weighting": "uniform"}
-    rounds = run(run_spec(data=even()), Synchronous(3), Ideal(), **settings)
-    buffered = run(run_spec(data=even()), Buffered(concurrency=3, size=3), Ideal(), **settings)
+    rounds = run(run_spec(data=equal_clients()), Synchronous(3), Ideal(), **settings)
+    buffered = run(
+        run_spec(data=equal_clients()), Buffered(concurrency=3, size=3), Ideal(), **settings
+    )
     assert rounds.bits == buffered.bits
 
 
@@ -350,7 +356,7 @@ def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for
 )
 def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
     counts = [2, 0, 2, 2, 2, 2, 0, 2, 2]
-    coordinator, _, runtime = silent(counts, schedule, Ideal(), rounds=900)
+    coordinator, _, runtime = untrained_run(counts, schedule, Ideal(), rounds=900)
     ran(coordinator)
     share = np.bincount([job.client for job in runtime.jobs], minlength=9) / len(runtime.jobs)
     assert not share[[1, 6]].any()
@@ -360,8 +366,8 @@ def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
 
 
 def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
-    fleet = Clock((1.0, 1.1, 1.2, 1.3))
-    coordinator, _, _ = silent([2] * 4, Immediate(4), fleet, rounds=50)
+    fleet = TimedFleet((1.0, 1.1, 1.2, 1.3))
+    coordinator, _, _ = untrained_run([2] * 4, Immediate(4), fleet, rounds=50)
     found = ran(coordinator)
     dispatched = [job.client for each in found.aggregations for job in each.dispatched]
     assert dispatched[4:] == [end.client for end in found.jobs[:49]]
@@ -371,7 +377,7 @@ def test_the_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
         found = run(
-            run_spec(*methods, data=even()),
+            run_spec(*methods, data=equal_clients()),
             Synchronous(2),
             Ideal(),
             rounds=4,
@@ -385,7 +391,7 @@ def test_the_cohorts_do_not_depend_on_the_method() -> None:
 def test_the_same_seed_gives_the_same_order_of_events_and_another_seed_another() -> None:
     orders = []
     for seed in (1, 1, 2):
-        coordinator, ledger, _ = silent(
+        coordinator, ledger, _ = untrained_run(
             [2] * 20, Buffered(concurrency=6, size=3), Lognormal(), seed=seed, rounds=10
         )
         ran(coordinator)

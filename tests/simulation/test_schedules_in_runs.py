@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, even, ran, run_spec, several, tiny
+from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, equal_clients, ran, run_spec, several, tiny
 
 from raysim.api.declarations import Evaluation
 from raysim.methods.fedasync import FedAsync
@@ -137,7 +137,7 @@ def test_the_servers_control_variate_stays_the_mean_of_what_was_accepted(schedul
 
 
 def test_one_client_at_a_time_and_no_mixing_is_sequential_sgd() -> None:
-    spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=even())
+    spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=equal_clients())
     spy = Spy(spied)
     found = ran(
         coordinate(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import changed, declared_for, run_spec, server_of
+from tiny_runs import changed, declare_methods, make_server, run_spec
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
@@ -34,7 +34,7 @@ COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5, 17, 2, 8, 6])
 
 
 def server(*methods: Method, **settings: Any) -> Server:
-    declarations = declared_for(methods, {"model": MODEL}, LAYOUT, TASK)
+    declarations = declare_methods(methods, {"model": MODEL}, LAYOUT, TASK)
     counters = torch.zeros(1, dtype=torch.int64)
     return Server(declarations, torch.tensor(START), counters, COUNTS, 0, TASK, **settings)
 
@@ -313,7 +313,7 @@ def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
 
 def test_clients_with_one_sample_have_their_share_and_those_without_none() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
-    found = server_of(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
+    found = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import NORMED_MLP, SEED, Ran, run, run_spec, silent, tiny
+from tiny_runs import NORMED_MLP, SEED, Ran, run, run_spec, tiny, untrained_run
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Finetune
@@ -146,7 +146,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
-    coordinator, ledger, runtime = silent(COUNTS, schedule, FLEETS[fleet], rounds=12)
+    coordinator, ledger, runtime = untrained_run(COUNTS, schedule, FLEETS[fleet], rounds=12)
     events = [*coordinator.run()]
     wanted = expected(schedule, fleet, 12)
     assert ledger.cohorts == [[job.client for job in each.taken] for each in wanted]
@@ -178,7 +178,7 @@ def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_
     fleet = Lognormal(
         speed=10.0, sigma=0.0, bandwidth_down=100.0, bandwidth_up=50.0, bandwidth_sigma=0.0
     )
-    coordinator, ledger, _ = silent([20, 50, 30], Synchronous(3), fleet, rounds=2)
+    coordinator, ledger, _ = untrained_run([20, 50, 30], Synchronous(3), fleet, rounds=2)
     [*coordinator.run()]
     # 75 floats are 300 bytes: 3 s down, 6 s up; 2, 5 and 3 s of training.
     assert ledger.cohorts == [[0, 2, 1]] * 2
@@ -186,7 +186,7 @@ def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_
 
 
 def test_clients_that_need_the_same_time_are_taken_by_their_ids() -> None:
-    coordinator, ledger, _ = silent(
+    coordinator, ledger, _ = untrained_run(
         [20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3
     )
     [*coordinator.run()]
@@ -224,7 +224,7 @@ def test_the_numbers_of_a_checkpoint_are_those_on_paper(
     schedule: Any, fleet: str, tmp_path: Path
 ) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}
-    coordinator, _, _ = silent(COUNTS, schedule, FLEETS[fleet], **settings)
+    coordinator, _, _ = untrained_run(COUNTS, schedule, FLEETS[fleet], **settings)
     [*coordinator.run()]
     wanted = expected(schedule, fleet, 10)
     folders = tmp_path / "checkpoints"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import MLP, NORMED_MLP, Bare, tiny
+from tiny_runs import MLP, NORMED_MLP, BiasFreeMlp, tiny
 
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
@@ -67,7 +67,7 @@ ROWS = {
     "fresh optimisers": row(keep_optimizer=False),
     "no momentum": row(study={"local": replace(SHORT, momentum=0.0)}),
     "no BatchNorm in the model": row(study={"model": MLP}),
-    "a head without bias": row(study={"model": Bare()}),
+    "a head without bias": row(study={"model": BiasFreeMlp()}),
     "a client of one sample": row(
         study={"data": with_few(1)}, schedule=Synchronous(4), run={"rounds": 2}
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from probing import make
-from tiny_runs import coordinate, run_spec, sized
+from tiny_runs import clients_of_sizes, coordinate, run_spec
 
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import Probe
@@ -236,4 +236,4 @@ def test_a_file_without_probes_is_refused_by_name(tmp_path: Path, content: bytes
 
 def test_probes_without_a_central_test_set_are_refused_before_anything_is_trained() -> None:
     with pytest.raises(ValueError, match=r"^evaluate\.probe=1: "):
-        coordinate(run_spec(data=sized([5] * 4)), evaluate=Evaluation(probe=1))
+        coordinate(run_spec(data=clients_of_sizes([5] * 4)), evaluate=Evaluation(probe=1))

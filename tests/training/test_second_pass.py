@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_step import BATCH, X, Y, at_work, net
-from tiny_runs import NORMED, Asking, run_spec, views
+from tiny_runs import NORMED, ShiftedGradient, method_views, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs, Stage
@@ -20,7 +20,7 @@ from raysim.vectors.optimizer import Optimizer
 
 @pytest.mark.parametrize("take", [True, False])
 def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
-    worker = Worker(run_spec(Asking(0.05, take), model=NORMED))
+    worker = Worker(run_spec(ShiftedGradient(0.05, take), model=NORMED))
     inputs, labels = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = context(worker)
     model = ctx.model.train()
@@ -40,12 +40,12 @@ def context(worker: Worker) -> Context:
         trainer=worker.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=worker.vector,
         received=worker.vector.shared, base=worker.vector.shared.clone(), download={}, state={},
     )  # fmt: skip
-    ctx.views = views(ctx, worker.declarations)
+    ctx.views = method_views(ctx, worker.declarations)
     return ctx
 
 
 def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_others() -> None:
-    asking = Asking(0.25)
+    asking = ShiftedGradient(0.25)
     step, ctx = at_work(
         [asking], Optimizer(), personal=("model.extractor.weight", "model.extractor.bias")
     )
@@ -94,7 +94,7 @@ def test_terms_are_in_both_gradients() -> None:
         def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
             return loss + 0.5 * job.model.head.bias.square().sum()
 
-    pulled, free = Asking(0.5), Asking(0.5)
+    pulled, free = ShiftedGradient(0.5), ShiftedGradient(0.5)
     for methods in ([pulled, Pull()], [free]):
         step, ctx = at_work(methods, Optimizer())
         step(ctx, BATCH, (Stage(),))
@@ -104,7 +104,7 @@ def test_terms_are_in_both_gradients() -> None:
 
 
 def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> None:
-    asking = Asking()
+    asking = ShiftedGradient()
     step, ctx = at_work([asking], Optimizer())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
     expected = torch.cat(
@@ -130,7 +130,7 @@ def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
             job.state["sum"] = job.state["sum"] + out.logits.detach().sum()
             return loss + job.state["sum"] * job.model.head.bias.sum()
 
-    step, ctx = at_work([Asking(0.1), Counting()], Optimizer())
+    step, ctx = at_work([ShiftedGradient(0.1), Counting()], Optimizer())
     ctx.state["counting.sum"] = torch.zeros(())
     logits = ctx.model.head(ctx.model.features(X)).detach()
     step(ctx, BATCH, (Stage(),))
@@ -146,7 +146,7 @@ def test_a_failing_second_pass_puts_the_parameters_back() -> None:
                 raise RuntimeError("elsewhere")
             return loss
 
-    step, ctx = at_work([Asking(0.1), Failing()], Optimizer())
+    step, ctx = at_work([ShiftedGradient(0.1), Failing()], Optimizer())
     before = ctx.vector.data.clone()
     with pytest.raises(RuntimeError, match="elsewhere"):
         step(ctx, BATCH, (Stage(),))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED, declared_for, run_spec, views
+from tiny_runs import NORMED, declare_methods, method_views, run_spec
 from torch import Tensor, nn
 
 from raysim.api.context import Batch, Context, Outputs, Stage
@@ -122,8 +122,8 @@ def at_work(
         trainer=trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=vector,
         received=vector.shared, base=vector.shared.clone(), download={}, state={},
     )  # fmt: skip
-    declarations = declared_for(methods, nets, vector.layout)
-    ctx.views = views(ctx, declarations)
+    declarations = declare_methods(methods, nets, vector.layout)
+    ctx.views = method_views(ctx, declarations)
     return Step(vector, declarations, optimizer, clip), ctx
 
 

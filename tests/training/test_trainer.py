@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, NOTHING, ROUNDS, SEED, even, run, run_spec
+from tiny_runs import EMPTY_STATE, LOCAL, ROUNDS, SEED, equal_clients, run, run_spec
 from torch import Tensor
 
 from raysim.api.context import Outputs
@@ -23,7 +23,7 @@ from raysim.training.trainer import Trainer
 from raysim.training.worker import Worker
 
 ROW = 64  # floats of an image
-FLIPPED = replace(even(), pipeline=replace(even().pipeline, augment=("flip",)))
+FLIPPED = replace(equal_clients(), pipeline=replace(equal_clients().pipeline, augment=("flip",)))
 JOBS = [
     Job(number=10 + client, client=client, participation=3, version=0, state=-1, weight=1.0)
     for client in range(4)
@@ -54,14 +54,14 @@ class Watched:
         """Train; how many rows were gathered at once."""
         self.gathered.clear()
         vector = self.trainer.vector
-        self.trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, NOTHING)
+        self.trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, EMPTY_STATE)
         return [len(rows) for rows, _ in self.gathered]
 
 
 def test_as_many_small_jobs_are_prepared_as_fit_into_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, data=even())
+    watched = Watched(monkeypatch, data=equal_clients())
     monkeypatch.setattr(module, "_CHUNK", 2 * watched.samples * ROW)
     watched.trainer.look_ahead(JOBS)
     assert [watched.trainer.prepared(job) for job in JOBS] == [True, True, False, False]
@@ -72,7 +72,7 @@ def test_as_many_small_jobs_are_prepared_as_fit_into_a_chunk(
 def test_batches_are_gathered_as_many_at_once_as_fit_into_a_chunk_and_one_at_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, data=even())
+    watched = Watched(monkeypatch, data=equal_clients())
     assert watched.sizes(JOBS[0]) == [watched.samples]
     monkeypatch.setattr(module, "_CHUNK", 16 * ROW)
     assert watched.sizes(JOBS[0])[0] == 16
@@ -83,7 +83,7 @@ def test_batches_are_gathered_as_many_at_once_as_fit_into_a_chunk_and_one_at_lea
 def test_a_clients_own_samples_come_in_order_in_batches_that_fit_into_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, data=even())
+    watched = Watched(monkeypatch, data=equal_clients())
     monkeypatch.setattr(module, "_CHUNK", 10 * ROW)
     sizes = [len(labels) for _, labels in watched.trainer.client_samples(1)]
     assert sizes[:2] == [10, 10] and max(sizes) == 10
@@ -153,7 +153,9 @@ def test_gradients_pass_through_frozen_networks() -> None:
     trainer = Worker(run_spec(Compared(), local=LOCAL)).trainer
     vector = trainer.vector
     for job in JOBS[:2]:
-        outcome = trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, NOTHING)
+        outcome = trainer.train(
+            job, vector.shared.clone(), vector.counters.clone(), {}, EMPTY_STATE
+        )
         assert outcome is not None
 
 
@@ -186,6 +188,6 @@ def test_frozen_networks_have_the_private_part_of_begin() -> None:
 
 
 def test_a_chunk_is_a_million_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, data=even(1, 30_000))
+    watched = Watched(monkeypatch, data=equal_clients(1, 30_000))
     watched.trainer.local = replace(watched.trainer.local, batch=1000)
     assert watched.sizes(JOBS[0]) == [16_000, 8_000], "of 64 floats each"

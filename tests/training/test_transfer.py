@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, MLP, coordinate, even, run, run_spec
+from tiny_runs import LOCAL, MLP, coordinate, equal_clients, run, run_spec
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -45,7 +45,7 @@ class Seen(TorchFunctionMode):
 
 def seen(*methods: Method, groups: bool = True) -> tuple[Counter[str], Any]:
     """What a call that trains four clients asks of the device."""
-    spec = run_spec(*methods, model=MLP, data=even(), local=Local(batch=8))
+    spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))
     worker, coordinator = Worker(spec), coordinate(spec)
     published = coordinator.server.published()
     states = [None] * len(JOBS) if coordinator.private.stateful else []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import server_of
+from tiny_runs import make_server
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -40,7 +40,7 @@ def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **setti
         torch.zeros(layout.shared_counters, dtype=torch.int64),
     )
     counts = np.arange(1, clients + 1)
-    return server_of(
+    return make_server(
         layout, start, counters, methods, counts, 0, Task((1, 2, 2), 3, clients), **settings
     )
 
