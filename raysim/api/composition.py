@@ -196,7 +196,7 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
         )
 
 
-def check_together(methods: Sequence[Method], declared: Sequence[Declared]) -> None:
+def check_together(declared: Sequence[Declared]) -> None:
     """Raise ValueError for methods that declare what only one may, or exclude each other."""
     for what in ("stages", "select", "finetune", "scored"):
         _check_alone(what, [each.method for each in declared if getattr(each, what) is not None])
@@ -211,7 +211,7 @@ def check_together(methods: Sequence[Method], declared: Sequence[Declared]) -> N
             f"method '{integer}' does not combine with method '{soft}': it needs integer labels, "
             f"which '{soft}' makes soft. Keep one of them."
         )
-    _check_pooling(methods, declared)
+    _check_pooling(declared)
     _check_whole_model(declared)
     names = [each.method for each in declared]
     for each in declared:
@@ -233,11 +233,16 @@ def _check_whole_model(declared: Sequence[Declared]) -> None:
         )
 
 
-def _check_pooling(methods: Sequence[Method], declared: Sequence[Declared]) -> None:
-    pooling = next((method.name for method in methods if method.pools), None)
+def _check_pooling(declared: Sequence[Declared]) -> None:
+    pooling = next((each.method for each in declared if each.pools), None)
     if pooling is None:
         return
     for each in declared:
+        if each.needs_clients:
+            raise ValueError(
+                f"method '{each.method}' does not combine with method '{pooling}', which pools the "
+                f"data of all clients: {each.needs_clients}. Keep one of them."
+            )
         if each.keeps_parameters or each.finetune is not None or each.has_hook("personalise"):
             raise ValueError(
                 f"method '{each.method}' does not combine with method '{pooling}': it gives every "

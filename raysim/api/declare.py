@@ -73,8 +73,19 @@ class Declarations:
 
     @property
     def reads_updates(self) -> bool:
-        """Whether a method needs single updates."""
+        """Whether a method reads single updates and their moves."""
         return any(each.reads_updates for each in self.methods)
+
+    @property
+    def needs_single_updates(self) -> bool:
+        """Whether a method reads or changes single updates, so that workers may not sum them."""
+        changed = any(each.change_updates is not None for each in self.methods)
+        return changed or self.reads_updates
+
+    @property
+    def pools(self) -> bool:
+        """Whether one model is trained on the data of all clients, so that nothing is sent."""
+        return any(each.pools for each in self.methods)
 
     @property
     def warnings(self) -> Iterator[str]:
@@ -105,7 +116,7 @@ def declare(
     all_declared: list[Declared] = []
     private: set[str] = set()
     for method in methods:
-        declared = Declared(method.name)
+        declared = Declared(method.name, pools=method.pools)
         setup = Setup(
             method.name,
             task,
@@ -131,7 +142,7 @@ def declare(
         all_declared.append(declared)
     if failure is not None:
         raise failure
-    check_together(methods, all_declared)
+    check_together(all_declared)
     for declared in all_declared:
         private |= set(declared.private_parameters)
         for names in declared.late_private_parameters:

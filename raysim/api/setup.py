@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from raysim.api.declarations import (
     Task,
 )
 from raysim.api.local_job import LocalJob
+from raysim.api.messages import Failure, Update
 from raysim.api.server_view import ServerView, Weighting
 from raysim.vectors.layout import Layout
 
@@ -34,6 +35,7 @@ Cycle: TypeAlias = Sequence[Sequence[Stage]]
 Contributed: TypeAlias = Mapping[str, np.ndarray]
 Pooled: TypeAlias = Mapping[str, Sequence[np.ndarray]]
 Always: TypeAlias = Callable[[Participation], bool]
+Arrivals: TypeAlias = Sequence[Update | Failure]
 
 
 def always(job: Participation) -> bool:
@@ -104,6 +106,11 @@ class Declared:
     needs: list[Need] = field(default_factory=list)
     excludes: dict[str, str] = field(default_factory=dict)
     needs_whole_model: str = ""  # why no other method may keep parameters on the client
+    needs_clients: str = ""  # why no other method may pool the data of all clients
+    pools: bool = False
+    change_labels: Callable[[Tensor], Tensor] | None = None
+    change_updates: Callable[[Arrivals, ServerView], Arrivals] | None = None
+    counted_clients: dict[str, frozenset[int]] = field(default_factory=dict)
     keeps_optimizer: bool = False
     reads_updates: bool = False
     adds_rows: bool = False
@@ -193,6 +200,10 @@ class Setup:
     def needs_whole_model(self, why: str) -> None:
         """Refuse a run whose list has a method that keeps parameters on the client, too."""
         self.declared.needs_whole_model = why
+
+    def needs_clients(self, why: str) -> None:
+        """Refuse a run whose list has a method that pools the data of all clients, too."""
+        self.declared.needs_clients = why
 
     def require(self, condition: object, text: str) -> None:
         """Refuse the run with this text unless the condition holds: "key: what is wrong. Do ..."."""
@@ -327,7 +338,23 @@ class Setup:
             return torch.zeros(self._layout[0].trained)
         return torch.zeros_like(at.params)
 
+    def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
+        """Replace updates when they reach the server, before they are counted and weighed.
+
+        change(arrivals, server) gets the updates and failures of an aggregation in the order of
+        acceptance and returns as many of them; sums on workers are off.
+        """
+        self.declared.change_updates = change
+
+    def count_clients(self, column: str, clients: Iterable[int]) -> None:
+        """Add a column to the history: how many of an aggregation's updates are of these clients."""
+        self.declared.counted_clients[column] = frozenset(clients)
+
     # --- training -----------------------------------------------------------------------------
+    def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the labels [n] of the data set with which workers train; scores are unchanged."""
+        self.declared.change_labels = change
+
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Decide what one step on a batch does: the stages, or a function of the job's plan.
 

@@ -336,8 +336,9 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
     )
     data = federate(source, partitioner, settings.seed)
     data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
-    if any(method.pools for method in methods):
-        data, schedule, local = _pooled(data, schedule, settings.local)
+    pooling = next((method.name for method in methods if method.pools), "")
+    if pooling:
+        data, schedule, local = _pooled(data, schedule, settings.local, pooling)
         settings = replace(settings, local=local)
     check_concurrency(schedule, data.partition.train.counts)
     loss = (
@@ -359,17 +360,15 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
         size=schedule.size,
         stale=schedule.stale,
     )
-    spec.attackers.check(spec.task.kind, data.partition.train, schedule.size)
     # What a fleet cannot be, such as a damaged trace, is found here and not in another process.
     fleet.devices(
         settings.seed, len(data.partition.train.counts), functools.partial(sample_flops, spec)
     )
     declarations = declare_run(spec)
-    networks = declarations.networks
     spec, left_out = _without_batches_of_one(spec, declarations, partitioner)
     if left_out:
         check_concurrency(schedule, spec.data.partition.train.counts)
-        spec.attackers.check(spec.task.kind, spec.data.partition.train, schedule.size)
+        declarations = declare_run(spec)
     runtime = execution.runtime
     if runtime.precision == "tf32" and not device.startswith("cuda"):
         raise Refused(
@@ -377,7 +376,9 @@ def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
             "runtime.precision=float32, or device=cuda"
         )
     spec = replace(
-        spec, graph=uses_graph(spec, networks, runtime.graph), precision=runtime.precision
+        spec,
+        graph=uses_graph(spec, declarations.networks, runtime.graph),
+        precision=runtime.precision,
     )
     spec = replace(
         spec, lanes=runtime.lanes or default_lanes(spec, declarations, schedule.concurrency)
@@ -472,12 +473,12 @@ def _absolute(kept: Checkpoint) -> Checkpoint:
 
 
 def _pooled(
-    data: FederatedData, schedule: Schedule, local: Local
+    data: FederatedData, schedule: Schedule, local: Local, method: str
 ) -> tuple[FederatedData, Schedule, Local]:
     """One model on all clients' samples: each round processes as many as the cohort of a federated run on average."""
     if not isinstance(schedule, Synchronous):
         raise Refused(
-            "method 'centralized' trains one model, of which nothing can be late: set schedule=synchronous"
+            f"method '{method}' trains one model, of which nothing can be late: set schedule=synchronous"
         )
     check_concurrency(schedule, data.partition.train.counts)
     share = schedule.cohort / np.count_nonzero(data.partition.train.counts)

@@ -133,7 +133,7 @@ class DPFedAvg(Method):
     def setup(self, run: Setup) -> None:
         """Keep C and the number of releases; refuse whatever would not be private."""
         run.excludes("fedexp", "its step depends on single updates, which are not private")
-        run.excludes("centralized", "there is only one client, and nobody to hide among")
+        run.needs_clients("its noise hides a client among others")
         run.require(
             not run.stale,
             "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a schedule of rounds.",

@@ -160,10 +160,7 @@ class FedSR(Method):
     def setup(self, run: Setup) -> None:
         """Add the reference, private unless it is shared, and train it along with the model."""
         run.needs("classes", "features")
-        run.excludes(
-            "centralized",
-            "its references are the clients' own, and 'centralized' has one model for all",
-        )
+        run.needs_clients("each client has a reference of its own")
         if self._informed:
             reference = Reference(run.task.num_classes, run.model.feature_dim)
             run.network("reference", reference, private=not self.share_reference)

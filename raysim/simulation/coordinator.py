@@ -72,7 +72,7 @@ class Coordinator:
         )
         self.jobs = JobTable(self.planner, self.server, self.versions, self.dispatcher, settings)
         self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.private)
-        self.history = RowWriter(spec, self.calls, self.dispatcher, self.private)
+        self.history = RowWriter(spec, declarations, self.calls, self.dispatcher, self.private)
         best_model = BestModel(best_by(spec))
         self.reports = RoundReports(self.evaluator, self.calls, self.history, best_model)
         state = RunState(
@@ -145,10 +145,7 @@ class Coordinator:
         results, sums = self.dispatcher.collect(jobs)
         self.jobs.finish(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)
-        if self.spec.attackers.attack.on_updates:
-            results = self.spec.attackers.poisoned(
-                results, self.layout.trained, self.server.version
-            )
+        results = self.server.receive(results)
         updates = [result for result in results if isinstance(result, Update)]
         failures = tuple(result for result in results if isinstance(result, Failure))
         check_failures(
@@ -163,8 +160,6 @@ class Coordinator:
                 self.evaluator.decompose(updates, self.versions, self.server.published())
             )
         row = self.history.row(self.server, aggregation, updates, failures, store_bytes)
-        if self.settings.attack.kind != "none":
-            row["attackers"] = self.spec.attackers.among([update.client for update in updates])
         probes = tuple(update.probe for update in updates if update.probe is not None)
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 

@@ -94,14 +94,6 @@ class Evaluator:
         dataset = spec.data.open()
         self.domains, self.names = dataset.domains, dataset.domain_names
         self.metric = spec.task.metric
-        if any(method.pools for method in spec.methods) and (
-            self.personal or self.evaluation.finetune.epochs
-        ):
-            raise ValueError(
-                "method 'centralized' has one model for all, but "
-                f"{'a method gives every client its own' if self.personal else 'evaluate.finetune asks for more'}: "
-                "leave one of them out"
-            )
         if self.evaluation.common and not (self.personal and len(spec.data.central)):
             raise ValueError(
                 "evaluate.common=true scores the clients' own models on the central test set, but this run has "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raysim.api.declare import Declarations
 from raysim.api.messages import Failure, Update
 from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.client_states import ClientStates
@@ -23,12 +24,16 @@ class RowWriter:
     """Makes a row for every aggregation; remembers what the row before already counted."""
 
     def __init__(
-        self, spec: RunSpec, calls: WorkerCalls, dispatcher: Dispatcher, private: ClientStates
+        self,
+        spec: RunSpec,
+        declarations: Declarations,
+        calls: WorkerCalls,
+        dispatcher: Dispatcher,
+        private: ClientStates,
     ):
+        self.declarations = declarations
         self.calls, self.dispatcher, self.private = calls, dispatcher, private
         self.rows: list[Row] = []  # of the rounds that are reported
-        # Whether the only client has all data, so that nothing is sent.
-        self.pooled = any(method.pools for method in spec.methods)
         self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
@@ -63,8 +68,8 @@ class RowWriter:
             "round": server.version,
             "virtual_seconds": aggregation.now,
             "wall_seconds": self.wall_seconds,
-            "floats_down": None if self.pooled else aggregation.down,
-            "floats_up": None if self.pooled else aggregation.up,
+            "floats_down": None if self.declarations.pools else aggregation.down,
+            "floats_up": None if self.declarations.pools else aggregation.up,
             "train_loss": _mean_loss(updates),
             self.metric: None,
             f"{self.metric}_worst": None,
@@ -86,7 +91,12 @@ class RowWriter:
         self._deaths = self.calls.deaths
         row |= _reported(updates) | server.report
         probes = [update.probe for update in updates if update.probe is not None]
-        return row | summarise_probes(probes) if probes else row
+        if probes:
+            row |= summarise_probes(probes)
+        for declared in self.declarations.methods:
+            for column, clients in declared.counted_clients.items():
+                row[column] = sum(update.client in clients for update in updates)
+        return row
 
     def store_bytes(self, versions: int, results: int) -> int:
         """Bytes kept in the object store when a round's results are all there: live versions, results, states.

@@ -15,7 +15,7 @@ from torch import Tensor
 from raysim.api.composition import failing_method_name
 from raysim.api.declarations import Task
 from raysim.api.declare import Declarations
-from raysim.api.messages import Arrays, GroupSums, Published, Update
+from raysim.api.messages import Arrays, Failure, GroupSums, Published, Update
 from raysim.api.method import Method
 from raysim.api.mistakes import HookMistake, check_report, returned, said, traced, vector
 from raysim.api.server_view import Aggregation, ServerView, Weighting
@@ -67,7 +67,7 @@ class Server:
         self.population = len(counts) - unseen
         # Clients that have samples, and all samples; counted once, for they may be a million.
         self.able, self.samples = int(np.count_nonzero(counts)), int(np.sum(counts))
-        self.needs_single_updates = declarations.reads_updates
+        self.needs_single_updates = declarations.needs_single_updates
         self.state: dict[str, Tensor] = {}  # by "method.name"; all of it is in a checkpoint
         self.version = 0
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
@@ -179,6 +179,13 @@ class Server:
         return tensor
 
     # --- the step --------------------------------------------------------------------------------------------------
+    def receive(self, arrivals: Sequence[Update | Failure]) -> list[Update | Failure]:
+        """Return what arrived after the methods that replace updates on their arrival."""
+        with self._named():
+            for declared in self.declarations.methods:
+                if declared.change_updates is not None:
+                    arrivals = declared.change_updates(arrivals, self._views[declared.method])
+        return list(arrivals)
 
     def step(
         self,
@@ -366,7 +373,7 @@ def _check_weights(aggregation: Aggregation, method: str, number: Callable[[int]
 def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size: int) -> Server:
     """Return the server of a run at its start. size: most updates in one aggregation."""
     settings, partition = spec.settings, spec.data.partition
-    server = Server(
+    return Server(
         declarations,
         initial.shared.clone(),
         initial.counters[: initial.layout.shared_counters].clone(),
@@ -379,5 +386,3 @@ def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size
         spec.data.number,
         partition.unseen_count,
     )
-    server.needs_single_updates |= spec.attackers.attack.on_updates
-    return server

@@ -1,23 +1,28 @@
-"""Attackers among the clients: who they are, and what they send, or learn from, in place of the truth.
+"""Attackers among the clients: which clients attack, and what they send or learn in place of the truth.
 
-They are drawn once from the seed, among the clients that have samples. With y their label of C and D what they learnt:
+Attackers are drawn once from the seed, among the clients that have samples. With y a label of C
+classes and D an attacker's honest update, `attack.kind` means:
 
-    label_flip   they train on C - 1 - y                                  Fang et al., USENIX Security 2020
-    sign_flip    -scale D                                                 Li et al., AAAI 2019 (RSA)
-    scaled       scale D                                                  Bagdasaryan et al., AISTATS 2020
-    gaussian     noise of deviation sigma                                 Blanchard et al., NeurIPS 2017
-    alie         mean + z deviation of the honest updates, by coordinate  Baruch et al., NeurIPS 2019, Algorithm 3
+    label_flip   train on C - 1 - y                                Fang et al., USENIX Security 2020
+    sign_flip    send -scale D                                     Li et al., AAAI 2019 (RSA)
+    scaled       send scale D                                      Bagdasaryan et al., AISTATS 2020
+    gaussian     send noise of deviation sigma                     Blanchard et al., NeurIPS 2017
+    alie         send mean + z deviations of the honest updates    Baruch et al., NeurIPS 2019,
+                                                                   Algorithm 3
 
 Choices where the papers are silent
-- The server's side changes the updates once they are there, before anything is made of them: on any number of workers
-  the same bits. What else attackers upload or keep, and BatchNorm's statistics, are what their training left.
-- ALIE's statistics are those of the honest updates of the same aggregation, with the population's deviation; the paper
-  estimates them from the attackers' own data. z is that of each aggregation's n updates and m attackers, at least 0.
-- A changed update has to pass `faults.norm` like any other.
+- The server changes the updates when they arrive, before it aggregates them, so that results do not
+  depend on the number of workers. Other uploads, client states and statistics of BatchNorm stay as
+  the attackers' training left them.
+- ALIE uses the honest updates of the same aggregation, with the population's deviation; the paper
+  estimates both from the attackers' own data. z is computed for each aggregation, from its n updates
+  and m attackers, and is at least 0.
+- `faults.norm` holds for changed updates as for all others.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +35,9 @@ import torch
 from torch import Tensor
 
 from raysim.api.messages import Failure, Update
+from raysim.api.method import Method
+from raysim.api.server_view import ServerView
+from raysim.api.setup import Setup
 from raysim.data.partition import CSR, Ints
 from raysim.primitives.checks import above, at_least, between, require
 from raysim.primitives.streams import stream
@@ -38,8 +46,10 @@ from raysim.vectors.blocks import in_blocks
 
 @dataclass(frozen=True)
 class Attack:
-    """kind: what attackers do. share: of the clients, rounded. scale: of sign_flip and scaled. sigma: of gaussian.
-    z: of alie; None: as the paper computes it.
+    """The settings `attack.*`.
+
+    kind: what attackers do. share: the share of the clients that attack. scale: of sign_flip and
+    scaled. sigma: of gaussian. z: of alie; None: computed as in the paper.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
@@ -63,154 +73,173 @@ class Attack:
             "times 1 changes nothing",
         )
 
-    @property
-    def on_updates(self) -> bool:
-        """Whether it is on what clients send, and not on their data."""
-        return self.kind not in ("none", "label_flip")
 
-
-# --- mathematics ------------------------------------------------------------------------------------------------------
+# --- mathematics ----------------------------------------------------------------------------------
 def largest_z(updates: int, attackers: int) -> float:
-    """z_max of so many updates in all: the normal quantile of (n - m - s) / (n - m), s = floor(n / 2 + 1) - m."""
+    """Return ALIE's z_max for an aggregation of so many updates, attackers included; at least 0.
+
+    It is the normal quantile of (n - m - s) / (n - m) with s = floor(n / 2 + 1) - m.
+    """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest
-    return max(0.0, NormalDist().inv_cdf(min(share, 1 - 0.5 / honest))) if share > 0 else 0.0
+    if share <= 0:
+        return 0.0
+    quantile = NormalDist().inv_cdf(min(share, 1 - 0.5 / honest))
+    return max(0.0, quantile)
 
 
-def a_little(honest: Sequence[Tensor], z: float) -> Tensor:
-    """[d] mean + z * deviation of the vectors ``honest`` [d], coordinate by coordinate."""
-    found = torch.empty_like(honest[0])
+def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
+    """Return mean + z * deviation [d] of the vectors `honest` [d], for each coordinate."""
+    shifted = torch.empty_like(honest[0])
 
     def fill(part: slice) -> None:
         rows = torch.stack([row[part] for row in honest])
-        found[part] = rows.mean(0) + z * rows.std(0, correction=0)
+        shifted[part] = rows.mean(0) + z * rows.std(0, correction=0)
 
-    in_blocks(len(found), fill)
-    return found
+    in_blocks(len(shifted), fill)
+    return shifted
 
 
-# --- who and what -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class Attackers:
-    """The attackers of a run. counts [clients]: training samples; most: the norm above which an update is refused."""
+# --- the method -----------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False, repr=False)
+class Attackers(Method):
+    """The attackers of a run, as a method that stands in front of the user's.
+
+    train: the clients' training samples. max_norm: the norm above which an update is a failure;
+    None: any norm is allowed. label: returns what errors call a client.
+    """
+
+    name = "attackers"
 
     attack: Attack
     seed: int
-    counts: Ints
-    most: float | None = None
-    label: Callable[[int], str] = "client {}".format  # what a client is called in errors
+    train: CSR
+    max_norm: float | None = None
+    label: Callable[[int], str] = "client {}".format
 
     @cached_property
     def clients(self) -> Ints:
-        """Who they are, ascending."""
+        """The clients that attack, ascending."""
         if self.attack.kind == "none":
             return np.empty(0, np.int64)
-        able = np.flatnonzero(self.counts)
-        drawn = stream(self.seed, "attack.clients").permutation(able)[
-            : round(self.attack.share * len(able))
-        ]
-        return np.sort(drawn)
+        able = np.flatnonzero(self.train.counts)
+        order = stream(self.seed, "attack.clients").permutation(able)
+        return np.sort(order[: round(self.attack.share * len(able))])
 
     @cached_property
     def _members(self) -> frozenset[int]:
         return frozenset(self.clients.tolist())
 
-    def among(self, clients: Sequence[int]) -> int:
-        """How many of these attack."""
-        return sum(client in self._members for client in clients)
-
-    def check(self, kind: str, train: CSR, size: int) -> None:
-        """Raises ValueError where the attack cannot be carried out. kind: of task; size: updates in an aggregation."""
+    def setup(self, run: Setup) -> None:
+        """Declare what the attack changes. Raises ValueError if it cannot be carried out."""
         attack = self.attack
-        if attack.kind != "none" and not len(self.clients):
-            raise ValueError(
-                f"attack.share={attack.share:g} of {len(self.counts)} clients is nobody: raise it"
-            )
-        if attack.kind == "alie" and size < 3:
-            raise ValueError(
-                f"attack.kind=alie hides among the updates of an aggregation, which has at most {size}: aggregate more"
-            )
-        if attack.kind != "label_flip":
-            return
-        if kind != "classification":
-            raise ValueError(
-                f"attack.kind=label_flip needs classes, and this data is for {kind}: choose another kind"
-            )
-        theirs = np.isin(train.owners, self.clients)
-        if np.isin(train.indices[theirs], train.indices[~theirs]).any():
-            raise ValueError(
-                "attack.kind=label_flip would flip labels of honest clients, for clients share samples in this "
-                "partition: choose another one"
-            )
-
-    def labels(self, labels: Tensor, train: CSR, classes: int) -> Tensor:
-        """The labels [n] of a data set as the clients see them; itself unless some are flipped."""
-        if self.attack.kind != "label_flip":
-            return labels
-        rows = torch.from_numpy(train.indices[np.isin(train.owners, self.clients)])
-        seen = labels.clone()
-        seen[rows] = classes - 1 - seen[rows]
-        return seen
-
-    def poisoned(
-        self, updates: Sequence[Update | Failure], trained: int, version: int
-    ) -> list[Update | Failure]:
-        """Return the updates that the server gets: the attackers' first `trained` entries are changed.
-
-        version: the server's, to which they are about to be added.
-        """
-        deltas = {
-            place: update.delta
-            for place, update in enumerate(updates)
-            if isinstance(update, Update)
-        }
-        honest = [
-            torch.from_numpy(delta)[:trained]
-            for place, delta in deltas.items()
-            if delta is not None and updates[place].client not in self._members
-        ]
-        common = None
-        if self.attack.kind == "alie" and 0 < len(honest) < len(deltas):
-            z = (
-                largest_z(len(deltas), len(deltas) - len(honest))
-                if self.attack.z is None
-                else self.attack.z
-            )
-            common = a_little(honest, z).numpy()
-        return [
-            self._changed(update, trained, common, (version, place))
-            if isinstance(update, Update) and update.client in self._members
-            else update
-            for place, update in enumerate(updates)
-        ]
-
-    def _changed(
-        self, update: Update, trained: int, common: np.ndarray | None, place: tuple[int, int]
-    ) -> Update | Failure:
-        assert update.delta is not None, (
-            "workers sum no updates of a run whose attackers change them"
+        run.require(
+            len(self.clients),
+            f"attack.share={attack.share:g} selects 0 of {len(self.train)} clients. Increase it.",
         )
+        run.count_clients("attackers", self._members)
+        if attack.kind == "label_flip":
+            self._check_labels(run)
+            run.change_labels(functools.partial(self.flip_labels, classes=run.task.num_classes))
+            return
+        run.require(
+            attack.kind != "alie" or run.size >= 3,
+            "attack.kind=alie needs 3 updates in an aggregation to hide among, and the schedule "
+            f"aggregates at most {run.size}. Aggregate more updates at once.",
+        )
+        run.change_updates(self.change_updates)
+
+    def _check_labels(self, run: Setup) -> None:
+        run.require(
+            run.task.kind == "classification",
+            f"attack.kind=label_flip needs classes, and this data is for {run.task.kind}. Choose "
+            "another kind.",
+        )
+        attackers = np.isin(self.train.owners, self.clients)
+        rows = self.train.indices
+        run.require(
+            not np.isin(rows[attackers], rows[~attackers]).any(),
+            "attack.kind=label_flip would flip labels of honest clients, because clients share "
+            "samples in this partition. Choose another partition or another kind.",
+        )
+
+    def flip_labels(self, labels: Tensor, classes: int) -> Tensor:
+        """Return the labels [n] of the data set with those of the attackers' samples flipped."""
+        rows = torch.from_numpy(self.train.indices[np.isin(self.train.owners, self.clients)])
+        flipped = labels.clone()
+        flipped[rows] = classes - 1 - flipped[rows]
+        return flipped
+
+    def change_updates(
+        self, arrivals: Sequence[Update | Failure], server: ServerView
+    ) -> list[Update | Failure]:
+        """Return the arrivals with the attackers' shared parameters replaced.
+
+        A replaced update that is longer than `faults.norm` allows becomes a failure.
+        """
+        trained = server.layout.trained
+        common = self._common_update(arrivals, trained)
+        changed: list[Update | Failure] = []
+        for place, arrival in enumerate(arrivals):
+            if isinstance(arrival, Update) and arrival.client in self._members:
+                arrival = self._changed_update(arrival, trained, common, (server.version, place))
+            changed.append(arrival)
+        return changed
+
+    def _common_update(
+        self, arrivals: Sequence[Update | Failure], trained: int
+    ) -> np.ndarray | None:
+        """Return what all attackers of an aggregation send under ALIE, if it has honest updates."""
+        if self.attack.kind != "alie":
+            return None
+        updates = [arrival for arrival in arrivals if isinstance(arrival, Update)]
+        honest = [
+            torch.from_numpy(update.delta)[:trained]
+            for update in updates
+            if update.delta is not None and update.client not in self._members
+        ]
+        attackers = len(updates) - len(honest)
+        if not honest or not attackers:
+            return None
+        z = self.attack.z
+        if z is None:
+            z = largest_z(len(updates), attackers)
+        return shifted_mean(honest, z).numpy()
+
+    def _changed_update(
+        self,
+        update: Update,
+        trained: int,
+        common: np.ndarray | None,
+        place: tuple[int, int],
+    ) -> Update | Failure:
+        assert update.delta is not None, "workers do not sum updates that a method changes"
+        attack = self.attack
         delta = update.delta.copy()
         params = delta[:trained]
-        if self.attack.kind in ("sign_flip", "scaled"):
-            params *= -self.attack.scale if self.attack.kind == "sign_flip" else self.attack.scale
-        elif self.attack.kind == "gaussian":
-            params[:] = self.attack.sigma * stream(
-                self.seed, "attack.noise", *place
-            ).standard_normal(trained)
+        if attack.kind == "sign_flip":
+            params *= -attack.scale
+        elif attack.kind == "scaled":
+            params *= attack.scale
+        elif attack.kind == "gaussian":
+            noise = stream(self.seed, "attack.noise", *place)
+            params[:] = attack.sigma * noise.standard_normal(trained)
         elif common is not None:
             params[:] = common
         try:
-            check_norm(float(torch.linalg.vector_norm(torch.from_numpy(params))), self.most)
+            check_norm(float(torch.linalg.vector_norm(torch.from_numpy(params))), self.max_norm)
         except ValueError as error:
             text = f"{self.label(update.client)}: {error}"
             return Failure(update.job, update.client, update.version, "server", "", text)
         return replace(update, delta=delta)
 
 
-def check_norm(norm: float, most: float | None) -> None:
-    """Raises ValueError where the norm of an update is not finite, or above what faults.norm allows."""
+def check_norm(norm: float, max_norm: float | None) -> None:
+    """Raise ValueError if an update's norm is not finite, or above what `faults.norm` allows."""
     if not math.isfinite(norm):
-        raise ValueError("the update has no finite norm; lower local.lr or set local.clip")
-    if most is not None and norm > most:
-        raise ValueError(f"the update has the norm {norm:g}, faults.norm={most:g} allows less")
+        raise ValueError("the update has no finite norm. Lower local.lr, or set local.clip.")
+    if max_norm is not None and norm > max_norm:
+        raise ValueError(
+            f"faults.norm={max_norm:g}: the update has the norm {norm:g}. Lower local.lr, or "
+            "increase faults.norm."
+        )

@@ -177,10 +177,17 @@ class RunSpec:
 
     @cached_property
     def attackers(self) -> Attackers:
-        """Who among the clients attacks, and how."""
+        """The clients that attack, and how; none if `attack.kind` is "none"."""
         settings = self.settings
-        counts, most = self.data.partition.train.counts, settings.faults.norm
-        return Attackers(settings.attack, settings.seed, counts, most, self.data.label)
+        train, max_norm = self.data.partition.train, settings.faults.norm
+        return Attackers(settings.attack, settings.seed, train, max_norm, self.data.label)
+
+    @property
+    def all_methods(self) -> tuple[Method, ...]:
+        """The run's methods, with the attack in front if there is one."""
+        if self.settings.attack.kind == "none":
+            return self.methods
+        return (self.attackers, *self.methods)
 
 
 def build_model(spec: RunSpec) -> nn.Module:
@@ -213,9 +220,9 @@ def declare_run(spec: RunSpec) -> Declarations:
     with torch.random.fork_rng(devices=[]):
         model = build_model(spec)
         has_head = is_split(model)
-        declarations = declare(spec.methods, task, model, facts)
+        declarations = declare(spec.all_methods, task, model, facts)
     _check_loss(task, declarations)
-    _check_evaluation(evaluation_of(spec, declarations), task, has_head)
+    _check_evaluation(evaluation_of(spec, declarations), task, has_head, declarations.pools)
     if spec.weights is not None:
         spec.weights.load_into(declarations.networks, declarations.private_names)
     return declarations
@@ -247,9 +254,14 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
         )
 
 
-def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool) -> None:
-    """Refuse looks at models that the data or the model do not allow."""
+def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
+    """Raise ValueError for an evaluation that the data, the model or the methods do not allow."""
     _ = task.metric  # refuses one of another kind of task
+    if pools and evaluation.finetune.epochs:
+        raise ValueError(
+            f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client a model of its own, and a "
+            "method trains one model on the data of all clients. Set it to 0, or leave the method out."
+        )
     if evaluation.finetune.head and not has_head:
         raise ValueError(
             "evaluate.finetune.head=true, or a method, steps the head only, and this model has none "

@@ -75,14 +75,16 @@ class Worker(Combiner):
             self.vector, {}
         )  # of a client that never trained; methods add theirs
         inputs, labels = on_device(spec.data.open(), self.device)
-        train = spec.data.partition.train
+        for declared in declarations.methods:
+            if declared.change_labels is not None:
+                labels = declared.change_labels(labels)
         self.trainer = Trainer(
             spec.task,
             self.vector,
             declarations,
             spec.settings.local,
             inputs,
-            spec.attackers.labels(labels, train, spec.task.num_classes),
+            labels,
             spec.data.partition.all_train,
             spec.data.pipeline,
             spec.settings.seed,

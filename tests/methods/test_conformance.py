@@ -610,7 +610,7 @@ def check_list(names: Sequence[str]) -> None:
     """Raise ValueError for methods that do not fit together."""
     methods = [TABLE[name].make() for name in names]
     check_names(methods)
-    check_together(methods, [declared(name) for name in names])
+    check_together([declared(name) for name in names])
     if "dp_fedavg" in names:  # it looks at what the others declare
         declare_run(study(*methods))
 

@@ -359,8 +359,8 @@ def test_pooled_data_train_one_model_that_every_client_tests() -> None:
     found = run(run_spec(Pooled(), data=data), Synchronous(1))
     assert found.rows[-1]["floats_up"] is None and found.rows[-1]["floats_down"] is None
     assert found.coordinator.evaluator.tests.counts.all() and found.rows[-1]["accuracy"] is not None
-    with pytest.raises(ValueError, match="method 'centralized'"):
-        coordinate(run_spec(Pooled(), FedBN(), model=NORMED_MLP, data=data), Synchronous(1))
+    with pytest.raises(ValueError, match=r"evaluate\.finetune\.epochs"):
+        run(run_spec(Pooled(), data=data), evaluate=Evaluation(finetune=Finetune(1)))
 
 
 def test_a_pooled_round_processes_what_a_cohort_would() -> None:
