@@ -145,7 +145,7 @@ def test_attack_that_changes_nothing_is_refused(attack: Attack, size: int, key: 
 
 def test_label_flip_needs_classes() -> None:
     with pytest.raises(Refused, match=r"attack\.kind=label_flip"):
-        build(["data=diabetes", "model=mlp", "attack.kind=label_flip"])
+        build(["data=diabetes", "model=mlp", "partition=iid", "attack.kind=label_flip"])
 
 
 def test_label_flip_needs_samples_of_one_client_each() -> None:
