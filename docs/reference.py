@@ -30,7 +30,7 @@ from raysim.commands.methods import first_line
 from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
 from raysim.experiment.describe import slots
 from raysim.experiment.execute import build
-from raysim.experiment.instantiate import TARGET, defaults, described, resolve, shown
+from raysim.experiment.instantiate import TARGET, defaults, describe_type, format_value, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
 from raysim.methods import fedavg
 from raysim.models import SmallCnn
@@ -83,7 +83,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def code(value: object) -> str:
     """A value as code."""
-    return f"`{shown(value)}`"
+    return f"`{format_value(value)}`"
 
 
 def first_sentence(text: str | None) -> str:
@@ -116,7 +116,7 @@ def kind(cls: Callable[..., object], option: str) -> str:
     text = re.sub(
         r"a mapping with the keys [\w, ]+?(?= or |$)",
         "a mapping",
-        described(hints.get(option, object)),
+        describe_type(hints.get(option, object)),
     )
     return "" if text == "a value" else text
 

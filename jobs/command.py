@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from raysim import cli
-from raysim.primitives.errors import refusing
+from raysim.primitives.errors import errors_as_refusals
 
 
 def run(program: Callable[[], object]) -> NoReturn:
     """Run a program and exit: 0 when it is done, 2 with one sentence when it refuses its input."""
 
     def command() -> int:
-        with refusing():
+        with errors_as_refusals():
             program()
         return 0
 

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from raysim.primitives.errors import Refused, instead, on_one_line, refusing
-from raysim.primitives.files import folder_at, held, is_full, user_path
+from raysim.primitives.errors import Refused, errors_as_refusals, on_one_line, suggest
+from raysim.primitives.files import is_disk_full, lock_folder, make_folder, user_path
 from raysim.primitives.output import lossy_output
 from raysim.results.tables import terminal_width
 
@@ -236,7 +236,7 @@ def _call(words: Sequence[str]) -> int:
     if words[:1] == ["--version"]:
         return _say_version()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        sys.stderr.write(f"raysim: there is no command {words[0]}: {instead(words[0], COMMANDS)}\n")
+        sys.stderr.write(f"raysim: there is no command {words[0]}: {suggest(words[0], COMMANDS)}\n")
         return 2
     given = _parsed(words)
     if not given.command:
@@ -296,10 +296,13 @@ def _meant(given: argparse.Namespace, words: Sequence[str], option: str) -> str:
 def _allowed(given: argparse.Namespace, elsewhere: bool = False) -> argparse.Namespace:
     """With the packages that --allow names at hand, and the options that they bring. elsewhere: they may be there."""
     if getattr(given, "allow", None):
-        from raysim.experiment.plugins import allowed, brought
+        from raysim.experiment.plugins import allow_packages, conf_folders_of
 
         sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
-        given.conf = [*map(str, (brought if elsewhere else allowed)(given.allow)), *given.conf]
+        given.conf = [
+            *map(str, (conf_folders_of if elsewhere else allow_packages)(given.allow)),
+            *given.conf,
+        ]
     return given
 
 
@@ -323,7 +326,7 @@ def exit_status(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             raise
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
@@ -576,7 +579,7 @@ def _run(given: argparse.Namespace) -> int:
     if config["resume"] == "latest":
         to_continue(config["out"])
     if isinstance(config["out"], str):
-        with refusing():
+        with errors_as_refusals():
             _check_folder(user_path(config["out"]), config["resume"], given)
     from raysim.experiment.execute import run
 
@@ -631,16 +634,16 @@ def _study(given: argparse.Namespace) -> int:
     check_metrics(given.metric)
     campaign = check(campaign, given.allow, given.parallel)
     with ExitStack() as stack:
-        with refusing():
+        with errors_as_refusals():
             if campaign.is_new:
                 folder = stack.enter_context(new_folder(campaign.folder, campaign.is_dated))
             else:
-                folder = folder_at(campaign.folder)
-                stack.enter_context(held(folder))
+                folder = make_folder(campaign.folder)
+                stack.enter_context(lock_folder(folder))
         if folder != campaign.folder:  # another study that began in the same second has the name
             campaign = check(moved(campaign, folder), given.allow, given.parallel)
         print("\n".join([str(campaign), *campaign.warnings]), flush=True)
-        with refusing():
+        with errors_as_refusals():
             store(campaign)
 
         def say(text: str) -> None:
@@ -651,7 +654,7 @@ def _study(given: argparse.Namespace) -> int:
                 failed = carry_out(
                     campaign, parallel=given.parallel, allow=given.allow, say=say, show=show
                 )
-            with refusing():
+            with errors_as_refusals():
                 print(f"\n{report(campaign, given.metric, failed, terminal_width())}")
     for name, sentence in failed.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
@@ -679,7 +682,7 @@ def _submit(given: argparse.Namespace) -> int:
     if not words or words[0] not in submission.COMMANDS:
         named = words[0] if words else "nothing"
         raise Refused(
-            f"submit {named}: {instead(named, submission.COMMANDS, 'what can be submitted is')}"
+            f"submit {named}: {suggest(named, submission.COMMANDS, 'what can be submitted is')}"
         )
     sys.path[:0] = [
         str(Path(each).resolve().parent) for each in given.extra
@@ -721,8 +724,8 @@ def _partition(given: argparse.Namespace) -> int:
         parts = value.items() if isinstance(value, dict) else [("", value)]
         text = ", ".join(f"{name.replace('_', ' ')} {number:.4g}".strip() for name, number in parts)
         print(f"  {key.replace('_', ' '):<20}{text}")
-    with refusing():
-        folder_at(picture.parent)
+    with errors_as_refusals():
+        make_folder(picture.parent)
         draw_partition(data, picture)
     print(f"drawn in {picture}")
     return 0
@@ -736,7 +739,7 @@ def _fleet(given: argparse.Namespace) -> int:
     from raysim.commands.fleet.fedscale import convert
     from raysim.simulation.trace import summary
 
-    with refusing():
+    with errors_as_refusals():
         file, *more = given.files
         print(convert(file, more[0], user_path(given.out)) if more else summary(file))
     return 0
@@ -745,7 +748,7 @@ def _fleet(given: argparse.Namespace) -> int:
 def _new(given: argparse.Namespace) -> int:
     from raysim.commands.new.package import next_steps, write
 
-    with refusing():
+    with errors_as_refusals():
         print(next_steps(write(given.name)))
     return 0
 
@@ -756,7 +759,7 @@ def _report(given: argparse.Namespace) -> int:
     from raysim.results.report import as_csv, grouped, load_runs, results, scored, table
     from raysim.results.tables import latex
 
-    with refusing():
+    with errors_as_refusals():
         runs = load_runs(given.runs, warn)
         if given.form:
             if given.out is not None:
@@ -777,14 +780,14 @@ def _report(given: argparse.Namespace) -> int:
 def _ui(given: argparse.Namespace) -> int:
     from raysim.commands.ui import charts
 
-    with refusing():
+    with errors_as_refusals():
         return charts(given.place, given.port, not given.no_browser)
 
 
 def _bench(given: argparse.Namespace) -> int:
     names = given.runs or list(WORKLOADS)
     _check_workloads(names)
-    with refusing():
+    with errors_as_refusals():
         if min(given.blocks, given.workers) < 1:
             raise Refused(
                 f"--blocks {given.blocks} and --workers {given.workers} must be at least 1"

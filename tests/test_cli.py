@@ -28,7 +28,7 @@ from raysim.data.dataset import Samples, open_or_build
 from raysim.experiment import execute as experiment
 from raysim.experiment.completion import completions
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import held
+from raysim.primitives.files import lock_folder
 from raysim.results.history import read_history
 from raysim.results.progress import Progress
 from raysim.simulation import checkpoint
@@ -448,7 +448,7 @@ def test_a_folder_in_which_another_process_works_is_refused(
     assert set(refused) == {
         f"a is in use by process {os.getpid()} on {socket.gethostname()}: wait for its end, or choose another folder"
     }
-    with held(Path("a")):
+    with lock_folder(Path("a")):
         run("out=a", "resume=latest", "rounds=6", status=2)
         assert "a is in use by" in one_sentence(capsys.readouterr().err)
         run(
@@ -463,7 +463,7 @@ def test_a_study_that_another_process_carries_out_is_refused(
 ) -> None:
     words = ["study", *QUICK, "method=[],[fedprox]", "rounds=1", "out=s"]
     assert cli.call(words) == 0
-    with held(Path("s")):
+    with lock_folder(Path("s")):
         assert cli.call(["study", "out=s", "resume=latest"]) == 2
     assert "s is in use by" in capsys.readouterr().err
 

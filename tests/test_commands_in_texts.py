@@ -23,7 +23,7 @@ from raysim.commands.new import package
 from raysim.commands.study import plan
 from raysim.commands.sweep import search
 from raysim.experiment.compose import compose, plain
-from raysim.experiment.plugins import brought
+from raysim.experiment.plugins import conf_folders_of
 from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parent.parent
@@ -205,7 +205,7 @@ def taken(words: list[str]) -> None:
     given = cli._parsed(words)
     goes_on = "resume=latest" in getattr(given, "overrides", ())
     if hasattr(given, "conf"):
-        given.conf = [*map(str, brought(["mine"])), *given.conf]  # as if it were installed
+        given.conf = [*map(str, conf_folders_of(["mine"])), *given.conf]  # as if it were installed
     if words[0] in ("run", "partition"):
         compose(given.overrides, given.conf, getattr(given, "config", None))
     elif words[0] == "study" and not goes_on:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from jobs.benchmarks.scale import Case, Ready, spec_of
 from jobs.command import run
 from raysim.api.declarations import Evaluation
-from raysim.primitives.memory import peak_memory
+from raysim.primitives.memory import peak_memory_bytes
 from raysim.primitives.streams import stream
 from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.runtime.inprocess import InProcess
@@ -165,7 +165,7 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     jobs, start = whole(100)
     say(
         f"a whole run that trains nothing: {jobs:,.0f} jobs a second of CPU, {start:.1f} s to the first, at most "
-        f"{peak_memory() / 1e9:.2f} GB"
+        f"{peak_memory_bytes() / 1e9:.2f} GB"
     )
     return {
         "planner": [asdict(rate) for rate in found],

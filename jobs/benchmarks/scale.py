@@ -28,7 +28,7 @@ from raysim.data.federated import federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
 from raysim.models import Mlp
-from raysim.primitives.memory import peak_memory
+from raysim.primitives.memory import peak_memory_bytes
 from raysim.results.history import write_json
 from raysim.results.tables import aligned, columns_of, terminal_width
 from raysim.runtime.inprocess import InProcess
@@ -235,7 +235,12 @@ def measure(case: Case, rounds: int) -> Cost:
     middle = statistics.mean if case.alone else statistics.median
     seconds, cpu = (middle(column) for column in steps.T.tolist())
     return Cost(
-        case, coordinator.layout.shared, fleet.arrays // (rounds + 2), seconds, cpu, peak_memory()
+        case,
+        coordinator.layout.shared,
+        fleet.arrays // (rounds + 2),
+        seconds,
+        cpu,
+        peak_memory_bytes(),
     )
 
 

@@ -29,7 +29,7 @@ from raysim.data.federated import federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
 from raysim.methods.scaffold import Scaffold
-from raysim.primitives.memory import peak_memory
+from raysim.primitives.memory import peak_memory_bytes
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
 from raysim.runtime import inprocess
@@ -166,7 +166,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> Trained:
         (_, begun, cpu_begun), (_, ended, cpu_ended) = marks[0], marks[-1]
         cost = (ended - begun) / (rounds - 1), (cpu_ended - cpu_begun) / (rounds - 1)
         seen, spilled = len(run.private.accepted_jobs), run.private.spilled_bytes
-    return Trained(clients, budget, rounds, seen, *cost, peak_memory(), spilled)
+    return Trained(clients, budget, rounds, seen, *cost, peak_memory_bytes(), spilled)
 
 
 def train(clients: int, rounds: int, budget: float | None) -> Trained:

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 
 from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
 from jobs.papers.tables import Cell, Table, find, tables
-from raysim.primitives.checks import known
+from raysim.primitives.checks import finite_values
 from raysim.results.history import column
 from raysim.results.report import Run, choice, settings
 from raysim.results.tables import NOTHING, Column, aligned, numbers
@@ -410,7 +410,9 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
         other for other in entries if not other.cell.methods and other.place == entry.place
     ]
     runs = [run for other in of_fedavg for run in other.runs]
-    last = [value for run in runs for value in known(column(run.rows, entry.score.column))[-1:]]
+    last = [
+        value for run in runs for value in finite_values(column(run.rows, entry.score.column))[-1:]
+    ]
     return statistics.fmean(last) if last else None
 
 

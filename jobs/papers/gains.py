@@ -8,7 +8,7 @@ from statistics import mean
 
 from jobs.papers.comparison import plainly
 from jobs.papers.presets import PaperRuns, Score
-from raysim.primitives.checks import known
+from raysim.primitives.checks import finite_values
 from raysim.results.history import column
 from raysim.results.report import Run
 from raysim.results.significance import FEWEST, Difference, paired
@@ -160,11 +160,11 @@ def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
 def _measured(run: Run) -> list[str]:
     """The terms of which a run has a value."""
     names = [name for row in run.rows[-1:] for name in row if name.startswith(TERM)]
-    return [name for name in names if known(column(run.rows, name))]
+    return [name for name in names if finite_values(column(run.rows, name))]
 
 
 def _term(run: Run, name: str) -> float:
-    return mean(known(column(run.rows, name))[-5:])
+    return mean(finite_values(column(run.rows, name))[-5:])
 
 
 def _by_split(setting: Setting) -> Iterator[str]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jobs.papers.tables import Cell, Table
-from raysim.experiment.instantiate import shown
-from raysim.primitives.checks import known
+from raysim.experiment.instantiate import format_value
+from raysim.primitives.checks import finite_values
 from raysim.results.history import Row, best_mean, column, last_mean_std
 
 
@@ -26,7 +26,7 @@ class Command:
 
     def words(self) -> list[str]:
         """As `raysim run` takes them."""
-        settings = [f"{key}={shown(value)}" for key, value in self.overrides.items()]
+        settings = [f"{key}={format_value(value)}" for key, value in self.overrides.items()]
         methods = "+".join(self.methods) or "fedavg"
         return [f"experiment={self.experiment}", f"method={methods}", *settings, *self.places]
 
@@ -74,16 +74,16 @@ def best_five(rows: Sequence[Row], name: str) -> float | None:
 
 def each(rows: Sequence[Row], name: str) -> float | None:
     """Of a column that every row has anew: per participation of a client."""
-    return _divided(known(column(rows, name)), rows)
+    return _divided(finite_values(column(rows, name)), rows)
 
 
 def each_of_total(rows: Sequence[Row], name: str) -> float | None:
     """Of a column that counts up from the start of the run: per participation of a client."""
-    return _divided(known(column(rows, name))[-1:], rows)
+    return _divided(finite_values(column(rows, name))[-1:], rows)
 
 
 def _divided(values: Sequence[float], rows: Sequence[Row]) -> float | None:
-    participations = sum(known(column(rows, "clients")))
+    participations = sum(finite_values(column(rows, "clients")))
     return sum(values) / participations if values and participations else None
 
 
@@ -258,7 +258,7 @@ def fraug_score(table: Table, cell: Cell) -> Score:
 
 def last(rows: Sequence[Row], name: str) -> float | None:
     """The last known value."""
-    return next(reversed(known(column(rows, name))), None)
+    return next(reversed(finite_values(column(rows, name))), None)
 
 
 def last_of_domain(rows: Sequence[Row], name: str) -> float | None:

@@ -18,9 +18,9 @@ from typing import cast
 from jobs.command import run as run_program
 from jobs.papers.comparison import OPEN
 from raysim.experiment.compose import compose, plain
-from raysim.experiment.instantiate import shown
+from raysim.experiment.instantiate import format_value
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import from_json
+from raysim.primitives.files import parse_json
 from raysim.results.history import column, summarise, write_json
 from raysim.results.report import Run, choice, load_run, runs_in, settings
 
@@ -63,7 +63,7 @@ def kept(paper: str) -> list[Run]:
 
 
 def _read(path: Path) -> Run:
-    content = from_json(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     history = content["history"]
     rows = [
         dict(zip(history, values, strict=True)) for values in zip(*history.values(), strict=True)
@@ -119,7 +119,7 @@ def command(config: Mapping[str, object]) -> str:
     ]
     before, now = settings(plain(compose([*words, *groups]))), settings(config)
     more = [
-        f"{key}={shown(_value(config, key))}"
+        f"{key}={format_value(_value(config, key))}"
         for key, value in now.items()
         if key in before
         and value != before[key]
@@ -137,7 +137,7 @@ def _carried_out(config: Mapping[str, object]) -> list[str]:
     runtime = config.get("runtime") or {}
     assert isinstance(runtime, Mapping)
     words = [
-        f"runtime.{key}={shown(runtime[key])}"
+        f"runtime.{key}={format_value(runtime[key])}"
         for key, value in usual.items()
         if runtime.get(key, value) != value
     ]

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from raysim.primitives.errors import Refused, instead
+from raysim.primitives.errors import Refused, suggest
 
 PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
 
@@ -55,7 +55,7 @@ class Table:
 def tables(paper: str) -> dict[str, Table]:
     """All tables of a paper by their names, such as "fedbr/table1". Raises Refused for an unknown paper."""
     if paper not in PAPERS:
-        raise Refused(f"{paper}: this paper does not exist: {instead(paper, PAPERS)}")
+        raise Refused(f"{paper}: this paper does not exist: {suggest(paper, PAPERS)}")
     content = json.loads(
         (Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal
     )
@@ -69,7 +69,7 @@ def find(name: str) -> Table:
     """The table of a name such as "fedbr/table1". Raises Refused with the nearest one."""
     known = tables(name.partition("/")[0])
     if name not in known:
-        raise Refused(f"{name}: this table does not exist: {instead(name, known)}")
+        raise Refused(f"{name}: this table does not exist: {suggest(name, known)}")
     return known[name]
 
 

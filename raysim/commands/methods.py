@@ -12,9 +12,9 @@ from raysim.api.method import Method
 from raysim.experiment.compose import groups, load_option
 from raysim.experiment.describe import slots
 from raysim.experiment.execute import class_of
-from raysim.experiment.instantiate import TARGET, shown
+from raysim.experiment.instantiate import TARGET, format_value
 from raysim.methods import fedavg
-from raysim.primitives.errors import Refused, instead
+from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import user_path
 
 
@@ -66,7 +66,7 @@ def catalogue(
     chosen = [each for word in words for each in word.split("+")]
     for each in chosen:
         if each not in brought:
-            raise Refused(f"there is no method {each}: {instead(each, brought)}")
+            raise Refused(f"there is no method {each}: {suggest(each, brought)}")
     return [parts[name] for each in chosen for name in brought[each]]
 
 
@@ -97,7 +97,7 @@ def listing(parts: Sequence[Part], width: int) -> str:
 
 
 def _lines(part: Part, width: int) -> Iterator[str]:
-    values = "  ".join(f"{key}={shown(value)}" for key, value in part.parameters.items())
+    values = "  ".join(f"{key}={format_value(value)}" for key, value in part.parameters.items())
     yield part.title
     for text in (part.about, ", ".join(part.slots), values):
         for line in textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False):
@@ -114,5 +114,7 @@ def _page(part: Part, said: set[str]) -> str:
     texts = [text for text in part.texts if text and text not in said]
     said.update(texts)
     hooks = [f"hooks: {', '.join(part.slots)}"] if part.slots else []
-    keys = [f"method.{part.name}.{key}={shown(value)}" for key, value in part.parameters.items()]
+    keys = [
+        f"method.{part.name}.{key}={format_value(value)}" for key, value in part.parameters.items()
+    ]
     return "\n\n".join([part.title, *texts, *hooks, "\n".join(keys) or "It has no settings."])

@@ -21,7 +21,7 @@ from raysim.api.method import Method
 from raysim.conformance import methods, parts
 from raysim.conformance.study import Study
 from raysim.data.raw import Source
-from raysim.experiment.objects import OBJECT, written
+from raysim.experiment.objects import OBJECT, object_node
 from raysim.results.observers import Observer
 
 __all__ = ["Check", "Study", "checks"]
@@ -75,7 +75,7 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
 
 
 def _stored(part: object) -> None:
-    node = written(part)
+    node = object_node(part)
     assert OBJECT not in node, (
         f"{node['_target_']} cannot be written into a configuration: its class must be found by its name, and its "
         "constructor must keep its arguments, plain values, under their own names and nothing more"

@@ -15,9 +15,9 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import spread_test, train_first
 from raysim.data.raw import Origin, Raw, numbered_domains
 from raysim.data.values import as_float32
-from raysim.primitives.extras import optional
+from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
-from raysim.primitives.memory import must_fit
+from raysim.primitives.memory import check_memory
 
 BYTES = Tokens(257)  # of text in UTF-8: 0 is padding, byte b is b + 1
 LABEL_NAMES = (
@@ -162,7 +162,7 @@ def inputs_of(
     if pa.types.is_integer(inner):
         highest = int(column.flatten().to_numpy(zero_copy_only=False).max(initial=0))
         # gru, the smallest network for tokens, learns 16 numbers for each
-        must_fit(
+        check_memory(
             f"{place}: column {odd} has the token {highest}, and the weights of so many",
             64 * highest,
         )
@@ -190,7 +190,7 @@ def _text(rows: Sequence[str], length: int, tokenizer: str | None) -> tuple[Ints
         return padded([[byte + 1 for byte in row.encode()[:length]] for row in rows], length)[
             0
         ], BYTES
-    transformers = optional("transformers", f"data.tokenizer={tokenizer}")
+    transformers = import_optional("transformers", f"data.tokenizer={tokenizer}")
     try:
         made = transformers.AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # the hub, its cache and a file can fail in many ways

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raysim.primitives.files import alone, replace_file, user_path, whole
+from raysim.primitives.files import open_draft, replace_file, user_path, wait_for_folder
 from raysim.primitives.kinds import Kind, Tokens
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -110,7 +110,7 @@ def open_or_build(
         / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.arrow"
     )
     if not path.exists():
-        with alone(path.parent, "data.cache"):
+        with wait_for_folder(path.parent, "data.cache"):
             if not path.exists():
                 _write(path, make())
     return Dataset(path)
@@ -120,9 +120,9 @@ def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
     """The file of that name in this machine's cache folder, written from another machine's bytes if it is missing."""
     path = cache_folder(None) / name
     if not path.exists():
-        with alone(path.parent, "data.cache"):
+        with wait_for_folder(path.parent, "data.cache"):
             if not path.exists():
-                with whole(path) as file:
+                with open_draft(path) as file:
                     file.write(read().data)
     return path
 
@@ -151,7 +151,10 @@ def _write(path: Path, samples: Samples) -> None:
     batch = pa.record_batch(columns, names=["input", "label", "domain"])
     text = json.dumps(header)
     metadata = {"raysim": text, "sha256": _checksum(text.encode(), inputs, labels, domains)}
-    with whole(path) as file, pa.ipc.new_file(file, batch.schema.with_metadata(metadata)) as writer:
+    with (
+        open_draft(path) as file,
+        pa.ipc.new_file(file, batch.schema.with_metadata(metadata)) as writer,
+    ):
         writer.write_batch(batch.replace_schema_metadata(metadata))
 
 

@@ -15,7 +15,7 @@ from raysim.data.raw import Raw, Source
 from raysim.data.sources import Cifar10, Cifar100, Digits, FashionMnist, Mnist, Svhn, Usps
 from raysim.data.stored import Stored, holds_images, named_folder
 from raysim.primitives.checks import require
-from raysim.primitives.errors import instead
+from raysim.primitives.errors import suggest
 from raysim.primitives.files import user_path
 
 DOWNLOADED = {
@@ -84,7 +84,7 @@ class Domains(Source):
         known = ["digits", *DOWNLOADED]
         raise ValueError(
             f"data.domains names {name}, but data.root={root} has no folder {name} with strips, Parquet files or "
-            f"pictures: name the folder around it in data.root, or another domain; {instead(name, known, 'known are')}."
+            f"pictures: name the folder around it in data.root, or another domain; {suggest(name, known, 'known are')}."
         )
 
     def _files(self, name: str) -> list[Path]:

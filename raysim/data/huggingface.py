@@ -27,7 +27,7 @@ from raysim.data.pictures import Picture
 from raysim.data.raw import Origin, Raw, Source
 from raysim.primitives.checks import at_least, in_range
 from raysim.primitives.errors import first_line
-from raysim.primitives.extras import optional
+from raysim.primitives.extras import import_optional
 from raysim.primitives.files import user_path
 
 
@@ -113,7 +113,7 @@ class HuggingFace(Source):
             raise ValueError(
                 f"data.root={self.root}, data.name={self.name}: give one, a folder or a name on the hub."
             )
-        datasets = optional("datasets", "data=huggingface")
+        datasets = import_optional("datasets", "data=huggingface")
         try:
             if self.root:
                 found = datasets.load_from_disk(str(user_path(self.root)))

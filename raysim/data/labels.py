@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from raysim.data.pictures import numbered
 from raysim.data.values import refuse_nan, type_name
 from raysim.primitives.kinds import Kind
-from raysim.primitives.memory import must_fit
+from raysim.primitives.memory import check_memory
 
 Labels: TypeAlias = tuple[
     NDArray[Any], list[str], Kind
@@ -144,7 +144,7 @@ def _indicators(
     values = np.array(flat, np.int64 if all(type(label) is int for label in flat) else object)
     numbers, names = numbered(values, names, place, len(sets))
     names = names or ["0"]
-    must_fit(
+    check_memory(
         f"{place}: {len(names)} labels of each of {len(sets)} images", 4 * len(names) * len(sets)
     )
     whole = np.zeros((len(sets), len(names)), np.float32)

@@ -13,7 +13,7 @@ import numpy as np
 from raysim.data.dataset import cache_folder
 from raysim.data.partition import CSR, Draws, Ints, Partition, Partitioner
 from raysim.primitives.errors import first_line
-from raysim.primitives.files import from_json, regular, replace_file, user_path
+from raysim.primitives.files import parse_json, regular_file, replace_file, user_path
 
 FORM = "a JSON file with a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5], NAME: [1, 2]}"
 
@@ -48,7 +48,7 @@ class Listed(Partitioner):
         if self.file is None:
             raise ValueError(f"partition.file=null names no lists: set it to {FORM}")
         try:
-            return from_json(regular(user_path(self.file)).read_text())
+            return parse_json(regular_file(user_path(self.file)).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}"

@@ -12,7 +12,7 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, are_names, numbered
 from raysim.data.raw import Raw, Source
 from raysim.primitives.checks import require
-from raysim.primitives.files import from_json, if_there, user_path
+from raysim.primitives.files import existing_file, parse_json, user_path
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Strips(Source):
     def files(self) -> list[Path]:
         folder = self.folder()
         return [
-            *if_there(folder / "meta.json"),
+            *existing_file(folder / "meta.json"),
             *(path for split in ("train", "test") for path in _files(folder, split)),
         ]
 
@@ -74,9 +74,9 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 def _meta(path: Path) -> tuple[int | None, list[str] | None]:
     """Height of one image, and the names of the classes, as far as the file says."""
-    there = if_there(path)
+    there = existing_file(path)
     try:
-        meta = from_json(path.read_bytes()) if there else {}
+        meta = parse_json(path.read_bytes()) if there else {}
         height, names = meta.get("height"), meta.get("classes")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(

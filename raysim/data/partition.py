@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.primitives.memory import must_fit
+from raysim.primitives.memory import check_memory
 from raysim.primitives.streams import stream
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -409,7 +409,7 @@ class Partitioner:
 
 def _clients(name: str, value: int) -> None:
     """Refuse a number of clients that cannot be."""
-    must_fit(f"{name}={at_least(name, value, 1)}: indices of all clients", 100 * value)
+    check_memory(f"{name}={at_least(name, value, 1)}: indices of all clients", 100 * value)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysim.data.partition import Ints, guarded_floor
-from raysim.primitives.files import regular
+from raysim.primitives.files import regular_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +38,7 @@ class Picture:
             if self.content is None:
                 raise OSError("it is empty")
             if isinstance(self.content, Path):
-                regular(self.content)
+                regular_file(self.content)
             picture = Image.open(
                 self.content if isinstance(self.content, Path) else io.BytesIO(self.content)
             )

@@ -22,9 +22,9 @@ from raysim.data.partition import Ints
 from raysim.data.pictures import Picture, numbered, stacked
 from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
-from raysim.primitives.errors import instead
+from raysim.primitives.errors import suggest
 from raysim.primitives.kinds import KINDS, Kind, Tokens
-from raysim.primitives.memory import must_fit
+from raysim.primitives.memory import check_memory
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
 
@@ -189,7 +189,7 @@ class Source:
             inputs, tokens = accepted(raw.inputs, raw.tokens, name)
         else:
             if self.size is not None:
-                must_fit(
+                check_memory(
                     f"{count} images of data.size={self.size}",
                     count * (self.channels or 1) * self.size**2,
                 )
@@ -237,7 +237,7 @@ def accepted(
         return inputs, None
     lowest, highest = (int(inputs.min()), int(inputs.max())) if inputs.size else (0, 0)
     meaning = "(integers are token numbers; store measurements as floats)"
-    must_fit(
+    check_memory(
         f"data source {place} has the token {highest} {meaning}, and the weights of so many",
         64 * highest,
     )
@@ -371,7 +371,7 @@ def _only(raw: Raw, classes: Sequence[str]) -> Raw:
         )
     if unknown := [name for name in classes if name not in raw.class_names]:
         raise ValueError(
-            f"data.only names {unknown[0]!r}: {instead(unknown[0], raw.class_names, 'the data has')}"
+            f"data.only names {unknown[0]!r}: {suggest(unknown[0], raw.class_names, 'the data has')}"
         )
     numbers = np.full(len(raw.class_names), -1)
     numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))

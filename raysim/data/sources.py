@@ -27,8 +27,8 @@ from raysim.data.tables import Csv, JsonLines
 from raysim.data.tabular import Npz, NumPy, Tabular
 from raysim.data.text import Leaf, Markov
 from raysim.primitives.checks import at_least, require
-from raysim.primitives.files import alone, user_path
-from raysim.primitives.memory import must_fit
+from raysim.primitives.files import user_path, wait_for_folder
+from raysim.primitives.memory import check_memory
 from raysim.primitives.streams import stream
 
 __all__ = [
@@ -195,7 +195,7 @@ def _files(source: Downloadable, kind: str) -> list[Path]:
             f"data.root={root} holds no {kind}: {missing} is missing there; name the folder that holds it, or set "
             "data.download=true."
         )
-    with alone(root, "data.root"):
+    with wait_for_folder(root, "data.root"):
         _download(root, kind, missing)
     return [root / name for name in TORCHVISION[kind]]
 
@@ -329,11 +329,11 @@ class Synthetic(Source):
             self.classes + self.domains,
             math.prod(self.shape),
         )
-        must_fit(
+        check_memory(
             f"data.samples={self.samples} and data.test_samples={self.test_samples}", images * 40
         )
-        must_fit(f"data.classes={self.classes} and data.domains={self.domains}", patterns * 200)
-        must_fit(f"{images} images of data.shape={self.shape}", (images + 4 * patterns) * size)
+        check_memory(f"data.classes={self.classes} and data.domains={self.domains}", patterns * 200)
+        check_memory(f"{images} images of data.shape={self.shape}", (images + 4 * patterns) * size)
 
     def read(self) -> Raw:
         rng = stream(self.seed, "synthetic")

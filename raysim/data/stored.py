@@ -35,7 +35,7 @@ from raysim.data.packed import Strips, are_strips
 from raysim.data.pictures import PICTURES, Picture, are_names, numbered, spread_test, train_first
 from raysim.data.raw import Raw, Source, join_names, natural_order, numbered_domains
 from raysim.primitives.checks import at_least, in_range, require
-from raysim.primitives.files import from_json, if_there, regular, user_path
+from raysim.primitives.files import existing_file, parse_json, regular_file, user_path
 from raysim.primitives.kinds import Kind
 
 
@@ -294,7 +294,7 @@ class ImageFolder(Source):
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
 
     def files(self) -> list[Path]:
-        return if_there(self._root() / "split.csv") + [
+        return existing_file(self._root() / "split.csv") + [
             self._root() / path for path, *_ in self._rows()
         ]
 
@@ -325,7 +325,7 @@ class ImageFolder(Source):
     def _rows(self) -> list[tuple[str, str, str, str]]:
         """(path below root, domain, class, split or "") of every picture, sorted by path."""
         root = self._root()
-        table = if_there(root / "split.csv")
+        table = existing_file(root / "split.csv")
         rows = _listed(table[0]) if table else _found(root)
         if not rows:
             raise ValueError(
@@ -452,7 +452,7 @@ def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
         hidden = any(part.startswith(".") for part in parts)
         if path.suffix.lower() not in PICTURES or hidden or path.is_dir():
             continue
-        regular(path)
+        regular_file(path)
         if len(parts) not in (2, 3):
             raise ValueError(
                 f"{path} lies too deep: pictures belong into class/ or domain/class/ below {root}."
@@ -466,8 +466,8 @@ def _below(root: Path, only_domain: str) -> list[tuple[str, str, str]]:
 
 
 def _parts(folder: Path, split: str) -> list[Path]:
-    whole = if_there(folder / f"{split}.parquet")
-    return whole or [regular(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
+    whole = existing_file(folder / f"{split}.parquet")
+    return whole or [regular_file(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
 
 
 @contextlib.contextmanager
@@ -547,9 +547,9 @@ def _named(path: Path, label_column: str) -> list[str] | None:
     names: list[str] | None
     metadata = _schema(path).metadata or {}
     try:
-        names = from_json(metadata.get(b"class_names", b"null"))
+        names = parse_json(metadata.get(b"class_names", b"null"))
         features = (
-            from_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+            parse_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         )
         names = names if names is not None else features.get(label_column, {}).get("names")
     except (ValueError, AttributeError) as error:

@@ -27,7 +27,7 @@ from raysim.data.labels import labels_of
 from raysim.data.raw import Raw, Source
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.errors import first_line
-from raysim.primitives.files import if_there, regular, user_path
+from raysim.primitives.files import existing_file, regular_file, user_path
 
 ONE_BLOCK = 2**31 - 1  # bytes: types are inferred from a file's first block
 
@@ -66,7 +66,7 @@ class Table(Source):
         if self.root and root.is_file():
             return [root]
         train, test = (
-            [path for ending in self.endings for path in if_there(root / f"{split}{ending}")]
+            [path for ending in self.endings for path in existing_file(root / f"{split}{ending}")]
             if self.root
             else []
             for split in ("train", "test")
@@ -113,7 +113,7 @@ class Table(Source):
     def _read_file(self, path: Path) -> pa.Table:
         """Return a file's rows. Raise ValueError where it is empty, or names a column twice."""
         try:
-            table = self.parse(regular(path))
+            table = self.parse(regular_file(path))
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} cannot be read ({first_line(error).rstrip('.')}): correct the file."

@@ -15,7 +15,7 @@ from raysim.data.labels import labels_of
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
 from raysim.primitives.checks import in_range, one_of
-from raysim.primitives.files import if_there, regular, user_path
+from raysim.primitives.files import existing_file, regular_file, user_path
 from raysim.primitives.kinds import Kind, Tokens
 
 TABLES = ("breast_cancer", "wine", "diabetes")
@@ -86,7 +86,7 @@ class NumPy(Source):
             raise ValueError(
                 f"data.root={self.root} holds no train.npz: name a folder that has it, with x and y in it{hint}."
             )
-        return [root / "train.npz", *if_there(root / "test.npz")]
+        return [root / "train.npz", *existing_file(root / "test.npz")]
 
     def read(self) -> Raw:
         paths = self.files()
@@ -156,7 +156,8 @@ def _numbered(folder: Path) -> list[Path]:
     """Return the archives in a folder: by their number, then by name."""
     paths = folder.glob("*.npz") if folder.is_dir() else []
     return sorted(
-        map(regular, paths), key=lambda path: (not path.stem.isdecimal(), len(path.stem), path.stem)
+        map(regular_file, paths),
+        key=lambda path: (not path.stem.isdecimal(), len(path.stem), path.stem),
     )
 
 

@@ -16,9 +16,9 @@ from raysim.data.pictures import PICTURES, Picture, train_first
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import as_float32, plain_array, type_name
 from raysim.primitives.checks import at_least, between, one_of
-from raysim.primitives.files import from_json, regular, user_path
+from raysim.primitives.files import parse_json, regular_file, user_path
 from raysim.primitives.kinds import Tokens
-from raysim.primitives.memory import must_fit
+from raysim.primitives.memory import check_memory
 from raysim.primitives.streams import stream
 
 # What LEAF knows of Shakespeare, in its order.
@@ -187,7 +187,7 @@ LETTER = {letter: number for number, letter in enumerate(LETTERS, 1)}
 def _users(path: Path) -> dict[str, dict[str, list[Any]]]:
     """The samples of every user in a file."""
     try:
-        users = from_json(regular(path).read_bytes())["user_data"]
+        users = parse_json(regular_file(path).read_bytes())["user_data"]
         for user, data in users.items():
             if len(data["x"]) != len(data["y"]):
                 raise ValueError(f"{user} has {len(data['x'])} inputs and {len(data['y'])} labels")
@@ -229,10 +229,10 @@ class Markov(Source):
         between("data.skew", self.skew, 0, 1)
         one_of("data.label", self.label, ("next", "chain"))
         tokens = self.users * (self.samples + self.test_samples) * (self.length + 1)
-        must_fit(
+        check_memory(
             f"data.users={self.users} with sequences of data.length={self.length}", 16 * tokens
         )
-        must_fit(
+        check_memory(
             f"data.users={self.users} with data.vocabulary={self.vocabulary}",
             16 * self.users * self.vocabulary**2,
         )

@@ -25,12 +25,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from raysim.experiment.instantiate import TARGET, shown
+from raysim.experiment.instantiate import TARGET, format_value
 from raysim.experiment.overrides import SettingOverride, read_override
-from raysim.experiment.plugins import brought, installed, unallowed
-from raysim.primitives.errors import Refused, first_line, instead, nearest
-from raysim.primitives.files import conf_folder, regular, user_path, without_password
-from raysim.primitives.stores import is_remote, parted, store
+from raysim.experiment.plugins import conf_folders_of, installed_packages, unallowed
+from raysim.primitives.errors import Refused, first_line, nearest, suggest
+from raysim.primitives.files import conf_folder, regular_file, user_path, without_password
+from raysim.primitives.stores import is_remote, open_store, split_address
 
 Node: TypeAlias = dict[str, Any]
 
@@ -137,7 +137,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _roots(folders: Sequence[Path]) -> list[Path]:
     """Where options are, a later folder before an earlier one: `conf`, installed packages, the user's own folders."""
-    return list(dict.fromkeys([conf_folder(), *brought(installed()), *folders]))
+    return list(dict.fromkeys([conf_folder(), *conf_folders_of(installed_packages()), *folders]))
 
 
 def compose(
@@ -186,7 +186,7 @@ def _drafted(
     given = {SHORT.get(key, key): value for key, value in given.items()}
     texts = {override.key: override.text for override in parsed}
     for key, text in (
-        texts | {key: f"{key}={shown(value)}" for key, value in given.items()}
+        texts | {key: f"{key}={format_value(value)}" for key, value in given.items()}
     ).items():
         if key.partition(".")[0] == SWEEP:
             raise Refused(f"'{text}' is for searches: write raysim sweep {text}")
@@ -195,12 +195,12 @@ def _drafted(
     for key, value in given.items():
         if key in chosen or key in values:
             raise Refused(
-                f"{key} is given twice, in a word and as {key}={shown(value)}: keep one of them"
+                f"{key} is given twice, in a word and as {key}={format_value(value)}: keep one of them"
             )
         if key in known.files:
             chosen[key] = _names(key, value, known)
         else:
-            values[key] = value, f"{key}={shown(value)}"
+            values[key] = value, f"{key}={format_value(value)}"
     plain_values = {key: value for key, (value, _) in values.items()}
     if stored is None and "experiment" not in chosen:
         stored = _continued(plain_values)
@@ -246,7 +246,7 @@ def set_aside(
         if (place := _place_of(key, aside)) is None:
             others[key] = value
         else:
-            _set_aside(aside, place, key, value, f"{key}={shown(value)}")
+            _set_aside(aside, place, key, value, f"{key}={format_value(value)}")
     return rest, others, aside
 
 
@@ -394,10 +394,10 @@ def _continued(values: Mapping[str, Any]) -> Node | None:
     if resume == "latest":
         places = [out, values.get("checkpoint.folder")]
     else:  # a checkpoint, in the folder of its run or apart
-        apart = parted(str(resume))[0] if resume else ""
-        places = [apart] if is_remote(apart) else [apart and parted(apart)[0], apart]
+        apart = split_address(str(resume))[0] if resume else ""
+        places = [apart] if is_remote(apart) else [apart and split_address(apart)[0], apart]
     for place in (str(place) for place in places if place):
-        there = store(place if is_remote(place) else user_path(place))
+        there = open_store(place if is_remote(place) else user_path(place))
         if "config.yaml" in there.names():
             with there.local("config.yaml") as path:
                 node = load_yaml(path)
@@ -553,7 +553,7 @@ def _names(group: str, value: object, known: Groups) -> list[str]:
                 if _is_foreign(group, said, valid)
                 else ""
             )
-            raise Refused(f"{group}={said} does not exist: {meant or instead(str(name), valid)}")
+            raise Refused(f"{group}={said} does not exist: {meant or suggest(str(name), valid)}")
         if names.count(name) > 1:
             raise Refused(
                 f"{group}={joined(names)} names {name} {names.count(name)} times: keep one of them"
@@ -777,7 +777,7 @@ def _refuse_unknown(config: DictConfig, group: str, known: Groups, preset: str) 
             name in load_option(path, group) for path in files.values()
         ):
             raise Refused(
-                f"experiment={preset} gives values to {group}.{name}, which does not exist: {instead(name, files)}"
+                f"experiment={preset} gives values to {group}.{name}, which does not exist: {suggest(name, files)}"
             )
 
 
@@ -816,14 +816,14 @@ def _unknown(
             )
         if near := _inner(config, part):
             return f"{key} does not exist: did you mean {' or '.join(near)}?"
-        return f"{key} does not exist: {instead(part, known.files[path[0]])}"
+        return f"{key} does not exist: {suggest(part, known.files[path[0]])}"
     has = (
         f"{path[0]}={option} has"
         if len(path) == 1 and option not in (None, "default")
         else f"{where} has"
     )
     names = [str(name) for name in node if not str(name).startswith("_")]
-    sentence = f"{where}.{part} does not exist: {instead(part, names, has)}"
+    sentence = f"{where}.{part} does not exist: {suggest(part, names, has)}"
     others = _options_with(part, path[0], known) if len(path) == 1 else []
     return (
         f"{sentence}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
@@ -908,7 +908,7 @@ def load_yaml(path: Path, mend: str = "restore it, or start in a new folder") ->
     mend: what to do about it.
     """
     try:
-        node = OmegaConf.to_container(OmegaConf.load(regular(path)))
+        node = OmegaConf.to_container(OmegaConf.load(regular_file(path)))
         if not isinstance(node, dict) or not _has_text_keys(node):
             raise ValueError("it holds no names with values")
         if "${oc.env" in str(node).replace(" ", ""):

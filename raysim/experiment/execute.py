@@ -52,24 +52,30 @@ from raysim.experiment.describe import overview
 from raysim.experiment.instantiate import (
     TARGET,
     arguments,
-    build as build_object,
-    imported,
+    build_object,
+    format_value,
+    import_target,
     resolve,
-    shown,
 )
 from raysim.experiment.many_runs import new_folder
-from raysim.experiment.objects import PARTS, Given, described, given, refuse_missing
-from raysim.experiment.plugins import allowed, used_packages
-from raysim.experiment.recorder import OnRound, finished, record, say, users_observers, warn
+from raysim.experiment.objects import (
+    PARTS,
+    UserObjects,
+    describe_objects,
+    refuse_missing,
+    separate_objects,
+)
+from raysim.experiment.plugins import allow_packages, used_packages
+from raysim.experiment.recorder import OnRound, load_finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import DATA_ARGUMENTS, CustomModel, ExternalModel
-from raysim.primitives.errors import Refused, instead, refusing
-from raysim.primitives.files import folder_at, held, is_full, replace_file, user_path
+from raysim.primitives.errors import Refused, errors_as_refusals, suggest
+from raysim.primitives.files import is_disk_full, lock_folder, make_folder, replace_file, user_path
 from raysim.primitives.output import lossy_output
-from raysim.primitives.stores import store
+from raysim.primitives.stores import open_store
 from raysim.results.observers import Note, Observer, ObserverFailed
 from raysim.results.progress import waiting
 from raysim.results.report import load_run
@@ -118,7 +124,7 @@ def _object(config: Node, group: str, allow: Sequence[str], parts: Mapping[str, 
     node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(
-            f"{group}={shown(node)} names no class: choose an option of the group {group}"
+            f"{group}={format_value(node)} names no class: choose an option of the group {group}"
         )
     refuse_missing(node, group)
     if group == "model" and (recipe := _own_model(node, allow)) is not None:
@@ -138,7 +144,7 @@ def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | N
 
     The keys besides `head` and `lora` are its arguments.
     """
-    made = imported(node[TARGET], "model", allow)
+    made = import_target(node[TARGET], "model", allow)
     if not (inspect.isfunction(made) or (isinstance(made, type) and issubclass(made, nn.Module))):
         return None
     ours = build_object(
@@ -151,7 +157,7 @@ def _own_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | N
 
 def _own_loss(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
     """The function that `_target_` names, if it is one; the keys are what it takes after outputs and labels."""
-    if not inspect.isfunction(made := imported(node[TARGET], "loss", allow)):
+    if not inspect.isfunction(made := import_target(node[TARGET], "loss", allow)):
         return None
     options = arguments(made, node, "loss", later=list(inspect.signature(made).parameters)[:2])
     return functools.partial(made, **options) if options else made
@@ -169,7 +175,7 @@ def _listed(
     """The objects of a group of which any number of options is chosen."""
     found: list[T] = []
     if not isinstance(nodes := config.get(group, {}), Mapping):
-        raise Refused(f"{group}={shown(nodes)} is no mapping: name each part of it")
+        raise Refused(f"{group}={format_value(nodes)} is no mapping: name each part of it")
     for name, node in nodes.items():
         path = f"{group}.{name}"
         if path in parts:
@@ -183,7 +189,7 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
     """What a node of a method or an observer names."""
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(
-            f"{path}={shown(node)} names no class: give a value to one of its keys instead"
+            f"{path}={format_value(node)} names no class: give a value to one of its keys instead"
         )
     refuse_missing(node, path)
     cls = resolve(node[TARGET], path, allow)
@@ -202,7 +208,7 @@ def _device(asked: str, elsewhere: bool) -> str:
     kind, _, index = asked.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not (index.isdecimal() and len(index) < 4)):
         raise Refused(
-            f"device={asked} does not exist: {instead(asked, ('auto', 'cpu', 'cuda', 'mps'))}"
+            f"device={asked} does not exist: {suggest(asked, ('auto', 'cpu', 'cuda', 'mps'))}"
         )
     if kind == "cuda" and not elsewhere and int(index or 0) >= torch.cuda.device_count():
         raise Refused(
@@ -219,7 +225,7 @@ def _plain(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
     """The configuration that words or values say, or that one with these values."""
-    folders = allowed(allow)
+    folders = allow_packages(allow)
     if isinstance(config, (DictConfig, Mapping)):
         node, settings = plain(config), dict(settings or {})
         if settings.get("method") == []:  # objects take the place of its methods
@@ -238,7 +244,7 @@ def _words(config: Sequence[str]) -> Sequence[str]:
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
     """The data of a run alone, split over its clients. Raises Refused."""
-    with refusing():
+    with errors_as_refusals():
         node = _plain(config, allow)
         source: Source = _object(node, "data", allow, {})
         partitioner: Partitioner = _object(node, "partition", allow, {})
@@ -252,7 +258,7 @@ def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     for key in rest:
         if key not in ours | others:
             raise Refused(
-                f"{key} does not exist: {instead(key, sorted(ours | others), 'a run has')}"
+                f"{key} does not exist: {suggest(key, sorted(ours | others), 'a run has')}"
             )
     run = build_object(RunSettings, {key: value for key, value in rest.items() if key in ours}, "")
     return run, build_object(
@@ -262,7 +268,7 @@ def _settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
 
 def check_values(node: Node) -> None:
     """Refuse values that no machine would take. Data, devices and code that is not raysim's own are not looked for."""
-    with refusing():
+    with errors_as_refusals():
         _settings(node)
         parts = {group: node.get(group) for group in PARTS}
         parts |= {f"{group}.{name}": part for group in LISTS for name, part in node[group].items()}
@@ -292,7 +298,7 @@ def build(
 
     See `run` for the arguments. Raises Refused with one sentence.
     """
-    with refusing():
+    with errors_as_refusals():
         parts = {
             "model": model,
             "data": data,
@@ -301,17 +307,17 @@ def build(
             "fleet": fleet,
         }
         parts["loss"] = loss
-        found, chosen = given(parts, methods)
+        found, chosen = separate_objects(parts, methods)
         if both := next(iter(chosen.keys() & settings.keys()), None):
             raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
         words = () if isinstance(config, (DictConfig, Mapping)) else _words(config)
         rest, others, aside = set_aside(words, chosen | settings, found)
         node = _plain(config if isinstance(config, (DictConfig, Mapping)) else rest, allow, others)
-        objects = described(found, aside, node)
+        objects = describe_objects(found, aside, node)
         return _built(objects.into(node), allow, objects)
 
 
-def _built(node: Node, allow: Sequence[str], objects: Given) -> Experiment:
+def _built(node: Node, allow: Sequence[str], objects: UserObjects) -> Experiment:
     methods = _methods(node, allow, objects.parts)
     node, changes = _meet_requirements(node, methods)
     node = without_set(node)
@@ -412,13 +418,14 @@ def _meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tup
             values = node.get(section) if section else node
             if not isinstance(values, Mapping) or name not in values:
                 raise Refused(
-                    f"method '{method.name}' requires {key}={shown(value)}, a key that does not exist. "
+                    f"method '{method.name}' requires {key}={format_value(value)}, a key that does not exist. "
                     "Correct what its function settings returns."
                 )
             if values[name] == value or is_set(key, node):
                 continue
             sentences.append(
-                f"{key}={shown(value)} in place of {shown(values[name])}, because method '{method.name}' requires it"
+                f"{key}={format_value(value)} in place of {format_value(values[name])}, "
+                f"because method '{method.name}' requires it"
             )
             changed = {**values, name: value}
             node = {**node, section: changed} if section else changed
@@ -553,7 +560,7 @@ def run(
     users = users_observers(on_round, [*experiment.observers, *observers])
     with ExitStack() as stack:
         stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
-        with refusing():
+        with errors_as_refusals():
             where = place(experiment)
             if not where.exists:
                 folder = stack.enter_context(
@@ -561,7 +568,7 @@ def run(
                 )
                 where = replace(where, folder=folder)
             elif not where.finished:
-                stack.enter_context(held(where.folder))
+                stack.enter_context(lock_folder(where.folder))
         return _run_to_end(experiment, where, console, quiet, users)
 
 
@@ -585,7 +592,7 @@ def _run_to_end(
             raise RunStopped(f"{error}; {GO_ON}") from error
         again = replace(experiment.execution, out=str(where.folder), resume="latest")
         experiment = replace(experiment, execution=again)
-        with refusing():
+        with errors_as_refusals():
             where = replace(place(experiment), again=True)
 
 
@@ -595,21 +602,21 @@ def _tried(
     """Run to the end, or to the loss of a process."""
     if where.finished:
         say(console, where.note)
-        return finished(experiment, where.folder, console)
+        return load_finished(experiment, where.folder, console)
     with ExitStack() as stack:
         stack.enter_context(_unwritable(where.folder))
         stack.enter_context(_named())
-        with refusing():
+        with errors_as_refusals():
             plan = overview(experiment, where.folder)
         for text in (plan, where.note):
             say(console, text)
         for text in experiment.warnings:
             warn(console, text)
-        with waiting(console) as waits_for, refusing():
+        with waiting(console) as waits_for, errors_as_refusals():
             events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
             started = next(events)  # only now workers are known to fit
             for folder in apart(experiment.spec.settings.checkpoint, where.folder):
-                stack.enter_context(held(folder_at(folder)))
+                stack.enter_context(lock_folder(make_folder(folder)))
             _begin_folder(experiment, where)
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
@@ -631,7 +638,7 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
 
     allow: as for `run`. parts: objects (methods, model, data, ...) that config.yaml could not hold. Raises Refused.
     """
-    with refusing():
+    with errors_as_refusals():
         found = load_run(user_path(folder))
         config = load_yaml(found.folder / "config.yaml") | {
             "device": "cpu",
@@ -668,10 +675,10 @@ def _unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        what = error.strerror if is_full(error) and isinstance(error, OSError) else str(error)
+        what = error.strerror if is_disk_full(error) and isinstance(error, OSError) else str(error)
         begun = (folder / CONFIG).is_file()
         again = f"out={folder} and resume=latest" if begun else "the same command"
-        mend = "make room" if is_full(error) else "mend that"
+        mend = "make room" if is_disk_full(error) else "mend that"
         raise RunStopped(
             f"{what}; {mend}, then {again} goes on from the last checkpoint"
         ) from error
@@ -735,6 +742,6 @@ def _begin_folder(experiment: Experiment, where: Place) -> None:
     if (
         apart := experiment.spec.settings.checkpoint.folder
     ):  # so that they can be continued without the run's folder
-        with store(apart).new(CONFIG) as draft:
+        with open_store(apart).new(CONFIG) as draft:
             draft.write_bytes(config)
     (where.folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that is continued

@@ -14,8 +14,8 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from raysim.experiment.plugins import installed
-from raysim.primitives.errors import Refused, instead, nearest
+from raysim.experiment.plugins import installed_packages
+from raysim.primitives.errors import Refused, nearest, suggest
 from raysim.primitives.version import __version__
 
 T = TypeVar("T")
@@ -32,22 +32,24 @@ _NAMES = {
 
 
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
-    """The class that a `_target_` names. Raises Refused as `imported` does, and where it is no class."""
-    found = imported(target, path, allow)
+    """The class that a `_target_` names. Raises Refused as `import_target` does, and where it is no class."""
+    found = import_target(target, path, allow)
     if not isinstance(found, type):
         raise Refused(
-            f"{path}.{TARGET}={shown(target)} is no class: name one, such as raysim.methods.fedprox.FedProx"
+            f"{path}.{TARGET}={format_value(target)} is no class: name one, such as raysim.methods.fedprox.FedProx"
         )
     return found
 
 
-def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
+def import_target(target: object, path: str, allow: Sequence[str] = ()) -> object:
     """What a `_target_` names, of whatever type; None where its module has no such name.
 
     Raises Refused for names outside `raysim`, the allowed prefixes, and the installed packages that bring parts.
     """
-    place = f"{path}.{TARGET}={shown(target)}"
-    prefixes = tuple(f"{prefix.rstrip('.')}." for prefix in ("raysim", *allow, *installed()))
+    place = f"{path}.{TARGET}={format_value(target)}"
+    prefixes = tuple(
+        f"{prefix.rstrip('.')}." for prefix in ("raysim", *allow, *installed_packages())
+    )
     if not isinstance(target, str) or not target.startswith(prefixes):
         package = str(target).partition(".")[0]
         if package in sys.stdlib_module_names:
@@ -71,7 +73,7 @@ def imported(target: object, path: str, allow: Sequence[str] = ()) -> object:
     return found
 
 
-def build(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
+def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
     """Call a class with the values of a node. Raises Refused with the key's path for whatever does not fit."""
     values = arguments(cls, node, path)
     try:
@@ -95,7 +97,7 @@ def arguments(
     given = {key: value for key, value in node.items() if key != TARGET}
     for key in given:
         if key not in parameters and not any_key:
-            has = instead(str(key), parameters, f"{path or 'a run'} has")
+            has = suggest(str(key), parameters, f"{path or 'a run'} has")
             raise Refused(f"{_join(path, key)} does not exist: {has}")
     for key, parameter in parameters.items():
         if (
@@ -103,38 +105,38 @@ def arguments(
             and given.get(key, MISSING if parameter.default is parameter.empty else None) == MISSING
         ):
             raise Refused(
-                f"{_join(path, key)} has no default: set it to {described(hints.get(key, object))}"
+                f"{_join(path, key)} has no default: set it to {describe_type(hints.get(key, object))}"
             )
     return {
-        key: checked(value, hints.get(key, object), _join(path, key))
+        key: convert(value, hints.get(key, object), _join(path, key))
         for key, value in given.items()
     }
 
 
-def checked(value: Any, kind: Any, path: str) -> Any:
+def convert(value: Any, kind: Any, path: str) -> Any:
     """The value as the annotation wants it (an integer becomes a float, a mapping a dataclass), or Refused."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
         cls = resolve(value[TARGET], path) if TARGET in value else kind
         if not issubclass(cls, kind):
             raise Refused(
-                f"{path}.{TARGET}={shown(value[TARGET])} does not fit there: name a {kind.__name__}"
+                f"{path}.{TARGET}={format_value(value[TARGET])} does not fit there: name a {kind.__name__}"
             )
-        return build(cls, value, path)
+        return build_object(cls, value, path)
     if get_origin(kind) in (list, tuple) and isinstance(value, str):
         value = _spelt(value, get_args(kind)[0])
     if get_origin(kind) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
         inner = get_args(kind)[0]
-        items = [checked(item, inner, f"{path}[{index}]") for index, item in enumerate(value)]
+        items = [convert(item, inner, f"{path}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if get_origin(kind) is tuple else items
     if get_origin(kind) is dict and isinstance(value, Mapping):
         inner = get_args(kind)[1]
-        return {str(key): checked(item, inner, f"{path}.{key}") for key, item in value.items()}
+        return {str(key): convert(item, inner, f"{path}.{key}") for key, item in value.items()}
     if get_origin(kind) in (Union, types.UnionType):
         return _first_fit(value, get_args(kind), path, kind)
     if not _fits(value, kind):
         near = _near(value, kind)
         hint = f"; did you mean {near}?" if near else ""
-        raise Refused(f"{path}={shown(value)} must be {_allowed(kind, value)}{hint}")
+        raise Refused(f"{path}={format_value(value)} must be {_allowed(kind, value)}{hint}")
     return float(value) if kind is float else value
 
 
@@ -146,7 +148,7 @@ def _spelt(text: str, inner: Any) -> list[Any]:
 def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:
     for kind in kinds:
         try:
-            return checked(value, kind, path)
+            return convert(value, kind, path)
         except Refused:
             continue
     containers = [
@@ -158,10 +160,10 @@ def _first_fit(value: Any, kinds: Sequence[Any], path: str, union: Any) -> Any:
         kind for kind in kinds if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)
     ]
     if containers:
-        return checked(value, containers[0], path)  # its own sentence says which item is wrong
+        return convert(value, containers[0], path)  # its own sentence says which item is wrong
     near = next((near for kind in kinds if (near := _near(value, kind))), "")
     raise Refused(
-        f"{path}={shown(value)} must be {_allowed(union, value)}{f'; did you mean {near}?' if near else ''}"
+        f"{path}={format_value(value)} must be {_allowed(union, value)}{f'; did you mean {near}?' if near else ''}"
     )
 
 
@@ -196,20 +198,20 @@ def _allowed(kind: Any, value: Any) -> str:
     """What an annotation allows, as the answer to a value that it does not."""
     endless = isinstance(value, float) and not math.isfinite(value)
     long = isinstance(value, int) and not isinstance(value, bool) and not _is_integer(value)
-    return f"{described(kind)}{', not infinite or nan' if endless else ' of at most 64 bits' if long else ''}"
+    return f"{describe_type(kind)}{', not infinite or nan' if endless else ' of at most 64 bits' if long else ''}"
 
 
-def described(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """What an annotation allows, in words."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " or ".join(shown(choice) for choice in inner)
+        return " or ".join(format_value(choice) for choice in inner)
     if origin in (Union, types.UnionType):
-        return " or ".join(described(part) for part in inner)
+        return " or ".join(describe_type(part) for part in inner)
     if origin in (list, tuple, Sequence):
-        return f"a list ({described(inner[0])} each)"
+        return f"a list ({describe_type(inner[0])} each)"
     if origin is dict:
-        return f"a mapping ({described(inner[1])} each)"
+        return f"a mapping ({describe_type(inner[1])} each)"
     if dataclasses.is_dataclass(kind):
         return (
             f"a mapping with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
@@ -217,14 +219,14 @@ def described(kind: Any) -> str:
     return _NAMES.get(kind, "a value")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as a user writes it on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}: {shown(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}: {format_value(item)}' for key, item in value.items())}}}"
     return str(value)
 
 

@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from raysim.experiment.compose import joined
-from raysim.experiment.instantiate import shown
-from raysim.primitives.checks import known
-from raysim.primitives.errors import Refused, refusing
-from raysim.primitives.files import HELD, held
+from raysim.experiment.instantiate import format_value
+from raysim.primitives.checks import finite_values
+from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.files import LOCK_FILE, lock_folder
 from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
@@ -54,7 +54,7 @@ def value_label(value: object) -> str:
     """A value as a person reads it: a list of methods by their names, [] as fedavg."""
     if isinstance(value, list):
         return joined(value)
-    return f"{value:.4g}" if isinstance(value, float) else shown(value)
+    return f"{value:.4g}" if isinstance(value, float) else format_value(value)
 
 
 # --- the folder, new or continued -----------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """
     with ExitStack() as made:
         path = _create_folder(folder, dated, made)
-        with held(path):
+        with lock_folder(path):
             yield path
 
 
@@ -114,15 +114,15 @@ def _make_with_parents(path: Path) -> None:
 def _remove_empty(folder: Path) -> None:
     """Remove a folder that holds nothing but its lock; leave any other folder."""
     with suppress(OSError):
-        if {path.name for path in folder.iterdir()} == {HELD}:
-            (folder / HELD).unlink()
+        if {path.name for path in folder.iterdir()} == {LOCK_FILE}:
+            (folder / LOCK_FILE).unlink()
         folder.rmdir()
 
 
 def check_free(folder: Path) -> None:
     """Refuse a folder that exists, where something new is to be written; says so if another process writes there."""
-    if (folder / HELD).is_file() and os.access(folder / HELD, os.W_OK):
-        with held(folder):
+    if (folder / LOCK_FILE).is_file() and os.access(folder / LOCK_FILE, os.W_OK):
+        with lock_folder(folder):
             pass
     if (folder / "study.yaml").is_file():
         raise Refused(
@@ -169,7 +169,7 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
     listen_on_loopback(options)
     from raysim.runtime import ray
 
-    with refusing():
+    with errors_as_refusals():
         session.enter_context(ray.connection(options))
 
 
@@ -181,7 +181,9 @@ def score(summary: Mapping[str, object], metric: str) -> float | None:
     """
     if metric == "final":
         usual = summary.get("metric", "accuracy")
-        return next(iter(known([score(summary, f"{usual}{suffix}") for suffix in FINAL])), None)
+        return next(
+            iter(finite_values([score(summary, f"{usual}{suffix}") for suffix in FINAL])), None
+        )
     value = summary.get(metric)
     if value is None and "." in metric:
         group, _, name = metric.partition(".")
@@ -201,7 +203,7 @@ def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     if len(rows) == 1:
         return dict(rows[0])
     columns = {
-        name: known([row.get(name) for row in rows])
+        name: finite_values([row.get(name) for row in rows])
         for name in dict.fromkeys(n for row in rows for n in row)
     }
     row: dict[str, int | float | None] = {

@@ -25,9 +25,9 @@ from raysim.api.method import Method
 from raysim.data.arrays import Arrays, store_arrays
 from raysim.data.listed import Listed, is_lists_of_rows, store_lists
 from raysim.experiment.compose import Node
-from raysim.experiment.instantiate import TARGET, arguments, build
+from raysim.experiment.instantiate import TARGET, arguments, build_object
 from raysim.models.split import CustomModel, ExternalModel
-from raysim.primitives.errors import Refused, instead
+from raysim.primitives.errors import Refused, suggest
 
 Overrides: TypeAlias = Mapping[
     str, tuple[Any, str]
@@ -46,7 +46,7 @@ PARTS = {  # what an object of each group must have
 
 
 @dataclass(frozen=True)
-class Given:
+class UserObjects:
     """Objects by their place in the configuration ("model", "method.fedprox"), and its nodes of them."""
 
     parts: Mapping[str, object] = field(default_factory=dict)
@@ -77,13 +77,13 @@ class Given:
         ]
 
 
-def given(
+def separate_objects(
     parts: Mapping[str, object], methods: Sequence[object] | None = None
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate objects, by their place, from names of options, by their group. Raise `Refused` for what is neither.
 
     parts: for each group an object, a name or (of all but data) values by key; None where nothing was given. Data,
-    lists of rows and networks stay as they are: `described` makes parts of them. methods: objects and names.
+    lists of rows and networks stay as they are: `describe_objects` makes parts of them. methods: objects and names.
     """
     chosen: dict[str, object] = {}
     found: dict[str, object] = {}
@@ -107,9 +107,9 @@ def given(
     return found, chosen
 
 
-def described(
+def describe_objects(
     found: Mapping[str, object], settings: Mapping[str, Overrides], config: Node
-) -> Given:
+) -> UserObjects:
     """Return the objects as parts of a run, with the settings that stand next to them. Raise `Refused`.
 
     settings: for each place, the overrides of its keys. config: the configuration without the objects; what it stores
@@ -129,7 +129,7 @@ def described(
         for key, override in overrides.items():
             _refuse_setting(place, part, key, override)
         parts[place] = part
-    return Given(parts, {place: written(part) for place, part in parts.items()})
+    return UserObjects(parts, {place: object_node(part) for place, part in parts.items()})
 
 
 def _is_wrapped(place: str, part: object) -> bool:
@@ -158,7 +158,7 @@ def _settings_of(
         if (name := key.split(".")[0]) not in names:
             what = f"{place} from Python has"
             raise Refused(
-                f"{place}.{key}: does not exist for an object from Python. {instead(name, names, what)}"
+                f"{place}.{key}: does not exist for an object from Python. {suggest(name, names, what)}"
             )
     before = _stored_values(stored, f"{cls.__module__}.{cls.__qualname__}", identity)
     return arguments(cls, _merged(before, overrides), place, later=[identity])
@@ -231,7 +231,7 @@ def _network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
             _refuse_setting("model", source, key, override)
     before = _stored_values(stored, _written_network(CustomModel(source))[TARGET], *fixed)
     values = _merged(before, overrides)
-    recipe = build(
+    recipe = build_object(
         ExternalModel, {key: values.pop(key) for key in RECIPE if key in values}, "model"
     )
     options = (
@@ -270,7 +270,7 @@ def _argument(place: str) -> str:
 
 
 # --- an object as a file has it -------------------------------------------------------------------------------------
-def written(part: object) -> Node:
+def object_node(part: object) -> Node:
     """The node of an object: its class, and the arguments that make an equal one, or what it is."""
     if isinstance(part, CustomModel):
         return _written_network(part)
@@ -282,7 +282,7 @@ def written(part: object) -> Node:
     node: Node = {TARGET: target}
     try:
         node |= {key: _plain(getattr(part, key)) for key in _arguments(cls)}
-        if _importable(cls) and _equal(build(cls, node, target), part):
+        if _importable(cls) and _equal(build_object(cls, node, target), part):
             return node
     except (AttributeError, TypeError, ValueError, NameError):
         pass

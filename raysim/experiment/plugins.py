@@ -22,12 +22,12 @@ GROUP = "raysim.plugins"
 
 
 @functools.cache
-def installed() -> tuple[str, ...]:
+def installed_packages() -> tuple[str, ...]:
     """The packages that say by an entry point that they bring parts, by name."""
     return tuple(sorted({point.value for point in entry_points(group=GROUP)}))
 
 
-def allowed(packages: Sequence[str]) -> list[Path]:
+def allow_packages(packages: Sequence[str]) -> list[Path]:
     """The folders `conf` that lie inside these packages, which are also looked for in the current folder.
 
     Raises Refused for one that is nowhere, and for text, which is a sequence of letters.
@@ -43,7 +43,7 @@ def allowed(packages: Sequence[str]) -> list[Path]:
             raise Refused(
                 f"there is no package {package} to allow: correct its name, install it, or go to the folder where it is"
             )
-    return brought(packages)
+    return conf_folders_of(packages)
 
 
 def used_packages(node: object, allow: Sequence[str]) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def unallowed(group: str, option: str) -> tuple[str, str]:
     return "", ""
 
 
-def brought(packages: Sequence[str]) -> list[Path]:
+def conf_folders_of(packages: Sequence[str]) -> list[Path]:
     """The folders `conf` that lie inside these packages; of those that have one.
 
     Raises Refused for the folder around a package of the same name, which Python takes for a package.

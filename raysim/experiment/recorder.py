@@ -12,7 +12,7 @@ from raysim.experiment.describe import identity, split
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
-from raysim.primitives.commit import source
+from raysim.primitives.commit import source_commit
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.observers import (
@@ -179,7 +179,7 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
         "title": experiment.spec.data.title,
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
-        "source": source(),
+        "source": source_commit(),
         "split": split(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
@@ -267,7 +267,7 @@ def users_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> 
     return wrapped
 
 
-def finished(experiment: Experiment, folder: Path, console: Console) -> Result:
+def load_finished(experiment: Experiment, folder: Path, console: Console) -> Result:
     """The result of a run that had finished before; what MLflow lacks of it is sent."""
     if experiment.execution.tracking.name == "mlflow":
         replay(folder, experiment.execution.tracking.uri or "", say=lambda text: say(console, text))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raysim.experiment.compose import Node, load_yaml
-from raysim.experiment.instantiate import shown
+from raysim.experiment.instantiate import format_value
 from raysim.experiment.many_runs import check_free, dated_folder, to_continue
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import HELD, if_there, user_path, without_password
-from raysim.primitives.stores import LocalStore, Store, is_remote, parted, store
+from raysim.primitives.files import LOCK_FILE, existing_file, user_path, without_password
+from raysim.primitives.stores import LocalStore, Store, is_remote, open_store, split_address
 from raysim.primitives.version import __version__
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
@@ -72,7 +72,7 @@ def place(experiment: Experiment) -> Place:
         )
         check_free(folder)
         check_writable(folder, kept)
-        if kept.folder and {*store(kept.folder).names()} - {HELD}:
+        if kept.folder and {*open_store(kept.folder).names()} - {LOCK_FILE}:
             raise Refused(
                 f"checkpoint.folder={without_password(kept.folder)} holds something already: choose another one, or "
                 "continue its run with resume=latest"
@@ -108,7 +108,7 @@ def place(experiment: Experiment) -> Place:
 def _just_begun(folder: Path) -> bool:
     """Whether a folder is empty but for what a run leaves that is killed before its configuration has its name."""
     return folder.is_dir() and all(
-        each.name == HELD or each in config_drafts(folder) for each in folder.iterdir()
+        each.name == LOCK_FILE or each in config_drafts(folder) for each in folder.iterdir()
     )
 
 
@@ -132,7 +132,7 @@ def _continued(experiment: Experiment, address: str) -> Place:
                 f"resume={address} is no folder: name a checkpoint such as runs/NAME/checkpoints/round-000010, "
                 "or latest"
             )
-    out, where = experiment.execution.out, parted(address)[0]
+    out, where = experiment.execution.out, split_address(address)[0]
     inside = not is_remote(where) and not (Path(where) / CONFIG).is_file()  # the folder of the run
     origin = Path(where).resolve().parent if inside else None
     folder = user_path(out) if out else origin
@@ -183,14 +183,16 @@ def check_writable(folder: Path, kept: Checkpoint) -> None:
 def apart(kept: Checkpoint, folder: Path) -> list[Path]:
     """Where on this machine's disks a run's checkpoints are kept, if that is neither in its folder nor behind a URL."""
     found = (
-        [there.path] if kept.folder and isinstance(there := store(kept.folder), LocalStore) else []
+        [there.path]
+        if kept.folder and isinstance(there := open_store(kept.folder), LocalStore)
+        else []
     )
     return [path for path in found if path.resolve() != folder.resolve()]
 
 
 def _check_run_in(where: str | None, config: Node) -> None:
     """Refuse a place of another run, whether its results or its checkpoints are there."""
-    if where and CONFIG in (there := store(where)).names():
+    if where and CONFIG in (there := open_store(where)).names():
         with there.local(CONFIG) as path:
             _check_same(load_yaml(path), config, there)
 
@@ -207,10 +209,10 @@ def _check_same(stored: Node, config: Node, folder: Store) -> None:
                 f"it is another run, or an earlier version of raysim than {__version__} wrote it"
             )
             raise Refused(
-                f"{key}={shown(now[key])} is no key of the run in {folder}: {reason}. Choose another out"
+                f"{key}={format_value(now[key])} is no key of the run in {folder}: {reason}. Choose another out"
             )
         if not free and before.get(key) != now.get(key):
-            old, new = shown(before[key]), shown(now[key]) if key in now else "absent"
+            old, new = format_value(before[key]), format_value(now[key]) if key in now else "absent"
             raise Refused(
                 f"{key}={new} differs from {key}={old} of the run in {folder}: set it back, or choose another out"
             )
@@ -223,7 +225,7 @@ def _as_stored(value: object) -> object:
 
 def _rounds_done(folder: Path) -> int:
     """Rounds of a run that has finished; 0 for any other."""
-    if not (there := if_there(folder / "summary.json")):
+    if not (there := existing_file(folder / "summary.json")):
         return 0
     try:
         return int(json.loads(there[0].read_text())["rounds"])

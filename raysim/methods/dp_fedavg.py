@@ -43,7 +43,7 @@ from raysim.api.method import Method
 from raysim.methods.norm_clipping import clip_factor
 from raysim.methods.recombination import counting
 from raysim.primitives.checks import above, at_least, between, in_range
-from raysim.primitives.extras import optional
+from raysim.primitives.extras import import_optional
 from raysim.vectors.gram import combination
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
     """Renyi divergences of one round, at `_ORDERS`."""
-    privacy = optional("dp_accounting", "method=dp_fedavg")
+    privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
-    accountant = optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
+    accountant = import_optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
         _ORDERS, relation.ADD_OR_REMOVE_ONE if poisson else relation.REPLACE_ONE
     )
     gaussian = privacy.GaussianDpEvent(noise if poisson else noise / 2)
@@ -86,7 +86,7 @@ def epsilon(
 ) -> float:
     """Of so many rounds of ``cohort`` out of ``clients``, drawn as a set, or by a coin of each client's own."""
     spent = rounds * _divergences(noise, clients, cohort, poisson)
-    rdp = optional("dp_accounting.rdp", "method=dp_fedavg")
+    rdp = import_optional("dp_accounting.rdp", "method=dp_fedavg")
     return float(rdp.compute_epsilon(np.array(_ORDERS), spent, delta)[0])
 
 
@@ -140,7 +140,7 @@ class DPFedAvg(Method):
         )
         run.check(self._check_privacy)
         if self.noise:
-            optional("dp_accounting", "method=dp_fedavg")
+            import_optional("dp_accounting", "method=dp_fedavg")
         run.server_state("bound", lambda server: torch.tensor(self.clip, dtype=torch.float64))
         run.server_state("releases", lambda server: torch.tensor(0))
 

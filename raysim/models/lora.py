@@ -8,7 +8,7 @@ from torch import nn
 
 from raysim.models.classifier import Classifier
 from raysim.primitives.checks import above, at_least, in_range
-from raysim.primitives.extras import optional
+from raysim.primitives.extras import import_optional
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def with_adapters(model: Classifier, lora: Lora) -> Classifier:
     """
     if lora.rank == 0:
         return model
-    peft = optional("peft", f"model.lora.rank={lora.rank}")
+    peft = import_optional("peft", f"model.lora.rank={lora.rank}")
     inner = model.get_submodule("extractor" if model.is_split else "net")
     layers = lora.layers or [
         name for name, each in inner.named_modules() if isinstance(each, nn.Linear) and name

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from raysim.models.classifier import Shape
 from raysim.models.split import ExternalModel
 from raysim.primitives.errors import Refused, first_line, nearest
-from raysim.primitives.extras import optional
+from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
 
 
@@ -68,7 +68,7 @@ class Timm(ExternalModel):
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         """See `ExternalModel`."""
-        timm = optional("timm", f"model.name={self.name}")
+        timm = import_optional("timm", f"model.name={self.name}")
         if not timm.is_model(self.name):
             raise ValueError(
                 f"model.name={self.name} is no model of timm: {_near(self.name, timm.list_models())}"
@@ -97,7 +97,7 @@ class HuggingFaceModel(ExternalModel):
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         """See `ExternalModel`."""
-        transformers = optional("transformers", f"model.name={self.name}")
+        transformers = import_optional("transformers", f"model.name={self.name}")
         kind = (
             "AutoModelForImageClassification"
             if tokens is None

@@ -93,6 +93,6 @@ def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> 
     return value
 
 
-def known(values: Iterable[int | float | None]) -> list[float]:
+def finite_values(values: Iterable[int | float | None]) -> list[float]:
     """The values that are numbers: None, nan and infinities are left out."""
     return [float(value) for value in values if value is not None and math.isfinite(value)]

@@ -11,7 +11,7 @@ SOURCE = "RAYSIM_SOURCE"  # in the environment of a submitted job, whose files a
 
 
 @functools.cache
-def source() -> dict[str, str]:
+def source_commit() -> dict[str, str]:
     """The commit that is checked out where the run was started, and whether files differ from it; {} without git."""
     if given := os.environ.get(SOURCE):
         return dict(json.loads(given))

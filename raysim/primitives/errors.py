@@ -17,7 +17,7 @@ class Refused(ValueError):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def errors_as_refusals() -> Iterator[None]:
     """Turns the errors that a wrong setting causes into `Refused`; whatever else is raised is our own mistake."""
     try:
         yield
@@ -58,7 +58,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, list(valid), 1, alike)), "")
 
 
-def instead(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
+def suggest(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
     """The end of a sentence about a wrong name: the nearest one if any is similar, and all if they do not hide it."""
     names = list(valid)
     if not names:

@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 
 
-def optional(package: str, what: str) -> ModuleType:
+def import_optional(package: str, what: str) -> ModuleType:
     """The package, which `what` (a setting) needs. Raises ValueError with the extra that installs it."""
     try:
         return importlib.import_module(package)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TextIO
 from raysim.primitives.errors import Refused
 
 _SOON = 3.0  # seconds of a wait that nobody need be told of
-HELD = ".held"  # the file that the process of a run locks
+LOCK_FILE = ".held"  # the file that the process of a run locks
 _FULL = (
     "No space left on device",
     "Disk quota exceeded",
@@ -28,7 +28,7 @@ _FULL = (
 
 
 @contextlib.contextmanager
-def drafted(path: Path) -> Iterator[Path]:
+def draft_file(path: Path) -> Iterator[Path]:
     """Where to write a file, with the mode that the umask gives; then it gets its name, with all of it on the disk.
 
     Readers, or those who come after a crash, see the old content or all of the new one.
@@ -46,9 +46,9 @@ def drafted(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
+def open_draft(path: Path) -> Iterator[BinaryIO]:
     """The same, as an open file."""
-    with drafted(path) as unfinished, unfinished.open("wb") as file:
+    with draft_file(path) as unfinished, unfinished.open("wb") as file:
         yield file
 
 
@@ -62,25 +62,25 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a `whole` file."""
-    with room_for(path, len(content)), whole(path) as file:
+    """Write a file that readers see as a whole."""
+    with report_full_disk(path, len(content)), open_draft(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def room_for(path: Path, needed: int) -> Iterator[None]:
+def report_full_disk(path: Path, needed: int) -> Iterator[None]:
     """Where the disk is full, an OSError of its own kind says what was to be written and what is free, in bytes."""
     try:
         yield
     except Exception as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             raise
         free = shutil.disk_usage(path.parent).free
         text = f"the disk is full: {path} takes {needed:,} bytes, of which {free:,} are free"
         raise OSError(errno.ENOSPC, text) from error
 
 
-def is_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether something could not be written for want of room, or of leave to take it."""
     known = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return known or any(text in str(error) for text in _FULL)
@@ -115,7 +115,7 @@ def user_path(text: str | Path) -> Path:
         ) from None
 
 
-def folder_at(path: Path) -> Path:
+def make_folder(path: Path) -> Path:
     """The folder at a path, made if need be. Raises Refused where something else is there."""
     if path.exists() and not path.is_dir():
         raise Refused(f"{path} is no folder: choose another place")
@@ -137,7 +137,7 @@ def without_password(text: str) -> str:
     return _SECRET.sub(r"\1", bare)
 
 
-def regular(path: Path) -> Path:
+def regular_file(path: Path) -> Path:
     """The path of a file that can be read to its end: no folder, pipe or device, and no link to one.
 
     Raises Refused for any other.
@@ -147,12 +147,12 @@ def regular(path: Path) -> Path:
     return path
 
 
-def if_there(path: Path) -> list[Path]:
-    """The path of a file that need not be there, or nothing. Raises Refused for what is there and not `regular`."""
-    return [regular(path)] if os.path.lexists(path) else []
+def existing_file(path: Path) -> list[Path]:
+    """Return a list with the path of a regular file, or an empty one. Raise `Refused` for what is no file."""
+    return [regular_file(path)] if os.path.lexists(path) else []
 
 
-def from_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """What JSON says. Raises ValueError, also for what Python cannot nest so deeply."""
     try:
         return json.loads(text)
@@ -161,7 +161,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 @contextlib.contextmanager
-def alone(folder: Path, setting: str) -> Iterator[None]:
+def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
     """One process at a time per folder, which is made if need be; `setting` names it. Says so where it has to wait.
 
     Raises ValueError if the folder cannot be written.
@@ -186,9 +186,9 @@ def alone(folder: Path, setting: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """A folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
-    path = folder / HELD
+    path = folder / LOCK_FILE
     if path.exists() and not path.is_file():
         raise Refused(f"{path} is no file that can be locked: remove it")
     with path.open("a+") as handle:

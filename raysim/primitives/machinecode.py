@@ -10,13 +10,13 @@ from typing import Any
 
 from numba.core import caching
 
-from raysim.primitives.files import alone
+from raysim.primitives.files import wait_for_folder
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _OnDisk: Any = caching.FunctionCache  # numba has no types
 
 
-class Kept(_OnDisk):  # type: ignore[misc]
+class MachineCodeCache(_OnDisk):  # type: ignore[misc]
     """Beside the function's own file, else where numba keeps a user's. Raises RuntimeError if neither can be written.
 
     Numba asks whether the file is a new one and the bytecode the same. Here constants, the plain values of names from
@@ -40,7 +40,10 @@ class Kept(_OnDisk):  # type: ignore[misc]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """One process at a time: two that add code to one index would give it one name."""
-        with contextlib.suppress(Exception), alone(Path(self.cache_path), "NUMBA_CACHE_DIR"):
+        with (
+            contextlib.suppress(Exception),
+            wait_for_folder(Path(self.cache_path), "NUMBA_CACHE_DIR"),
+        ):
             super().save_overload(sig, data)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def peak_memory() -> int:
+def peak_memory_bytes() -> int:
     """Largest resident memory of this process so far, in bytes; 0 where the platform does not tell."""
     try:
         # Unlike getrusage, this one starts anew when a process is spawned by a larger one.
@@ -26,7 +26,7 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
-def all_memory() -> float:
+def total_memory_bytes() -> float:
     """Bytes that this machine has, or the group of processes (a container) that this one is in; infinite if unknown."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -36,9 +36,9 @@ def all_memory() -> float:
     return min(limits)
 
 
-def must_fit(what: str, needed: float) -> None:
+def check_memory(what: str, needed: float) -> None:
     """Raises ValueError where `needed` [bytes] for what the settings ask for are more than there are."""
-    if needed > (there := all_memory()):
+    if needed > (there := total_memory_bytes()):
         raise ValueError(
             f"{what} take {needed / 2**30:,.0f} GiB of memory, of which there are {there / 2**30:,.0f}: ask for less"
         )

@@ -20,7 +20,7 @@ KINDS = (
     "messages",
     "waiting",
 )
-KEPT = 100_000  # spans that a track remembers one by one; all of them count
+MAX_KEPT_SPANS = 100_000  # spans that a track remembers one by one; all of them count
 
 
 class Span(NamedTuple):
@@ -86,7 +86,7 @@ class Spans:
         seconds = span.stop - span.start
         self.seconds[span.kind] = self.seconds.get(span.kind, 0.0) + seconds - inside
         self.count += 1
-        if len(self.spans) < KEPT:
+        if len(self.spans) < MAX_KEPT_SPANS:
             self.spans.append(span)
         if self._open:
             self._open[-1][1].append(seconds)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from raysim.primitives.files import drafted, is_full, regular, sync, without_password
+from raysim.primitives.files import draft_file, is_disk_full, regular_file, sync, without_password
 
 _LOCAL = ("file://", "local://")
 
@@ -33,13 +33,13 @@ class LocalStore:
         """Where to write a file, which then appears as a whole, in place of an older one."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with drafted(path) as draft:
+        with draft_file(path) as draft:
             yield draft
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
         """Where to read a file; what was mapped of it stays. Raises OSError, or ValueError for what is no file."""
-        yield regular(self.path / name)
+        yield regular_file(self.path / name)
 
     def settle(self, *folders: str) -> None:
         """Wait until the names in these folders are on the disk ("": in the store itself)."""
@@ -125,7 +125,7 @@ class RemoteStore:
         try:
             yield
         except Exception as error:
-            if is_full(error):
+            if is_disk_full(error):
                 raise
             raise OSError(
                 f"{self}: {type(error).__name__}: {without_password(str(error))}"
@@ -140,7 +140,7 @@ def is_remote(where: str | Path) -> bool:
     return "://" in str(where) and not str(where).startswith(_LOCAL)
 
 
-def store(where: str | Path) -> Store:
+def open_store(where: str | Path) -> Store:
     """The store at an address. Raises ValueError where it cannot be reached."""
     text = str(where)
     if is_remote(text):
@@ -150,7 +150,7 @@ def store(where: str | Path) -> Store:
     )
 
 
-def parted(address: str | Path) -> tuple[str, str]:
+def split_address(address: str | Path) -> tuple[str, str]:
     """The address of a folder, and the last name in it."""
     text = str(address).rstrip("/")
     if is_remote(text):

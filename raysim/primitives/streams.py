@@ -43,7 +43,7 @@ def torch_seed(seed: int, purpose: str, *keys: int) -> int:
 _MASK = (1 << 64) - 1
 
 
-def key(seed: int, purpose: str) -> int:
+def stream_key(seed: int, purpose: str) -> int:
     """What `uniform` needs of a seed and a purpose."""
     return int(stream(seed, purpose).integers(1 << 63))
 

@@ -7,8 +7,8 @@ import uuid
 from typing import Any
 
 from raysim.primitives.checks import one_of
-from raysim.primitives.extras import optional
-from raysim.primitives.files import regular, replace_file, user_path, without_password
+from raysim.primitives.extras import import_optional
+from raysim.primitives.files import regular_file, replace_file, user_path, without_password
 from raysim.results.observers import CurrentRun, Observer
 from raysim.results.tracking import flatten
 from raysim.simulation.events import Finished, Round, Row
@@ -24,7 +24,10 @@ class TensorBoard(Observer):
     """
 
     def __init__(self, folder: str | None = None):
-        self._package, self._folder = optional("tensorboardX", "observer=tensorboard"), folder
+        self._package, self._folder = (
+            import_optional("tensorboardX", "observer=tensorboard"),
+            folder,
+        )
 
     def on_start(self, run: CurrentRun) -> None:
         """Open the file of events."""
@@ -68,7 +71,7 @@ class WeightsAndBiases(Observer):
     def __init__(self, project: str = "raysim", entity: str | None = None, mode: str | None = None):
         self._mode = mode if mode is None else one_of("observer.wandb.mode", mode, MODES)
         self._package, self._project, self._entity = (
-            optional("wandb", "observer=wandb"),
+            import_optional("wandb", "observer=wandb"),
             project,
             entity,
         )
@@ -76,7 +79,7 @@ class WeightsAndBiases(Observer):
     def on_start(self, run: CurrentRun) -> None:
         """Begin the run, or continue the one that the folder names."""
         path = run.folder / self.ID
-        identity = regular(path).read_text().strip() if path.exists() else uuid.uuid4().hex[:8]
+        identity = regular_file(path).read_text().strip() if path.exists() else uuid.uuid4().hex[:8]
         replace_file(path, identity.encode())
         self._run: Any = self._package.init(
             project=self._project,

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from raysim.data.federated import FederatedData
 from raysim.data.partition import Ints
-from raysim.primitives.files import from_json, regular, whole
+from raysim.primitives.files import open_draft, parse_json, regular_file
 from raysim.simulation.events import ClientScores
 
 SPLIT, CLIENTS = "split.parquet", "clients.parquet"
@@ -64,7 +64,7 @@ def read_split(folder: Path) -> Split | None:
     if (table := _read(folder / SPLIT, ("client", "label", "samples"))) is None:
         return None
     try:
-        content = from_json((table.schema.metadata or {})[b"raysim"])
+        content = parse_json((table.schema.metadata or {})[b"raysim"])
         clients, classes = int(content["clients"]), [str(name) for name in content["classes"]]
         client, label, samples = (_whole(table, name) for name in ("client", "label", "samples"))
         split = Split(client, label, samples, clients, classes)
@@ -134,7 +134,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 def _write(table: pa.Table, path: Path) -> None:
-    with whole(path) as file:
+    with open_draft(path) as file:
         pq.write_table(table, file)
 
 
@@ -142,7 +142,7 @@ def _read(path: Path, names: tuple[str, ...]) -> pa.Table | None:
     if not path.exists():
         return None
     try:
-        table = pq.read_table(pa.BufferReader(regular(path).read_bytes()))
+        table = pq.read_table(pa.BufferReader(regular_file(path).read_bytes()))
     except (pa.ArrowException, OSError) as problem:
         raise _broken(path) from problem
     if not set(names) <= set(table.column_names):

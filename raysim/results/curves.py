@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from raysim.primitives.checks import known
+from raysim.primitives.checks import finite_values
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import Row, column, metric_of
@@ -85,11 +85,11 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
 
 
 def _bytes(row: Row) -> float:
-    return FLOAT_BYTES * sum(known([row.get("floats_down"), row.get("floats_up")]))
+    return FLOAT_BYTES * sum(finite_values([row.get("floats_down"), row.get("floats_up")]))
 
 
 def _value(key: str) -> Callable[[Row], float]:
-    return lambda row: next(iter(known([row.get(key)])), 0.0)
+    return lambda row: next(iter(finite_values([row.get(key)])), 0.0)
 
 
 COLUMNS = (

@@ -16,7 +16,7 @@ import numpy as np
 
 from raysim.api.messages import Probe
 from raysim.data.partition import Floats, Ints
-from raysim.primitives.checks import known
+from raysim.primitives.checks import finite_values
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row, metric_of
 from raysim.results.theme import LIGHT, page_theme
@@ -242,7 +242,7 @@ _PROBED = (
 
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write how accuracy, feature bias and classifier bias go over the rounds; False, and no file, without probes."""
-    if not known([row.get(key) for row in rows for key in _PROBED]):
+    if not finite_values([row.get(key) for row in rows for key in _PROBED]):
         return False
     with figure_file(path, title, (14.0, 5.0)) as figure:
         accuracy, features, classifier = figure.subplots(1, 3, sharex=True)
@@ -368,7 +368,9 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
 def _dotted(rows: Sequence[Row]) -> list[str]:
     """Columns "kind.name" that hold a number, in the order of their first."""
     return list(
-        dict.fromkeys(key for row in rows for key in row if "." in key and known([row[key]]))
+        dict.fromkeys(
+            key for row in rows for key in row if "." in key and finite_values([row[key]])
+        )
     )
 
 
@@ -379,7 +381,9 @@ def _over_rounds(ax: Axes, rows: Sequence[Row], key: str, label: str, colour: st
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     points = [
-        (float(row.get("round") or 0), value) for row in rows for value in known([row.get(key)])
+        (float(row.get("round") or 0), value)
+        for row in rows
+        for value in finite_values([row.get(key)])
     ]
     if not points:
         return []

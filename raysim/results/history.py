@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raysim.primitives.checks import known
-from raysim.primitives.files import regular, replace_file, without_password
+from raysim.primitives.checks import finite_values
+from raysim.primitives.files import regular_file, replace_file, without_password
 from raysim.primitives.kinds import LOWER_IS_BETTER
 
 Row: TypeAlias = Mapping[str, int | float | None]
@@ -73,7 +73,7 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
     Raises `ValueError` where the file is no Parquet file, has no column `round`, or holds anything but numbers.
     """
     try:
-        table = pq.read_table(pa.BufferReader(regular(Path(path)).read_bytes()))
+        table = pq.read_table(pa.BufferReader(regular_file(Path(path)).read_bytes()))
     except (pa.ArrowException, OSError) as problem:
         raise ValueError(
             f"{path} is no readable history; restore the file or run the study again."
@@ -104,13 +104,13 @@ def metric_of(rows: Sequence[Row]) -> str:
 
 def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
     """Mean of the k best values (of all, where there are fewer); None where there are none."""
-    best = sorted(known(values), reverse=higher)[:k]
+    best = sorted(finite_values(values), reverse=higher)[:k]
     return float(np.mean(best)) if best else None
 
 
 def last_mean_std(values: Values, k: int = 10) -> tuple[float | None, float | None]:
     """Mean and standard deviation (divisor k) of the last k known values; over rounds, not over seeds."""
-    last = known(values)[-k:]
+    last = finite_values(values)[-k:]
     return (float(np.mean(last)), float(np.std(last))) if last else (None, None)
 
 
@@ -169,9 +169,9 @@ def summarise(
     summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
     for name in ("failures", "worker_deaths"):
         if name in columns:
-            summary[f"{name}_total"] = sum(int(value) for value in known(columns[name]))
-    summary.update(_scores(local if known(local) else central, thresholds, higher))
-    if known(local) and known(central):
+            summary[f"{name}_total"] = sum(int(value) for value in finite_values(columns[name]))
+    summary.update(_scores(local if finite_values(local) else central, thresholds, higher))
+    if finite_values(local) and finite_values(central):
         summary.update(_scores(central, thresholds, higher, "_global"))
     return {**summary, "metric": metric, **more}
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raysim.primitives.files import whole
+from raysim.primitives.files import open_draft
 from raysim.simulation.events import JobRecord
 
 JOBS = "jobs.parquet"
@@ -138,7 +138,7 @@ class JobWriter:
             name: pa.array(np.array(own, own.typecode)) for name, own in self._columns.items()
         }
         arrays["fate"] = pa.DictionaryArray.from_arrays(arrays["fate"], pa.array(FATES))
-        with whole(self.folder / f"part-{self._number:06d}.parquet") as file:
+        with open_draft(self.folder / f"part-{self._number:06d}.parquet") as file:
             pq.write_table(pa.table(arrays), file)
         if len(self._columns["client"]) >= _PART:
             self._number += 1

@@ -19,8 +19,8 @@ import numpy as np
 from raysim.data.federated import size_edges
 from raysim.data.heterogeneity import SCALES
 from raysim.data.partition import Ints
-from raysim.primitives.checks import known
-from raysim.primitives.files import folder_at, replace_file, without_password
+from raysim.primitives.checks import finite_values
+from raysim.primitives.files import make_folder, replace_file, without_password
 from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split, read_users
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
@@ -103,7 +103,7 @@ def compare(
         _differences(groups),
         _repeat(groups),
     ]
-    out_folder = folder_at(Path(out_folder))
+    out_folder = make_folder(Path(out_folder))
     parts[1 + len(sections)] = _curves(groups, out_folder)
     runs = [run for group in groups for run in group.runs]
     environment = Environment(
@@ -546,7 +546,7 @@ def _failures(groups: Sequence[Group]) -> Part:
 
 def _total(group: Group, key: str) -> float | None:
     """Of a column, over all rounds of all seeds; None where no run has it."""
-    values = known(row.get(key) for run in group.runs for row in run.rows)
+    values = finite_values(row.get(key) for run in group.runs for row in run.rows)
     return sum(values) if values else None
 
 

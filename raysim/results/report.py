@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raysim.primitives.checks import known
-from raysim.primitives.files import conf_folder, from_json
+from raysim.primitives.checks import finite_values
+from raysim.primitives.files import conf_folder, parse_json
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import column, metric_of, read_history, summarise
 from raysim.results.significance import mean_deviation
@@ -71,7 +71,7 @@ def load_run(folder: Path) -> Run:
             f"{folder} has a history without a round; let the run get further and ask again."
         )
     finished = (folder / "summary.json").is_file()
-    summary = _read(folder / "summary.json", from_json) if finished else summarise(rows)
+    summary = _read(folder / "summary.json", parse_json) if finished else summarise(rows)
     return Run(
         folder.resolve().name, _read(folder / "config.yaml", _yaml), rows, summary, folder, finished
     )
@@ -360,7 +360,7 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
         "worst": worst,
         "central": central,
     }
-    if known(unseen):
+    if finite_values(unseen):
         scores["unseen"] = unseen
     floats = [
         (_number(run, "floats_down") or 0.0) + (_number(run, "floats_up") or 0.0) for run in runs
@@ -402,7 +402,9 @@ def tested(runs: Sequence[Run]) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for run in runs:
         metric = metric_of(run.rows)
-        own, central = (bool(known(column(run.rows, key))) for key in (metric, f"{metric}_global"))
+        own, central = (
+            bool(finite_values(column(run.rows, key))) for key in (metric, f"{metric}_global")
+        )
         if own or central:
             kind = f"{metric} {OWN if own else CENTRAL}"
             found[kind] = found.get(kind, False) or (own and central)
@@ -528,7 +530,7 @@ def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
             )
         )
     for each in _columns(runs, limit)[1:]:
-        if each.scores and known(each.scores):
+        if each.scores and finite_values(each.scores):
             columns.append(_over_seeds(each, spans))
         elif not each.scores and len(runs) == len(groups) and len(set(each.texts)) > 1:
             columns.append(each)  # names of folders alone do not say what was run
@@ -537,9 +539,11 @@ def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
 
 def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
     show, texts = column.show or _score, []
-    found = [mean_deviation(known([column.scores[index] for index in span])) for span in spans]
+    found = [
+        mean_deviation(finite_values([column.scores[index] for index in span])) for span in spans
+    ]
     for (mean, deviation), span in zip(found, spans, strict=True):
-        count = len(known([column.scores[index] for index in span]))
+        count = len(finite_values([column.scores[index] for index in span]))
         some = f" ({count} of {len(span)})" if 0 < count < len(span) else ""
         texts.append(pair(mean, deviation if column.title != "rounds" else None, show) + some)
     several = any(len(span) > 1 for span in spans)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from raysim.primitives.checks import known
+from raysim.primitives.checks import finite_values
 
 NOTHING = "–"  # in the place of a number that there is not
 GAP = "  "  # between two columns
@@ -57,7 +57,9 @@ class Column:
         if self.deviations is None:
             return {index for index, score in scores.items() if score == scores[first]}
         spread = [self.deviations[first], self.deviations[second]]
-        clear = None not in spread and abs(scores[first] - scores[second]) > max(known(spread))
+        clear = None not in spread and abs(scores[first] - scores[second]) > max(
+            finite_values(spread)
+        )
         return {first} if clear else set()
 
 

@@ -25,9 +25,15 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from raysim.primitives.commit import source
+from raysim.primitives.commit import source_commit
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import alone, from_json, regular, user_path, without_password
+from raysim.primitives.files import (
+    parse_json,
+    regular_file,
+    user_path,
+    wait_for_folder,
+    without_password,
+)
 from raysim.results.history import Row, read_history, write_json
 
 if TYPE_CHECKING:
@@ -110,7 +116,7 @@ def reason(problem: BaseException) -> str:
 def origin() -> dict[str, str]:
     """Tags that MLflow shows in columns of their own: who ran what, at which commit of the files in this folder."""
     tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
-    tags |= {f"mlflow.source.git.{key}": value for key, value in source().items()}
+    tags |= {f"mlflow.source.git.{key}": value for key, value in source_commit().items()}
     with contextlib.suppress(
         OSError, KeyError, ImportError
     ):  # a container may know no name for its user
@@ -201,7 +207,11 @@ class Mlflow:
 
     def _alone(self) -> AbstractContextManager[None]:
         """Two that make the tables or the experiment of one SQLite file at the same time fail."""
-        return alone(self._database.parent, "tracking.uri") if self._database else nullcontext()
+        return (
+            wait_for_folder(self._database.parent, "tracking.uri")
+            if self._database
+            else nullcontext()
+        )
 
     def _known(self, identity: str) -> Run | None:
         """None where this server never had the run, or where somebody deleted it there."""
@@ -612,7 +622,7 @@ def replay(
 def read_record(folder: Path) -> Record:
     """What `tracking.json` says; empty where there is none that can be read."""
     try:
-        return dict(_mapping(from_json(regular(folder / RECORD).read_bytes())))
+        return dict(_mapping(parse_json(regular_file(folder / RECORD).read_bytes())))
     except (OSError, ValueError):
         return {}
 
@@ -620,13 +630,13 @@ def read_record(folder: Path) -> Record:
 def read_backlog(folder: Path) -> list[Row]:
     """Rows of the backlog file; a last line that a crash cut short is left out."""
     try:
-        lines = regular(folder / BACKLOG).read_bytes().splitlines()
+        lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
     except (OSError, ValueError):
         return []
     rows: list[Row] = []
     for line in lines:
         try:
-            rows.append(_numbers(_mapping(from_json(line))))
+            rows.append(_numbers(_mapping(parse_json(line))))
         except (ValueError, OverflowError):
             continue
     return [row for row in rows if math.isfinite(row.get("round", math.nan) or 0)]

@@ -12,7 +12,7 @@ import torch
 
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
-from raysim.primitives.memory import peak_memory
+from raysim.primitives.memory import peak_memory_bytes
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
@@ -43,7 +43,7 @@ def memory_use(device: str) -> tuple[int, int]:
     machine's memory, whether in use or not.
     """
     if not device.startswith("cuda"):
-        return peak_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return peak_memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
     context = min(beside, CONTEXT)

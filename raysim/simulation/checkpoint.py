@@ -29,8 +29,14 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file as map_file
 
 from raysim.api.messages import Arrays
-from raysim.primitives.files import drafted, from_json, room_for, this_process, without_password
-from raysim.primitives.stores import Store, is_remote, parted, store
+from raysim.primitives.files import (
+    draft_file,
+    parse_json,
+    report_full_disk,
+    this_process,
+    without_password,
+)
+from raysim.primitives.stores import Store, is_remote, open_store, split_address
 from raysim.primitives.version import __version__
 from raysim.simulation.state_log import CLIENT, FILE, MOST, ByClient, Index
 
@@ -54,7 +60,7 @@ class Snapshot:
 
 def save_model(tensors: Arrays, path: Path) -> None:
     """Named tensors as one file, complete or not at all."""
-    with room_for(path, _size(tensors)), drafted(path) as draft:
+    with report_full_disk(path, _size(tensors)), draft_file(path) as draft:
         save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, draft)
 
 
@@ -70,19 +76,19 @@ def _digest(path: Path) -> str:
 # --- what is there --------------------------------------------------------------------------------------------------
 def available(folder: Path) -> list[Path]:
     """Complete checkpoints in a local folder, oldest first."""
-    there = store(folder)
+    there = open_store(folder)
     return [folder / _folder(version) for version in _versions(there)]
 
 
 def latest(where: str | Path) -> str:
     """The address of the last complete checkpoint in a folder or behind a URL, "" if there is none."""
-    versions = _versions(store(where))
+    versions = _versions(open_store(where))
     return f"{where}/{_folder(versions[-1])}" if versions else ""
 
 
 def version_of(address: str | Path) -> int:
     """The round after which a checkpoint was written; -1 if its name does not say so."""
-    number = parted(address)[1].removeprefix("round-")
+    number = split_address(address)[1].removeprefix("round-")
     return int(number) if number.isdecimal() else -1
 
 
@@ -202,7 +208,7 @@ class Checkpoints:
     def _opened(self) -> Store:
         """The place; before anything is written there, what a killed run had begun is removed."""
         if self._store is None:
-            self._store = there = store(self.where)
+            self._store = there = open_store(self.where)
             if is_remote(self.where):
                 _put_text(there, WRITER, self._me.encode())
             self._manifests = {
@@ -221,7 +227,7 @@ class Checkpoints:
 
     def _go_on(self, there: Store) -> None:
         """Let the log of the checkpoint that the run goes on from be this run's, if it lies here."""
-        where = parted(self._resume)[0] if self._resume else ""
+        where = split_address(self._resume)[0] if self._resume else ""
         if not where or (
             where != self.where
             and (is_remote(where) or Path(where).resolve() != Path(self.where).resolve())
@@ -265,7 +271,7 @@ def _log_files(manifests: Mapping[int, Mapping[str, str]]) -> set[str]:
 
 def _put(there: Store, name: str, tensors: Arrays) -> str:
     """Write named tensors as a file; its checksum."""
-    with room_for(there.draft_folder() / name, _size(tensors)), there.new(name) as draft:
+    with report_full_disk(there.draft_folder() / name, _size(tensors)), there.new(name) as draft:
         save_file(dict(tensors), draft)
         return _digest(draft)
 
@@ -275,7 +281,7 @@ def _put_json(there: Store, name: str, content: object) -> str:
 
 
 def _put_text(there: Store, name: str, text: bytes) -> str:
-    with room_for(there.draft_folder() / name, len(text)), there.new(name) as draft:
+    with report_full_disk(there.draft_folder() / name, len(text)), there.new(name) as draft:
         draft.write_bytes(text)
     return hashlib.sha256(text).hexdigest()
 
@@ -290,9 +296,9 @@ def _parts(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
 # --- reading --------------------------------------------------------------------------------------------------------
 def damage(address: str | Path) -> str:
     """What is wrong with a checkpoint, or ""."""
-    where, folder = parted(address)
+    where, folder = split_address(address)
     try:
-        there = store(where)
+        there = open_store(where)
         for name, digest in _manifest(there, folder).items():
             with there.local(_path(folder, name)) as path:
                 if _digest(path) != digest:
@@ -310,7 +316,7 @@ def _path(folder: str, name: str) -> str:
 def _manifest(there: Store, folder: str) -> dict[str, str]:
     """The checksums of a checkpoint's files. Raises ValueError where they are not those that were written."""
     with there.local(f"{folder}/{MANIFEST}") as path:
-        manifest = from_json(path.read_bytes())
+        manifest = parse_json(path.read_bytes())
     known = isinstance(manifest, dict) and manifest.keys() >= _NEEDED
     if not known or any("/" in name and not _LOG.fullmatch(name) for name in manifest):
         raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
@@ -336,8 +342,8 @@ def read(address: str | Path) -> Snapshot:
 
     Raises ValueError if it is missing or damaged; the sentence names the last good one beside it.
     """
-    where, folder = parted(address)
-    there = store(where)
+    where, folder = split_address(address)
+    there = open_store(where)
     shown = without_password(str(address))
     if not there.names(folder):
         raise ValueError(
@@ -380,7 +386,7 @@ def _is_earlier(there: Store, folder: str) -> bool:
     """Return whether a checkpoint has the file of versions that wrote all client states at once."""
     try:
         with there.local(f"{folder}/{MANIFEST}") as path:
-            manifest = from_json(path.read_bytes())
+            manifest = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and "clients.safetensors" in manifest
@@ -439,10 +445,10 @@ def _by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
 
 def copy(address: str | Path, where: str | Path) -> None:
     """Copy a checkpoint, with all that it needs, to another place."""
-    there, folder = store(parted(address)[0]), parted(address)[1]
+    there, folder = open_store(split_address(address)[0]), split_address(address)[1]
     for name in [*_manifest(there, folder), MANIFEST]:
         with (
             there.local(_path(folder, name)) as source,
-            store(where).new(_path(folder, name)) as draft,
+            open_store(where).new(_path(folder, name)) as draft,
         ):
             shutil.copyfile(source, draft)

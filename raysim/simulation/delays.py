@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raysim.primitives.checks import above, at_least, require
-from raysim.primitives.streams import key, stream, uniform
+from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import floats
 from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
@@ -58,13 +58,13 @@ class Delays(Fleet):
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """See `Fleet`."""
-        fate = Fate(self.presence(seed, clients), self.dropout, key(seed, "fleet.dropout"))
+        fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         kinds = self.labels(seed, clients).kinds
         least, most = (
             np.array([getattr(kind, name) for kind in self.kinds.values()])
             for name in ("least", "most")
         )
-        return Drawn(least[kinds], most[kinds], key(seed, "fleet.delay"), fate)
+        return Drawn(least[kinds], most[kinds], stream_key(seed, "fleet.delay"), fate)
 
 
 class Drawn:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.primitives.streams import key, stream, uniform
+from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import DAY, Availability, Diurnal, Markov, floats
 
 FLOAT_BYTES = 4
@@ -113,7 +113,7 @@ class Fleet:
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
         """The devices of a run's clients."""
-        fate = Fate(self.presence(seed, clients), self.dropout, key(seed, "fleet.dropout"))
+        fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         return Fixed(self.speeds(seed, clients, sample_flops), fate)
 
 

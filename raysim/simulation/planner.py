@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raysim.api.messages import Arrays, Job
-from raysim.primitives.streams import key, stream, uniform
+from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStopped
 from raysim.simulation.fleet import Devices
@@ -418,7 +418,7 @@ class Planner:
         """
         if count < EXTRA_DRAWS:
             if (place := self._keys.get(purpose)) is None:
-                place = self._keys[purpose] = key(self.seed, purpose)
+                place = self._keys[purpose] = stream_key(self.seed, purpose)
             return (uniform(place, cohort, each) for each in itertools.count())
         generator = stream(self.seed, purpose, cohort)
         return itertools.chain.from_iterable(

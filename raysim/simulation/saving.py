@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from raysim.primitives.memory import peak_memory
+from raysim.primitives.memory import peak_memory_bytes
 from raysim.simulation import checkpoint, snapshot
 from raysim.simulation.checkpoint import Checkpoints
 from raysim.simulation.events import Finished, Saved
@@ -71,7 +71,9 @@ class RunSaver:
             self._write_model("best.safetensors", best.vector, best.counters)
         model = snapshot.model_sha256(server)
         state = snapshot.state_sha256(server, self._run.private)
-        return Finished(model, state, peak_memory(), self._run.jobs.unfinished(), best.summary())
+        return Finished(
+            model, state, peak_memory_bytes(), self._run.jobs.unfinished(), best.summary()
+        )
 
     def _write_model(self, name: str, vector: Tensor, counters: Tensor) -> None:
         if not self._folder:

@@ -30,8 +30,8 @@ import pyarrow.parquet as pq
 
 from raysim.primitives.checks import above
 from raysim.primitives.errors import first_line
-from raysim.primitives.files import user_path, whole
-from raysim.primitives.streams import key, stream
+from raysim.primitives.files import open_draft, user_path
+from raysim.primitives.streams import stream, stream_key
 from raysim.simulation.availability import Intervals
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Speeds
 
@@ -86,7 +86,7 @@ class Trace(Fleet):
         presence = self.presence(seed, clients)
         if self.availability == "trace":
             presence = Intervals(trace.bounds, trace.first, trace.period, rows, self.wrap)
-        return Fixed(speeds, Fate(presence, self.dropout, key(seed, "fleet.dropout")))
+        return Fixed(speeds, Fate(presence, self.dropout, stream_key(seed, "fleet.dropout")))
 
 
 def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
@@ -293,5 +293,5 @@ def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         name: pa.float64() for name in (*NUMBERS, by)
     }
     table = pa.Table.from_pylist(list(rows), pa.schema({"client": pa.int64(), **kinds}))
-    with whole(file) as target:
+    with open_draft(file) as target:
         pq.write_table(table, target, row_group_size=_ROWS)

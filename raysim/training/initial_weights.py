@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from raysim.models.split import original_names
-from raysim.primitives.errors import first_line, instead
-from raysim.primitives.files import regular, user_path
+from raysim.primitives.errors import first_line, suggest
+from raysim.primitives.files import regular_file, user_path
 
 MODEL = "model."
 NAMED = 3  # names of tensors in a sentence
@@ -188,7 +188,7 @@ class _Targets:
             }
             if not inside:
                 raise ValueError(
-                    f"init.{key}={part} names no part of this run: {instead(part, self._parts())}"
+                    f"init.{key}={part} names no part of this run: {suggest(part, self._parts())}"
                 )
             found |= inside
         return found
@@ -228,7 +228,7 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
         raise ValueError(
             f"init.file={init.file} does not exist. Name a .safetensors file or a saved state dict."
         )
-    with regular(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if init.sha256 not in (None, digest):
         raise ValueError(

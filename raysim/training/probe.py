@@ -14,7 +14,7 @@ import numpy as np
 
 from raysim.api.messages import Bools, Probe, Reals
 from raysim.data.partition import Floats, Ints
-from raysim.primitives.checks import known
+from raysim.primitives.checks import finite_values
 
 
 def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) -> Ints:
@@ -100,7 +100,7 @@ def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     pairs = [count * (total - count) for count, total in zip(unseen, rows, strict=True)]
     return {
         "local_accuracy": _mean(accuracies, rows),
-        "local_accuracy_worst": min(known(accuracies), default=None),
+        "local_accuracy_worst": min(finite_values(accuracies), default=None),
         "feature_distance": _mean(distances, rows),
         "feature_similarity": _mean(similarities, rows),
         "feature_likeness": _mean(likenesses, pairs),

@@ -48,11 +48,11 @@ def compiled(function: F) -> F:
     """
     import numba  # slow to import, and few methods need it
 
-    from raysim.primitives.machinecode import Kept
+    from raysim.primitives.machinecode import MachineCodeCache
 
     fast = numba.njit(**_COMPILER)(function)
     with contextlib.suppress(RuntimeError):  # no place on disk: every process compiles for itself
-        fast._cache = Kept(function, _COMPILER)
+        fast._cache = MachineCodeCache(function, _COMPILER)
     return cast(F, fast)
 
 

@@ -37,7 +37,7 @@ from raysim.commands.submit.package import (
     with_source,
 )
 from raysim.experiment.compose import compose
-from raysim.primitives.commit import source
+from raysim.primitives.commit import source_commit
 from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -405,7 +405,7 @@ def test_a_job_is_told_the_commit_that_is_packed_beside_what_the_user_gives() ->
     given = {"pip": ["x"], "env_vars": {"A": "1"}}
     env = with_source(given)
     assert env["pip"] == ["x"] and env["env_vars"] == {
-        "RAYSIM_SOURCE": json.dumps(source()),
+        "RAYSIM_SOURCE": json.dumps(source_commit()),
         "A": "1",
     }
     assert given["env_vars"] == {"A": "1"} and with_source({})["env_vars"].keys() == {

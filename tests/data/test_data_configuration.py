@@ -13,7 +13,7 @@ from raysim.data.domains import Domains
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source, Stored
 from raysim.experiment.compose import conf_folder
-from raysim.experiment.instantiate import build, resolve
+from raysim.experiment.instantiate import build_object, resolve
 
 FOLDER = Path(conf_folder())
 PIPELINE = ("mean", "std", "augment", "crop_area", "rotate_degrees")
@@ -40,7 +40,7 @@ def node(option: str, *overrides: str) -> dict:
 
 def built(option: str, *overrides: str) -> object:
     values = node(option, *overrides)
-    return build(resolve(values["_target_"], option), values, option.partition("/")[0])
+    return build_object(resolve(values["_target_"], option), values, option.partition("/")[0])
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -14,8 +14,8 @@ import pytest
 import raysim
 from raysim.commands.study.plan import plan
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import held
-from raysim.primitives.stores import store
+from raysim.primitives.files import lock_folder
+from raysim.primitives.stores import open_store
 from raysim.simulation import checkpoint
 
 WORDS = (
@@ -45,7 +45,13 @@ def test_a_run_whose_folder_is_gone_goes_on_from_where_its_checkpoints_are(where
     run(where, out="a", rounds=4)
     assert not Path("a/checkpoints").exists()
     mark = ".held" if where == "apart" else "writer"
-    assert {*store(where).names()} == {"config.yaml", "log", "round-000002", "round-000004", mark}
+    assert {*open_store(where).names()} == {
+        "config.yaml",
+        "log",
+        "round-000002",
+        "round-000004",
+        mark,
+    }
     shutil.rmtree("a")  # the machine it was on
     address = {"resume": f"{where}/round-000004"} if where == "apart" else {"resume": "latest"}
     assert run(where, out="b", rounds=6, **address) == straight
@@ -79,19 +85,22 @@ def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_writt
 
 def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
     run(where := "memory://runs/a", out="a", rounds=2)
-    before = store(where).names()
+    before = open_store(where).names()
     with pytest.raises(Refused, match=f"checkpoint.folder={where} holds something already"):
         run(where, out="b")
     with pytest.raises(
         Refused, match=r"local.lr=0.5 differs from local.lr=.* of the run in memory://runs/a"
     ):
         run(where, out="b", resume="latest", local={"lr": 0.5})
-    assert store(where).names() == before and not Path("b").exists()
+    assert open_store(where).names() == before and not Path("b").exists()
 
 
 def test_two_processes_never_keep_their_checkpoints_in_one_folder() -> None:
     Path("apart").mkdir()
-    with held(Path("apart")), pytest.raises(Refused, match=r"apart is in use by process \d+ on "):
+    with (
+        lock_folder(Path("apart")),
+        pytest.raises(Refused, match=r"apart is in use by process \d+ on "),
+    ):
         run("apart", out="a", rounds=2)
     assert not Path("a").exists()
 

@@ -23,7 +23,7 @@ from raysim.experiment.compose import (
     without_set,
 )
 from raysim.experiment.execute import build
-from raysim.experiment.instantiate import TARGET, build as build_object, defaults, resolve
+from raysim.experiment.instantiate import TARGET, build_object, defaults, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
 from raysim.primitives.errors import Refused
 from raysim.training.run_spec import Checkpoint, Faults, RunSettings

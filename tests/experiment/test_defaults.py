@@ -14,7 +14,7 @@ import pytest
 from raysim import methods
 from raysim.api.method import Method
 from raysim.experiment.compose import conf_folder, load_yaml
-from raysim.experiment.instantiate import TARGET, imported
+from raysim.experiment.instantiate import TARGET, import_target
 
 GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model")
 FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glob("*.yaml"))]
@@ -41,7 +41,7 @@ def objects(node: Any) -> Iterator[dict[str, Any]]:
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:
     """Of a class's constructor."""
-    found: Any = imported(target, "conf")
+    found: Any = import_target(target, "conf")
     return inspect.signature(found).parameters
 
 

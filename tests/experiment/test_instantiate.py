@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysim.experiment.instantiate import checked, resolve
+from raysim.experiment.instantiate import convert, resolve
 from raysim.primitives.errors import Refused
 from raysim.primitives.version import __version__
 
@@ -29,9 +29,9 @@ def test_class_of_earlier_version_is_refused_with_the_version() -> None:
     ],
 )
 def test_a_list_without_brackets_is_one(text: str, kind: Any, value: object) -> None:
-    assert checked(text, kind, "key") == value
+    assert convert(text, kind, "key") == value
 
 
 def test_an_item_that_does_not_fit_is_named() -> None:
     with pytest.raises(Refused, match=r"key\[1\]=x must be an integer"):
-        checked("1+x", list[int], "key")
+        convert("1+x", list[int], "key")

@@ -14,7 +14,7 @@ from raysim.commands.submit.package import Command, with_plugins
 from raysim.experiment.compose import compose, groups, plain
 from raysim.experiment.execute import build
 from raysim.experiment.instantiate import resolve
-from raysim.experiment.plugins import brought, installed
+from raysim.experiment.plugins import conf_folders_of, installed_packages
 from raysim.primitives.errors import Refused
 
 METHOD = """
@@ -56,9 +56,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (place / "conf" / "method").mkdir(parents=True)
     (place / "__init__.py").write_text(METHOD)
     (place / "conf" / "method" / "quiet.yaml").write_text("quiet: {_target_: quietly.Quiet}\n")
-    installed.cache_clear()
+    installed_packages.cache_clear()
     yield place
-    installed.cache_clear()
+    installed_packages.cache_clear()
     sys.modules.pop("quietly", None)
 
 
@@ -75,7 +75,7 @@ def test_an_installed_package_needs_no_option(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(package)
-    assert installed() == ("quietly",)
+    assert installed_packages() == ("quietly",)
     assert groups().files["method"]["quiet"] == package / "conf" / "method" / "quiet.yaml"
     assert "quietly" not in sys.modules, "nothing is imported before a class of it is named"
     assert cli.call(["run", "method=quiet", *SMALL]) == 0
@@ -122,8 +122,8 @@ def test_a_package_that_is_not_installed_is_allowed_for_a_command(
 def test_what_is_no_package_brings_nothing(package: Path) -> None:
     (package.parent / "single.py").write_text("")
     sys.path.insert(0, str(package.parent))
-    assert brought(["nowhere", "single", "..", ""]) == []
-    assert brought(["quietly", "quietly.parts"]) == [package / "conf"]
+    assert conf_folders_of(["nowhere", "single", "..", ""]) == []
+    assert conf_folders_of(["quietly", "quietly.parts"]) == [package / "conf"]
 
 
 @pytest.mark.parametrize("words", ["method=quiet", "method=fedprox+quiet", "method=quiet,fedprox"])
@@ -149,7 +149,7 @@ def test_a_package_that_is_nowhere_is_named(
         build("rounds=1", allow=["quitely.parts"])
     with pytest.raises(Refused, match=r"allow='quietly' is one text .* write allow=\['quietly'\]"):
         build("rounds=1", allow="quietly")
-    assert brought(["quitely"]) == [], "a job is told by the nodes, which may have it"
+    assert conf_folders_of(["quitely"]) == [], "a job is told by the nodes, which may have it"
 
 
 def test_a_package_is_allowed_from_the_current_folder_in_python_too(
@@ -227,7 +227,7 @@ def test_a_class_may_be_named_where_its_package_is_installed_or_allowed(package:
     with pytest.raises(Refused, match="allow its code to run with --allow quietly"):
         resolve("quietly.Quiet", "method.quiet")
     install(package)
-    installed.cache_clear()
+    installed_packages.cache_clear()
     assert resolve("quietly.Quiet", "method.quiet").__name__ == "Quiet"
 
 

@@ -24,7 +24,7 @@ from raysim.data.arrays import Arrays
 from raysim.data.partition import IID, Dirichlet
 from raysim.data.sources import Synthetic
 from raysim.experiment.compose import load_yaml
-from raysim.experiment.objects import OBJECT, written
+from raysim.experiment.objects import OBJECT, object_node
 from raysim.experiment.result import Predictions
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
@@ -150,7 +150,7 @@ def test_lists_of_rows_may_have_names() -> None:
     "part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)]
 )
 def test_a_part_with_plain_values_is_written_by_its_class_and_arguments(part: object) -> None:
-    node = written(part)
+    node = object_node(part)
     assert OBJECT not in node
     assert node["_target_"] == f"{type(part).__module__}.{type(part).__name__}"
 
@@ -179,7 +179,7 @@ def test_a_part_that_no_file_can_hold_is_told_from_one_that_it_can() -> None:
         changed,
         unfound(0.1),
     ):
-        assert OBJECT in written(part), part
+        assert OBJECT in object_node(part), part
 
 
 def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(

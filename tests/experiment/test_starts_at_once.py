@@ -18,7 +18,7 @@ from raysim.commands.sweep.search import read_request
 from raysim.experiment import many_runs
 from raysim.experiment.many_runs import new_folder
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import held
+from raysim.primitives.files import lock_folder
 
 COUNT = 6
 TINY = [
@@ -101,7 +101,7 @@ def test_folder_without_content_is_removed_with_its_parents() -> None:
     Path("kept").mkdir()
     with new_folder(Path("kept/a/b"), dated=False) as folder:
         assert folder.is_dir()
-        with pytest.raises(Refused, match="in use"), held(folder):
+        with pytest.raises(Refused, match="in use"), lock_folder(folder):
             pass
     assert list(Path("kept").iterdir()) == []
     with new_folder(Path("kept/a/b"), dated=False) as folder:

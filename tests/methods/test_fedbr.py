@@ -13,7 +13,7 @@ from tiny_runs import BUFFER, ROUNDS, Ran, Spy, coordinate, participation_facts,
 
 from raysim.api.declarations import Local
 from raysim.data.sources import Source, Synthetic
-from raysim.experiment.instantiate import build
+from raysim.experiment.instantiate import build_object
 from raysim.methods.fedbr import PROJECTOR, FedBR, rows_by_samples
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import stream
@@ -215,9 +215,9 @@ def test_proxy_is_configured_as_the_data_are() -> None:
         "mean": [0.2],
         "std": [0.6],
     }
-    method = build(FedBR, NODE | {"proxy": proxy}, "method.fedbr")
+    method = build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")
     assert method.proxy == Synthetic(samples=40, classes=7, mean=[0.2], std=[0.6])
-    assert build(FedBR, {}, "method.fedbr").proxy is None
+    assert build_object(FedBR, {}, "method.fedbr").proxy is None
 
 
 @pytest.mark.parametrize(
@@ -235,4 +235,4 @@ def test_proxy_is_configured_as_the_data_are() -> None:
 )  # fmt: skip
 def test_proxy_that_is_no_data_source_is_refused(proxy: Any) -> None:
     with pytest.raises(Refused, match=r"method\.fedbr\.proxy"):
-        build(FedBR, NODE | {"proxy": proxy}, "method.fedbr")
+        build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")

@@ -27,7 +27,7 @@ from raysim.api.declarations import Task
 from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.experiment.compose import compose, plain
-from raysim.experiment.instantiate import TARGET, build, defaults, resolve
+from raysim.experiment.instantiate import TARGET, build_object, defaults, resolve
 from raysim.methods import fedld
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
@@ -382,7 +382,7 @@ def test_one_name_gives_both_parts_and_each_has_a_name_of_its_own() -> None:
         assert list(nodes) == parts
         for name, node in nodes.items():
             cls = resolve(node[TARGET], name)
-            assert build(cls, node, f"method.{name}").name == name  # type: ignore[attr-defined]
+            assert build_object(cls, node, f"method.{name}").name == name  # type: ignore[attr-defined]
             assert {key: node[key] for key in node if key != TARGET} == defaults(cls)
 
 

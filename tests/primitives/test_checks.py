@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raysim.primitives.checks import above, at_least, between, in_range, one_of, require
-from raysim.primitives.errors import Refused, first_line, refusing
+from raysim.primitives.errors import Refused, errors_as_refusals, first_line
 
 RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
     (lambda value: at_least("x", value, 1), [1, 1.5], [0, -1], "at least 1"),
@@ -108,7 +108,7 @@ def test_the_first_line_of_an_error_is_its_own_or_that_of_its_original() -> None
 
 
 def test_wrong_settings_are_refused_in_one_line_and_our_own_mistakes_are_not() -> None:
-    with pytest.raises(Refused, match=r"^one two$"), refusing():
+    with pytest.raises(Refused, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
-    with pytest.raises(ZeroDivisionError), refusing():
+    with pytest.raises(ZeroDivisionError), errors_as_refusals():
         raise ZeroDivisionError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.primitives.commit import SOURCE, source
+from raysim.primitives.commit import SOURCE, source_commit
 from raysim.results.tracking import origin
 
 
@@ -16,9 +16,9 @@ from raysim.results.tracking import origin
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    source.cache_clear()
+    source_commit.cache_clear()
     yield
-    source.cache_clear()
+    source_commit.cache_clear()
 
 
 def git(*words: str) -> str:
@@ -28,7 +28,7 @@ def git(*words: str) -> str:
 
 def test_a_submitted_job_knows_the_commit_that_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SOURCE, '{"commit": "abc", "dirty": "true"}')
-    assert source() == {"commit": "abc", "dirty": "true"}
+    assert source_commit() == {"commit": "abc", "dirty": "true"}
 
 
 def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_differ_from_it() -> (
@@ -40,16 +40,16 @@ def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_
     git("commit", "-q", "-m", "a")
     commit = git("rev-parse", "HEAD")
     assert len(commit) == 40
-    assert source() == {"commit": commit, "dirty": "false"}
+    assert source_commit() == {"commit": commit, "dirty": "false"}
     assert {
         "mlflow.source.git.commit": commit,
         "mlflow.source.git.dirty": "false",
     }.items() <= origin().items()
     Path("a.py").write_text("2\n")
-    source.cache_clear()
+    source_commit.cache_clear()
     assert origin()["mlflow.source.git.dirty"] == "true"
 
 
 def test_outside_of_git_nothing_is_said_of_it() -> None:
-    assert source() == {}
+    assert source_commit() == {}
     assert not any("git" in key for key in origin())

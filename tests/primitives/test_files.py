@@ -66,7 +66,7 @@ def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
         monkeypatch.setattr(
             files.time, "sleep", lambda seconds: other.close()
         )  # who ends as soon as one waits
-        with files.alone(tmp_path, "a setting"):
+        with files.wait_for_folder(tmp_path, "a setting"):
             assert other.closed
     assert capsys.readouterr().err == ""
 

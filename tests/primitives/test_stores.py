@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.primitives.stores import Store, parted, store
+from raysim.primitives.stores import Store, open_store, split_address
 
 
 def put(there: Store, name: str, text: str) -> None:
@@ -18,7 +18,7 @@ def put(there: Store, name: str, text: str) -> None:
     "where", ["{}", "file://{}", "memory:/{}"], ids=["folder", "file URL", "other URL"]
 )
 def test_a_store_keeps_files(where: str, tmp_path: Path) -> None:
-    there = store(where.format(tmp_path / "store"))
+    there = open_store(where.format(tmp_path / "store"))
     assert there.names() == there.names("log") == []
     put(there, "log/a.json", "1")
     put(there, "b.json", "2")
@@ -46,11 +46,11 @@ def test_a_store_keeps_files(where: str, tmp_path: Path) -> None:
 )
 def test_a_url_that_cannot_be_used_is_named_without_its_password(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
-        store(url.replace("://", "://me:secret@"))
+        open_store(url.replace("://", "://me:secret@"))
     assert "secret" not in str(error.value)
 
 
 def test_an_address_is_taken_apart() -> None:
-    assert parted("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
-    assert parted(Path("a/b/round-000010")) == ("a/b", "round-000010")
-    assert parted("round-000010") == (".", "round-000010")
+    assert split_address("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
+    assert split_address(Path("a/b/round-000010")) == ("a/b", "round-000010")
+    assert split_address("round-000010") == (".", "round-000010")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raysim.experiment.compose import conf_folder, load_yaml
-from raysim.experiment.instantiate import build, resolve
+from raysim.experiment.instantiate import build_object, resolve
 from raysim.results.boards import TensorBoard, WeightsAndBiases
 from raysim.results.observers import CurrentRun, Observer
 from raysim.simulation.events import Finished, Round
@@ -173,7 +173,9 @@ def test_the_configuration_names_each_with_its_own_settings(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]
     node = load_yaml(conf_folder() / f"observer/{name}.yaml")[name]
-    observer = build(resolve(node["_target_"], f"observer.{name}", ()), node, f"observer.{name}")
+    observer = build_object(
+        resolve(node["_target_"], f"observer.{name}", ()), node, f"observer.{name}"
+    )
     assert isinstance(observer, Observer)
 
 

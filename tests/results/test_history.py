@@ -166,9 +166,9 @@ def test_a_list_in_a_json_file_is_one_line_and_says_the_same(tmp_path: Path) -> 
 
 
 def test_peak_memory_is_in_bytes_and_holds_what_was_once_resident() -> None:
-    before = memory.peak_memory()
+    before = memory.peak_memory_bytes()
     held = np.ones(before // 8 + 1_000_000)  # more than all that was resident until now
-    assert memory.peak_memory() >= held.nbytes > before > 0
+    assert memory.peak_memory_bytes() >= held.nbytes > before > 0
 
 
 @pytest.mark.parametrize(

@@ -755,7 +755,7 @@ def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(
 ) -> None:
     where: Any = f"memory://{tmp_path.name}" if remote else tmp_path
     Checkpoints(where, 3).write(4, snapshot())
-    there = stores.store(where)
+    there = stores.open_store(where)
     before = [name for name in there.names("log") if name.startswith("states")]
     Checkpoints(where, 3, f"{where}/round-000004").write(8, snapshot())
     assert before and [name for name in there.names("log") if name.startswith("states")] == before

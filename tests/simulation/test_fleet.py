@@ -14,7 +14,7 @@ from tiny_runs import run_spec
 
 from raysim.experiment.compose import compose, groups
 from raysim.experiment.execute import build as build_run, run as run_words
-from raysim.experiment.instantiate import TARGET, build, resolve
+from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.models import Mlp
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import uniform
@@ -40,7 +40,7 @@ def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -
 def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: str) -> None:
     node = compose([f"{group}={name}"])[group]
     cls = resolve(node[TARGET], group)
-    assert build(cls, node, group) == cls()
+    assert build_object(cls, node, group) == cls()
 
 
 # --- durations ----------------------------------------------------------------------------------------------------
@@ -382,4 +382,4 @@ def test_availability_and_dropout_can_be_set_for_every_fleet(name: str) -> None:
 
 def test_a_key_that_yaml_takes_for_a_truth_value_is_refused_in_a_sentence() -> None:
     with pytest.raises(Refused, match=r"fleet\.True does not exist"):
-        build(Ideal, {True: 600.0}, "fleet")  # type: ignore[dict-item]
+        build_object(Ideal, {True: 600.0}, "fleet")  # type: ignore[dict-item]

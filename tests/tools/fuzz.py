@@ -43,7 +43,7 @@ from tiny import picture, write_mnist, write_parquet, write_picture, write_strip
 
 from raysim import cli
 from raysim.experiment.compose import compose, plain
-from raysim.primitives.memory import peak_memory
+from raysim.primitives.memory import peak_memory_bytes
 from raysim.results.observers import Pictures
 from raysim.results.tracking import flatten
 
@@ -156,7 +156,7 @@ def files(folder: Path) -> set[str]:
 
 def case(kind: str, words: list[str], folder: Path) -> None:
     """Carry out and judge one command in a folder of its own."""
-    before, here, peak = files(folder), os.getcwd(), peak_memory()
+    before, here, peak = files(folder), os.getcwd(), peak_memory_bytes()
     os.chdir(folder)
     try:
         found = outcome(words)
@@ -164,7 +164,7 @@ def case(kind: str, words: list[str], folder: Path) -> None:
         os.chdir(here)
     if found == "refused" and (left := files(folder) - before):
         found = f"leaves {sorted(left)[0]}"
-    if (more := peak_memory() - peak) > MEMORY:
+    if (more := peak_memory_bytes() - peak) > MEMORY:
         found = f"takes {more / 2**30:.1f} GiB"
     good = found in ("run", "refused", "failed")
     FOUND.counts[kind, found if good else "broken"] += 1

@@ -43,7 +43,7 @@ from raysim.models.cnn import MnistCnn
 from raysim.models.resnet import ResNet
 from raysim.models.vgg import Vgg11
 from raysim.primitives.errors import first_line
-from raysim.primitives.files import folder_at
+from raysim.primitives.files import make_folder
 from raysim.results import profile
 from raysim.results.history import write_json
 from raysim.runtime import preflight
@@ -543,7 +543,7 @@ def main(folder: Path, options: Options, say: Say = print) -> Found:
         raise ValueError(
             f"--device {options.device} needs a GPU that torch does not see: set --device cpu, or look at it"
         )
-    path = folder_at(folder) / RESULTS
+    path = make_folder(folder) / RESULTS
     found: Found = json.loads(path.read_text()) if path.exists() else {}
     found["about"] = about(options.device)
     end = time.monotonic() + 60 * options.minutes

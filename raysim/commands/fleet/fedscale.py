@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raysim.primitives.errors import Refused, first_line
-from raysim.primitives.files import folder_at, regular
+from raysim.primitives.files import make_folder, regular_file
 from raysim.simulation.trace import fault, write
 
 TRAINING = 3.0  # times inference
@@ -63,7 +63,7 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
             rows.append(row)
     if not rows:
         raise ValueError(f"{behaviour} has no client that a trace could hold; the first: {wrong}")
-    folder_at(out.parent)
+    make_folder(out.parent)
     write(out, rows)
     left = f"; {len(times) - len(rows):,} were left out, the first of them {wrong}" if wrong else ""
     return f"{len(rows):,} clients in {out}{left}"
@@ -73,7 +73,7 @@ def _dictionary(file: str, needs: str) -> Mapping[Any, Mapping[str, Any]]:
     """A pickled dictionary of dictionaries that have the key `needs`."""
     try:
         path = Path(file)
-        with (regular(path) if path.exists() else path).open("rb") as content:
+        with (regular_file(path) if path.exists() else path).open("rb") as content:
             found = _Plain(content).load()
     except (OSError, Refused):
         raise

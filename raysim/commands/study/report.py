@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from raysim.commands.study.plan import Campaign, Cell
 from raysim.experiment.many_runs import score, short_names
-from raysim.primitives.checks import known
-from raysim.primitives.errors import Refused, instead
+from raysim.primitives.checks import finite_values
+from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import COLUMNS, metric_of, write_json
@@ -72,7 +72,7 @@ def check_metrics(names: Sequence[str]) -> None:
     for name in names:
         if name not in simple and "." not in name:
             raise Refused(
-                f"--metric {name} does not exist: {instead(name, [*simple, 'rounds_to.0.80'])}"
+                f"--metric {name} does not exist: {suggest(name, [*simple, 'rounds_to.0.80'])}"
             )
 
 
@@ -221,7 +221,7 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
     for metric in scores[0].values:
         texts, means, deviations = [], [], []
         for n, group in zip(made, groups, strict=True):
-            values = known([each.values[metric] for each in group])
+            values = finite_values([each.values[metric] for each in group])
             mean, deviation = mean_deviation(values)
             text = pair(mean, deviation, partial(_number, metric))
             texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
@@ -421,7 +421,7 @@ def _means(scores: Sequence[Scores]) -> list[dict[str, object]]:
     for group in grouped(scores):
         row: dict[str, object] = dict(group[0].cell.settings)
         for metric in scores[0].values:
-            values = known([each.values[metric] for each in group])
+            values = finite_values([each.values[metric] for each in group])
             mean, deviation = mean_deviation(values)
             row[metric] = {"mean": mean, "deviation": deviation, "n": len(values)}
         rows.append(row)

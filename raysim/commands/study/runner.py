@@ -32,7 +32,7 @@ from raysim.experiment.many_runs import how_to_go_on, join_ray, score
 from raysim.experiment.recorder import OnRound
 from raysim.experiment.run_folder import place
 from raysim.experiment.settings import Interrupted
-from raysim.primitives.errors import Refused, first_line, refusing
+from raysim.primitives.errors import Refused, errors_as_refusals, first_line
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row
 from raysim.results.progress import duration
@@ -56,7 +56,7 @@ def check(campaign: Campaign, allow: Sequence[str] = (), parallel: int = 1) -> C
         config = _shared_out(cell.config, parallel)
         try:
             experiment = build(config, allow)
-            with refusing():
+            with errors_as_refusals():
                 where = place(experiment)
         except Refused as error:
             raise Refused(

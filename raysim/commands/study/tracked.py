@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raysim.commands.study.plan import Campaign
-from raysim.primitives.files import from_json
+from raysim.primitives.files import parse_json
 from raysim.results.tracking import Tracker, origin
 
 FILES = (
@@ -51,7 +51,7 @@ def _means(folder: Path) -> Mapping[str, object]:
     """The mean of every metric by setting, for the charts of the study itself: {"final": {"fedavg": 0.8}}."""
     path = folder / "study.json"
     found: dict[str, dict[str, float]] = {}
-    for row in from_json(path.read_bytes())["settings"] if path.is_file() else ():
+    for row in parse_json(path.read_bytes())["settings"] if path.is_file() else ():
         setting = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
         for metric, values in row.items():
             if isinstance(values, dict) and values["mean"] is not None:

@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 
 from raysim.experiment.compose import compose, config_folders, groups, plain
-from raysim.experiment.plugins import brought, installed
-from raysim.primitives.commit import SOURCE, source
-from raysim.primitives.errors import Refused, refusing
+from raysim.experiment.plugins import conf_folders_of, installed_packages
+from raysim.primitives.commit import SOURCE, source_commit
+from raysim.primitives.errors import Refused, errors_as_refusals
 from raysim.primitives.files import conf_folder, user_path
 
 COMMANDS = ("run", "study", "sweep")
@@ -173,7 +173,9 @@ def with_plugins(command: Command, extra: Sequence[str | Path]) -> tuple[Command
 
 def _named(command: Command) -> dict[str, Path]:
     """Installed packages and their folders, of those whose options or classes the command names."""
-    folders = {name: conf[0].parent for name in installed() if (conf := brought([name]))}
+    folders = {
+        name: conf[0].parent for name in installed_packages() if (conf := conf_folders_of([name]))
+    }
     if not folders:
         return {}
     files, words = groups(config_folders(command.conf)).files, command.given.items()
@@ -258,11 +260,11 @@ def submit(
     check_size(found, limit)
     from raysim.commands.submit import job_server as jobs
 
-    with refusing():
+    with errors_as_refusals():
         url = jobs.address(address)
         client = jobs.connect(url)
     _say(f"to upload: {size(found)}")
-    with tempfile.TemporaryDirectory(prefix="raysim-") as folder, refusing():
+    with tempfile.TemporaryDirectory(prefix="raysim-") as folder, errors_as_refusals():
         pack(found, Path(folder))
         job = jobs.submit(client, command.entrypoint, {**with_source(env), "working_dir": folder})
     _say(f"job {job} at {url}: {command.entrypoint}")
@@ -281,7 +283,7 @@ def submit(
 
 def with_source(env: Mapping[str, Any]) -> dict[str, Any]:
     """The job's environment, which knows the commit that was packed."""
-    return {**env, "env_vars": {SOURCE: json.dumps(source()), **(env.get("env_vars") or {})}}
+    return {**env, "env_vars": {SOURCE: json.dumps(source_commit()), **(env.get("env_vars") or {})}}
 
 
 def _say(text: str) -> None:

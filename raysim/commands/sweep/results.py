@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysim.commands.sweep.records import Record, Records
-from raysim.primitives.checks import known, one_of
+from raysim.primitives.checks import finite_values, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,7 +80,7 @@ class SweepResult:
         scored = [
             (values[0], trial)
             for trial in self.trials
-            if (values := known([trial.metrics.get(name)]))
+            if (values := finite_values([trial.metrics.get(name)]))
         ]
         if not scored:
             raise ValueError(

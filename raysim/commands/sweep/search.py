@@ -26,7 +26,7 @@ from raysim.commands.sweep.space import (
 )
 from raysim.commands.sweep.words import sweeping
 from raysim.experiment.compose import Node, draft, groups, settled
-from raysim.experiment.instantiate import build, shown
+from raysim.experiment.instantiate import build_object, format_value
 from raysim.experiment.many_runs import asked_to_continue, check_free, dated_folder, not_a_folder_of
 from raysim.primitives.checks import above, at_least
 from raysim.primitives.errors import Refused
@@ -171,7 +171,7 @@ def _name(choices: Mapping[str, object]) -> str:
 def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Search:
     """A new search from the command line's words. Raises Refused."""
     node, space, fixed = sweeping(words, conf)
-    options = build(Options, node, "sweep")
+    options = build_object(Options, node, "sweep")
     if not space:
         raise Refused(
             "this search has no space: choose one with sweep=NAME, or give a key several values, such as "
@@ -194,7 +194,7 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Search:
     drafts, inactive = {}, {}
     for values in itertools.product(*chosen.values()):
         choices = dict(zip(chosen, values, strict=True))
-        texts = [f"{key}={shown(value)}" for key, value in choices.items()]
+        texts = [f"{key}={format_value(value)}" for key, value in choices.items()]
         drafts[_name(choices)], missing = draft([*fixed, *texts], conf, keys)
         inactive[_name(choices)] = list(missing)
         sentences = missing
@@ -277,7 +277,7 @@ def continued(folder: Path, words: Sequence[str]) -> Search:
         [word for word in words if word.startswith("sweep.") and word.partition("=")[0] in free]
     )
     options = asdict(search.options) | {key: value for key, value in node.items() if key in FREE}
-    return replace(search, options=build(Options, options, "sweep"))
+    return replace(search, options=build_object(Options, options, "sweep"))
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from raysim.commands.sweep.space import Choice, Point, Space, nearest
 from raysim.experiment.many_runs import how_to_go_on, join_ray, last_score, new_folder, value_label
 from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
-from raysim.primitives.errors import Refused, first_line, refusing
-from raysim.primitives.files import held
+from raysim.primitives.errors import Refused, errors_as_refusals, first_line
+from raysim.primitives.files import lock_folder
 from raysim.primitives.output import lossy_output
 from raysim.primitives.streams import stream
 from raysim.results.progress import duration
@@ -405,10 +405,10 @@ def sweep(
     with ExitStack() as session:
         session.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
         join_ray(options, session)
-        with refusing():
+        with errors_as_refusals():
             each, slots = _room(search.options, options, spec.device, spec.threads)
             if request.known:
-                session.enter_context(held(folder))
+                session.enter_context(lock_folder(folder))
             else:
                 folder = session.enter_context(new_folder(folder, request.dated))
                 store(search, folder)
@@ -515,7 +515,7 @@ def _search(
         records.deadline = time.monotonic() + 60 * options.minutes
     status = "KILLED"
     try:
-        with Watch(console, quiet) as watch, refusing():
+        with Watch(console, quiet) as watch, errors_as_refusals():
             _tune(
                 search,
                 records,

@@ -19,7 +19,7 @@ from raysim.experiment.compose import (
     single_override,
 )
 from raysim.experiment.overrides import SettingOverride
-from raysim.primitives.errors import Refused, instead
+from raysim.primitives.errors import Refused, suggest
 
 
 def sweeping(
@@ -35,7 +35,7 @@ def sweeping(
     overrides = {override.key: override for override in map(read_setting, words)}
     name = str(overrides[SWEEP].value) if SWEEP in overrides else "default"
     if name not in options:
-        raise Refused(f"{SWEEP}={name} does not exist: {instead(name, options)}")
+        raise Refused(f"{SWEEP}={name} does not exist: {suggest(name, options)}")
     node = load_option(options[name], SWEEP)
     space = {
         key: _listed_range(key, value) for key, value in (node.pop("space", None) or {}).items()

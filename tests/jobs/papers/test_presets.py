@@ -16,7 +16,7 @@ from jobs.papers.tables import Cell, Table, tables
 from raysim.data.federated import FederatedData
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.experiment.execute import build, partition
-from raysim.experiment.instantiate import TARGET, build as build_object, resolve
+from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.primitives.errors import Refused
 
 pytestmark = pytest.mark.slow
