@@ -171,6 +171,7 @@ def make_server(
     """Return a server of methods for a layout of no networks that matter."""
     networks = {"model": nn.Sequential()}
     declarations = declare_methods(methods, networks, layout, task)
+    settings = {"local": Local()} | settings
     return Server(declarations, vector, counters, counts, seed, task, *others, **settings)
 
 
@@ -207,6 +208,7 @@ def participation_facts(
     filled = frozenset(hook for each in declarations.methods for hook in each.hooks)
     facts = RunFacts(
         spec.task,
+        spec.settings.local,
         declarations.layout,
         int(np.count_nonzero(spec.data.partition.train.counts)),
         filled,

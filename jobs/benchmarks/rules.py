@@ -65,7 +65,7 @@ def principal_and_loop() -> tuple[float, float]:
     tensors = [torch.from_numpy(delta) for delta in deltas]
     aggregation = Aggregation(updates, tensors, [100.0] * 50, [0] * 50, {})
     start = torch.zeros(layout.shared), torch.empty(0, dtype=torch.int64)
-    server = Server(declarations, *start, np.full(50, 100), 0, task)
+    server = Server(declarations, *start, np.full(50, 100), 0, task, local=Local())
     view = ServerView(server, "fedld_principal")
     seconds = _median_seconds(lambda: PrincipalGradient().combine(aggregation, view))
     return seconds, _median_seconds(lambda: accumulate(deltas, 100.0))
@@ -113,7 +113,7 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     declarations = declare(methods, task, model, _facts(COHORT))
     layout = declarations.layout
     start = torch.zeros(layout.shared), torch.zeros(layout.shared_counters, dtype=torch.int64)
-    server = Server(declarations, *start, counts, 0, task, "uniform")
+    server = Server(declarations, *start, counts, 0, task, "uniform", local=Local())
     current = list(updates)
 
     def step() -> None:

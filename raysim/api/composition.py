@@ -22,6 +22,7 @@ _ALONE = {
     "model": "replace the model",
     "perturb": "decide at which shifted points the gradient is taken",
     "combine": "combine the updates",
+    "personalise": "make the model that a client is scored with",
     "stages": "decide the stages of a step",
     "select": "choose the samples of an epoch",
     "finetune": "decide how models are fine-tuned for evaluation",
@@ -200,7 +201,7 @@ def check_together(declared: Sequence[Declared]) -> None:
     """Raise ValueError for methods that declare what only one may, or exclude each other."""
     for what in ("stages", "select", "finetune", "scored"):
         _check_alone(what, [each.method for each in declared if getattr(each, what) is not None])
-    for hook in ("perturb", "combine"):
+    for hook in ("perturb", "combine", "personalise"):
         _check_alone(hook, [each.method for each in declared if each.has_hook(hook)])
     for hook in ("loss", "step"):
         _check_alone(hook, [each.method for each in declared if hook in each.owned])

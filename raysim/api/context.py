@@ -125,6 +125,7 @@ class Context:
     rate: float  # learning rate of this job
     vector: Vector
     received: Tensor  # [layout.shared] the received vector, from which the update is measured
+    received_counters: Tensor  # int64 [layout.shared_counters] the received integer buffers
     base: Tensor  # [layout.shared] where training starts: the received vector, unless a method mixes it with others
     download: Mapping[
         str, Tensor

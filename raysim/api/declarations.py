@@ -76,27 +76,6 @@ FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What does not change during a run. clients: those with training samples; filled: slots that a method fills."""
-
-    task: Task
-    layout: Layout
-    clients: int
-    filled: frozenset[str]
-
-
-class Participation(NamedTuple):
-    """What is known of a job when it is dispatched."""
-
-    version: int
-    samples: int  # that the client holds
-    trained: float  # samples that it trains on, epochs counted
-    earlier: int  # how often the client was dispatched before
-    accepted: int  # how many of those jobs entered an aggregation before this version
-    run: RunFacts
-
-
-@dataclass(frozen=True)
 class Finetune:
     """Adapting a client's model to its own data before it is scored; nothing of it is kept.
 
@@ -205,8 +184,38 @@ class Local:
         """The optimiser's part."""
         return Optimizer(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
+    def rate(self, version: int) -> float:
+        """Return the learning rate of a job that starts from this version."""
+        return self.lr * self.lr_decay**version
+
     def budget(self, samples: int) -> float:
         """Samples that a client with so many will train on, all passes counted."""
         return (
             samples * self.epochs if self.epochs else (self.steps or 0) * min(self.batch, samples)
         )
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts of a run, as a method's `cost` and `when` see them.
+
+    local: the settings `local.*`. clients: those with training samples. filled: the hooks that a
+    method of the list fills.
+    """
+
+    task: Task
+    local: Local
+    layout: Layout
+    clients: int
+    filled: frozenset[str]
+
+
+class Participation(NamedTuple):
+    """What is known of a job when it is dispatched."""
+
+    version: int
+    samples: int  # that the client holds
+    trained: float  # samples that it trains on, epochs counted
+    earlier: int  # how often the client was dispatched before
+    accepted: int  # how many of those jobs entered an aggregation before this version
+    run: RunFacts

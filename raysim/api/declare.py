@@ -66,10 +66,16 @@ class Declarations:
         return {entry.name for entry in (*floating, *integer)}
 
     @property
+    def fixed_parameters(self) -> dict[str, str]:
+        """The method that fixes each parameter which is the same on all clients and never trained."""
+        return {name: each.method for each in self.methods for name in each.fixed_parameters}
+
+    @property
     def keeps_client_state(self) -> bool:
         """Whether clients keep anything besides the run's own optimizers."""
-        declared = any(each.keeps_client_state or each.keeps_optimizer for each in self.methods)
-        return declared or self.layout.has_personal
+        if any(each.keeps_client_state or each.keeps_optimizer for each in self.methods):
+            return True
+        return not self.private_names <= self.fixed_parameters.keys()
 
     @property
     def reads_updates(self) -> bool:

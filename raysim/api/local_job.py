@@ -147,6 +147,11 @@ class LocalJob:
         return self.context.received
 
     @property
+    def broadcast_counters(self) -> Tensor:
+        """int64 [layout.shared_counters] the integer buffers that the client received."""
+        return self.context.received_counters
+
+    @property
     def model(self) -> Classifier:
         """The model in training."""
         return self.context.model
@@ -229,6 +234,7 @@ class PersonalModel:
     def __init__(
         self,
         client: int,
+        task: Task,
         vector: Vector,
         state: Mapping[str, Any],
         received: Mapping[str, Tensor],
@@ -237,6 +243,7 @@ class PersonalModel:
         method: str = "",
     ):
         self.client = client
+        self.task = task
         self.vector = vector
         self.data = data
         self.trained = trained
@@ -249,6 +256,7 @@ class PersonalModel:
         """Return the same client as another method sees it."""
         return PersonalModel(
             self.client,
+            self.task,
             self.vector,
             self.all_state,
             self.all_received,

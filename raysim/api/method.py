@@ -1,7 +1,7 @@
-"""What a method may do: fifteen hooks, of which it fills those that it needs.
+"""What a method may do: sixteen hooks, of which it fills those that it needs.
 
 Every default does nothing, and a hook that no method of a run fills is never called. `setup`
-declares; `begin`, `batch`, `loss`, `gradient`, `perturb` and `end` are the moments of a client's
+declares; `begin`, `prepare`, `batch`, `loss`, `gradient`, `perturb` and `end` are the moments of a client's
 job; `weigh`, `combine`, `step` and `absorb` those of an aggregation. Hooks that run once for each
 batch keep to tensors (no `.item()`, no `if tensor`), because a step may be captured as a CUDA graph.
 """
@@ -65,7 +65,17 @@ class Method:
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Act after the received model was loaded, before training."""
+        """Act after the received model was loaded, before training; change it here.
+
+        The batches are not planned yet, because `run.select` may use what this hook computes.
+        """
+
+    def prepare(self, job: LocalJob) -> None:
+        """Act once the batches of the job are planned (`job.plan`), before its first step.
+
+        Called after `begin` of all methods. Write `job.state` and `job.scratch`; leave the model
+        as it is, for `job.frozen()` already holds it.
+        """
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
         """Return the batch with other inputs or targets."""
@@ -89,6 +99,9 @@ class Method:
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Return the gradient to use, made of gradients at shifted points (SAM); one method may.
+
+        Called in stages with the task loss only: a stage with a loss of its own (FedBR's
+        projector) descends its plain gradient.
 
         params, grad: [n] all parameters that `job.stage` trains and their gradient; not to be
         changed. gradient_at(shift): the gradient [n] at params + shift on the same batch, with the

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.declarations import Task
+from raysim.api.declarations import Local, Task
 from raysim.api.entries import Entries
 from raysim.api.messages import Published, Update
 from raysim.vectors.layout import Layout
@@ -94,6 +94,11 @@ class ServerView:
     def task(self) -> Task:
         """What is learnt."""
         return self._server.task  # type: ignore[no-any-return]
+
+    @property
+    def local(self) -> Local:
+        """The settings `local.*`: `server.local.rate(server.version)` is clients' learning rate."""
+        return self._server.local  # type: ignore[no-any-return]
 
     @property
     def version(self) -> int:

@@ -86,6 +86,7 @@ class Declared:
     late_private_parameters: list[Callable[[Mapping[str, nn.Module]], Sequence[str]]] = field(
         default_factory=list
     )
+    fixed_parameters: list[str] = field(default_factory=list)  # also in private_parameters
     client_state: dict[str, Callable[[int], Any]] = field(default_factory=dict)
     server_state: dict[str, Callable[[ServerView], Tensor]] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
@@ -259,6 +260,15 @@ class Setup:
             self.declared.late_private_parameters.append(names)
         else:
             self.declared.private_parameters.extend(names)
+
+    def fixed_parameters(self, names: Sequence[str]) -> None:
+        """Keep parameters ("model.head.weight") at their initial values on all clients.
+
+        They never travel and no client stores them. A stage that trains one is an error;
+        fine-tuning before a score may change them in the model that is scored.
+        """
+        self.declared.private_parameters.extend(names)
+        self.declared.fixed_parameters.extend(names)
 
     def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
         """Keep a value for each client between its jobs: `job.state[name]`.

@@ -25,10 +25,8 @@ Choices where the source is silent
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -70,19 +68,17 @@ class APFL(Method):
         run.excludes("local", "it mixes with a shared model, and local training shares none")
         run.network("model", copy.deepcopy(run.model), private=True)
         run.client_state("alpha", lambda samples: self.alpha)
-        run.draw("alpha", self._alphas)
         run.stages([Stage("apfl.personal", (PERSONAL,), self._mixture_loss), Stage()])
 
     def cost(self, job: Participation) -> float:
         """Return a second pass of every batch."""
         return job.trained
 
-    def _alphas(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Return this job's alpha for each step; keep it for the next job."""
+    def prepare(self, job: LocalJob) -> None:
+        """Adapt alpha on the job's first batch, and keep it for the next job."""
         if self.adaptive:
             job.state["alpha"] = self._adapted(job)
-        alpha = torch.tensor(job.state["alpha"], dtype=job.params.dtype)
-        return [alpha] * job.plan.steps
+        job.scratch["alpha"] = job.params.new_tensor(job.state["alpha"])
 
     def _adapted(self, job: LocalJob) -> float:
         """Return alpha after its step on the job's first batch."""
@@ -106,7 +102,7 @@ class APFL(Method):
     def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return f(m)."""
         personal = job.network("model")
-        mixture = mix(personal, job.model, job.drawn("alpha"))
+        mixture = mix(personal, job.model, job.scratch["alpha"])
         outputs = functional_call(personal, mixture, (out.batch.inputs,))
         return job.task.objective.loss(outputs, out.batch.targets)
 

@@ -36,9 +36,9 @@ class FedBABU(Method):
         self.finetune = one_of("method.fedbabu.finetune", finetune, ("head", "all"))
 
     def setup(self, run: Setup) -> None:
-        """Keep the head on the client, train the body alone, and fine-tune for scores."""
+        """Fix the head, train the body alone, and fine-tune for scores."""
         run.needs("features")
         head = run.model.get_submodule("head")
-        run.private_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])
+        run.fixed_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])
         run.stages([Stage("fedbabu.body", ("model.extractor",))])
         run.finetune(Finetune(self.epochs, head=self.finetune == "head"))

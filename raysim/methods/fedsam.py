@@ -74,9 +74,7 @@ class FedSAM(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient uphill, in stages with the task loss."""
-        if not job.stage.task:
-            return grad
+        """Return the gradient uphill."""
         if self.adaptive:
             return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))
         return gradient_at(sharpness_shift(grad, self.rho))

@@ -79,9 +79,7 @@ class FedSpeed(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return `mixed_gradient`, in stages with the task loss."""
-        if not job.stage.task:
-            return grad
+        """Return `mixed_gradient`."""
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:

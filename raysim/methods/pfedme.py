@@ -66,8 +66,6 @@ class PFedMe(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep theta [layout.total] on the client, nothing at first."""
-        for other in ("ditto", "fedpac"):
-            run.excludes(other, "each of them makes the model that a client is scored with")
         run.client_state("theta", lambda samples: torch.empty(0))
         if self.beta == 1:
             run.skip("step")
@@ -88,9 +86,7 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return lam (w - theta), in stages with the task loss."""
-        if not job.stage.task:
-            return grad
+        """Return lam (w - theta)."""
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()
         stretches = job.layout.runs(job.layout.within(job.stage.trains))

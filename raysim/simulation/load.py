@@ -44,7 +44,7 @@ class Loads:
         self._floats_down, self._floats_up = layout.shared, layout.shared + sum(uploads)
         hooks = frozenset(hook for each in declarations.methods for hook in each.hooks)
         clients = int(np.count_nonzero(counts))
-        self._run = RunFacts(spec.task, layout, clients, hooks)
+        self._run = RunFacts(spec.task, spec.settings.local, layout, clients, hooks)
         self._plain: dict[int, Load] = {}  # by samples, where no method adds anything
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:

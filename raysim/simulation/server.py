@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.composition import failing_method_name
-from raysim.api.declarations import Task
+from raysim.api.declarations import Local, Task
 from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, Failure, GroupSums, Published, Update
 from raysim.api.method import Method
@@ -55,9 +55,12 @@ class Server:
         size: int = 0,
         number: Callable[[int], str] = str,
         unseen: int = 0,
+        *,
+        local: Local,
     ):
         self.declarations, self.layout = declarations, (layout := declarations.layout)
         self.seed, self.weighting, self.group = seed, weighting, group
+        self.local = local
         self.number = number  # formats a client for errors
         self.task, self.size = task, size  # size: most updates in one aggregation
         self.vector, self.counters = vector, counters  # [layout.shared], [layout.shared_counters]
@@ -385,4 +388,5 @@ def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size
         size,
         spec.data.number,
         partition.unseen_count,
+        local=settings.local,
     )

@@ -113,7 +113,11 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     """Return all tensors that a step may read of a lane's client, by table and key."""
     ctx = lane.ctx
-    vectors = {"base": ctx.base, "received": ctx.received}
+    vectors = {
+        "base": ctx.base,
+        "received": ctx.received,
+        "received_counters": ctx.received_counters,
+    }
     if ctx.vector.layout.personal:
         vectors["start"] = lane.start
     drawn = {key: values[lane.step] for key, values in ctx.draws.items()}
@@ -171,6 +175,7 @@ class RecordedContext(Context):
             rate=cast(float, rate),  # a hook that computes with it gets a tensor
             vector=ctx.vector,
             received=vectors.get("received", ctx.received),
+            received_counters=vectors.get("received_counters", ctx.received_counters),
             base=vectors.get("base", ctx.base),
             download=self._tables["download"],
             state=cast("dict[str, Tensor]", self._tables["state"]),
@@ -183,7 +188,7 @@ class RecordedContext(Context):
     def __getattribute__(self, name: str) -> Any:
         if name in FACTS:
             object.__getattribute__(self, "_reads").facts[name] = None
-        elif name in ("base", "received"):
+        elif name in ("base", "received", "received_counters"):
             object.__getattribute__(self, "_reads").entries[VECTORS, name] = None
         return object.__getattribute__(self, name)
 

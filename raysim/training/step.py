@@ -115,6 +115,7 @@ class Step:
         hooks = _StepHooks(declarations)
         self.hooks = hooks
         self.usual_loss = usual_loss
+        self._fixed = {} if declarations is None else declarations.fixed_parameters
         self.flat = bool(hooks.corrections) or clip > 0 or hooks.perturb is not None
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
         # Flat gradients, by where the vector lies and size; a CUDA graph may hold them, so none is ever replaced.
@@ -127,7 +128,9 @@ class Step:
         for stage in stages:
             ctx.stage = stage
             set_modes(ctx.networks, stage.modes)
-            second = SecondPass(self.vector, out) if isinstance(out, RecordedOutputs) else None
+            second = None  # `perturb` acts in stages with the task loss only
+            if stage.task and isinstance(out, RecordedOutputs):
+                second = SecondPass(self.vector, out)
             loss, task = self.objective(ctx, out)
             if task is not None:
                 reported = task.detach()
@@ -228,6 +231,12 @@ class Step:
             if not entries:
                 raise ValueError(
                     f"nothing to train in {list(trains)}: all parameters there are frozen or missing"
+                )
+            fixed = next((entry.name for entry in entries if entry.name in self._fixed), "")
+            if fixed:
+                raise ValueError(
+                    f"a stage trains {fixed} among {list(trains)}, which method "
+                    f"'{self._fixed[fixed]}' fixes. Leave it out of the stage."
                 )
             runs = layout.runs(entries)
             group = self._groups[key] = Group(

@@ -143,6 +143,7 @@ class Trainer:
         self.selector = declarations.one("select")
         self.stager = declarations.one("stages")
         self.beginners = declarations.filling("begin")
+        self.preparers = declarations.filling("prepare")
         self.finishers = declarations.filling("end")
         self.keepers = StateNames(declarations)
         asked = any(each.keeps_optimizer for each in declarations.methods)
@@ -333,7 +334,7 @@ class Trainer:
         """
         prepared = self._ahead.pop(job.number, None)
         samples = len(self.partition.rows(job.client))
-        rate = self.local.lr * self.local.lr_decay**job.version
+        rate = self.local.rate(job.version)
         ctx = Context(
             self,
             self.seed,
@@ -344,6 +345,7 @@ class Trainer:
             rate,
             self.vector,
             base,
+            counters,
             base,
             download,
             State(unpack(state.methods)),
@@ -374,6 +376,8 @@ class Trainer:
         ):  # frozen networks start from what training starts from
             ctx.start = copy_client_state(self.vector, {})
         plan = ctx.plan = prepared[0] if prepared else self._plan(ctx)
+        for declared, prepare in self.preparers:
+            prepare(ctx.view(declared.method))
         self._draw(ctx)
         batches = (
             iter(prepared[1])
@@ -418,7 +422,7 @@ class Trainer:
         ctx.losses = torch.stack(work.losses) if work.losses else torch.empty(0)
         for declared, end in self.finishers:
             end(ctx.view(declared.method))
-        if self.finishers or self.beginners:
+        if self.finishers or self.preparers or self.beginners:
             check_state(ctx.state, work.kept, self.keepers)
         check_upload(ctx.upload, self.declarations)
         if ctx.state:
@@ -456,10 +460,22 @@ class Trainer:
         )
         if self.stochastic:
             torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
-        rate = self.local.lr * self.local.lr_decay**version
-        base = self.vector.shared
+        rate = self.local.rate(version)
+        base, counters = self.vector.shared, self.vector.shared_counters
         ctx = Context(
-            self, self.seed, client, 0, version, samples, rate, self.vector, base, base, {}, {}
+            self,
+            self.seed,
+            client,
+            0,
+            version,
+            samples,
+            rate,
+            self.vector,
+            base,
+            counters,
+            base,
+            {},
+            {},
         )
         stage = (
             Stage("finetune", ("model.head",), modes={"model": False})

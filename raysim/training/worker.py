@@ -427,7 +427,7 @@ class Worker(Combiner):
 
     def _diverged(self, losses: Tensor, job: Job) -> str:
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
-        rate = self.spec.settings.local.lr * self.spec.settings.local.lr_decay**job.version
+        rate = self.spec.settings.local.rate(job.version)
         at = (
             f"the loss is not finite from step {bad[0] + 1} of {len(losses)}"
             if bad
@@ -524,7 +524,9 @@ class Worker(Combiner):
         download = {key: up(value, self.device) for key, value in task.extras.items()}
         trained, kept = task.state >= 0, unpack(state.methods)
         data = functools.partial(self.trainer.client_samples, task.client)
-        client = PersonalModel(task.client, self.vector, kept, download, data, trained)
+        client = PersonalModel(
+            task.client, self.trainer.task, self.vector, kept, download, data, trained
+        )
         with torch.no_grad():
             for declared, personalise in self._personalisers:
                 personalise(client.of(declared.method))

@@ -239,6 +239,11 @@ class Vector:
         return self.data[: self.layout.shared]
 
     @property
+    def shared_counters(self) -> Tensor:
+        """[layout.shared_counters] the integer buffers that travel."""
+        return self.counters[: self.layout.shared_counters]
+
+    @property
     def personal(self) -> Tensor:
         """[layout.personal] what stays."""
         return self.data[self.layout.shared :]

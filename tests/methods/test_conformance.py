@@ -385,7 +385,7 @@ TABLE: dict[str, Row] = {
         },
         frozenset({"afl.loss"}),
     ),
-    "fedbabu": Row(lambda: FedBABU(1), personal=True, private=True),
+    "fedbabu": Row(lambda: FedBABU(1), personal=True),
     "apfl": Row(
         APFL, {"any alpha": Plain(lambda: APFL(0.3))}, personal=True, private=True, as_fedavg=True
     ),
@@ -714,7 +714,10 @@ ALTERNATIVES = [
     *(
         ["mixup", name] for name in ("fedmix", "fraug", "fedproto")
     ),  # soft labels and a need for integer ones
-    *(["pfedme", name] for name in ("ditto", "fedpac")),  # the model that a client is scored with
+    [
+        *("apfl", "ditto", "fedala", "fedpac", "fedproto", "ifca", "partialfed", "pfedavg"),
+        "pfedme",
+    ],  # the model that a client is scored with
     ["moon", "vhl", "fedrs", "fedsr"],  # the model
     ["fedproto", "fedrs"],  # a head with a bias and one without
     # The combination of updates.

@@ -175,7 +175,14 @@ def personalised(
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     client = PersonalModel(
-        0, worker.vector, {}, {}, lambda: worker.trainer.client_samples(0), trained, "fedbn"
+        0,
+        worker.trainer.task,
+        worker.vector,
+        {},
+        {},
+        lambda: worker.trainer.client_samples(0),
+        trained,
+        "fedbn",
     )
     with torch.no_grad():
         method.personalise(client)

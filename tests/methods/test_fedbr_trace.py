@@ -101,10 +101,19 @@ def test_one_step_of_fedbr_follows_the_trace(
     inputs, labels, pseudo = (tensor(args[key]) for key in ("inputs", "targets", "pseudo_inputs"))
     ctx = Context(
         trainer=SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=labels.shape[1])),  # type: ignore[arg-type]
-        seed=0, client=0, participation=0, version=0, samples=len(inputs), rate=args["lr"],
-        vector=vector, received=vector.shared, base=vector.shared.clone(),
-        download={"fedbr.pseudo": pseudo}, state={},
-    )  # fmt: skip
+        seed=0,
+        client=0,
+        participation=0,
+        version=0,
+        samples=len(inputs),
+        rate=args["lr"],
+        vector=vector,
+        received=vector.shared,
+        received_counters=vector.shared_counters,
+        base=vector.shared.clone(),
+        download={"fedbr.pseudo": pseudo},
+        state={},
+    )
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))
     ctx.views = {"fedbr": LocalJob(ctx, "fedbr")}

@@ -133,9 +133,19 @@ def test_one_step_of_the_method_descends_the_gradient_of_the_trace(
     pool = {"fedmix.inputs": given["mean_inputs"], "fedmix.targets": given["mean_targets"]}
     ctx = Context(
         trainer=SimpleNamespace(tracking=[]),  # type: ignore[arg-type]
-        seed=0, client=0, participation=0, version=0, samples=pairs, rate=1.0,
-        vector=vector, received=vector.shared, base=vector.shared.clone(), download=pool, state={},
-    )  # fmt: skip
+        seed=0,
+        client=0,
+        participation=0,
+        version=0,
+        samples=pairs,
+        rate=1.0,
+        vector=vector,
+        received=vector.shared,
+        received_counters=vector.shared_counters,
+        base=vector.shared.clone(),
+        download=pool,
+        state={},
+    )
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="each" if pairs > 1 else "one")
     ctx.views = {"fedmix": LocalJob(ctx, "fedmix")}

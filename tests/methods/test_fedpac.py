@@ -700,7 +700,7 @@ def test_own_model_has_its_mixture_or_the_initial_head() -> None:
     before, head = worker.vector.data.clone(), random(65).float()
     for sent in ({}, {"fedpac.head": head}):
         data = functools.partial(worker.trainer.client_samples, 0)
-        client = PersonalModel(0, worker.vector, {}, sent, data, bool(sent), "fedpac")
+        client = PersonalModel(0, study.task, worker.vector, {}, sent, data, bool(sent), "fedpac")
         study.methods[0].personalise(client)
         assert torch.equal(worker.vector.shared, before[:-65])
         assert torch.equal(worker.vector.personal, head if sent else before[-65:])

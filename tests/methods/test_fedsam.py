@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from tiny_runs import NORMED_MLP, participation_facts, run, run_spec
-from torch import Tensor
 
-from raysim.api.context import Stage
 from raysim.api.method import Method
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedsam import FedSAM, adaptive_shift, sharpness_shift
 from raysim.methods.fedspeed import FedSpeed
 from raysim.training.run_spec import declare_run
-
-
-@pytest.mark.parametrize("method", [FedSAM(0.5), FedSpeed()], ids=lambda method: method.name)
-def test_stage_with_another_loss_is_not_perturbed(method: Method) -> None:
-    params, grad, uphill = torch.ones(3), torch.ones(3), torch.full((3,), 2.0)
-    shifts: list[Tensor] = []
-
-    def gradient_at(shift: Tensor) -> Tensor:
-        shifts.append(shift)
-        return uphill
-
-    other: Any = SimpleNamespace(stage=Stage("other", loss=lambda job, out: out.zero))
-    assert method.perturb(other, params, grad, gradient_at) is grad and not shifts
-    task: Any = SimpleNamespace(stage=Stage())
-    assert torch.equal(method.perturb(task, params, grad, gradient_at), uphill)
-    assert len(shifts) == 1
 
 
 def test_shift_is_rho_long_over_all_coordinates() -> None:

@@ -507,7 +507,10 @@ def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_t
         vector.shared.copy_(shared)
         vector.counters.fill_(7)
         data = functools.partial(trainer.client_samples, 0)
-        method.personalise(PersonalModel(0, vector, state, {}, data, trained, "partialfed"))
+        client_model = PersonalModel(
+            0, trainer.task, vector, state, {}, data, trained, "partialfed"
+        )
+        method.personalise(client_model)
         return vector.shared.clone(), vector.counters.clone()
 
     assert torch.equal(own(client.state, False)[0], shared)

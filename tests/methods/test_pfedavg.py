@@ -148,7 +148,8 @@ def test_untrained_client_is_scored_with_the_shared_model() -> None:
     worker = Worker(study(PFedAvg()))
     shared = worker.vector.shared.clone()
     state = {"pfedavg.model": torch.empty(0)}
-    client = PersonalModel(0, worker.vector, state, {}, lambda: iter(()), False, "pfedavg")
+    task = worker.trainer.task
+    client = PersonalModel(0, task, worker.vector, state, {}, lambda: iter(()), False, "pfedavg")
     PFedAvg().personalise(client)
     assert torch.equal(worker.vector.shared, shared)
 

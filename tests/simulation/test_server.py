@@ -11,7 +11,7 @@ import torch
 from tiny_runs import changed, declare_methods, make_server, run_spec
 from torch import Tensor, nn
 
-from raysim.api.declarations import Task
+from raysim.api.declarations import Local, Task
 from raysim.api.messages import GroupSums, Published, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
@@ -36,7 +36,8 @@ COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5, 17, 2, 8, 6])
 def server(*methods: Method, **settings: Any) -> Server:
     declarations = declare_methods(methods, {"model": MODEL}, LAYOUT, TASK)
     counters = torch.zeros(1, dtype=torch.int64)
-    return Server(declarations, torch.tensor(START), counters, COUNTS, 0, TASK, **settings)
+    start = torch.tensor(START)
+    return Server(declarations, start, counters, COUNTS, 0, TASK, local=Local(), **settings)
 
 
 def update(

@@ -37,9 +37,20 @@ def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
 
 def context(worker: Worker) -> Context:
     ctx = Context(
-        trainer=worker.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=worker.vector,
-        received=worker.vector.shared, base=worker.vector.shared.clone(), download={}, state={},
-    )  # fmt: skip
+        trainer=worker.trainer,
+        seed=0,
+        client=0,
+        participation=0,
+        version=0,
+        samples=5,
+        rate=0.1,
+        vector=worker.vector,
+        received=worker.vector.shared,
+        received_counters=worker.vector.shared_counters,
+        base=worker.vector.shared.clone(),
+        download={},
+        state={},
+    )
     ctx.views = method_views(ctx, worker.declarations)
     return ctx
 
@@ -110,14 +121,26 @@ def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> Non
     expected = torch.cat(
         [g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))]
     )
-    rise = Stage(
-        "rise",
-        loss=lambda job, out: nn.functional.cross_entropy(out.logits, out.batch.targets),
-        ascend=True,
-    )
-    step(ctx, BATCH, (rise,))
+    step(ctx, BATCH, (Stage("rise", ascend=True),))
     ((_, _, here, there),) = asking.seen
     assert torch.equal(here, expected) and torch.equal(there, expected)
+
+
+def test_stage_with_another_loss_is_not_perturbed() -> None:
+    class Ones(Method):
+        name = "ones"
+
+        def perturb(self, job: LocalJob, params: Tensor, grad: Tensor, gradient_at: Any) -> Tensor:
+            stages.append(job.stage.name)
+            return torch.ones_like(grad)
+
+    stages: list[str] = []
+    step, ctx = at_work([Ones()], Optimizer())
+    before = ctx.model.head.bias.detach().clone()
+    other = Stage("other", ("model.head",), lambda job, out: 2 * job.model.head.bias.sum())
+    step(ctx, BATCH, (other, Stage(trains=("model.extractor",))))
+    assert stages == ["task"]
+    assert torch.allclose(ctx.model.head.bias, before - 0.1 * 2.0)
 
 
 def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:

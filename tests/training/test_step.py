@@ -119,9 +119,20 @@ def at_work(
     task = SimpleNamespace(num_classes=2, objective=OBJECTIVES["classification"])
     trainer: Any = SimpleNamespace(tracking=[], task=task)
     ctx = Context(
-        trainer=trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=vector,
-        received=vector.shared, base=vector.shared.clone(), download={}, state={},
-    )  # fmt: skip
+        trainer=trainer,
+        seed=0,
+        client=0,
+        participation=0,
+        version=0,
+        samples=5,
+        rate=0.1,
+        vector=vector,
+        received=vector.shared,
+        received_counters=vector.shared_counters,
+        base=vector.shared.clone(),
+        download={},
+        state={},
+    )
     declarations = declare_methods(methods, nets, vector.layout)
     ctx.views = method_views(ctx, declarations)
     return Step(vector, declarations, optimizer, clip), ctx
@@ -329,9 +340,20 @@ def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(
-        trainer=worker.trainer, seed=0, client=0, participation=0, version=0, samples=5, rate=0.1, vector=worker.vector,
-        received=worker.vector.shared, base=worker.vector.shared.clone(), download={}, state={},
-    )  # fmt: skip
+        trainer=worker.trainer,
+        seed=0,
+        client=0,
+        participation=0,
+        version=0,
+        samples=5,
+        rate=0.1,
+        vector=worker.vector,
+        received=worker.vector.shared,
+        received_counters=worker.vector.shared_counters,
+        base=worker.vector.shared.clone(),
+        download={},
+        state={},
+    )
     before = worker.vector.shared.clone()
     with ctx.statistics_kept():
         kept = ctx.model.train()(inputs)

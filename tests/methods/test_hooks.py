@@ -1,0 +1,138 @@
+"""What hooks may read and declare, shown by small methods of no paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_runs import NORMED, NORMED_MLP, ROUNDS, run, run_spec
+from torch import Tensor
+
+from raysim.api.context import Outputs, Stage
+from raysim.api.declarations import Local, Participation
+from raysim.api.local_job import LocalJob, PersonalModel
+from raysim.api.method import Method
+from raysim.api.server_view import Aggregation, ServerView
+from raysim.api.setup import Setup
+from raysim.methods.fedbss import FedBSS
+
+LOCAL = Local(lr=0.05, lr_decay=0.5, batch=8, epochs=2)
+
+
+class Recorder(Method):
+    """Note what hooks see."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.counters: list[tuple[Tensor, Tensor]] = []
+        self.rates: list[tuple[float, float]] = []
+        self.kinds: set[str] = set()
+        self.settings: set[Local] = set()
+
+    def setup(self, run: Setup) -> None:
+        run.client_state("steps", lambda samples: 0)
+        run.upload("counter", 1)
+
+    def cost(self, job: Participation) -> float:
+        self.settings.add(job.run.local)
+        return 0.0
+
+    def begin(self, job: LocalJob) -> None:
+        self.events.append(("begin", job.client))
+
+    def prepare(self, job: LocalJob) -> None:
+        self.events.append(("prepare", job.client))
+        job.state["steps"] = job.plan.steps
+        job.scratch["factor"] = job.params.new_tensor(0.0)
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        return loss + job.scratch["factor"]
+
+    def end(self, job: LocalJob) -> None:
+        assert job.state["steps"] == job.plan.steps
+        self.counters.append((job.broadcast_counters.clone(), job.vector.shared_counters.clone()))
+        self.rates.append((job.rate, job.local.rate(job.version)))
+        job.upload["counter"] = job.broadcast_counters[:1]
+
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        self.settings.add(server.local)
+        received = [int(counter) for counter in aggregation.uploads("counter")]
+        before = [
+            int(aggregation.bases[update.version].counters[0]) for update in aggregation.updates
+        ]
+        assert received == before
+
+    def personalise(self, client: PersonalModel) -> None:
+        self.kinds.add(client.task.kind)
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    method = Recorder()
+    assert not run(run_spec(method, model=NORMED, local=LOCAL), ROUNDS, rounds=3).failures
+    return method
+
+
+def test_prepare_follows_begin_and_knows_the_plan(recorder: Recorder) -> None:
+    begun, prepared = recorder.events[::2], recorder.events[1::2]
+    assert [client for _, client in begun] == [client for _, client in prepared]
+    assert {name for name, _ in begun} == {"begin"}
+    assert {name for name, _ in prepared} == {"prepare"}
+
+
+def test_prepare_sees_the_batches_of_selected_samples() -> None:
+    class Positions(Method):
+        name = "positions"
+
+        def prepare(self, job: LocalJob) -> None:
+            sizes.append((len(job.plan.positions), job.samples))
+
+    sizes: list[tuple[int, int]] = []
+    run(run_spec(FedBSS(0), Positions(), local=LOCAL), ROUNDS, rounds=1)
+    assert any(planned < 2 * samples for planned, samples in sizes)
+
+
+def test_received_counters_stay_as_received(recorder: Recorder) -> None:
+    assert all(len(received) > 0 for received, _ in recorder.counters)
+    assert all(torch.all(trained > received) for received, trained in recorder.counters)
+
+
+def test_local_settings_are_known_everywhere(recorder: Recorder) -> None:
+    assert recorder.settings == {LOCAL}
+    assert all(rate == expected for rate, expected in recorder.rates)
+    assert LOCAL.rate(2) == 0.05 * 0.5**2
+
+
+def test_personal_model_knows_the_task(recorder: Recorder) -> None:
+    assert recorder.kinds == {"classification"}
+
+
+# --- fixed parameters -------------------------------------------------------------------------
+
+
+class FixedHead(Method):
+    """Keep the head as it is; train what `trains` names."""
+
+    name = "fixed_head"
+
+    def __init__(self, *trains: str):
+        self.trains = trains
+
+    def setup(self, run: Setup) -> None:
+        run.fixed_parameters(["model.head.weight", "model.head.bias"])
+        run.stages([Stage(trains=self.trains)])
+
+
+def test_fixed_parameters_neither_move_nor_travel_nor_are_stored() -> None:
+    found = run(run_spec(FixedHead("model.extractor"), model=NORMED_MLP), ROUNDS, rounds=2)
+    layout = found.coordinator.layout
+    personal = {entry.name for entry in layout.entries if entry.personal}
+    assert personal == {"model.head.weight", "model.head.bias"}
+    assert not found.coordinator.private.stateful
+
+
+def test_stage_that_trains_a_fixed_parameter_is_an_error() -> None:
+    failed = run(run_spec(FixedHead("model")), ROUNDS, rounds=1, tolerate=1.0).failures
+    assert failed and all("'fixed_head'" in failure.error for failure in failed)
+    assert all("model.head.weight" in failure.error for failure in failed)
