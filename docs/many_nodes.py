@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raysim.results.tables import markdown
+from raysim.results.tables import to_markdown
 from raysim.simulation.group_sums import PART_FLOATS
 
 PAGE = Path(__file__).parent / "many_nodes.md"
@@ -151,7 +151,7 @@ def by_stage(floats: float, cluster: Cluster) -> str:
         for _, summation, combine in WAYS
     ]
     rows.append(["in the stores of the first and another node", *stores, ""])
-    return markdown(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
+    return to_markdown(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
 
 
 def _cell(stage: Stage) -> str:
@@ -174,7 +174,7 @@ def by_size() -> str:
                 ),
             ]
         )
-    return markdown(head, rows)
+    return to_markdown(head, rows)
 
 
 def tables() -> dict[str, str]:

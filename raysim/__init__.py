@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raysim.experiment.settings import Interrupted
     from raysim.models.classifier import Classifier, ModelRecipe
     from raysim.primitives.errors import Refused
-    from raysim.results.observers import Observer, ObserverFailed
+    from raysim.results.observers import Observer, ObserverError
     from raysim.simulation.events import TooManyFailures
     from raysim.simulation.fleet import Fleet
     from raysim.simulation.schedule import Schedule
@@ -42,7 +42,7 @@ __all__ = [
     "Method",
     "ModelRecipe",
     "Observer",
-    "ObserverFailed",
+    "ObserverError",
     "Partition",
     "Partitioner",
     "Raw",
@@ -70,7 +70,7 @@ _PLACES = {
     "raysim.experiment.settings": ("Interrupted",),
     "raysim.models.classifier": ("Classifier", "ModelRecipe"),
     "raysim.primitives.errors": ("Refused",),
-    "raysim.results.observers": ("Observer", "ObserverFailed"),
+    "raysim.results.observers": ("Observer", "ObserverError", "ObserverFailed"),
     "raysim.simulation.events": ("TooManyFailures",),
     "raysim.simulation.fleet": ("Fleet",),
     "raysim.simulation.schedule": ("Schedule",),

@@ -629,7 +629,7 @@ def _study(given: argparse.Namespace) -> int:
     from raysim.commands.study.runner import carry_out, check, store
     from raysim.commands.study.tracked import tracked
     from raysim.experiment.many_runs import new_folder
-    from raysim.results.progress import waiting
+    from raysim.results.progress import waiting_line
 
     check_metrics(given.metric)
     campaign = check(campaign, given.allow, given.parallel)
@@ -650,7 +650,7 @@ def _study(given: argparse.Namespace) -> int:
             print(text, flush=True)
 
         with tracked(campaign, say):
-            with waiting(Console()) as show:
+            with waiting_line(Console()) as show:
                 failed = carry_out(
                     campaign, parallel=given.parallel, allow=given.allow, say=say, show=show
                 )
@@ -756,8 +756,15 @@ def _new(given: argparse.Namespace) -> int:
 def _report(given: argparse.Namespace) -> int:
     if not given.runs:
         raise Refused("report: needs the folder of a run. Name one or several")
-    from raysim.results.report import as_csv, grouped, load_runs, results, scored, table
-    from raysim.results.tables import latex
+    from raysim.results.report import (
+        as_csv,
+        comparison_table,
+        describe_scores,
+        group_by_setting,
+        load_runs,
+        result_columns,
+    )
+    from raysim.results.tables import to_latex
 
     with errors_as_refusals():
         runs = load_runs(given.runs, warn)
@@ -766,13 +773,17 @@ def _report(given: argparse.Namespace) -> int:
                 raise Refused(
                     f"--out {given.out} has no effect with --{given.form}, which prints a table alone"
                 )
-            groups = grouped(runs)
-            print(as_csv(groups) if given.form == "csv" else latex(results(groups), scored(runs)))
+            groups = group_by_setting(runs)
+            print(
+                as_csv(groups)
+                if given.form == "csv"
+                else to_latex(result_columns(groups), describe_scores(runs))
+            )
             return 0
-        print(table(runs, terminal_width()))
-        from raysim.results.page import compare  # which imports torch
+        print(comparison_table(runs, terminal_width()))
+        from raysim.results.page import write_report  # which imports torch
 
-        page = compare(grouped(runs), user_path(given.out or "report"))
+        page = write_report(group_by_setting(runs), user_path(given.out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
 

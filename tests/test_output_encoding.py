@@ -12,7 +12,7 @@ from rich.console import Console
 import raysim
 from raysim import cli
 from raysim.primitives.output import HANDLER, ascii_equivalent, lossy_output
-from raysim.results.progress import Progress, waiting
+from raysim.results.progress import Progress, waiting_line
 
 TINY = [
     "runtime=inprocess",
@@ -106,7 +106,7 @@ def test_terminal_shows_bars_and_spinners_in_any_encoding(encoding: str) -> None
     stream = strict(encoding)
     console = Console(file=stream, force_terminal=True, width=100)
     with lossy_output(stream):
-        with waiting(console) as show:
+        with waiting_line(console) as show:
             show("waiting for Ray")
         with Progress(2, console=console) as progress:
             progress.update({"round": 1, "wall_seconds": 1.0, "accuracy": 0.5})

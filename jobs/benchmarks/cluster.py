@@ -34,7 +34,7 @@ from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.primitives.checks import at_least
 from raysim.results.history import write_json
-from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.results.tables import format_table, terminal_width, text_columns
 from raysim.runtime.placement import RayOptions, Size, choose_size, listen_on_loopback
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -324,7 +324,7 @@ def table(found: Sequence[Cost]) -> str:
     )
     place = f"{found[0].workers} workers on {found[0].nodes} node(s)"
     title = f"a round of {place}: counts, MB, and ms of the coordinator"
-    return f"{title}\n{aligned(columns_of(head, rows), terminal_width())}"
+    return f"{title}\n{format_table(text_columns(head, rows), terminal_width())}"
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.primitives.memory import peak_memory_bytes
 from raysim.primitives.streams import stream
-from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.results.tables import format_table, terminal_width, text_columns
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -161,7 +161,7 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     most = [max(rate.memory for rate in found if rate.fleet == fleet) for fleet in fleets]
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
     say(f"the plan alone: thousand events a second, {CLIENTS:,} clients, {AT_WORK:,} at work")
-    say(aligned(columns_of(("schedule", *fleets), rows), terminal_width()))
+    say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole(100)
     say(
         f"a whole run that trains nothing: {jobs:,.0f} jobs a second of CPU, {start:.1f} s to the first, at most "

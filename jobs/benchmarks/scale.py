@@ -30,7 +30,7 @@ from raysim.data.sources import Synthetic
 from raysim.models import Mlp
 from raysim.primitives.memory import peak_memory_bytes
 from raysim.results.history import write_json
-from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.results.tables import format_table, terminal_width, text_columns
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round
@@ -289,7 +289,7 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
         "GB",
     )
     say(f"an aggregation of {HOSTS} workers that cost nothing; medians of {rounds}")
-    say(aligned(columns_of(head, rows), terminal_width()))
+    say(format_table(text_columns(head, rows), terminal_width()))
     write_json(
         {
             "rounds": rounds,

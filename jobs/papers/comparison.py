@@ -14,8 +14,8 @@ from jobs.papers.presets import PAPER_RUNS, Command, PaperRuns, Score
 from jobs.papers.tables import Cell, Table, find, tables
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
-from raysim.results.report import Run, choice, settings
-from raysim.results.tables import NOTHING, Column, aligned, numbers
+from raysim.results.report import Run, chosen_option, flat_settings
+from raysim.results.tables import MISSING, Column, format_table, number_column
 
 # Keys, or all keys below them, that may differ without making a run another one than the paper's.
 FREE = (
@@ -106,8 +106,8 @@ class Entry:
         """Return the mean over the runs of a number of `raysim.data.heterogeneity`."""
         splits = [run.summary.get("split") for run in self.runs]
         values = [split.get(name) for split in splits if isinstance(split, Mapping)]
-        numbers = [value for value in values if isinstance(value, (int, float))]
-        return statistics.fmean(numbers) if numbers else None
+        number_column = [value for value in values if isinstance(value, (int, float))]
+        return statistics.fmean(number_column) if number_column else None
 
     def settings(self) -> set[str]:
         """Return the settings of the runs that measured the score."""
@@ -265,7 +265,7 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
     of_methods = {key for key in different if key.startswith("method.")}
     setting = "; ".join(text for key, text in different.items() if key not in of_methods)
     variant = "; ".join(text for key, text in different.items() if key in of_methods)
-    data = choice(run.config, "data") if "data" in different else ""
+    data = chosen_option(run.config, "data") if "data" in different else ""
     return Match(run, setting, variant, data)
 
 
@@ -285,7 +285,9 @@ def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
 def _same_choices(run: Run, command: Command) -> bool:
     methods = run.config.get("method") or {}
     names = set(methods) if isinstance(methods, Mapping) else set()
-    return choice(run.config, "experiment") == command.experiment and names == set(command.methods)
+    return chosen_option(run.config, "experiment") == command.experiment and names == set(
+        command.methods
+    )
 
 
 def _preset(command: Command) -> dict[str, str]:
@@ -296,7 +298,7 @@ def _preset(command: Command) -> dict[str, str]:
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, str]:
-    return settings(config) | {group: choice(config, group) for group in GROUPS}
+    return flat_settings(config) | {group: chosen_option(config, group) for group in GROUPS}
 
 
 def _different(
@@ -342,9 +344,7 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Where a run stands and how it differs from the paper's setting."""
     if not labels:
-        what = (
-            f"experiment={choice(run.config, 'experiment')}, method {choice(run.config, 'method')}"
-        )
+        what = f"experiment={chosen_option(run.config, 'experiment')}, method {chosen_option(run.config, 'method')}"
         yield f"{run.folder} belongs to no row of this table (it has {what})"
     for different, rows in labels.items():
         state = [] if run.finished else ["it has not finished"]
@@ -374,7 +374,7 @@ def _printed(mean: Decimal, deviation: Decimal | None) -> str:
 def _ours(entry: Entry) -> str:
     values, digits = entry.values, _digits(entry.cell.mean)
     if not values:
-        return NOTHING
+        return MISSING
     mean = f"{statistics.fmean(values):.{digits}f}{CHANGED if entry.changed else ''}"
     if len(values) > 1:
         return f"{mean} ± {statistics.stdev(values):.{digits}f} ({len(values)} runs)"
@@ -384,7 +384,7 @@ def _ours(entry: Entry) -> str:
 
 def _difference(entry: Entry) -> str:
     if not entry.values or not entry.is_comparable:
-        return NOTHING
+        return MISSING
     return (
         f"{statistics.fmean(entry.values) - float(entry.cell.mean):+.{_digits(entry.cell.mean)}f}"
     )
@@ -419,11 +419,11 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     """Mean over the runs of a cell; a dash where one of them never got there."""
     if (threshold := _threshold(key, entry, entries)) is None:
-        return NOTHING
+        return MISSING
     rounds = [_round(run, entry.score.column, threshold) for run in entry.runs]
     reached = [number for number in rounds if number is not None]
     return (
-        f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else NOTHING
+        f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else MISSING
     )
 
 
@@ -441,7 +441,7 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     for place in dict.fromkeys(entry.place for entry in entries):
         cells = [entry for entry in entries if entry.place == place]
         labels = [f"{entry.cell.label}{marks.get(entry.variant, '')}" for entry in cells]
-        yield aligned([Column(place, labels), *_columns(cells, entries)], width)
+        yield format_table([Column(place, labels), *_columns(cells, entries)], width)
     if marks:
         yield "\n".join(f"{mark.strip()} {variant}" for variant, mark in marks.items())
 
@@ -449,21 +449,23 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
     """Yield the printed numbers, ours, and what else is known of any of the cells."""
 
-    yield numbers("paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells])
+    yield number_column(
+        "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]
+    )
     is_made = any(entry.values for entry in cells)
     if is_made:
-        yield numbers("ours", [_ours(entry) for entry in cells])
-        yield numbers("diff", [_difference(entry) for entry in cells])
+        yield number_column("ours", [_ours(entry) for entry in cells])
+        yield number_column("diff", [_difference(entry) for entry in cells])
         for title, texts in _more(cells).items():
-            if set(texts) != {NOTHING}:
-                yield numbers(title, texts)
+            if set(texts) != {MISSING}:
+                yield number_column(title, texts)
     for key in dict.fromkeys(key for entry in cells for key in entry.cell.rounds_to):
         texts = []
         for entry in cells:
             printed = entry.cell.rounds_to.get(key)
-            theirs = NOTHING if printed is None else str(printed)
+            theirs = MISSING if printed is None else str(printed)
             texts.append(f"{theirs} / {_rounds(key, entry, entries)}" if is_made else theirs)
-        yield numbers(f"to {key.replace('_', ' ')}", texts)
+        yield number_column(f"to {key.replace('_', ' ')}", texts)
 
 
 def _more(cells: Sequence[Entry]) -> dict[str, list[str]]:
@@ -477,11 +479,11 @@ def _more(cells: Sequence[Entry]) -> dict[str, list[str]]:
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.fmean(values):.{digits}f}" if values else NOTHING
+    return f"{statistics.fmean(values):.{digits}f}" if values else MISSING
 
 
 def _unlike(entry: Entry) -> str:
-    numbers = [entry.split(name) for name in ("label_entropy", "divergence")]
-    if all(number is None for number in numbers):
-        return NOTHING
-    return " / ".join(NOTHING if number is None else f"{number:.2f}" for number in numbers)
+    number_column = [entry.split(name) for name in ("label_entropy", "divergence")]
+    if all(number is None for number in number_column):
+        return MISSING
+    return " / ".join(MISSING if number is None else f"{number:.2f}" for number in number_column)

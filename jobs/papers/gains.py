@@ -11,8 +11,8 @@ from jobs.papers.presets import PaperRuns, Score
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
 from raysim.results.report import Run
-from raysim.results.significance import FEWEST, Difference, paired
-from raysim.results.tables import markdown
+from raysim.results.significance import MIN_PAIRS, Difference, compare_pairs
+from raysim.results.tables import to_markdown
 
 FEDAVG = "method=fedavg"
 TERM = "decomposition."  # begins the columns of FedLD's terms
@@ -58,7 +58,7 @@ class Setting:
     def gain(self, own: Own, score: Score) -> Difference:
         """Return the gain of a method, in points."""
         before, after = zip(*self.pairs(own, score), strict=True)
-        return paired(after, before)
+        return compare_pairs(after, before)
 
 
 def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[Setting]:
@@ -77,7 +77,8 @@ def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[Setting]:
 def _setting(words: str, by_method: Runs, paper: PaperRuns) -> Setting:
     fedavg = by_method.pop(FEDAVG, {})
     enough = {
-        name: len(own.keys() & fedavg.keys()) >= FEWEST for name, own in sorted(by_method.items())
+        name: len(own.keys() & fedavg.keys()) >= MIN_PAIRS
+        for name, own in sorted(by_method.items())
     }
     others, too_few = (
         {name: by_method[name] for name in enough if enough[name] is which}
@@ -101,7 +102,7 @@ def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
             "differences over the seeds that both have, 95 % interval (Student)."
         )
         head = ("methods", "seeds", *setting.scores)
-        yield markdown(head, [_gain(name, own, setting) for name, own in setting.others.items()])
+        yield to_markdown(head, [_gain(name, own, setting) for name, own in setting.others.items()])
         if setting.uneven:
             yield from _by_split(setting)
         yield from _terms(setting.others | setting.too_few, setting.fedavg)
@@ -116,7 +117,7 @@ def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
     }
     fedavg = found.pop(FEDAVG)
     others = {
-        method: own for method, own in found.items() if len(own.keys() & fedavg.keys()) >= FEWEST
+        method: own for method, own in found.items() if len(own.keys() & fedavg.keys()) >= MIN_PAIRS
     }
     every = [run for own in (fedavg, *others.values()) for run in own.values()]
     names = [
@@ -143,14 +144,14 @@ def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
         rows.append(
             (f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names))
         )
-    yield markdown(
+    yield to_markdown(
         ("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows
     )
 
 
 def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
     after = [_term(own[seed], name) for seed in seeds]
-    found = paired(after, [_term(fedavg[seed], name) for seed in seeds])
+    found = compare_pairs(after, [_term(fedavg[seed], name) for seed in seeds])
     interval = (
         f"; {found.note}" if found.low is None else f"; {found.low:+.3f} to {found.high:+.3f}"
     )
@@ -178,7 +179,7 @@ def _by_split(setting: Setting) -> Iterator[str]:
         columns.append(
             [f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs]
         )
-        if len(seeds) > FEWEST:
+        if len(seeds) > MIN_PAIRS:
             from scipy.stats import spearmanr
 
             found = spearmanr(entropies, [after - before for before, after in pairs])
@@ -188,7 +189,7 @@ def _by_split(setting: Setting) -> Iterator[str]:
         "method's):"
     )
     facts = [f"{seed}" for seed in seeds], [f"{each:.3f}" for each in entropies]
-    yield markdown(
+    yield to_markdown(
         ("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True))
     )
     if said:

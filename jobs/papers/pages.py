@@ -22,7 +22,7 @@ from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
 from raysim.primitives.files import user_path
 from raysim.results.report import Run
-from raysim.results.tables import NOTHING, markdown
+from raysim.results.tables import MISSING, to_markdown
 
 NOT_RUN = "not run yet"
 NOT_KNOWN = "not known"
@@ -82,7 +82,7 @@ def _index() -> str:
         found = sum(bool(entry.values) for entry in entries)
         title = next(iter(every.values())).title.rpartition(",")[0]
         rows.append((f"[{title}]({paper}.md)", f"{len(every)}", f"{len(entries)}", f"{found}"))
-    table = markdown(("paper", "tables", "printed numbers", "with a result of ours"), rows)
+    table = to_markdown(("paper", "tables", "printed numbers", "with a result of ours"), rows)
     toctree = ["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]
     return "\n\n".join([*lines, table, "\n".join(toctree)]) + "\n"
 
@@ -137,7 +137,7 @@ def _results(
         "why",
     ]
     rows = [_row(short, entry, list(titles), bool(setting), causes) for entry in shown]
-    yield markdown(head, rows)
+    yield to_markdown(head, rows)
 
 
 def _row(
@@ -149,7 +149,7 @@ def _row(
     beside = entry.beside()
     others = [_shown(beside.get(title, ())) for title in titles]
     split = [
-        NOTHING if (number := entry.split(name)) is None else f"{number:.3f}" for name in SPLIT
+        MISSING if (number := entry.split(name)) is None else f"{number:.3f}" for name in SPLIT
     ]
     label = f"{cell.label} ({entry.variant})" if entry.variant else cell.label
     known = (
@@ -157,7 +157,7 @@ def _row(
         or causes.get(short)
         or ("scale" if elsewhere else NOT_KNOWN)
     )
-    difference = f"{mean - float(cell.mean):+.2f}" if entry.is_comparable else NOTHING
+    difference = f"{mean - float(cell.mean):+.2f}" if entry.is_comparable else MISSING
     return [
         label.replace("|", "\\|"),
         entry.place,
@@ -173,7 +173,7 @@ def _row(
 
 def _shown(values: Sequence[float]) -> str:
     if not values:
-        return NOTHING
+        return MISSING
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{deviation}"
 

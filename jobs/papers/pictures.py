@@ -13,7 +13,7 @@ from jobs.papers.gains import Setting, by_setting, entropy, gains
 from jobs.papers.presets import PaperRuns, Score
 from raysim.results.figures import figure_file
 from raysim.results.report import Run
-from raysim.results.significance import FEWEST
+from raysim.results.significance import MIN_PAIRS
 from raysim.results.theme import LIGHT
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
         parts = figure.subfigures(len(settings), squeeze=False, height_ratios=heights).flat
         for part, setting in zip(parts, settings, strict=True):
             part.suptitle(textwrap.fill(setting.words, 130), fontsize=10)
-            ordered = setting.uneven and len(setting.seeds(setting.commonest[1])) > FEWEST
+            ordered = setting.uneven and len(setting.seeds(setting.commonest[1])) > MIN_PAIRS
             panels = part.subplots(1, len(setting.scores) + ordered, squeeze=False)[0]
             for panel, (title, score) in zip(panels, setting.scores.items(), strict=False):
                 _intervals(panel, setting, score)

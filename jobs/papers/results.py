@@ -22,7 +22,7 @@ from raysim.experiment.instantiate import format_value
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import parse_json
 from raysim.results.history import column, summarise, write_json
-from raysim.results.report import Run, choice, load_run, runs_in, settings
+from raysim.results.report import Run, chosen_option, find_runs, flat_settings, load_run
 
 KEPT = Path(__file__).parent / "results"
 # Columns of a history that a table may ask for, by their beginnings.
@@ -80,7 +80,7 @@ def _read(path: Path) -> Run:
 def keep(folder: Path) -> Path:
     """Write the file of a finished run of a paper's preset; returns its path. Raises Refused."""
     run = load_run(folder)
-    experiment = choice(run.config, "experiment")
+    experiment = chosen_option(run.config, "experiment")
     if not run.finished or "/" not in experiment:
         what = (
             f"is one of experiment={experiment}, no paper's" if run.finished else "has not finished"
@@ -117,7 +117,7 @@ def command(config: Mapping[str, object]) -> str:
         for group, value in choices.items()
         if group not in ("method", "experiment", *PLACES) and value != preset["choices"].get(group)
     ]
-    before, now = settings(plain(compose([*words, *groups]))), settings(config)
+    before, now = flat_settings(plain(compose([*words, *groups]))), flat_settings(config)
     more = [
         f"{key}={format_value(_value(config, key))}"
         for key, value in now.items()
@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "runs", metavar="RUN", nargs="+", help="folders of runs, studies and sweeps"
     )
     for name in parser.parse_args(words).runs:
-        for folder in runs_in(Path(name)):
+        for folder in find_runs(Path(name)):
             print(keep(folder))
 
 

@@ -19,7 +19,7 @@ from typing import IO
 
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path
-from raysim.results.tracking import ENVIRONMENT, experiment_number
+from raysim.results.tracking import MLFLOW_ENVIRONMENT, find_experiment_id
 
 HOST = "127.0.0.1"
 CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
@@ -32,12 +32,12 @@ def charts(place: str, port: int, browser: bool) -> int:
 
     Raises Refused where there is nothing to be shown.
     """
-    os.environ.update({**ENVIRONMENT, **os.environ})
+    os.environ.update({**MLFLOW_ENVIRONMENT, **os.environ})
     if place.startswith(("http://", "https://")):
-        _open(f"{place.rstrip('/')}/{CHARTS.format(experiment_number(place))}", browser)
+        _open(f"{place.rstrip('/')}/{CHARTS.format(find_experiment_id(place))}", browser)
         return 0
     uri = f"sqlite:///{_database(place)}"
-    experiment = experiment_number(uri)
+    experiment = find_experiment_id(uri)
     with socket.socket() as probe:
         if not probe.connect_ex((HOST, port)):
             raise Refused(f"--port {port} is taken by another program: name another one")

@@ -76,8 +76,8 @@ from raysim.primitives.errors import Refused, errors_as_refusals, suggest
 from raysim.primitives.files import is_disk_full, lock_folder, make_folder, replace_file, user_path
 from raysim.primitives.output import lossy_output
 from raysim.primitives.stores import open_store
-from raysim.results.observers import Note, Observer, ObserverFailed
-from raysim.results.progress import waiting
+from raysim.results.observers import Observer, ObserverError, PrintLine
+from raysim.results.progress import waiting_line
 from raysim.results.report import load_run
 from raysim.runtime.placement import NoRoomError, RayOptions, listen_on_loopback
 from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFailures
@@ -96,7 +96,7 @@ __all__ = [
     "Experiment",
     "Interrupted",
     "Observer",
-    "ObserverFailed",
+    "ObserverError",
     "Refused",
     "Result",
     "TooManyFailures",
@@ -540,7 +540,7 @@ def run(
     quiet: print nothing but warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may name.
 
-    Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written), ObserverFailed (an
+    Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written), ObserverError (an
     observer of yours raised an error; the history was written), Interrupted.
     """
     from rich.console import Console
@@ -612,7 +612,7 @@ def _tried(
             say(console, text)
         for text in experiment.warnings:
             warn(console, text)
-        with waiting(console) as waits_for, errors_as_refusals():
+        with waiting_line(console) as waits_for, errors_as_refusals():
             events = stack.enter_context(closing(_events(experiment, where, console, waits_for)))
             started = next(events)  # only now workers are known to fit
             for folder in apart(experiment.spec.settings.checkpoint, where.folder):
@@ -685,7 +685,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
 
 
 def _events(
-    experiment: Experiment, where: Place, console: Console, waits_for: Note
+    experiment: Experiment, where: Place, console: Console, waits_for: PrintLine
 ) -> Generator[Event, None, None]:
     """The chosen runtime's stream of events. waits_for: is told what has to start before the first of them."""
     if experiment.execution.runtime.name == "inprocess":
@@ -698,7 +698,7 @@ def _events(
 
 
 def _on_ray(
-    experiment: Experiment, where: Place, console: Console, waits_for: Note
+    experiment: Experiment, where: Place, console: Console, waits_for: PrintLine
 ) -> Iterator[Event]:
     waits_for("waiting for Ray")
     listen_on_loopback(experiment.execution.runtime)

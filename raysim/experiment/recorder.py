@@ -21,7 +21,6 @@ from raysim.results.observers import (
     ClientFiles,
     ClosingLine,
     CurrentRun,
-    Doing,
     FailureFile,
     HistoryFile,
     JobFiles,
@@ -32,13 +31,14 @@ from raysim.results.observers import (
     ProfileFiles,
     ProgressLine,
     RoundCallback,
+    ShowActivity,
     SummaryFile,
-    Tracking,
+    TrackingObserver,
     UserObserver,
     WorkerDeaths,
 )
-from raysim.results.progress import doing
-from raysim.results.tracking import Tracker, flatten, origin, read_record, replay
+from raysim.results.progress import activity_line
+from raysim.results.tracking import Tracker, flatten, read_record, replay, source_tags
 from raysim.simulation.events import Event, Finished, Profiled, Round, Row, Saved, Started, Waiting
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _observers(
         warn(console, text)
 
     def says(text: str) -> AbstractContextManager[None]:
-        return nullcontext() if quiet else doing(console, text)
+        return nullcontext() if quiet else activity_line(console, text)
 
     return [
         ProgressLine(console, quiet, experiment.spec.data),
@@ -219,7 +219,7 @@ def _observers(
 
 
 def _tracking(
-    experiment: Experiment, folder: Path, console: Console, says: Doing
+    experiment: Experiment, folder: Path, console: Console, says: ShowActivity
 ) -> list[Observer]:
     options = experiment.execution.tracking
     if options.name == "none":
@@ -237,9 +237,9 @@ def _tracking(
         "data": spec.data.title,
         **({"study": study.name} if study else {}),
         **{key: value for key, value in flatten(identity(experiment)).items() if key != "seed"},
-        **origin(),
+        **source_tags(),
     }
-    return [Tracking(tracker, experiment.config, tags, spec, tell, says, study)]
+    return [TrackingObserver(tracker, experiment.config, tags, spec, tell, says, study)]
 
 
 def _study_of(folder: Path) -> Path | None:

@@ -10,7 +10,7 @@ from raysim.experiment.compose import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
 from raysim.results.observers import Observer
-from raysim.results.tracking import located
+from raysim.results.tracking import expand_uri
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
@@ -50,7 +50,7 @@ class Tracking:
     uri: str | None = None
 
     def __post_init__(self) -> None:
-        located(self.uri or "")  # refused before anything starts
+        expand_uri(self.uri or "")  # refused before anything starts
 
 
 @dataclass(frozen=True)

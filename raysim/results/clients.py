@@ -21,12 +21,12 @@ from raysim.data.partition import Ints
 from raysim.primitives.files import open_draft, parse_json, regular_file
 from raysim.simulation.events import ClientScores
 
-SPLIT, CLIENTS = "split.parquet", "clients.parquet"
+SPLIT_FILE, CLIENTS_FILE = "split.parquet", "clients.parquet"
 USER = "user"  # the column of the users' names
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class ClientLabels:
     """Training samples by client and class; an entry for each pair that has some."""
 
     client: Ints
@@ -42,32 +42,32 @@ class Split:
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
-def split_of(data: FederatedData) -> Split:
+def client_labels(data: FederatedData) -> ClientLabels:
     """Who has how much of what; its memory grows with the samples, not with clients x classes."""
     (groups, names), train = data.open().groups(), data.partition.all_train
     cells, samples = np.unique(
         train.owners * len(names) + groups[train.indices], return_counts=True
     )
     client, label = np.divmod(cells, len(names))
-    return Split(client, label, samples.astype(np.int64), len(train), list(names))
+    return ClientLabels(client, label, samples.astype(np.int64), len(train), list(names))
 
 
-def write_split(split: Split, folder: Path) -> None:
+def write_split(split: ClientLabels, folder: Path) -> None:
     """Write split.parquet."""
     content = json.dumps({"clients": split.clients, "classes": split.classes})
     columns = {"client": split.client, "label": split.label, "samples": split.samples}
-    _write(pa.table(columns).replace_schema_metadata({"raysim": content}), folder / SPLIT)
+    _write(pa.table(columns).replace_schema_metadata({"raysim": content}), folder / SPLIT_FILE)
 
 
-def read_split(folder: Path) -> Split | None:
+def read_split(folder: Path) -> ClientLabels | None:
     """The split of a run's folder; None where it stored none. Raises ValueError where the file is broken."""
-    if (table := _read(folder / SPLIT, ("client", "label", "samples"))) is None:
+    if (table := _read(folder / SPLIT_FILE, ("client", "label", "samples"))) is None:
         return None
     try:
         content = parse_json((table.schema.metadata or {})[b"raysim"])
         clients, classes = int(content["clients"]), [str(name) for name in content["classes"]]
         client, label, samples = (_whole(table, name) for name in ("client", "label", "samples"))
-        split = Split(client, label, samples, clients, classes)
+        split = ClientLabels(client, label, samples, clients, classes)
         ends = [
             (split.client, clients),
             (split.label, len(classes)),
@@ -79,7 +79,7 @@ def read_split(folder: Path) -> Split | None:
         ):
             raise ValueError("it names clients or classes that it does not have")
     except (KeyError, TypeError, ValueError) as problem:
-        raise _broken(folder / SPLIT) from problem
+        raise _broken(folder / SPLIT_FILE) from problem
     return split
 
 
@@ -100,7 +100,7 @@ def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path
         if scores is not None:
             each[scores.clients] = values
         columns[name] = pa.array(each, from_pandas=True)
-    _write(pa.table(columns), folder / CLIENTS)
+    _write(pa.table(columns), folder / CLIENTS_FILE)
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
@@ -108,18 +108,18 @@ def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
 
     None where the run stored none. Raises ValueError where the file is broken.
     """
-    if (table := _read(folder / CLIENTS, ("client", "samples", "tests"))) is None:
+    if (table := _read(folder / CLIENTS_FILE, ("client", "samples", "tests"))) is None:
         return None
     try:
         names = [name for name in table.column_names if name != USER]
         return {name: _numbers(table[name]) for name in names}
     except pa.ArrowException as problem:
-        raise _broken(folder / CLIENTS) from problem
+        raise _broken(folder / CLIENTS_FILE) from problem
 
 
 def read_users(folder: Path) -> list[str] | None:
     """Return the users' names by client; None where the run stored none. Raise ValueError where the file is broken."""
-    table = _read(folder / CLIENTS, ("client",))
+    table = _read(folder / CLIENTS_FILE, ("client",))
     if table is None or USER not in table.column_names:
         return None
     return [str(name) for name in table[USER].to_pylist()]

@@ -16,8 +16,8 @@ from raysim.primitives.checks import finite_values
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import Row, column, metric_of
-from raysim.results.significance import FEWEST, mean_deviation
-from raysim.results.theme import LIGHT, logarithmic, page_theme, svg, time_unit
+from raysim.results.significance import MIN_PAIRS, mean_deviation
+from raysim.results.theme import LIGHT, draw_svg, page_theme, set_log_scale, time_unit
 from raysim.simulation.fleet import FLOAT_BYTES
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
         row: Row = {name: float(np.mean([_value(name)(row) for row in rows])) for name in COLUMNS}
         points.append((row, mean if mean is not None else math.nan))
         deviations.append(deviation or 0.0)
-    enough = len(histories) >= FEWEST
+    enough = len(histories) >= MIN_PAIRS
     return Curve(
         label,
         points,
@@ -220,9 +220,11 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
             _panel(ax, curves, axis, ylabel)
             ax.grid(True)
             if _falls_far(curves, ylabel):
-                logarithmic(ax)
+                set_log_scale(ax)
 
-        drawn.append((axis[0], svg(draw, f"{ylabel} against {axis[0]}"), _says_more(axis, curves)))
+        drawn.append(
+            (axis[0], draw_svg(draw, f"{ylabel} against {axis[0]}"), _says_more(axis, curves))
+        )
     return drawn
 
 
@@ -248,7 +250,7 @@ def _draw(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
         for ax, axis in zip(axes, AXES, strict=True):
             _panel(ax, curves, axis, ylabel)
         if _falls_far(curves, ylabel):
-            logarithmic(axes[0])
+            set_log_scale(axes[0])
         axes[0].set_ylabel(ylabel)
         axes[2].set_ylabel(ylabel)
         figure.suptitle(textwrap.fill(title, 90), fontsize=13)

@@ -16,7 +16,7 @@ from raysim.data.federated import FederatedData
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import replace_file
 from raysim.results import profile
-from raysim.results.clients import split_of, write_clients, write_split
+from raysim.results.clients import client_labels, write_clients, write_split
 from raysim.results.curves import draw_run
 from raysim.results.figures import (
     draw_bias,
@@ -30,7 +30,7 @@ from raysim.results.history import COLUMNS, THRESHOLDS, summarise, write_history
 from raysim.results.jobs import JobWriter, read_jobs
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
-from raysim.results.served import served
+from raysim.results.shared_model import load_shared_model
 from raysim.results.timeline import draw_timeline
 from raysim.results.tracking import Tracker, save_model
 from raysim.simulation.events import (
@@ -58,8 +58,8 @@ _ENDING = (
     "peak_memory_bytes",
     "best_model",
 )  # what the summary says of the end
-Note: TypeAlias = Callable[[str], None]  # prints one line
-Doing: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
+PrintLine: TypeAlias = Callable[[str], None]  # prints one line
+ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
 
 
 @dataclass
@@ -156,7 +156,7 @@ class ProgressLine(Observer):
 class WorkerDeaths(Observer):
     """A line for each round in which processes of workers died."""
 
-    def __init__(self, note: Note):
+    def __init__(self, note: PrintLine):
         self._note = note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -176,7 +176,7 @@ class WorkerDeaths(Observer):
 class MethodWarnings(Observer):
     """Warn of what methods find unusual during a run, each once."""
 
-    def __init__(self, warnings: Sequence[RoundWarning], note: Note):
+    def __init__(self, warnings: Sequence[RoundWarning], note: PrintLine):
         self._warnings, self._note = list(warnings), note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -191,7 +191,7 @@ class MethodWarnings(Observer):
 class ClosingLine(Observer):
     """The last line: accuracies, and where the results are."""
 
-    def __init__(self, say: Note):
+    def __init__(self, say: PrintLine):
         self._say = say
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
@@ -291,7 +291,7 @@ class ClientFiles(Observer):
 
     def on_start(self, run: CurrentRun) -> None:
         """Write the split, which stays as it is."""
-        write_split(split_of(self._data), run.folder)
+        write_split(client_labels(self._data), run.folder)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Keep the last scores."""
@@ -309,7 +309,7 @@ class ClientFiles(Observer):
 class FailureFile(Observer):
     """failures.jsonl: a line for each client that failed and was left out of a round."""
 
-    def __init__(self, note: Note, data: FederatedData):
+    def __init__(self, note: PrintLine, data: FederatedData):
         self._note, self._data = note, data
 
     def on_start(self, run: CurrentRun) -> None:
@@ -366,7 +366,7 @@ class ProbeFiles(Observer):
 class Pictures(Observer):
     """The plots of the history, of the jobs, of the methods' reports and of the probes."""
 
-    def __init__(self, doing: Doing):
+    def __init__(self, doing: ShowActivity):
         self._doing = doing
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
@@ -425,7 +425,7 @@ class SummaryFile(Observer):
 
 
 # --- what is sent away ----------------------------------------------------------------------------------------------
-class Tracking(Observer):
+class TrackingObserver(Observer):
     """The same rows, what they sum up to, and files on a tracking server; the model, too, where all share one."""
 
     FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", "best.safetensors", FAILURES)
@@ -436,8 +436,8 @@ class Tracking(Observer):
         config: Mapping[str, object],
         tags: Mapping[str, object],
         spec: RunSpec,
-        note: Note,
-        doing: Doing,
+        note: PrintLine,
+        doing: ShowActivity,
         study: Path | None = None,
     ):
         self._tracker, self._config, self._tags, self._doing = tracker, config, tags, doing
@@ -465,7 +465,9 @@ class Tracking(Observer):
     def _send(self, run: CurrentRun) -> None:
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         try:
-            if (model := served(self._spec, run.folder / "model.safetensors")) is not None:
+            if (
+                model := load_shared_model(self._spec, run.folder / "model.safetensors")
+            ) is not None:
                 save_model(*model, run.folder)
         except Exception as error:  # of a tracer that many models are too much for
             self._note(f"MLflow gets the model's weights alone, as {_why(error)}")
@@ -495,8 +497,11 @@ def _scores(run: CurrentRun) -> dict[str, object]:
 
 
 # --- a user's own ---------------------------------------------------------------------------------------------------
-class ObserverFailed(RunStopped):
+class ObserverError(RunStopped):
     """A user's own observer raised an error, which is this one's cause; the run's history was written."""
+
+
+ObserverFailed = ObserverError  # the name in version 0.1
 
 
 class RoundCallback(Observer):
@@ -548,10 +553,10 @@ class UserObserver(Observer):
                 f"your observer {self._name} raised {type(error).__name__} in {moment}: {error}. "
             )
             if run.finished is not None:
-                raise ObserverFailed(
+                raise ObserverError(
                     f"{what}The run itself had finished; its results are in {run.folder}"
                 ) from error
-            raise ObserverFailed(
+            raise ObserverError(
                 f"{what}The run was stopped after round {len(run.rows)} and its history is written: repair the "
                 f"observer, then run with the same settings, out={run.folder} and resume=latest to go on"
             ) from error

@@ -21,15 +21,30 @@ from raysim.data.heterogeneity import SCALES
 from raysim.data.partition import Ints
 from raysim.primitives.checks import finite_values
 from raysim.primitives.files import make_folder, replace_file, without_password
-from raysim.results.clients import CLIENTS, SPLIT, Split, read_clients, read_split, read_users
+from raysim.results.clients import (
+    CLIENTS_FILE,
+    SPLIT_FILE,
+    ClientLabels,
+    read_clients,
+    read_split,
+    read_users,
+)
 from raysim.results.curves import draw_comparison, mean_curve, panels
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
-from raysim.results.repeating import run_again
-from raysim.results.report import Group, Run, results, scored, sentence, settings, telling
-from raysim.results.tables import MARKED, NOTHING, Column
-from raysim.results.theme import DARK, LIGHT, svg
-from raysim.results.timeline import eventful, timeline_png
+from raysim.results.report import (
+    Run,
+    RunGroup,
+    as_sentence,
+    describe_scores,
+    distinguishing_settings,
+    flat_settings,
+    result_columns,
+)
+from raysim.results.rerun import rerun_command
+from raysim.results.tables import BEST_RULE, MISSING, Column
+from raysim.results.theme import DARK, LIGHT, draw_svg
+from raysim.results.timeline import has_events, timeline_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +67,7 @@ Shown: TypeAlias = dict[str, Any]  # what the template is given
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of a page: a table, and a picture as PNG for light and for dark pages."""
 
     title: str
@@ -63,7 +78,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """What the template shows under one heading."""
 
     title: str
@@ -77,9 +92,9 @@ class Part:
     notes: list[str] = field(default_factory=list)
 
 
-def compare(
-    groups: Sequence[Group], out_folder: Path, title: str = "", sections: Sequence[Section] = (),
-    found: Section | None = None,
+def write_report(
+    groups: Sequence[RunGroup], out_folder: Path, title: str = "", sections: Sequence[ReportSection] = (),
+    found: ReportSection | None = None,
 ) -> Path:  # fmt: skip
     """Write `report.html`, which needs no other file, and one PNG per metric; return the page's path.
 
@@ -124,7 +139,7 @@ def compare(
     return out_folder / "report.html"
 
 
-def _subtitle(groups: Sequence[Group]) -> str:
+def _subtitle(groups: Sequence[RunGroup]) -> str:
     runs = [run for group in groups for run in group.runs]
     unfinished = sum(not run.finished for run in runs)
     texts = [f"{len(runs)} runs of {len(groups)} settings" if len(runs) > len(groups) > 1 else ""]
@@ -158,11 +173,11 @@ def _table(columns: Sequence[Column], swatches: bool = False) -> Shown:
     return {"head": head, "rows": rows, "swatches": swatches}
 
 
-def _section(section: Section, named: bool = False) -> Part:
+def _section(section: ReportSection, named: bool = False) -> PagePart:
     """named: rows are settings."""
     tables = [_table(section.columns, named)] if section.columns else []
     pictures = [_picture(section.title, *section.picture)] if section.picture else []
-    return Part(section.title, section.text, tables, pictures, notes=list(section.notes))
+    return PagePart(section.title, section.text, tables, pictures, notes=list(section.notes))
 
 
 def _picture(about: str, light: bytes, dark: bytes) -> Shown:
@@ -177,22 +192,26 @@ def _plot(drawn: str, title: str = "") -> Shown:
 
 
 # --- results --------------------------------------------------------------------------------------------------------
-def _results(groups: Sequence[Group]) -> Part:
+def _results(groups: Sequence[RunGroup]) -> PagePart:
     if max(len(group.runs) for group in groups) > 1:
-        text = f"Mean ± standard deviation over the seeds (sample deviation, divisor n-1). Bold is the best, {MARKED}."
+        text = "Mean ± standard deviation over the seeds (sample deviation, divisor n-1). "
+        text += f"Bold is the best, {BEST_RULE}."
     elif len(groups) > 1:
         text = "One seed of each setting, so no deviation can be given. Bold is the best of a column; of accuracies, "
-        text += f"{MARKED} over the last ten rounds."
+        text += f"{BEST_RULE} over the last ten rounds."
     else:
         text = ""
     text = " ".join(
-        filter(None, [text, sentence(scored([run for group in groups for run in group.runs]))])
+        filter(
+            None,
+            [text, as_sentence(describe_scores([run for group in groups for run in group.runs]))],
+        )
     )
-    return Part("Results", text, [_table(results(groups), True)])
+    return PagePart("Results", text, [_table(result_columns(groups), True)])
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
-def _curves(groups: Sequence[Group], folder: Path) -> Part:
+def _curves(groups: Sequence[RunGroup], folder: Path) -> PagePart:
     plots: list[Shown] = []
     folded: list[Shown] = []
     alike: dict[str, None] = {}  # the axes of these
@@ -222,8 +241,8 @@ def _curves(groups: Sequence[Group], folder: Path) -> Part:
         "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), from three seeds on. ",
     )
     if not plots:
-        return Part("Curves", text, notes=["No run has measured anything yet."])
-    return Part(
+        return PagePart("Curves", text, notes=["No run has measured anything yet."])
+    return PagePart(
         "Curves",
         text,
         plots=[{"about": "", "svgs": plots}],
@@ -232,16 +251,16 @@ def _curves(groups: Sequence[Group], folder: Path) -> Part:
 
 
 # --- clients --------------------------------------------------------------------------------------------------------
-def _spread(groups: Sequence[Group]) -> Part:
+def _spread(groups: Sequence[RunGroup]) -> PagePart:
     """How far apart the clients' scores are, at the last evaluation; the clients of all seeds together."""
     found = [_each(group) for group in groups]
     metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
     title = "Spread over clients"
     if not any(len(values) for values, _ in found):
-        return Part(
+        return PagePart(
             title,
             notes=[
-                f"No run stores the scores of single clients ({CLIENTS}): it is older, or unfinished."
+                f"No run stores the scores of single clients ({CLIENTS_FILE}): it is older, or unfinished."
             ],
         )
 
@@ -266,7 +285,7 @@ def _spread(groups: Sequence[Group]) -> Part:
         Column("clients", [f"{len(v):,}" for v, _ in found], [float(len(v)) for v, _ in found]),
         Column(
             "tests a client",
-            [NOTHING if t is None else f"{t:g}" for _, t in found],
+            [MISSING if t is None else f"{t:g}" for _, t in found],
             [t for _, t in found],
         ),
         *(_quantile(name, [v for v, _ in found], at) for name, at in names.items()),
@@ -277,11 +296,11 @@ def _spread(groups: Sequence[Group]) -> Part:
         f"Scores ({', '.join(metrics)}) of single clients at the last evaluation, those of all seeds together. Tests a "
         "client: the median; with few, the extremes say little. Deviation: over the clients (divisor n)."
     )
-    plots = [{"about": "", "svgs": [_plot(svg(draw, "share of clients by their score"))]}]
-    return Part(title, text, [_table(columns, True), *_lowest_users(groups)], plots=plots)
+    plots = [{"about": "", "svgs": [_plot(draw_svg(draw, "share of clients by their score"))]}]
+    return PagePart(title, text, [_table(columns, True), *_lowest_users(groups)], plots=plots)
 
 
-def _lowest_users(groups: Sequence[Group]) -> list[Shown]:
+def _lowest_users(groups: Sequence[RunGroup]) -> list[Shown]:
     """Return a table of the users with the lowest scores, by setting (its first seed); none where nobody has a name."""
     labels: list[str] = []
     clients: list[str] = []
@@ -309,17 +328,17 @@ def _scores(run: Run) -> np.ndarray:
     return columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
 
 
-def _each(group: Group) -> tuple[np.ndarray, float | None]:
+def _each(group: RunGroup) -> tuple[np.ndarray, float | None]:
     """Sorted scores of all scored clients, and the median of their test samples."""
     values, tests = [np.empty(0)], [np.empty(0)]
     for run in group.runs:
         scores, columns = _scores(run), read_clients(run.folder) or {}
-        scored = np.isfinite(scores)
+        describe_scores = np.isfinite(scores)
         if "unseen" in columns:
-            scored &= columns["unseen"] == 0
-        values.append(scores[scored])
-        if scored.any():
-            tests.append(columns["tests"][scored])
+            describe_scores &= columns["unseen"] == 0
+        values.append(scores[describe_scores])
+        if describe_scores.any():
+            tests.append(columns["tests"][describe_scores])
     joined = np.concatenate(tests)
     return np.sort(np.concatenate(values)), float(np.median(joined)) if len(joined) else None
 
@@ -330,14 +349,14 @@ def _quantile(name: str, values: Sequence[np.ndarray], at: float) -> Column:
 
 def _figures(name: str, values: Sequence[float | None]) -> Column:
     return Column(
-        name, [NOTHING if value is None else f"{value:.3f}" for value in values], list(values)
+        name, [MISSING if value is None else f"{value:.3f}" for value in values], list(values)
     )
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
-def _splits(groups: Sequence[Group]) -> Part:
+def _splits(groups: Sequence[RunGroup]) -> PagePart:
     """Who has which classes, once for each split that differs; that of the first seed of each setting."""
-    title, found = "Split of the data", {}  # type: str, dict[bytes, tuple[Split, list[str], Mapping[str, object]]]
+    title, found = "ClientLabels of the data", {}  # type: str, dict[bytes, tuple[ClientLabels, list[str], Mapping[str, object]]]
     for group in groups:
         split = read_split(group.runs[0].folder)
         if split is not None:
@@ -347,10 +366,10 @@ def _splits(groups: Sequence[Group]) -> Part:
                 1
             ].append(group.label)
     if not found:
-        return Part(
+        return PagePart(
             title,
             notes=[
-                f"No run stores its split ({SPLIT}): it is older. `raysim partition` draws one."
+                f"No run stores its split ({SPLIT_FILE}): it is older. `raysim partition` draws one."
             ],
         )
     shown = list(found.values())
@@ -375,7 +394,7 @@ def _splits(groups: Sequence[Group]) -> Part:
     text = (
         f"Training samples of the first seed. Means over the clients that have some, of the {told}."
     )
-    return Part(
+    return PagePart(
         title,
         text,
         [_table(_split_columns(names, [(split, numbers) for split, _, numbers in shown]))],
@@ -385,7 +404,7 @@ def _splits(groups: Sequence[Group]) -> Part:
 
 
 def _split_columns(
-    names: Sequence[str], splits: Sequence[tuple[Split, Mapping[str, object]]]
+    names: Sequence[str], splits: Sequence[tuple[ClientLabels, Mapping[str, object]]]
 ) -> list[Column]:
     sizes = [split.sizes for split, _ in splits]
     columns = {
@@ -399,7 +418,7 @@ def _split_columns(
             numbers.get(name) if len(split.classes) > 1 else None for split, numbers in splits
         ]
         columns[name.replace("_", " ")] = [
-            f"{v:.3g}" if isinstance(v, (int, float)) else NOTHING for v in values
+            f"{v:.3g}" if isinstance(v, (int, float)) else MISSING for v in values
         ]
     return [
         Column("split", list(names)),
@@ -409,13 +428,13 @@ def _split_columns(
 
 def _sizes(sizes: Ints) -> str:
     if not len(sizes):
-        return NOTHING
+        return MISSING
     if sizes.min() == sizes.max():
         return f"{sizes[0]:,} each"
     return " / ".join(f"{at(sizes):,.10g}" for at in (np.min, np.median, np.max))
 
 
-def _class_map(split: Split) -> str:
+def _class_map(split: ClientLabels) -> str:
     """Clients x classes; the deeper the colour, the larger the share of a class in a client's samples.
 
     By the square root of the share, or what is spread over many classes could not be told from nothing.
@@ -449,10 +468,10 @@ def _class_map(split: Split) -> str:
         if len(split.classes) <= 12:
             ax.set_yticks(range(len(split.classes)), [name[:14] for name in split.classes])
 
-    return svg(draw, "share of each class in each client's training samples", (7.4, 3.0))
+    return draw_svg(draw, "share of each class in each client's training samples", (7.4, 3.0))
 
 
-def _size_bars(split: Split) -> list[str]:
+def _size_bars(split: ClientLabels) -> list[str]:
     """Clients by their number of samples; nothing where all have as many, which the table says."""
     if len(set(split.sizes.tolist())) == 1:
         return []
@@ -466,18 +485,18 @@ def _size_bars(split: Split) -> list[str]:
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(6, integer=True))
 
-    return [svg(draw, "clients by their number of training samples")]
+    return [draw_svg(draw, "clients by their number of training samples")]
 
 
 # --- virtual time ---------------------------------------------------------------------------------------------------
-def _timelines(groups: Sequence[Group]) -> Part | None:
+def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
     """The first run of each setting on virtual time, as in its own folder, where that says something."""
     pictures: list[Shown] = []
     left = 0
     for group in groups:
         run = group.runs[0]
         jobs = read_jobs(run.folder)
-        if jobs is None or not eventful(jobs):
+        if jobs is None or not has_events(jobs):
             continue
         if len(pictures) == TIMELINES:
             left += 1
@@ -494,14 +513,16 @@ def _timelines(groups: Sequence[Group]) -> Part | None:
         )
     notes = [f"{left} more: timeline.png in the folder of each run."] if left else []
     return (
-        Part("On virtual time", "The first seed of each setting.", pictures=pictures, notes=notes)
+        PagePart(
+            "On virtual time", "The first seed of each setting.", pictures=pictures, notes=notes
+        )
         if pictures
         else None
     )
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
-def _failures(groups: Sequence[Group]) -> Part:
+def _failures(groups: Sequence[RunGroup]) -> PagePart:
     """What went wrong or was in vain, over all rounds and seeds, and the errors of clients that failed."""
     keys = {
         "failures": "failed",
@@ -511,12 +532,12 @@ def _failures(groups: Sequence[Group]) -> Part:
     }
     sums = {key: [_total(group, key) for group in groups] for key in keys}
     if not any(any(values) for values in sums.values()):
-        return Part(
+        return PagePart(
             "Failures", notes=["No client failed, no result was lost or discarded, no worker died."]
         )
     columns = [Column("", [group.label for group in groups])]
     columns += [
-        Column(title, [NOTHING if v is None else f"{v:,.0f}" for v in sums[key]], list(sums[key]))
+        Column(title, [MISSING if v is None else f"{v:,.0f}" for v in sums[key]], list(sums[key]))
         for key, title in keys.items()
         if any(sums[key])
     ]
@@ -541,10 +562,12 @@ def _failures(groups: Sequence[Group]) -> Part:
         if len(errors) > ERRORS
         else []
     )
-    return Part("Failures", "Jobs of clients, summed over rounds and seeds.", tables, notes=notes)
+    return PagePart(
+        "Failures", "Jobs of clients, summed over rounds and seeds.", tables, notes=notes
+    )
 
 
-def _total(group: Group, key: str) -> float | None:
+def _total(group: RunGroup, key: str) -> float | None:
     """Of a column, over all rounds of all seeds; None where no run has it."""
     values = finite_values(row.get(key) for run in group.runs for row in run.rows)
     return sum(values) if values else None
@@ -567,9 +590,11 @@ def _errors(path: Path) -> list[str]:
 
 
 # --- settings and how to repeat -------------------------------------------------------------------------------------
-def _differences(groups: Sequence[Group]) -> Part | None:
+def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
     """What the settings do not share: each key's values, and who has them."""
-    different, left = telling([group.runs[0] for group in groups]) if len(groups) > 1 else ({}, 0)
+    different, left = (
+        distinguishing_settings([group.runs[0] for group in groups]) if len(groups) > 1 else ({}, 0)
+    )
     rows = []
     for key, values in different.items():
         owners: dict[str, list[Shown]] = {}
@@ -583,10 +608,10 @@ def _differences(groups: Sequence[Group]) -> Part | None:
         if left
         else ""
     )
-    return Part("What differs", text, tables=[{"differences": rows}]) if rows else None
+    return PagePart("What differs", text, tables=[{"differences": rows}]) if rows else None
 
 
-def _configurations(groups: Sequence[Group]) -> list[Shown]:
+def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
     """The whole configuration of each setting's first run, as YAML that `raysim run --config` takes."""
     import yaml
 
@@ -603,10 +628,10 @@ def _configurations(groups: Sequence[Group]) -> list[Shown]:
 
 def _checksum(value: object) -> str:
     """As a summary has it; a dash for that of no bytes, where no method keeps a state."""
-    return NOTHING if value in (None, "", hashlib.sha256().hexdigest()) else str(value)
+    return MISSING if value in (None, "", hashlib.sha256().hexdigest()) else str(value)
 
 
-def _repeat(groups: Sequence[Group]) -> Part:
+def _repeat(groups: Sequence[RunGroup]) -> PagePart:
     """A command and the checksums of each run, and the versions of what made them."""
     runs = [(group.label, run) for group in groups for run in group.runs]
     places = [
@@ -615,11 +640,11 @@ def _repeat(groups: Sequence[Group]) -> Part:
     ]
     again = zip(runs, places, strict=True)
     commands = [
-        run_again(run.config, run.folder / "config.yaml", place) for (_, run), place in again
+        rerun_command(run.config, run.folder / "config.yaml", place) for (_, run), place in again
     ]
     columns = [
         Column("", [label for label, _ in runs]),
-        Column("seed", [str(run.config.get("seed", NOTHING)) for _, run in runs]),
+        Column("seed", [str(run.config.get("seed", MISSING)) for _, run in runs]),
         Column("command", commands),
         *(
             Column(key.replace("_", " "), [_checksum(run.summary.get(key)) for _, run in runs])
@@ -634,7 +659,7 @@ def _repeat(groups: Sequence[Group]) -> Part:
     versions: dict[str, list[str]] = {}
     for _, run in runs:
         identity = run.summary.get("identity")
-        for key, value in settings(identity if isinstance(identity, Mapping) else {}).items():
+        for key, value in flat_settings(identity if isinstance(identity, Mapping) else {}).items():
             if key != "seed":
                 versions.setdefault(key, []).append(value)
     shown = [
@@ -644,4 +669,4 @@ def _repeat(groups: Sequence[Group]) -> Part:
     text = "The same command gives the same checksums on the same kind of device with the same versions. Without the "
     text += "run's folder, save its configuration (below) as config.yaml and name that. Of a checksum the first "
     text += f"{DIGITS} digits are shown; all of them are in the run's summary.json."
-    return Part("How to repeat it", text, [table, *([_table(shown)] if versions else [])])
+    return PagePart("How to repeat it", text, [table, *([_table(shown)] if versions else [])])

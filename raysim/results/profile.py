@@ -9,7 +9,7 @@ from pathlib import Path
 from raysim.primitives.files import replace_file
 from raysim.primitives.spans import KINDS, Track
 from raysim.results.history import write_json
-from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.results.tables import format_table, terminal_width, text_columns
 from raysim.results.theme import INK, LIGHT, theme
 from raysim.simulation.events import Profiled
 
@@ -36,7 +36,7 @@ def table(profile: Profiled) -> str:
         found = {"coordinator": first, f"mean of {len(workers)} workers": mean}
     rows = [(kind, *(f"{own[kind]:.1%}" for own in found.values())) for kind in KINDS]
     title = f"share of {profile.stop - profile.start:.2f} s of wall time"
-    return f"{title}\n{aligned(columns_of(('', *found), rows), terminal_width())}"
+    return f"{title}\n{format_table(text_columns(('', *found), rows), terminal_width())}"
 
 
 def trace(profile: Profiled) -> dict[str, object]:

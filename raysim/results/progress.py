@@ -14,11 +14,11 @@ from raysim.results.history import Row, metric_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-RECENT = 20  # rounds whose median is the pace
-SILENCE = 10.0  # seconds between two lines of a log
+PACE_ROUNDS = 20  # rounds whose median is the pace
+LOG_INTERVAL_S = 10.0  # seconds between two lines of a log
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as a person says them: 0.42 s, 12 s, 3 min 05 s, 2 h 07 min."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
@@ -29,7 +29,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def waiting(console: Console) -> Iterator[Callable[..., None]]:
+def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
     """Takes what is waited for: in a log a line for each; in a terminal one line, with seconds.
 
     What is given behind it later is how far that is: a terminal shows it, and its seconds go on.
@@ -61,9 +61,9 @@ def waiting(console: Console) -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def doing(console: Console, text: str) -> Iterator[None]:
+def activity_line(console: Console, text: str) -> Iterator[None]:
     """Says what goes on after the last round, as `waiting` does before the first."""
-    with waiting(console) as says:
+    with waiting_line(console) as says:
         says(text)
         yield
 
@@ -87,8 +87,8 @@ class Progress:
         self.quiet, self.clock, self.console = quiet, clock, console or Console()
         self.metric = "accuracy"
         self.scores: dict[str, float] = {}  # last known ones
-        self.pace: deque[float] = deque(maxlen=RECENT)
-        self.samples: deque[int] = deque(maxlen=RECENT)  # trained on in the same rounds
+        self.pace: deque[float] = deque(maxlen=PACE_ROUNDS)
+        self.samples: deque[int] = deque(maxlen=PACE_ROUNDS)  # trained on in the same rounds
         self.busy: dict[
             str, float
         ] = {}  # shares of wall time, of workers and devices, in the last round
@@ -125,8 +125,8 @@ class Progress:
         if self.pace:
             pace = statistics.median(self.pace)
             parts += [
-                f"{duration(pace)}/round",
-                f"{duration(pace * (self.total - self.round))} left",
+                f"{format_duration(pace)}/round",
+                f"{format_duration(pace * (self.total - self.round))} left",
             ]
             parts += (
                 [f"{sum(self.samples) / max(sum(self.pace), 1e-9):,.0f} samples/s"]
@@ -156,13 +156,13 @@ class Progress:
         self._wall, self._waits_for = wall, ""
         shares = {"workers": row.get("worker_busy"), "devices": row.get("device_busy")}
         self.busy = {name: share for name, share in shares.items() if share is not None}
-        self._show(self.clock() - self._at >= SILENCE)
+        self._show(self.clock() - self._at >= LOG_INTERVAL_S)
 
     def wait(self, worker: int, clients: Sequence[str], seconds: float) -> None:
         """Say which worker the run waits for, the clients that it trains, and for how long."""
         some = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
         whose = f" with client{'s' if len(clients) > 1 else ''} {some}" if clients else ""
-        self._waits_for = f"worker {worker}{whose} has not answered for {duration(seconds)}"
+        self._waits_for = f"worker {worker}{whose} has not answered for {format_duration(seconds)}"
         self._show(True)
 
     def _show(self, say: bool) -> None:

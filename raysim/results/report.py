@@ -14,14 +14,14 @@ from raysim.primitives.files import conf_folder, parse_json
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import column, metric_of, read_history, summarise
 from raysim.results.significance import mean_deviation
-from raysim.results.tables import MARKED, NOTHING, Column, Show, aligned, to_csv
+from raysim.results.tables import BEST_RULE, MISSING, Column, FormatNumber, format_table, to_csv
 from raysim.results.theme import time_unit
 
 UNFINISHED = " (unfinished)"
-OWN, CENTRAL = "on the clients' own tests (mean)", "on the central test set"
+CLIENT_TESTS, CENTRAL_TEST = "on the clients' own tests (mean)", "on the central test set"
 GROUPS = ("method", "data", "partition")  # what the table says of a configuration
 RUN_FILES = ("config.yaml", "history.parquet")  # of a run that can be shown
-NOISE = (
+UNTOLD_KEYS = (
     "_target_",
     "out",
     "resume",
@@ -84,7 +84,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
     """
     from raysim.results.tracking import ARTIFACTS
 
-    found = [path for name in paths for path in runs_in(Path(name))]
+    found = [path for name in paths for path in find_runs(Path(name))]
     files = [path for path in found if path.is_file()]
     others = [
         path
@@ -99,7 +99,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
     return loaded
 
 
-def runs_in(folder: Path) -> list[Path]:
+def find_runs(folder: Path) -> list[Path]:
     """The runs of a study and the trials of a search, by its folder; any other path alone."""
     found = [
         path.parent
@@ -134,7 +134,7 @@ def _read(path: Path, parse: Callable[[str], object]) -> dict[str, object]:
 # ---------------------------------------------------------------- names
 
 
-def choice(config: Mapping[str, object], group: str) -> str:
+def chosen_option(config: Mapping[str, object], group: str) -> str:
     """The option that was chosen in a group: from `choices` where the config has it, else from the group itself."""
     choices = config.get("choices")
     value = choices.get(group) if isinstance(choices, Mapping) else None
@@ -145,17 +145,17 @@ def choice(config: Mapping[str, object], group: str) -> str:
         )
     if isinstance(value, (list, tuple)):
         value = " + ".join(str(item) for item in value)
-    return str(value) if value else ("fedavg" if group == "method" else NOTHING)
+    return str(value) if value else ("fedavg" if group == "method" else MISSING)
 
 
-def settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Every value of a config by its dotted key, without what says nothing about the study."""
     flat: dict[str, str] = {}
     for key, value in config.items():
-        if key in NOISE:
+        if key in UNTOLD_KEYS:
             continue
         if isinstance(value, Mapping):
-            flat.update(settings(value, f"{prefix}{key}."))
+            flat.update(flat_settings(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = str(value)
     return flat
@@ -163,25 +163,25 @@ def settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 def _chosen(config: Mapping[str, object]) -> dict[str, str]:
     """The options that tell settings apart; a loss, which may have no key of its own, where it is not the usual one."""
-    groups = GROUPS if choice(config, "loss") in (NOTHING, "usual") else (*GROUPS, "loss")
-    return {group: choice(config, group) for group in groups}
+    groups = GROUPS if chosen_option(config, "loss") in (MISSING, "usual") else (*GROUPS, "loss")
+    return {group: chosen_option(config, group) for group in groups}
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What differs between runs: the chosen options first, then the keys whose values are not all the same."""
-    flat = [{**_chosen(run.config), **settings(run.config)} for run in runs]
+    flat = [{**_chosen(run.config), **flat_settings(run.config)} for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
-    columns = {key: [one.get(key, NOTHING) for one in flat] for key in keys}
+    columns = {key: [one.get(key, MISSING) for one in flat] for key in keys}
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
 
 
-def telling(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
+def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """What differs, without the defaults of options that not all runs chose; and how many keys these are.
 
     That the options differ is listed itself, and a key that some runs do not have says no more, unless it was set. The
     values of a method stay: a study is about them.
     """
-    different = differences(runs)
+    different = differing_settings(runs)
     found = {
         key: values
         for key, values in different.items()
@@ -196,15 +196,16 @@ def _default_alone(
     """Whether a key is one that only some runs have, by an option that is listed, all of them with its default."""
     group, _, inside = key.partition(".")
     if (
-        NOTHING not in values
+        MISSING not in values
         or not inside
         or group == "method"
         or not {group, f"{group}.name"} & different.keys()
     ):
         return False
-    having = [(run, value) for run, value in zip(runs, values, strict=True) if value != NOTHING]
+    having = [(run, value) for run, value in zip(runs, values, strict=True) if value != MISSING]
     return all(
-        _defaults(group, choice(run.config, group)).get(inside) == value for run, value in having
+        _defaults(group, chosen_option(run.config, group)).get(inside) == value
+        for run, value in having
     )
 
 
@@ -213,26 +214,26 @@ def _defaults(group: str, option: str) -> dict[str, str]:
     path = conf_folder() / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
         return {}
-    return settings(_mapping(_yaml(path.read_text(encoding="utf-8"))))
+    return flat_settings(_mapping(_yaml(path.read_text(encoding="utf-8"))))
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def run_labels(runs: Sequence[Run]) -> list[str]:
     """Names of the runs; those who share one are told apart by what differs in their configs, else by their folder."""
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:
         twins = [index for index, other in enumerate(names) if other == name]
-        different = differences([runs[index] for index in twins])
+        different = differing_settings([runs[index] for index in twins])
         # What only some have follows from an option that is named already: needed only where nothing else differs.
         shared = {
-            key: values for key, values in different.items() if NOTHING not in values
+            key: values for key, values in different.items() if MISSING not in values
         } or different
         for place, index in enumerate(twins):
-            settings = [
+            flat_settings = [
                 f"{key}={values[place]}"
                 for key, values in shared.items()
-                if values[place] != NOTHING
+                if values[place] != MISSING
             ]
-            names[index] = ", ".join(settings) or name
+            names[index] = ", ".join(flat_settings) or name
     told_apart = [
         f"{name} ({run.folder})" if names.count(name) > 1 else name
         for name, run in zip(names, runs, strict=True)
@@ -266,13 +267,13 @@ def _number(run: Run, key: str) -> float | None:
 
 
 def _score(value: float | None, *, like: float | None = None) -> str:
-    return NOTHING if value is None else f"{value:.4f}"
+    return MISSING if value is None else f"{value:.4f}"
 
 
 def _count(value: float | None, *, like: float | None = None) -> str:
     """1234567 as 1.23 M."""
     if value is None:
-        return NOTHING
+        return MISSING
     large = abs(value if like is None else like)
     step = min(4, int(math.log10(large) // 3)) if large >= 1000 else 0
     return f"{_digits(value, like, 1000**step)} {('', 'k', 'M', 'G', 'T')[step]}".strip()
@@ -281,13 +282,13 @@ def _count(value: float | None, *, like: float | None = None) -> str:
 def _rounds(value: float | None, *, like: float | None = None) -> str:
     """A whole number as it is, a mean with one decimal."""
     if value is None:
-        return NOTHING
+        return MISSING
     return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
 
 
 def _seconds(value: float | None, *, like: float | None = None) -> str:
     if value is None:
-        return NOTHING
+        return MISSING
     size, unit = time_unit(value if like is None else like)
     return f"{_digits(value, like, size)} {unit}"
 
@@ -299,7 +300,7 @@ def _digits(value: float, like: float | None, size: float) -> str:
     return f"{value / size:.{max(0, 2 - math.floor(math.log10(abs(like / size)))) if like else 0}f}"
 
 
-def pair(mean: float | None, deviation: float | None, show: Show) -> str:
+def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
     """Mean ± deviation, where there is one."""
     return (
         show(mean)
@@ -312,7 +313,7 @@ def _column(
     title: str,
     runs: Sequence[Run],
     key: str,
-    show: Show,
+    show: FormatNumber,
     better: int,
     deviations: Sequence[float | None] | None = None,
 ) -> Column:
@@ -346,7 +347,8 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     means = [_number(run, "last10_mean") for run in runs]
     deviations = [_number(run, "last10_std") for run in runs]
     pairs = [
-        pair(mean, deviation, _score) for mean, deviation in zip(means, deviations, strict=True)
+        format_mean(mean, deviation, _score)
+        for mean, deviation in zip(means, deviations, strict=True)
     ]
     metrics = [metric_of(run.rows) for run in runs]
     better = 0 if not _alike(runs) else -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
@@ -367,8 +369,8 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     ]
     rounds = [_number(run, "rounds") or 0.0 for run in runs]
     return [
-        Column("run", labels(runs)),
-        *(Column(group, [choice(run.config, group) for run in runs]) for group in GROUPS),
+        Column("run", run_labels(runs)),
+        *(Column(group, [chosen_option(run.config, group) for run in runs]) for group in GROUPS),
         Column("rounds", [_rounds(value) for value in rounds], list(rounds), show=_rounds),
         _column("best 5", runs, "best5_mean", _score, better, deviations),
         Column("last 10", pairs, means, better, deviations),
@@ -394,10 +396,10 @@ def _clients_data(run: Run) -> dict[str, str]:
     config["unseen"] = (
         _mapping(run.config.get("evaluate")).get("unseen") or 0
     )  # older runs have no such key
-    return settings(config)
+    return flat_settings(config)
 
 
-def tested(runs: Sequence[Run]) -> dict[str, bool]:
+def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
     """Which metric on which tests the scores of some runs are, and whether some have central ones besides."""
     found: dict[str, bool] = {}
     for run in runs:
@@ -406,64 +408,64 @@ def tested(runs: Sequence[Run]) -> dict[str, bool]:
             bool(finite_values(column(run.rows, key))) for key in (metric, f"{metric}_global")
         )
         if own or central:
-            kind = f"{metric} {OWN if own else CENTRAL}"
+            kind = f"{metric} {CLIENT_TESTS if own else CENTRAL_TEST}"
             found[kind] = found.get(kind, False) or (own and central)
     return found
 
 
-def scored(runs: Sequence[Run]) -> str:
+def describe_scores(runs: Sequence[Run]) -> str:
     """What the scores of a table are, as a line below it."""
-    kinds = tested(runs)
-    central = f"; central: {CENTRAL}" if any(kinds.values()) else ""
+    kinds = score_kinds(runs)
+    central = f"; central: {CENTRAL_TEST}" if any(kinds.values()) else ""
     return f"scores: {' or '.join(kinds)}{central}" if kinds else ""
 
 
-def sentence(text: str) -> str:
+def as_sentence(text: str) -> str:
     """A line below a table as a sentence of a page."""
     return text and f"{text[0].upper()}{text[1:]}."
 
 
-def table(runs: Sequence[Run], width: int = 0) -> str:
+def comparison_table(runs: Sequence[Run], width: int = 0) -> str:
     """The comparison as text, best first: a row per run, or per setting where some differ in their seeds alone.
 
     What all share is said above it, what a star and a deviation mean below. width: as of `aligned`.
     """
-    groups = grouped(runs)
+    groups = group_by_setting(runs)
     of_runs = _columns(_ordered(runs), limit=2)
     several = len(groups) < len(runs)
-    columns = results(groups, limit=2) if several else of_runs
+    columns = result_columns(groups, limit=2) if several else of_runs
     shared = [c for c in of_runs if c.title in GROUPS and len(set(c.texts)) == 1 and len(runs) > 1]
     left_out = {c.title for c in shared} | {
-        c.title for c in columns if c.scores and set(c.texts) == {NOTHING}
+        c.title for c in columns if c.scores and set(c.texts) == {MISSING}
     }
     shown = [c for c in columns if c.title not in left_out]
     above = [" · ".join(f"{c.title} {c.texts[0]}" for c in shared)] if shared else []
     over = "the seeds" if several else "the last ten rounds"
     below = (
-        [f"* best of its column; of accuracies, {MARKED} over {over}"]
+        [f"* best of its column; of accuracies, {BEST_RULE} over {over}"]
         if any(c.best() for c in shown)
         else []
     )
-    below += filter(None, [scored(runs)])
+    below += filter(None, [describe_scores(runs)])
     if several:
         below.append("mean ± sample deviation over the seeds; --csv prints every run")
     elif any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown):
         below.append("last 10: mean ± deviation over these rounds")
-    return "\n".join([*above, aligned(shown, width), *below])
+    return "\n".join([*above, format_table(shown, width), *below])
 
 
 # ---------------------------------------------------------------- runs of several seeds
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ in their seeds alone: one setting of a study."""
 
     label: str
     runs: Sequence[Run]
 
 
-def grouped(runs: Sequence[Run]) -> list[Group]:
+def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """The settings of some runs, the best first; unfinished runs, and a seed that comes twice, are groups apart."""
     found: list[list[Run]] = []
     for run in _ordered(runs):
@@ -476,17 +478,17 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
             found.append([run])
     found = [sorted(group, key=lambda run: (len(_seed(run)), _seed(run))) for group in found]
     names = (
-        labels([group[0] for group in found])
+        run_labels([group[0] for group in found])
         if len(found) == len(runs)
         else _apart([group[0] for group in found])
     )
-    return [Group(name, group) for name, group in zip(names, found, strict=True)]
+    return [RunGroup(name, group) for name, group in zip(names, found, strict=True)]
 
 
 def _setting(run: Run) -> dict[str, str]:
     return {
         key: value
-        for key, value in {**settings(run.config), **_chosen(run.config)}.items()
+        for key, value in {**flat_settings(run.config), **_chosen(run.config)}.items()
         if key != "seed"
     }
 
@@ -497,10 +499,10 @@ def _seed(run: Run) -> str:
 
 def _apart(firsts: Sequence[Run]) -> list[str]:
     """A run of each group by what sets the groups apart: the methods, else all that differs but the seed."""
-    settings = [_setting(run) for run in firsts]
-    places = [settings.index(setting) for setting in settings]
+    flat_settings = [_setting(run) for run in firsts]
+    places = [flat_settings.index(setting) for setting in flat_settings]
     distinct = [firsts[place] for place in dict.fromkeys(places)]
-    methods = [choice(run.config, "method") for run in distinct]
+    methods = [chosen_option(run.config, "method") for run in distinct]
     if len(set(methods)) == len(methods):
         found = methods
     else:
@@ -509,15 +511,15 @@ def _apart(firsts: Sequence[Run]) -> list[str]:
             replace(run, name="", finished=True, config=c)
             for run, c in zip(distinct, without, strict=True)
         ]
-        found = labels(nameless)
+        found = run_labels(nameless)
     name = dict(zip(dict.fromkeys(places), found, strict=True))
     names = [
         f"{name[p]}{'' if r.finished else UNFINISHED}" for p, r in zip(places, firsts, strict=True)
     ]
-    return names if len(set(names)) == len(names) else labels(firsts)
+    return names if len(set(names)) == len(names) else run_labels(firsts)
 
 
-def results(groups: Sequence[Group], limit: int = 4) -> list[Column]:
+def result_columns(groups: Sequence[RunGroup], limit: int = 4) -> list[Column]:
     """A row per group: number of seeds, and mean ± sample deviation (divisor n-1) over them of every number."""
     runs = [run for group in groups for run in group.runs]
     ends = [sum(len(group.runs) for group in groups[:place]) for place in range(len(groups) + 1)]
@@ -545,7 +547,9 @@ def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
     for (mean, deviation), span in zip(found, spans, strict=True):
         count = len(finite_values([column.scores[index] for index in span]))
         some = f" ({count} of {len(span)})" if 0 < count < len(span) else ""
-        texts.append(pair(mean, deviation if column.title != "rounds" else None, show) + some)
+        texts.append(
+            format_mean(mean, deviation if column.title != "rounds" else None, show) + some
+        )
     several = any(len(span) > 1 for span in spans)
     deviations = [deviation for _, deviation in found] if several else column.deviations
     return replace(column, texts=texts, scores=[mean for mean, _ in found], deviations=deviations)
@@ -554,11 +558,11 @@ def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
 # ---------------------------------------------------------------- every number
 
 
-def as_csv(groups: Sequence[Group]) -> str:
+def as_csv(groups: Sequence[RunGroup]) -> str:
     """A line per run below the head, with every number of its summary in full, by the summary's own keys."""
     rows: list[Mapping[str, object]] = [
-        {"setting": group.label, "run": run.name, "seed": _seed(run), **{g: choice(run.config, g) for g in GROUPS},
-         **_numbers(run.summary)}
+        {"setting": group.label, "run": run.name, "seed": _seed(run),
+         **{g: chosen_option(run.config, g) for g in GROUPS}, **_numbers(run.summary)}
         for group in groups for run in group.runs
     ]  # fmt: skip
     return to_csv(rows).removesuffix("\n")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-FEWEST, FEWEST_RANKED = (
+MIN_PAIRS, MIN_RANKED_PAIRS = (
     3,
     6,
 )  # pairs for the t-test; for Wilcoxon, whose smallest p at 5 pairs is 0.0625
@@ -40,15 +40,15 @@ def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]
     return mean, float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def paired(left: Sequence[float], right: Sequence[float]) -> Difference:
+def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
     """Compare values of the same seeds: Student's paired t-test and interval, and Wilcoxon's signed-rank test."""
     from scipy import stats
 
     differences = np.asarray(left, float) - np.asarray(right, float)
     mean, deviation = mean_deviation([float(value) for value in differences])
     difference = Difference(len(differences), mean, deviation)
-    if len(differences) < FEWEST:
-        return replace(difference, note=f"n too small: a test needs {FEWEST} seeds")
+    if len(differences) < MIN_PAIRS:
+        return replace(difference, note=f"n too small: a test needs {MIN_PAIRS} seeds")
     assert deviation is not None and mean is not None
     if deviation <= (nothing := ROUNDING * max(np.abs(left).max(), np.abs(right).max())):
         return replace(
@@ -60,7 +60,7 @@ def paired(left: Sequence[float], right: Sequence[float]) -> Difference:
     half = (
         stats.t.ppf((1 + LEVEL) / 2, len(differences) - 1) * deviation / np.sqrt(len(differences))
     )
-    ranked = len(differences) >= FEWEST_RANKED
+    ranked = len(differences) >= MIN_RANKED_PAIRS
     return replace(
         difference,
         low=mean - float(half),
@@ -70,7 +70,7 @@ def paired(left: Sequence[float], right: Sequence[float]) -> Difference:
     )
 
 
-def holm(values: Sequence[float | None]) -> list[float | None]:
+def holm_correction(values: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction of the p-values that there are (Holm 1979); None stays None.
 
     The k-th lowest of m becomes the largest of (m - i + 1) p_i over i <= k, at most 1.

@@ -11,12 +11,12 @@ from typing import Protocol
 
 from raysim.primitives.checks import finite_values
 
-NOTHING = "–"  # in the place of a number that there is not
+MISSING = "–"  # in the place of a number that there is not
 GAP = "  "  # between two columns
-MARKED = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
+BEST_RULE = "where it is ahead of the next by more than the deviation of either"  # a value as the best, in words
 
 
-class Show(Protocol):
+class FormatNumber(Protocol):
     """How a number is written. like: of a deviation its mean, whose unit and decimals it has."""
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
@@ -36,7 +36,7 @@ class Column:
     better: int = 0
     deviations: Sequence[float | None] | None = None
     groups: Sequence[object] | None = None
-    show: Show | None = None
+    show: FormatNumber | None = None
 
     def best(self) -> set[int]:
         """Indices of the winners; nobody wins where all are equal or only one run has a value."""
@@ -63,13 +63,16 @@ class Column:
         return {first} if clear else set()
 
 
-def columns_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Column]:
+def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Column]:
     """Return the columns of rows of texts: the first one labels the rows, all others are numbers."""
     label, *others = zip(head, *rows, strict=True)
-    return [Column(label[0], list(label[1:])), *(numbers(title, texts) for title, *texts in others)]
+    return [
+        Column(label[0], list(label[1:])),
+        *(number_column(title, texts) for title, *texts in others),
+    ]
 
 
-def numbers(title: str, texts: Sequence[str]) -> Column:
+def number_column(title: str, texts: Sequence[str]) -> Column:
     """Return a column of numbers, of which none is the best."""
     return Column(title, list(texts), [None] * len(texts))
 
@@ -82,7 +85,7 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def aligned(columns: Sequence[Column], width: int = 0) -> str:
+def format_table(columns: Sequence[Column], width: int = 0) -> str:
     """A table as text: numbers right, winners with a star.
 
     width: of a line, if above 0; columns that do not fit come in a block below, beside the first one again.
@@ -123,7 +126,7 @@ _LATEX = {
 }  # fmt: skip
 
 
-def latex(columns: Sequence[Column], note: str = "") -> str:
+def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs, winners bold. note: a comment above it."""
     import pandas as pd
 
@@ -145,7 +148,7 @@ def _escaped(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in re.sub(r"\s+", " ", text))
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return lines of cells, without a newline at the end; the text of a cell must not hold a bar."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 

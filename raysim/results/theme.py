@@ -36,7 +36,7 @@ def page_theme(dark: bool) -> dict[Any, object]:
     )
 
 
-def logarithmic(ax: Axes, which: Literal["x", "y"] = "y") -> None:
+def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
     """A logarithmic axis with plain numbers: for powers text would be read as mathematics, which names are not."""
     ax.set(**{f"{which}scale": "log"})
     axis = ax.xaxis if which == "x" else ax.yaxis
@@ -44,7 +44,9 @@ def logarithmic(ax: Axes, which: Literal["x", "y"] = "y") -> None:
     axis.set_minor_formatter(lambda _, place: "")
 
 
-def svg(draw: Callable[[Axes], object], about: str, size: tuple[float, float] = (4.4, 3.0)) -> str:
+def draw_svg(
+    draw: Callable[[Axes], object], about: str, size: tuple[float, float] = (4.4, 3.0)
+) -> str:
     """A drawing to stand in a page: text stays text, and the colours of `LIGHT` and `INK` are the page's variables.
 
     about: what it shows, for those who cannot see it. Sizes are inches; the page may scale it.

@@ -40,7 +40,7 @@ _UNUSED = {
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write timeline.png; False, and no file, where it would say nothing: see `eventful`."""
-    if worth := eventful(jobs):
+    if worth := has_events(jobs):
         replace_file(path, timeline_png(jobs, rows, title))
     return worth
 
@@ -56,13 +56,13 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
             figsize=(13, 9.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
         )
         figure.suptitle(f"{textwrap.shorten(title, 110)}\n{_counted(jobs)}", fontsize=13)
-        fill(figure, jobs, rows, DARK if dark else LIGHT)
+        fill_figure(figure, jobs, rows, DARK if dark else LIGHT)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def eventful(jobs: Jobs) -> bool:
+def has_events(jobs: Jobs) -> bool:
     """Whether jobs were stale, lost, discarded or failed, or clients waited for others most of the time."""
     if not len(jobs) or jobs.finish.max() <= 0:
         return False
@@ -80,7 +80,9 @@ def _counted(jobs: Jobs) -> str:
     return f"{len(jobs):,} jobs: {', '.join(f'{count:,} {fate}' for fate, count in counts.items() if count)}"
 
 
-def fill(figure: FigureBase, jobs: Jobs, rows: Sequence[Row], colours: Sequence[str]) -> None:
+def fill_figure(
+    figure: FigureBase, jobs: Jobs, rows: Sequence[Row], colours: Sequence[str]
+) -> None:
     """Put all panels into a figure."""
     ends = np.array([row.get("virtual_seconds") or 0.0 for row in rows], np.float64)
     end = float(ends.max(initial=0.0)) or float(jobs.finish.max())
@@ -96,7 +98,7 @@ def fill(figure: FigureBase, jobs: Jobs, rows: Sequence[Row], colours: Sequence[
 
 
 # --- clients --------------------------------------------------------------------------------------------------------
-def window(jobs: Jobs, end: float) -> tuple[float, float]:
+def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
     """The virtual seconds in which single jobs can be seen: the whole run, or a part from its middle."""
     wide = _WIDEST * float(np.median(jobs.finish - jobs.start))
     if wide <= 0 or wide >= end:
@@ -104,7 +106,7 @@ def window(jobs: Jobs, end: float) -> tuple[float, float]:
     return (end - wide) / 2, (end + wide) / 2
 
 
-def sample(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
+def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     """Clients by kind, the fastest first; all of them where they are few. Always the same ones for the same jobs."""
     clients, members = np.unique(jobs.client, return_inverse=True)
     whole = (~jobs.fated("lost")).astype(
@@ -121,9 +123,9 @@ def sample(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
 
 
 def _timeline(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
-    low, high = window(jobs, end)
+    low, high = shown_window(jobs, end)
     part = jobs[(jobs.finish > low) & (jobs.start < high)]
-    kinds = sample(part)
+    kinds = sample_clients(part)
     shown = np.concatenate([clients for _, clients in kinds])
     rank = {client: place for place, client in enumerate(shown.tolist())}
     part = part[np.isin(part.client, shown)]
@@ -245,7 +247,7 @@ def _whole_numbers(count: int) -> Locator:
 
 
 # --- fleet, workers, staleness ----------------------------------------------------------------------------------------
-def at_work(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
+def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
     """Clients at work between one edge (virtual seconds) and the next, in the mean: exact, however many jobs."""
     seconds = _waited(jobs.start, edges) - _waited(jobs.finish, edges)
     return np.asarray(np.diff(seconds) / np.diff(edges))
@@ -263,11 +265,11 @@ def _fleet(
     ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
 ) -> None:
     edges = np.linspace(0, end, _BINS + 1)
-    everyone = at_work(jobs, edges)
+    everyone = active_clients(jobs, edges)
     ax.stairs(everyone, edges / size, color=colours[0], linewidth=1.4, baseline=None, label="all")
     vain = jobs.fated("lost", "discarded", "failed")
     if vain.any():
-        part = at_work(jobs[vain], edges)
+        part = active_clients(jobs[vain], edges)
         ax.stairs(
             part, edges / size, color=colours[1], linewidth=1.4, baseline=None, label="in vain"
         )
@@ -300,7 +302,7 @@ def _workers(
     )
     curves = [(busy, "mean of all", colours[0]), (least, "least busy", colours[1])]
     for values, name, colour in curves if (least != busy)[known].any() else curves[:1]:
-        x, y = thinned(now[known], values[known], end)
+        x, y = thin_curve(now[known], values[known], end)
         ax.plot(
             x / size,
             y,
@@ -319,7 +321,7 @@ def _workers(
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2)
 
 
-def thinned(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
+def thin_curve(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
     """At most `_BINS` points of a curve from 0 to `end`: means of those that lie close together."""
     if len(x) <= _BINS:
         return x, y

@@ -53,11 +53,11 @@ KIND = (
     "mlflow.experimentKind",
     "custom_model_development",
 )  # of the experiment: its page shows runs, not traces
-PATIENCE = 30.0  # seconds that finish waits: a first contact imports MLflow (5 s) and makes a database (3 s)
+FINISH_TIMEOUT_S = 30.0  # seconds that finish waits: a first contact imports MLflow (5 s) and makes a database (3 s)
 Record: TypeAlias = dict[str, object]
 
 # Short limits, because a row that fails is tried again with the next one; and nothing of MLflow's own on the screen.
-ENVIRONMENT = {
+MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
@@ -75,7 +75,7 @@ def default_uri(root: Path) -> str:
     return f"sqlite:///{Path(root).resolve() / 'mlflow.db'}"
 
 
-def located(uri: str) -> str:
+def expand_uri(uri: str) -> str:
     """The same address, ~ in it being the home folder. Raises Refused for what cannot be a path."""
     path = uri.removeprefix("sqlite:///")
     return f"{uri.removesuffix(path)}{user_path(path)}" if path.startswith("~") else uri
@@ -105,7 +105,7 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
 
 
-def reason(problem: BaseException) -> str:
+def short_reason(problem: BaseException) -> str:
     """A few words for why a call failed, out of the paragraph that an HTTP library makes of it."""
     text = without_password(str(problem)) or type(problem).__name__
     if match := re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text):
@@ -113,7 +113,7 @@ def reason(problem: BaseException) -> str:
     return "no answer in time" if "timed out" in text else text.splitlines()[0][:160].rstrip(". ")
 
 
-def origin() -> dict[str, str]:
+def source_tags() -> dict[str, str]:
     """Tags that MLflow shows in columns of their own: who ran what, at which commit of the files in this folder."""
     tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
     tags |= {f"mlflow.source.git.{key}": value for key, value in source_commit().items()}
@@ -159,7 +159,7 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
         )  # fmt: skip
 
 
-class Server(Protocol):
+class TrackingServer(Protocol):
     """What the tracker needs from a tracking server; every method may raise whatever it likes."""
 
     def open(self, record: Record) -> str:
@@ -181,7 +181,7 @@ class Mlflow:
     def __init__(self, uri: str) -> None:
         from mlflow.tracking import MlflowClient
 
-        uri = located(uri)
+        uri = expand_uri(uri)
         path = uri.removeprefix("sqlite:///")
         # What its database cannot do is told in a sentence; MLflow prints the traceback of every try, the first too.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
@@ -393,11 +393,11 @@ class Tracker:
         experiment: str = EXPERIMENT,
         name: str = "",
         say: Callable[[str], None] = print,
-        patience: float = PATIENCE,
+        patience: float = FINISH_TIMEOUT_S,
         command: str = "raysim run",
-        connect: Callable[[str], Server] = Mlflow,
+        connect: Callable[[str], TrackingServer] = Mlflow,
     ) -> None:
-        for key, value in ENVIRONMENT.items():
+        for key, value in MLFLOW_ENVIRONMENT.items():
             os.environ.setdefault(
                 key, value
             )  # MLflow reads them at each call; a user's own values stay
@@ -501,7 +501,7 @@ class Tracker:
             )
 
     def _work(self) -> None:
-        server: Server | None = None
+        server: TrackingServer | None = None
         ending = False
         while not ending:
             with self._wake:
@@ -514,11 +514,11 @@ class Tracker:
                     server.close(self._record, self._folder)
             except Exception as problem:
                 server = None
-                self._keep(reason(problem))
+                self._keep(short_reason(problem))
             else:
                 self._settle(len(rows), ending)
 
-    def _contact(self) -> Server:
+    def _contact(self) -> TrackingServer:
         server = self._connect(self._uri)
         identity = server.open(self._record)
         with self._wake:
@@ -579,7 +579,7 @@ def replay(
     uri: str = "",
     *,
     say: Callable[[str], None] = print,
-    connect: Callable[[str], Server] = Mlflow,
+    connect: Callable[[str], TrackingServer] = Mlflow,
 ) -> bool:
     """Send what a server lacks of the run in this folder; True where nothing is left to send.
 
@@ -590,7 +590,7 @@ def replay(
     record, backlog = read_record(folder), read_backlog(folder)
     if not record or (record.get("done") and not backlog):
         return True
-    for key, value in ENVIRONMENT.items():
+    for key, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     uri = uri or default_uri(folder.resolve().parent)
     history = (
@@ -607,8 +607,8 @@ def replay(
             record["done"] = True
     except Exception as problem:
         say(
-            f"MLflow at {without_password(uri)} cannot be used ({reason(problem)}): the run's rows stay in {folder},"
-            f" and `raysim run out={folder} resume=latest` tries again."
+            f"MLflow at {without_password(uri)} cannot be used ({short_reason(problem)}):"
+            f" the run's rows stay in {folder}, and `raysim run out={folder} resume=latest` tries again."
         )
         return False
     write_json(record, folder / RECORD)
@@ -660,7 +660,7 @@ def _names(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
-def experiment_number(uri: str) -> str:
+def find_experiment_id(uri: str) -> str:
     """The number of raysim's experiment in a database or on a server. Raises Refused where there is none."""
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient

@@ -26,7 +26,7 @@ from raysim.results.observers import (
     HistoryFile,
     MethodWarnings,
     Observer,
-    ObserverFailed,
+    ObserverError,
     WorkerDeaths,
 )
 from raysim.simulation.events import Event, Finished, Round, Saved, Started
@@ -118,13 +118,13 @@ def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_t
     straight = raysim.run([*QUICK, "out=straight"], quiet=True)
     diary = Diary()
     with pytest.raises(
-        ObserverFailed, match=r"on_round=.*picky raised ZeroDivisionError .*: nothing to"
+        ObserverError, match=r"on_round=.*picky raised ZeroDivisionError .*: nothing to"
     ) as caught:
         raysim.run([*QUICK, "out=a"], quiet=True, on_round=picky, observers=[diary])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "after round 3" in str(caught.value)
     assert "resume=latest" in str(caught.value)
-    assert diary.pages[-1] == "stop by ObserverFailed"
+    assert diary.pages[-1] == "stop by ObserverError"
     assert rounds("a") == [1, 2, 3]
     assert not Path("a/summary.json").exists()
     repaired = raysim.run([*QUICK, "out=a", "resume=latest"], quiet=True)
@@ -133,7 +133,7 @@ def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_t
 
 def test_an_observer_that_fails_at_the_end_leaves_a_finished_run() -> None:
     with pytest.raises(
-        ObserverFailed, match=r"your observer Diary .*in on_finish.*The run itself had finished"
+        ObserverError, match=r"your observer Diary .*in on_finish.*The run itself had finished"
     ):
         raysim.run([*QUICK, "out=a", "rounds=1"], quiet=True, observers=[Diary("finish")])
     assert json.loads(Path("a/summary.json").read_text())["rounds"] == 1

@@ -187,8 +187,8 @@ class TestNamesInResults:
     @pytest.mark.slow
     def test_report_has_names(self) -> None:
         result = trained("schedule.cohort=12", methods=[Failing()])
-        text = page.compare(
-            report.grouped([report.load_run(Path("run"))]), Path("page")
+        text = page.write_report(
+            report.group_by_setting([report.load_run(Path("run"))]), Path("page")
         ).read_text()
         assert "client 3 (user 103)" in text  # in the failures
         lowest = int(result.clients["accuracy"].argmin())

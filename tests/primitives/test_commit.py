@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raysim.primitives.commit import SOURCE, source_commit
-from raysim.results.tracking import origin
+from raysim.results.tracking import source_tags
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_
     assert {
         "mlflow.source.git.commit": commit,
         "mlflow.source.git.dirty": "false",
-    }.items() <= origin().items()
+    }.items() <= source_tags().items()
     Path("a.py").write_text("2\n")
     source_commit.cache_clear()
-    assert origin()["mlflow.source.git.dirty"] == "true"
+    assert source_tags()["mlflow.source.git.dirty"] == "true"
 
 
 def test_outside_of_git_nothing_is_said_of_it() -> None:
     assert source_commit() == {}
-    assert not any("git" in key for key in origin())
+    assert not any("git" in key for key in source_tags())

@@ -13,11 +13,11 @@ from raysim.data.federated import class_counts
 from raysim.data.heterogeneity import heterogeneity
 from raysim.experiment.execute import build, run
 from raysim.results.clients import (
-    CLIENTS,
-    SPLIT,
+    CLIENTS_FILE,
+    SPLIT_FILE,
+    client_labels,
     read_clients,
     read_split,
-    split_of,
     write_split,
 )
 from raysim.results.observers import Observer
@@ -82,7 +82,7 @@ def test_one_pooled_client_is_scored_on_all_tests(tmp_path: Path) -> None:
 
 def test_a_split_comes_back_as_it_was(tmp_path: Path) -> None:
     experiment = build([*TINY])
-    split = split_of(experiment.spec.data)
+    split = client_labels(experiment.spec.data)
     write_split(split, tmp_path)
     again = read_split(tmp_path)
     assert again is not None and again.classes == split.classes and again.clients == split.clients
@@ -115,16 +115,20 @@ GOOD = {"client": [0, 1], "label": [0, 1], "samples": [3, 4]}
 def test_a_damaged_split_is_named(
     tmp_path: Path, columns: dict[str, list[object]], content: str
 ) -> None:
-    pq.write_table(pa.table(columns).replace_schema_metadata({"raysim": content}), tmp_path / SPLIT)
+    pq.write_table(
+        pa.table(columns).replace_schema_metadata({"raysim": content}), tmp_path / SPLIT_FILE
+    )
     with pytest.raises(ValueError, match=r"split\.parquet cannot be read"):
         read_split(tmp_path)
 
 
 def test_damaged_tables_are_named(tmp_path: Path) -> None:
-    for name, read in ((SPLIT, read_split), (CLIENTS, read_clients)):
+    for name, read in ((SPLIT_FILE, read_split), (CLIENTS_FILE, read_clients)):
         (tmp_path / name).write_bytes(b"PAR1 no")
         with pytest.raises(ValueError, match=name):
             read(tmp_path)
-    pq.write_table(pa.table({"client": [0], "samples": [1], "tests": ["x"]}), tmp_path / CLIENTS)
-    with pytest.raises(ValueError, match=CLIENTS):
+    pq.write_table(
+        pa.table({"client": [0], "samples": [1], "tests": ["x"]}), tmp_path / CLIENTS_FILE
+    )
+    with pytest.raises(ValueError, match=CLIENTS_FILE):
         read_clients(tmp_path)

@@ -127,7 +127,7 @@ def limits(
         return ""
 
     monkeypatch.setattr(Axes, "fill_between", watched)
-    monkeypatch.setattr(curves, "svg", looked_at)
+    monkeypatch.setattr(curves, "draw_svg", looked_at)
     curves.panels(
         [curves.mean_curve("x", [history(list(each)) for each in scores], "accuracy", 0)], name
     )

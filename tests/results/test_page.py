@@ -14,7 +14,7 @@ import pytest
 from test_report import make, seeded
 
 from raysim.results import page, report, tables
-from raysim.results.clients import Split, write_split
+from raysim.results.clients import ClientLabels, write_split
 from raysim.results.jobs import JobWriter
 from raysim.simulation.events import JobRecord
 
@@ -42,7 +42,7 @@ class Tags(HTMLParser):
 
 
 def written(runs: list[report.Run], folder: Path) -> str:
-    return page.compare(report.grouped(runs), folder / "out").read_text()
+    return page.write_report(report.group_by_setting(runs), folder / "out").read_text()
 
 
 def section(text: str, title: str) -> str:
@@ -66,7 +66,9 @@ def test_names_that_are_markup_stay_names_and_nothing_is_loaded(tmp_path: Path) 
     lines = [json.dumps({"error": EVIL, "method": EVIL, "round": 1}), "no json", "[" * 99_999, "3"]
     (folder / "failures.jsonl").write_text("\n".join(lines))
     classes = [EVIL, "</svg>" + EVIL]
-    write_split(Split(np.array([0, 1]), np.array([0, 1]), np.array([2, 3]), 3, classes), folder)
+    write_split(
+        ClientLabels(np.array([0, 1]), np.array([0, 1]), np.array([2, 3]), 3, classes), folder
+    )
     found = Tags(text := written(runs, tmp_path))
     assert not {"script", "img", "iframe", "link", "object"} & {*found.tags}
     assert not [name for name, _ in found.attributes if name.startswith("on")]
@@ -185,7 +187,9 @@ def test_an_endless_list_of_errors_is_cut_and_said_so(tmp_path: Path) -> None:
 @pytest.mark.pictures
 def test_a_split_is_shown_once_for_all_who_have_it(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5], f"{{method: {{{name}: {{}}}}}}") for name in "abc"]
-    same = Split(np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"])
+    same = ClientLabels(
+        np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"]
+    )
     for run, split in zip(
         runs, (same, same, replace(same, samples=np.array([1, 1, 6]))), strict=True
     ):
@@ -202,7 +206,8 @@ def test_sizes_are_drawn_unless_all_are_the_same_which_the_table_says(tmp_path: 
         run = make(tmp_path / name, [0.5])
         clients = np.arange(len(sizes))
         write_split(
-            Split(clients, clients % 2, np.array(sizes), len(sizes), ["cat", "dog"]), run.folder
+            ClientLabels(clients, clients % 2, np.array(sizes), len(sizes), ["cat", "dog"]),
+            run.folder,
         )
         return section(written([run], tmp_path), "Split of the data")
 
@@ -217,12 +222,12 @@ def test_sizes_are_drawn_unless_all_are_the_same_which_the_table_says(tmp_path: 
 def test_what_a_study_was_warned_of_stands_below_its_results(tmp_path: Path) -> None:
     runs = [make(tmp_path / "a", [0.5])]
     columns = [tables.Column("", ["a"])]
-    page.compare(
-        report.grouped(runs),
+    page.write_report(
+        report.group_by_setting(runs),
         tmp_path,
         "t",
         [],
-        page.Section("Results", "", columns, notes=["set <norm>"]),
+        page.ReportSection("Results", "", columns, notes=["set <norm>"]),
     )
     assert "<p>set &lt;norm&gt;</p>" in section((tmp_path / "report.html").read_text(), "Results")
 
@@ -231,7 +236,9 @@ def test_what_a_study_was_warned_of_stands_below_its_results(tmp_path: Path) -> 
 def test_the_colour_of_a_map_of_classes_is_the_pages_own(tmp_path: Path) -> None:
     """What is drawn for a light page can hardly be seen on a dark one."""
     run = make(tmp_path / "a", [0.5])
-    write_split(Split(np.arange(2), np.arange(2), np.full(2, 3), 2, ["cat", "dog"]), run.folder)
+    write_split(
+        ClientLabels(np.arange(2), np.arange(2), np.full(2, 3), 2, ["cat", "dog"]), run.folder
+    )
     text = written([run], tmp_path)
     assert "<image" in section(text, "Split of the data")
     assert ".plot image { filter: url(#tint); }" in text and "flood-color: var(--c0)" in text
@@ -298,7 +305,7 @@ def test_of_a_run_with_a_broken_file_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_page_of_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name at least one folder"):
-        page.compare([], tmp_path)
+        page.write_report([], tmp_path)
 
 
 def test_passwords_are_on_no_page(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from raysim.results.progress import Progress, doing, waiting
+from raysim.results.progress import Progress, activity_line, waiting_line
 
 
 def seen(terminal: bool) -> str:
     console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
-    with waiting(console) as waits_for:
+    with waiting_line(console) as waits_for:
         waits_for("waiting for Ray")
         waits_for("waiting for the workers")
     with Progress(3, console=console):
@@ -36,7 +36,7 @@ def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: bool) -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
-    with waiting(console) as shows:
+    with waiting_line(console) as shows:
         shows("under way: fedavg_seed-0")
         for number in range(3):
             shows("under way: fedavg_seed-0", f" · round {number}/2")
@@ -50,14 +50,14 @@ def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: boo
 
 def test_a_quiet_console_says_nothing() -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=True, quiet=True)
-    with waiting(console) as waits_for:
+    with waiting_line(console) as waits_for:
         waits_for("waiting for Ray")
     assert out.getvalue() == ""
 
 
 def test_what_goes_on_after_the_last_round_is_said() -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=False, width=80)
-    with doing(console, "drawing pictures"):
+    with activity_line(console, "drawing pictures"):
         assert out.getvalue() == f"{'':<10}drawing pictures\n", "before it is done"
 
 

@@ -51,10 +51,10 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
 
 def test_report_has_column_of_unseen_clients(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75])
-    assert "unseen" not in report.table([run])
+    assert "unseen" not in report.comparison_table([run])
     rows: Rows = [row | {"accuracy_unseen": 0.4321} for row in history([0.5, 0.75])]
     write_json(summarise(rows), tmp_path / "one" / "summary.json")
-    table = report.table([report.load_run(tmp_path / "one")])
+    table = report.comparison_table([report.load_run(tmp_path / "one")])
     assert "unseen" in table and "0.4321" in table
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_was_stopped_is_summed_up_from_its_history(tmp_path: Path) ->
     run = make(tmp_path / "one", [0.5, 0.75], finished=False)
     assert not run.finished
     assert run.summary["best5_mean"] == 0.625
-    assert report.labels([run]) == ["one (unfinished)"]
+    assert report.run_labels([run]) == ["one (unfinished)"]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_is_missing(tmp_path: Path) -> None:
@@ -99,18 +99,18 @@ def test_runs_of_one_name_are_told_apart_by_what_differs(tmp_path: Path) -> None
     first = make(tmp_path / "a" / "run", [0.5], config.format(lr=0.1, mu=1.0, out="a"))
     second = make(tmp_path / "b" / "run", [0.5], config.format(lr=0.2, mu=1.0, out="b"))
     third = make(tmp_path / "c" / "other", [0.5], config.format(lr=0.3, mu=2.0, out="c"))
-    assert report.labels([first, second, third]) == ["local.lr=0.1", "local.lr=0.2", "other"]
+    assert report.run_labels([first, second, third]) == ["local.lr=0.1", "local.lr=0.2", "other"]
 
 
 def test_methods_are_named_before_their_parameters(tmp_path: Path) -> None:
     plain = make(tmp_path / "a" / "run", [0.5], "{method: {}}")
     prox = make(tmp_path / "b" / "run", [0.5], "{method: {fedprox: {mu: 0.1}}}")
-    assert report.labels([plain, prox]) == ["method=fedavg", "method=fedprox"]
+    assert report.run_labels([plain, prox]) == ["method=fedavg", "method=fedprox"]
 
 
 def test_twins_in_name_and_config_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5]) for place in "ab"]
-    assert report.labels(runs) == [f"run ({tmp_path / place / 'run'})" for place in "ab"]
+    assert report.run_labels(runs) == [f"run ({tmp_path / place / 'run'})" for place in "ab"]
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_twins_in_name_and_config_are_told_apart_by_their_folders(tmp_path: Path
     ],
 )
 def test_the_chosen_option_is_found_however_the_config_says_it(value: object, name: str) -> None:
-    assert report.choice({"data": value}, "data") == name
-    assert report.choice({"data": value, "choices": {"data": "mnist"}}, "data") == "mnist"
+    assert report.chosen_option({"data": value}, "data") == name
+    assert report.chosen_option({"data": value, "choices": {"data": "mnist"}}, "data") == "mnist"
 
 
 def test_the_table_puts_the_best_run_first_and_marks_the_best_values(tmp_path: Path) -> None:
     runs = [make(tmp_path / "low", [0.25, 0.5]), make(tmp_path / "high", [0.75, 0.5, 0.75])]
-    lines = report.table(runs).splitlines()
+    lines = report.comparison_table(runs).splitlines()
     assert lines[0] == "method fedavg · data – · partition –"
     assert [line.split()[0] for line in lines[3:5]] == ["high", "low"]
     assert lines[5].startswith("* best of its column; of accuracies, where it is ahead of the next")
@@ -143,8 +143,8 @@ def test_the_table_puts_the_best_run_first_and_marks_the_best_values(tmp_path: P
 
 def test_the_table_says_what_its_deviation_is_over(tmp_path: Path) -> None:
     note = "last 10: mean ± deviation over these rounds"
-    assert report.table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
-    assert note not in report.table([make(tmp_path / "none", [None])])
+    assert report.comparison_table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
+    assert note not in report.comparison_table([make(tmp_path / "none", [None])])
 
 
 def test_defaults_of_an_option_that_not_all_chose_tell_nothing(tmp_path: Path) -> None:
@@ -156,15 +156,18 @@ def test_defaults_of_an_option_that_not_all_chose_tell_nothing(tmp_path: Path) -
         runtime("inprocess"),
         runtime("local", ", workers: null, strategy: PACK, wait: null"),
     )
-    assert report.telling([alone, usual]) == ({"runtime.name": ["inprocess", "local"]}, 3)
+    assert report.distinguishing_settings([alone, usual]) == (
+        {"runtime.name": ["inprocess", "local"]},
+        3,
+    )
     chosen = runtime("local", ", workers: 4, strategy: PACK")
-    found, left = report.telling([alone, chosen])
+    found, left = report.distinguishing_settings([alone, chosen])
     assert (found.get("runtime.workers"), left) == (["–", "4"], 1), "what was set is told"
-    assert report.telling([usual, chosen])[0]["runtime.workers"] == ["None", "4"], (
+    assert report.distinguishing_settings([usual, chosen])[0]["runtime.workers"] == ["None", "4"], (
         "what both have is told"
     )
     own = runtime("mine", ", workers: null")
-    assert "runtime.workers" in report.telling([alone, own])[0], (
+    assert "runtime.workers" in report.distinguishing_settings([alone, own])[0], (
         "nobody knows the defaults of another's option"
     )
 
@@ -179,12 +182,12 @@ def test_nobody_wins_where_runs_cannot_be_compared(tmp_path: Path) -> None:
     write_json(
         summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json"
     )
-    assert "2 s*" in report.table([alike[0], report.load_run(tmp_path / "b")])
+    assert "2 s*" in report.comparison_table([alike[0], report.load_run(tmp_path / "b")])
     other = [
         make(tmp_path / name, [score], f"partition: {{alpha: {score}}}")
         for name, score in (("c", 0.9), ("d", 0.1))
     ]
-    assert "*" not in report.table(other)
+    assert "*" not in report.comparison_table(other)
 
 
 def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> None:
@@ -201,7 +204,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> No
         *study("moon", [0.2, 0.3, 0.4]),
         *study("fedbr", [0.6, 0.6]),
     ]
-    above, head, _, *rows, star, scored, note = report.table(runs).splitlines()
+    above, head, _, *rows, star, scored, note = report.comparison_table(runs).splitlines()
     assert above == "data – · partition –" and head.split()[:3] == ["seeds", "rounds", "best"]
     cells = [re.split(r"  +", row) for row in rows]
     assert [(each[0], each[1]) for each in cells] == [
@@ -211,13 +214,13 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> No
     ]
     assert [each[3] for each in cells] == ["0.8500 ± 0.0707*", "0.6000 ± 0.0000", "0.3000 ± 0.1000"]
     assert star.endswith("deviation of either over the seeds")
-    assert scored == report.scored(runs)
+    assert scored == report.describe_scores(runs)
     assert note == "mean ± sample deviation over the seeds; --csv prints every run"
     going = [
         *runs,
         replace(make(tmp_path / "on", [0.7], "{method: {moon: {mu: 1}}, seed: 3}"), finished=False),
     ]
-    assert [group.label for group in report.grouped(going)] == [
+    assert [group.label for group in report.group_by_setting(going)] == [
         "fedprox",
         "moon (unfinished)",
         "fedbr",
@@ -227,13 +230,13 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row(tmp_path: Path) -> No
 
 def test_nobody_wins_a_column_where_all_are_equal_or_alone(tmp_path: Path) -> None:
     twin = [make(tmp_path / name, [0.5]) for name in ("a", "b")]
-    assert "*" not in report.table(twin)
-    assert "*" not in report.table(twin[:1])
+    assert "*" not in report.comparison_table(twin)
+    assert "*" not in report.comparison_table(twin[:1])
 
 
 def test_a_missing_score_sorts_last_and_shows_a_dash(tmp_path: Path) -> None:
     runs = [make(tmp_path / "unmeasured", [None, None]), make(tmp_path / "measured", [0.5])]
-    last = report.table(runs).splitlines()[-3]
+    last = report.comparison_table(runs).splitlines()[-3]
     assert last.startswith("unmeasured")
     assert "–" in last
 
@@ -248,7 +251,7 @@ def test_a_summary_with_odd_values_is_reported_or_refused(odd: int, tmp_path: Pa
     for key in good:
         (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
         with contextlib.suppress(ValueError):
-            report.table([report.load_run(tmp_path / "one")])
+            report.comparison_table([report.load_run(tmp_path / "one")])
 
 
 # --- seeds ----------------------------------------------------------------------------------------------------------
@@ -268,11 +271,11 @@ def test_runs_that_differ_in_their_seeds_are_one_row_with_mean_and_sample_deviat
     tmp_path: Path,
 ) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.5])
-    groups = report.grouped(runs[::-1])
+    groups = report.group_by_setting(runs[::-1])
     assert [(group.label, [run.config["seed"] for run in group.runs]) for group in groups] == [
         ("fedprox", [0, 1, 2]), ("fedavgm", [0]),
     ]  # fmt: skip
-    columns = {column.title: column for column in report.results(groups)}
+    columns = {column.title: column for column in report.result_columns(groups)}
     assert columns["seeds"].texts == ["3", "1"]
     assert columns["final"].texts == ["0.7500 ± 0.2500", "0.5000"]  # sqrt((0.25² + 0 + 0.25²) / 2)
     assert columns["final"].scores == [0.75, 0.5]
@@ -283,14 +286,16 @@ def test_runs_with_another_loss_are_another_setting(tmp_path: Path) -> None:
     """One of the user's own may have no key that would tell them apart."""
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
-    assert len(report.grouped(runs)) == 2
-    assert report.differences(runs)["loss"] == ["–", "mine"]
+    assert len(report.group_by_setting(runs)) == 2
+    assert report.differing_settings(runs)["loss"] == ["–", "mine"]
 
 
 def test_what_some_seeds_did_not_reach_says_how_many_did(tmp_path: Path) -> None:
     columns = {
         c.title: c
-        for c in report.results(report.grouped(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75])))
+        for c in report.result_columns(
+            report.group_by_setting(seeded(tmp_path, "fedprox", [0.5, 0.75, 0.75]))
+        )
     }
     assert columns["to 0.70"].texts == ["2.0 ± 0.0 (2 of 3)"]
 
@@ -312,13 +317,18 @@ def test_a_deviation_has_the_unit_and_the_digits_of_its_mean(
         replace(run, summary=run.summary | {"floats_down": 0, key: v})
         for run, v in zip(runs, values, strict=True)
     ]
-    assert {c.title: c.texts for c in report.results(report.grouped(runs))}[title] == [text]
+    assert {c.title: c.texts for c in report.result_columns(report.group_by_setting(runs))}[
+        title
+    ] == [text]
 
 
 def test_virtual_time_has_a_winner_and_the_time_of_a_busy_machine_has_none(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5, score]) for name, score in (("a", 0.5), ("b", 0.75))]
     runs[0].summary.update(virtual_seconds=1.0, wall_seconds=1.0)
-    best = {column.title: column.best() for column in report.results(report.grouped(runs))}
+    best = {
+        column.title: column.best()
+        for column in report.result_columns(report.group_by_setting(runs))
+    }
     assert best["virtual"] and not best["wall"]
 
 
@@ -329,21 +339,24 @@ def test_a_table_says_which_metric_on_which_tests(tmp_path: Path) -> None:
     errors = replace(both, rows=[{"round": 1, "mae": 2.0, "mae_worst": 3.0, "mae_global": None}])
     nothing = replace(both, rows=[{"round": 1}])
     tests = "on the clients' own tests (mean)"
-    assert report.scored([own]) == f"scores: accuracy {tests}"
-    assert report.scored([both]) == f"scores: accuracy {tests}; central: on the central test set"
-    assert report.scored([central]) == "scores: accuracy on the central test set"
+    assert report.describe_scores([own]) == f"scores: accuracy {tests}"
     assert (
-        report.scored([own, central])
+        report.describe_scores([both])
+        == f"scores: accuracy {tests}; central: on the central test set"
+    )
+    assert report.describe_scores([central]) == "scores: accuracy on the central test set"
+    assert (
+        report.describe_scores([own, central])
         == f"scores: accuracy {tests} or accuracy on the central test set"
     )
-    assert report.scored([errors]) == f"scores: mae {tests}"
-    assert report.scored([nothing]) == ""
-    assert report.scored([both]) in report.table([both]).splitlines()
+    assert report.describe_scores([errors]) == f"scores: mae {tests}"
+    assert report.describe_scores([nothing]) == ""
+    assert report.describe_scores([both]) in report.comparison_table([both]).splitlines()
 
 
 def test_a_seed_that_comes_twice_is_no_second_seed(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5], "{method: {}, seed: 3}") for place in "ab"]
-    groups = report.grouped(runs)
+    groups = report.group_by_setting(runs)
     assert [len(group.runs) for group in groups] == [1, 1]
     assert len({group.label for group in groups}) == 2
 
@@ -358,13 +371,16 @@ def test_settings_of_one_method_are_told_apart_by_what_differs_but_not_by_seeds(
         for lr in (0.1, 0.2)
         for seed in (4, 5)
     ]
-    assert sorted(group.label for group in report.grouped(runs)) == ["local.lr=0.1", "local.lr=0.2"]
+    assert sorted(group.label for group in report.group_by_setting(runs)) == [
+        "local.lr=0.1",
+        "local.lr=0.2",
+    ]
 
 
 # --- LaTeX and CSV --------------------------------------------------------------------------------------------------
 def test_the_table_for_latex_is_one_that_latex_reads(tmp_path: Path) -> None:
     runs = [make(tmp_path / r"a_b & 50% of {x}\y", [0.75]), make(tmp_path / "low", [0.5])]
-    text = tables.latex(report.results(report.grouped(runs)))
+    text = tables.to_latex(report.result_columns(report.group_by_setting(runs)))
     body = text.splitlines()
     assert body[0] == r"% needs \usepackage{booktabs}"
     assert [body.index(rf"\{rule}") for rule in ("toprule", "midrule", "bottomrule")] == [2, 4, 7]
@@ -380,7 +396,9 @@ def test_the_table_for_latex_is_one_that_latex_reads(tmp_path: Path) -> None:
 def test_the_table_for_programs_has_a_row_per_run_with_all_digits(tmp_path: Path) -> None:
     rows = list(
         csv.DictReader(
-            io.StringIO(report.as_csv(report.grouped(seeded(tmp_path, "fedprox", [0.5, 2 / 3]))))
+            io.StringIO(
+                report.as_csv(report.group_by_setting(seeded(tmp_path, "fedprox", [0.5, 2 / 3])))
+            )
         )
     )
     assert [(row["setting"], row["run"], row["seed"]) for row in rows] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raysim.results.significance import holm, mean_deviation, paired
+from raysim.results.significance import compare_pairs, holm_correction, mean_deviation
 
 
 def test_the_deviation_has_the_divisor_of_a_sample() -> None:
@@ -15,7 +15,7 @@ def test_the_deviation_has_the_divisor_of_a_sample() -> None:
 
 
 def test_three_pairs_give_the_interval_and_p_of_a_table_of_students_t() -> None:
-    found = paired([1.1, 1.2, 1.3], [0.1, -0.8, -1.7])  # differences 1, 2, 3
+    found = compare_pairs([1.1, 1.2, 1.3], [0.1, -0.8, -1.7])  # differences 1, 2, 3
     assert (found.pairs, found.note) == (3, "")
     assert found.mean == pytest.approx(2.0)
     assert found.deviation == pytest.approx(1.0)
@@ -31,7 +31,7 @@ def test_six_pairs_of_one_sign_give_wilcoxons_smallest_p() -> None:
     from scipy import stats  # seconds, for this test alone
 
     left, right = [0.5, 0.61, 0.73, 0.86, 0.7, 0.81], [0.4, 0.5, 0.6, 0.7, 0.5, 0.6]
-    found = paired(left, right)
+    found = compare_pairs(left, right)
     assert found.wilcoxon == pytest.approx(2 / 2**6)
     assert found.p == pytest.approx(stats.ttest_rel(left, right).pvalue)
     low, high = stats.ttest_rel(left, right).confidence_interval(0.95)
@@ -40,7 +40,7 @@ def test_six_pairs_of_one_sign_give_wilcoxons_smallest_p() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
-    found = paired([0.5, 0.7][:count], [0.4, 0.4][:count])
+    found = compare_pairs([0.5, 0.7][:count], [0.4, 0.4][:count])
     assert found.note == "n too small: a test needs 3 seeds"
     assert (found.p, found.low, found.high, found.wilcoxon) == (None, None, None, None)
     assert found.mean == pytest.approx({0: None, 1: 0.1, 2: 0.2}[count])
@@ -56,19 +56,19 @@ def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
 def test_differences_without_a_deviation_but_that_of_rounding_are_not_tested(
     left: list[float], note: str
 ) -> None:
-    found = paired(left, [0.7, 0.8, 0.9])
+    found = compare_pairs(left, [0.7, 0.8, 0.9])
     assert (found.note, found.p, found.low) == (note, None, None)
 
 
 def test_zeros_among_the_differences_are_allowed() -> None:
-    found = paired([0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.3], [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    found = compare_pairs([0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.3], [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
     assert found.wilcoxon is not None
     assert 0 < found.wilcoxon < 1
 
 
 def test_holms_correction_steps_down_and_never_falls() -> None:
-    corrected = holm([0.01, None, 0.04, 0.03])
+    corrected = holm_correction([0.01, None, 0.04, 0.03])
     assert corrected[1] is None
     assert [corrected[i] for i in (0, 2, 3)] == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm_correction([0.6, 0.9]) == [1.0, 1.0]
+    assert holm_correction([]) == []

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from raysim.results.tables import Column, aligned, columns_of, latex, to_csv
+from raysim.results.tables import Column, format_table, text_columns, to_csv, to_latex
 
 NAMES = Column("run", ["fedavg", "fedprox"])
 
 
 def test_columns_that_do_not_fit_come_below_beside_the_first_one() -> None:
     numbers = [Column(f"number {n}", ["0.1234", "0.5"], [0.1234, 0.5]) for n in range(5)]
-    wide = aligned([NAMES, *numbers])
+    wide = format_table([NAMES, *numbers])
     assert wide.count("\n\n") == 0
     for width in (20, 30, 40, 79):
-        text = aligned([NAMES, *numbers], width)
+        text = format_table([NAMES, *numbers], width)
         assert all(len(line) <= width for line in text.splitlines())
         blocks = text.split("\n\n")
         assert all(block.startswith("run") and "\nfedprox" in block for block in blocks)
         assert [
             word for block in blocks for word in block.splitlines()[0].split()[1:]
         ] == wide.splitlines()[0].split()[1:]
-    assert aligned([NAMES, *numbers], 1000) == wide
+    assert format_table([NAMES, *numbers], 1000) == wide
 
 
 def test_a_column_wider_than_the_line_is_never_cut() -> None:
-    text = aligned([NAMES, Column("long", ["x" * 50, "y"]), Column("next", ["1", "2"])], 20)
+    text = format_table([NAMES, Column("long", ["x" * 50, "y"]), Column("next", ["1", "2"])], 20)
     assert "x" * 50 in text and text.count("\n\n") == 1
 
 
@@ -58,7 +58,9 @@ def test_the_best_is_marked_where_it_is_clear(
         "accuracy", [str(score) for score in scores], scores, better, deviations, groups
     )
     assert column.best() == best
-    stars = {i for i, line in enumerate(aligned([column]).splitlines()[2:]) if line.endswith("*")}
+    stars = {
+        i for i, line in enumerate(format_table([column]).splitlines()[2:]) if line.endswith("*")
+    }
     assert stars == best
 
 
@@ -73,14 +75,14 @@ def test_csv_keeps_every_digit_and_whole_numbers() -> None:
 
 
 def test_rows_of_texts_are_columns_of_numbers_behind_a_label() -> None:
-    label, count = columns_of(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
+    label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
-    assert aligned([label, count]).splitlines()[-1] == "fedbr    20"
+    assert format_table([label, count]).splitlines()[-1] == "fedbr    20"
 
 
 def test_latex_escapes_what_it_would_read() -> None:
     columns = [Column("a_b", ["50%", "x"]), Column("score", ["0.7 ± 0.1", "0.5"], [0.7, 0.5], 1)]
-    text = latex(columns, "a note")
+    text = to_latex(columns, "a note")
     assert text.splitlines()[:3] == [
         r"% needs \usepackage{booktabs}",
         "% a note",

@@ -52,7 +52,7 @@ ROWS: list[Row] = [
 def drawn(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
     """The panels: clients, fleet, workers and, where anything is stale, staleness."""
     figure = Figure()
-    timeline.fill(figure, jobs, ROWS if rows is None else rows, LIGHT)
+    timeline.fill_figure(figure, jobs, ROWS if rows is None else rows, LIGHT)
     return [ax for ax in figure.axes if ax.get_label() != "<colorbar>"]
 
 
@@ -72,24 +72,24 @@ def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
 def test_equal_clients_in_rounds_need_no_timeline() -> None:
     rounds = made(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(4)])
     rounds.round[:] = 1
-    assert not timeline.eventful(rounds)
-    assert not timeline.eventful(rounds[np.zeros(4, bool)])
+    assert not timeline.has_events(rounds)
+    assert not timeline.has_events(rounds[np.zeros(4, bool)])
 
 
 @pytest.mark.parametrize("fate", ["lost", "discarded", "failed"])
 def test_whatever_went_wrong_needs_a_timeline(fate: str) -> None:
-    assert timeline.eventful(made((0, 0.0, 1.0, "aggregated", 0), (1, 0.0, 1.0, fate, 0)))
+    assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 0), (1, 0.0, 1.0, fate, 0)))
 
 
 def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
-    assert timeline.eventful(made((0, 0.0, 1.0, "aggregated", 1)))
+    assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 1)))
     for slow, needed in ((9.0, True), (2.0, False)):
         waiting = made(
             *[(client, 0.0, 1.0, "aggregated", 0) for client in range(3)],
             (3, 0.0, slow, "aggregated", 0),
         )
         waiting.round[:] = 1
-        assert timeline.eventful(waiting) == needed
+        assert timeline.has_events(waiting) == needed
 
 
 # --- clients ------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_of_many_clients_the_fastest_some_random_and_the_slowest_are_shown() -> 
         *[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)]
     )
     by_speed = [(client * 73) % 100 for client in range(100)]  # 73 is the inverse of 37 modulo 100
-    kinds = dict(timeline.sample(many))
+    kinds = dict(timeline.sample_clients(many))
     assert list(kinds) == ["fastest", "random", "slowest"]
     assert (
         kinds["fastest"].tolist() == by_speed[:12] and kinds["slowest"].tolist() == by_speed[-12:]
@@ -161,7 +161,7 @@ def test_of_many_clients_the_fastest_some_random_and_the_slowest_are_shown() -> 
     assert (
         places == sorted(set(places)) and len(places) == 12 and places[0] >= 12 and places[-1] < 88
     )
-    assert timeline.sample(many)[1][1].tolist() == kinds["random"].tolist()
+    assert timeline.sample_clients(many)[1][1].tolist() == kinds["random"].tolist()
     assert "36 of 100 clients" in drawn(many)[0].get_title()
 
 
@@ -170,13 +170,13 @@ def test_a_client_whose_jobs_are_lost_early_is_not_taken_for_a_fast_one() -> Non
         (0, 0.0, 0.1, "lost", 0), (0, 1.0, 9.0, "aggregated", 0),
         (1, 0.0, 2.0, "aggregated", 0), (2, 0.0, 3.0, "lost", 0),
     )  # fmt: skip
-    assert timeline.sample(jobs)[0][1].tolist() == [1, 2, 0]
+    assert timeline.sample_clients(jobs)[0][1].tolist() == [1, 2, 0]
 
 
 def test_of_a_long_run_a_part_is_shown_in_which_bars_are_wide_enough() -> None:
     long = made(*[(k % 5, float(k), k + 1.0, "aggregated", 0) for k in range(1000)])
-    assert timeline.window(long, 1000.0) == (420.0, 580.0)
-    assert timeline.window(long[np.arange(100)], 100.0) == (0.0, 100.0)
+    assert timeline.shown_window(long, 1000.0) == (420.0, 580.0)
+    assert timeline.shown_window(long[np.arange(100)], 100.0) == (0.0, 100.0)
     ax = drawn(long, [{"virtual_seconds": 1000.0}])[0]
     assert "a part of the run" in ax.get_title()
     assert len(spans(boxes(ax)[0])) == 160
@@ -187,7 +187,7 @@ def test_clients_at_work_are_counted_exactly() -> None:
     jobs = made(
         (0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0)
     )
-    assert timeline.at_work(jobs, np.arange(5.0)).tolist() == [1.0, 2.0, 1.5, 1.0]
+    assert timeline.active_clients(jobs, np.arange(5.0)).tolist() == [1.0, 2.0, 1.5, 1.0]
 
 
 def test_fleet_and_workers_are_drawn_over_virtual_time() -> None:
@@ -216,9 +216,9 @@ def test_one_worker_is_one_curve() -> None:
 
 
 def test_long_curves_are_thinned_to_means() -> None:
-    x, y = timeline.thinned(np.arange(1200.0), np.arange(1200.0) % 2, 1200.0)
+    x, y = timeline.thin_curve(np.arange(1200.0), np.arange(1200.0) % 2, 1200.0)
     assert len(x) == 120 and x[:2].tolist() == [4.5, 14.5] and set(y.tolist()) == {0.5}
-    assert timeline.thinned(np.arange(3.0), np.ones(3), 3.0)[0].tolist() == [0, 1, 2]
+    assert timeline.thin_curve(np.arange(3.0), np.ones(3), 3.0)[0].tolist() == [0, 1, 2]
 
 
 def test_the_histogram_holds_the_share_of_each_staleness() -> None:
@@ -257,7 +257,9 @@ def test_no_titles_or_names_of_clients_overlap() -> None:
     many = made(*[(k % 60, k / 3, k / 3 + 1 + k % 60, "aggregated", k % 7) for k in range(300)])
     with matplotlib.rc_context(page_theme(False)):
         figure = Figure(figsize=(13, 9.6), dpi=50, layout="constrained")
-        timeline.fill(figure, many, [{"virtual_seconds": 5.0 * n} for n in range(1, 24)], LIGHT)
+        timeline.fill_figure(
+            figure, many, [{"virtual_seconds": 5.0 * n} for n in range(1, 24)], LIGHT
+        )
         figure.draw_without_rendering()
     for ax in figure.axes:
         for names in (ax.get_xticklabels(), ax.get_yticklabels()):

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from raysim.experiment.compose import compose, plain, to_yaml
 from raysim.experiment.execute import build, run
 from raysim.results.history import Row, write_history
-from raysim.results.observers import Tracking
-from raysim.results.served import served
+from raysim.results.observers import TrackingObserver
+from raysim.results.shared_model import load_shared_model
 from raysim.results.tracking import (
     BACKLOG,
     MODEL,
@@ -308,9 +308,9 @@ def test_a_model_that_is_not_sent_has_the_reason_for_it(
         def fail(*_: object) -> None:
             raise error
 
-        monkeypatch.setattr("raysim.results.observers.served", fail)
+        monkeypatch.setattr("raysim.results.observers.load_shared_model", fail)
         said: list[str] = []
-        observer = Tracking(NoTracker(), {}, {}, Mock(), said.append, Mock())
+        observer = TrackingObserver(NoTracker(), {}, {}, Mock(), said.append, Mock())
         observer._send(Mock(folder=tmp_path, pictures=[], rows=[], facts={}, summary=dict))
         return said[0].partition(" alone, as ")[2]
 
@@ -490,7 +490,7 @@ def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(
 
 def test_a_model_of_which_clients_keep_parts_is_not_logged(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[fedbn]", "model.norm=batch"])
-    assert served(experiment.spec, tmp_path / "none") is None
+    assert load_shared_model(experiment.spec, tmp_path / "none") is None
 
 
 def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> None:
@@ -500,7 +500,7 @@ def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> Non
         {f"model.{name}": value for name, value in networks["model"].state_dict().items()},
         tmp_path / "model",
     )
-    found = served(experiment.spec, tmp_path / "model")
+    found = load_shared_model(experiment.spec, tmp_path / "model")
     assert found is not None
     model, example = found
     assert model(torch.from_numpy(example)).shape == (2, experiment.spec.task.num_classes)  # folded
@@ -518,7 +518,7 @@ def test_a_recurrent_network_is_saved_without_a_word_and_predicts(
         {f"model.{name}": value for name, value in networks["model"].state_dict().items()},
         tmp_path / "model",
     )
-    found = served(experiment.spec, tmp_path / "model")
+    found = load_shared_model(experiment.spec, tmp_path / "model")
     assert found is not None
     model, example = found
     save_model(model, example, tmp_path)

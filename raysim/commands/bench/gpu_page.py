@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from raysim.primitives.files import replace_file
-from raysim.results.tables import markdown
-from raysim.results.theme import INK, LIGHT, logarithmic, theme
+from raysim.results.tables import to_markdown
+from raysim.results.theme import INK, LIGHT, set_log_scale, theme
 
 PAGE = "page.md"
 # Of a method's largest change; float32 drifts over some 50 steps.
@@ -127,7 +127,7 @@ def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
     for row, cells in zip(rows, every, strict=True):
         if "refused" in row:
             cells[-1] = str(row["refused"]).replace("|", "/")
-    yield markdown(columns, every)
+    yield to_markdown(columns, every)
     yield ""
 
 
@@ -165,7 +165,7 @@ def _draw_distances(rows: Rows, path: Path) -> None:
             )
             ax.scatter(x, y, s=14, color=LIGHT[place], label=dtype)
             ax.axhline(TOLERANCE[dtype], color=LIGHT[place], linewidth=0.8)
-        logarithmic(ax)
+        set_log_scale(ax)
         ax.set(ylabel="share of the largest change")
         ax.set_xticks(range(len(methods)), methods, rotation=90, fontsize=7)
         figure.legend(loc="outside upper right", ncols=2)

@@ -27,7 +27,7 @@ from raysim.data.sources import FashionMnist, Source, Synthetic
 from raysim.models import Cnn, Mlp, ModelRecipe
 from raysim.primitives.streams import stream
 from raysim.results.history import write_json
-from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.results.tables import format_table, terminal_width, text_columns
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Finished, Profiled, Round
 from raysim.simulation.fleet import Ideal
@@ -326,7 +326,7 @@ def main(
     print(
         f"seconds a round, {options.workers} processes of one thread; medians of {blocks} paired blocks"
     )
-    print(aligned(columns_of(head, rows), terminal_width()))
+    print(format_table(text_columns(head, rows), terminal_width()))
     settings = {
         "torch": torch.__version__,
         "blocks": blocks,

@@ -39,7 +39,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.models.cnn import DigitsCnn, MnistCnn
 from raysim.results.history import write_json
-from raysim.results.tables import aligned, columns_of, terminal_width
+from raysim.results.tables import format_table, terminal_width, text_columns
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Ideal
@@ -193,7 +193,7 @@ def report(title: str, results: Sequence[Measured], blocks: int, out: Path) -> N
         rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
     head = ("method", "ms", "ratio", "lowest", "highest", "promised")
     print(f"{title}; medians of {blocks} paired blocks")
-    print(aligned(columns_of(head, rows), terminal_width()))
+    print(format_table(text_columns(head, rows), terminal_width()))
 
     capability = torch.backends.cpu.get_cpu_capability()
     settings = {"torch": torch.__version__, "blocks": blocks, "capability": capability}

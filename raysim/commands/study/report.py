@@ -24,10 +24,24 @@ from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import COLUMNS, metric_of, write_json
-from raysim.results.page import Section, compare
-from raysim.results.report import Group, Run, load_run, pair, scored, sentence, tested
-from raysim.results.significance import FEWEST, Difference, holm, mean_deviation, paired
-from raysim.results.tables import MARKED, NOTHING, Column, aligned, latex, to_csv
+from raysim.results.page import ReportSection, write_report
+from raysim.results.report import (
+    Run,
+    RunGroup,
+    as_sentence,
+    describe_scores,
+    format_mean,
+    load_run,
+    score_kinds,
+)
+from raysim.results.significance import (
+    MIN_PAIRS,
+    Difference,
+    compare_pairs,
+    holm_correction,
+    mean_deviation,
+)
+from raysim.results.tables import BEST_RULE, MISSING, Column, format_table, to_csv, to_latex
 from raysim.results.theme import DARK, LIGHT, theme
 
 if TYPE_CHECKING:
@@ -136,23 +150,25 @@ def differences(campaign: Campaign, scores: Sequence[Scores], metric: str) -> li
             left, right = [values[seed] for seed in common], [base[seed] for seed in common]
             pairs = tuple(a - b for a, b in zip(left, right, strict=True))
             found.append(
-                Comparison(metric, where, what, reference, common, pairs, paired(left, right))
+                Comparison(
+                    metric, where, what, reference, common, pairs, compare_pairs(left, right)
+                )
             )
-    corrected = holm([one.found.p for one in found])
+    corrected = holm_correction([one.found.p for one in found])
     return [
         replace(one, found=replace(one.found, holm=p))
         for one, p in zip(found, corrected, strict=True)
     ]
 
 
-def settings(campaign: Campaign, scores: Sequence[Scores]) -> list[Group]:
+def settings(campaign: Campaign, scores: Sequence[Scores]) -> list[RunGroup]:
     """The finished runs of each setting, the reference first."""
     keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
     found = [
         (label(campaign, group[0].cell, keys), [s.run for s in group if s.run])
         for group in grouped(scores)
     ]
-    return [Group(name, runs) for name, runs in found if runs]
+    return [RunGroup(name, runs) for name, runs in found if runs]
 
 
 def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
@@ -167,7 +183,7 @@ def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
 def _number(metric: str, value: float | None, sign: str = "", *, like: float | None = None) -> str:
     """like: of a deviation its mean, whose decimals it has."""
     if value is None:
-        return NOTHING
+        return MISSING
     if metric.startswith("rounds") or abs(value if like is None else like) < 10:
         return f"{value:{sign}{'.1f' if metric.startswith('rounds') else '.4f'}}"
     return (
@@ -178,7 +194,7 @@ def _number(metric: str, value: float | None, sign: str = "", *, like: float | N
 
 
 def _p(value: float | None) -> str:
-    return NOTHING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
+    return MISSING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _better(metric: str, errors: bool) -> int:
@@ -207,7 +223,7 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
     groups = grouped(scores)
     names = zip(keys, short_names(keys), strict=True)
     columns = [
-        Column(name, [g[0].cell.settings.get(key, NOTHING) for g in groups]) for key, name in names
+        Column(name, [g[0].cell.settings.get(key, MISSING) for g in groups]) for key, name in names
     ]
     made = [sum(each.run is not None for each in group) for group in groups]
     counts = [
@@ -223,7 +239,7 @@ def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]
         for n, group in zip(made, groups, strict=True):
             values = finite_values([each.values[metric] for each in group])
             mean, deviation = mean_deviation(values)
-            text = pair(mean, deviation, partial(_number, metric))
+            text = format_mean(mean, deviation, partial(_number, metric))
             texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
             means.append(mean)
             deviations.append(deviation)
@@ -240,7 +256,7 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
     bounds = [
         f"[{_number(metric, f.low, '+')}, {_number(metric, f.high, '+')}]"
         if f.low is not None
-        else NOTHING
+        else MISSING
         for f in found
     ]
     columns = [
@@ -256,7 +272,7 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
         Column("p (Wilcoxon)", [_p(f.wilcoxon) for f in found], [f.wilcoxon for f in found]),
         Column("", [f.note for f in found]),
     ]
-    return [column for column in columns if set(column.texts) - {"", NOTHING}]
+    return [column for column in columns if set(column.texts) - {"", MISSING}]
 
 
 # --- the picture ----------------------------------------------------------------------------------------------------
@@ -287,9 +303,11 @@ def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = Fal
             _panel(ax, panel, names, DARK if dark else LIGHT)
             ax.set_title(where, loc="left")
         first = comparisons[0]
-        tested = any(one.found.low is not None for one in comparisons)
+        is_tested = any(one.found.low is not None for one in comparisons)
         interval = (
-            " with its 95 % interval" if tested else f" (no interval: that needs {FEWEST} seeds)"
+            " with its 95 % interval"
+            if is_tested
+            else f" (no interval: that needs {MIN_PAIRS} seeds)"
         )
         what = f"{_title(first.metric)}{f', {about}' if about else ''}: difference to {first.reference}"
         lines = (what, f"circles: each seed, dot: mean{interval}")
@@ -344,23 +362,24 @@ def report(
     table = {name: differences(campaign, scores, name) for name in names}
     columns, folder = settings_table(campaign, scores), campaign.folder
     _store(folder, scores, table, failed or {})
-    about = f"Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. Bold is the best, {MARKED}"
+    about = "Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. "
+    about += f"Bold is the best, {BEST_RULE}"
     about += ", among rows that share all other settings." if any(columns[-1].groups or ()) else "."
     runs = [each.run for each in scores if each.run]
-    what = scored(runs)
-    about = " ".join(filter(None, [about, sentence(what)]))
+    what = describe_scores(runs)
+    about = " ".join(filter(None, [about, as_sentence(what)]))
     sections = []
     pictures = None
     for name, comparisons in table.items():
         if comparisons:
             if name == names[0]:
-                on = " or ".join(tested(runs)) if name in METRICS else ""
+                on = " or ".join(score_kinds(runs)) if name in METRICS else ""
                 pictures = draw(comparisons, on), draw(comparisons, on, dark=True)
                 replace_file(folder / "study.png", pictures[0])
             title = f"{_title(name)}: difference to {comparisons[0].reference}"
             first = name == names[0]
             sections.append(
-                Section(
+                ReportSection(
                     title,
                     HOW if first else "",
                     differences_table(comparisons),
@@ -368,15 +387,17 @@ def report(
                 )
             )
     begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
-    results = Section("Results", about, settings_table(campaign, begun), notes=campaign.warnings)
-    replace_file(folder / "study.tex", f"{latex(results.columns, about)}\n".encode())
-    page = compare(
+    results = ReportSection(
+        "Results", about, settings_table(campaign, begun), notes=campaign.warnings
+    )
+    replace_file(folder / "study.tex", f"{to_latex(results.columns, about)}\n".encode())
+    page = write_report(
         settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results
     )
-    shown = aligned(differences_table(table[names[0]]), width) if table[names[0]] else ""
+    shown = format_table(differences_table(table[names[0]]), width) if table[names[0]] else ""
     heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
     means = "\n".join(
-        filter(None, [aligned(columns, width), what, f"± over the seeds; * best, {MARKED}"])
+        filter(None, [format_table(columns, width), what, f"± over the seeds; * best, {BEST_RULE}"])
     )
     return "\n\n".join(
         part for part in (means, heading + shown, f"tables and curves: {page}") if part

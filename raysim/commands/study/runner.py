@@ -35,7 +35,7 @@ from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, errors_as_refusals, first_line
 from raysim.primitives.files import replace_file
 from raysim.results.history import Row
-from raysim.results.progress import duration
+from raysim.results.progress import format_duration
 from raysim.runtime.placement import RayOptions
 from raysim.simulation.events import RunStopped
 
@@ -139,7 +139,7 @@ def carry_out(
                     statistics.median(took[1:] or took) * (len(todo) - number) / parallel
                 )  # the first starts Ray
                 rest = (
-                    f" · {'at most ' if number == 1 else ''}{duration(left)} left"
+                    f" · {'at most ' if number == 1 else ''}{format_duration(left)} left"
                     if number < len(todo)
                     else ""
                 )
@@ -156,8 +156,8 @@ def _outcome(folder: Path, seconds: float) -> str:
     summary = json.loads((folder / "summary.json").read_text())
     final = score(summary, "final")
     text = f"{summary.get('metric', 'accuracy')} {'unknown' if final is None else f'{final:.4f}'}"
-    rounds = f"{summary['rounds']} rounds in {duration(summary.get('wall_seconds') or 0.0)}"
-    return f"{text} after {rounds} ({duration(seconds)} with its start and end)"
+    rounds = f"{summary['rounds']} rounds in {format_duration(summary.get('wall_seconds') or 0.0)}"
+    return f"{text} after {rounds} ({format_duration(seconds)} with its start and end)"
 
 
 def _one_by_one(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raysim.commands.study.plan import Campaign
 from raysim.primitives.files import parse_json
-from raysim.results.tracking import Tracker, origin
+from raysim.results.tracking import Tracker, source_tags
 
 FILES = (
     "report.html",
@@ -34,7 +34,7 @@ def tracked(campaign: Campaign, say: Callable[[str], None]) -> Iterator[None]:
     folder, status = campaign.folder, "FAILED"
     tracker = Tracker(folder, options["uri"] or "", say=say, command="raysim study")
     words = {key: " ".join(each) for key, each in campaign.words.items()}
-    tracker.start(words, {"kind": "study", "study": folder.resolve().name, **origin()})
+    tracker.start(words, {"kind": "study", "study": folder.resolve().name, **source_tags()})
     tracker.known()
     try:
         yield

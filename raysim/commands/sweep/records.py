@@ -22,8 +22,15 @@ from raysim.experiment.many_runs import last_score, short_names, value_label
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import replace_file
 from raysim.results.history import read_history, summarise, write_history, write_json
-from raysim.results.progress import SILENCE, duration
-from raysim.results.tracking import PATIENCE, NoTracker, Tracker, default_uri, origin, replay
+from raysim.results.progress import LOG_INTERVAL_S, format_duration
+from raysim.results.tracking import (
+    FINISH_TIMEOUT_S,
+    NoTracker,
+    Tracker,
+    default_uri,
+    replay,
+    source_tags,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +125,7 @@ class Records:
     # --- what happens -----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """The search begins, or goes on."""
-        tags = {"kind": "sweep", "sweep": self.search.options.name, **origin()}
+        tags = {"kind": "sweep", "sweep": self.search.options.name, **source_tags()}
         self._parent.start(self._described(), tags, [])
 
     def _described(self) -> dict[str, Any]:
@@ -148,7 +155,7 @@ class Records:
                 "kind": "trial",
                 "sweep": self.search.options.name,
                 "setting": self.label(record),
-                **origin(),
+                **source_tags(),
             }
             chosen = {group: value_label(node["choices"][group]) for group in ("method", "data")}
             tags |= {**chosen, "seed": node["seed"]}
@@ -225,7 +232,7 @@ class Records:
             if self.all[number].status == "running":
                 tracker.end({}, [], status="KILLED")
         self._parent.finish(summary, files, status)
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + FINISH_TIMEOUT_S
         for tracker in self._trackers.values():
             tracker.wait(max(0.0, until - time.monotonic()))
         if self._tracked:  # what came before its parent, or did not come at all; a server that is away is asked once
@@ -269,7 +276,7 @@ class Records:
         parts = [f"trial {record.number}", self.label(record)]
         if record.score is not None:
             parts.append(f"{self.metric} {plus_minus(record.score, record.deviation)}")
-        parts.append(f"{record.rounds} rounds in {duration(record.seconds)}")
+        parts.append(f"{record.rounds} rounds in {format_duration(record.seconds)}")
         if record.status == "failed":
             parts.append(f"failed: {record.error}")
         elif record.status == "stopped":
@@ -324,6 +331,6 @@ class Watch:
         """The state of the search."""
         if self._live:
             self._live.update(text)
-        elif not self._quiet and self._clock() - self._at >= SILENCE:
+        elif not self._quiet and self._clock() - self._at >= LOG_INTERVAL_S:
             self._at = self._clock()
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)

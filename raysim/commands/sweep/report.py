@@ -19,12 +19,12 @@ from raysim.experiment.many_runs import short_names, value_label
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
-from raysim.results.page import Section, compare
-from raysim.results.progress import duration
-from raysim.results.repeating import run_again
-from raysim.results.report import Group, load_run
-from raysim.results.tables import Column, aligned
-from raysim.results.theme import DARK, LIGHT, logarithmic
+from raysim.results.page import ReportSection, write_report
+from raysim.results.progress import format_duration
+from raysim.results.report import RunGroup, load_run
+from raysim.results.rerun import rerun_command
+from raysim.results.tables import Column, format_table
+from raysim.results.theme import DARK, LIGHT, set_log_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,7 @@ def _table(records: Records, most: int | None = None) -> list[Column]:
                 *values,
                 shown,
                 str(record.rounds),
-                duration(record.seconds),
+                format_duration(record.seconds),
                 state,
             ]
         )
@@ -125,7 +125,7 @@ def _table(records: Records, most: int | None = None) -> list[Column]:
 def table(records: Records, width: int = 0) -> str:
     """The best trials as text. width: of a line."""
     more = len(records.all) - _SHOWN
-    return aligned(_table(records, _SHOWN), width) + (
+    return format_table(_table(records, _SHOWN), width) + (
         f"\nand {more} more in {records.folder / TABLE}" if more > 0 else ""
     )
 
@@ -140,29 +140,33 @@ def _page(records: Records) -> Path | None:
     if not done:
         return None
     groups = [
-        Group(
+        RunGroup(
             f"trial {record.number}: {records.label(record)}",
             [load_run(records.path(record.number))],
         )
         for record in done[:_DRAWN]
     ]
     about = "All trials, the best first; behind ± is the sample deviation over seeds (divisor n-1)."
-    sections = [Section("Trials", about, _table(records))]
+    sections = [ReportSection("Trials", about, _table(records))]
     for name, draw, title in (
         ("slices", draw_slices, "Score by key"),
         ("parallel", draw_parallel, "All keys together"),
     ):
         draw(records, dark := io.BytesIO(), dark=True)
         sections.append(
-            Section(title, "", (), ((records.folder / f"{name}.png").read_bytes(), dark.getvalue()))
+            ReportSection(
+                title, "", (), ((records.folder / f"{name}.png").read_bytes(), dark.getvalue())
+            )
         )
-    return compare(groups, records.folder, f"sweep {records.folder.resolve().name}", sections)
+    return write_report(groups, records.folder, f"sweep {records.folder.resolve().name}", sections)
 
 
 def _best(records: Records, best: Record) -> str:
     node = {**records.search.node(best.point), "out": None, "resume": None}
     what = f"{records.metric} {plus_minus(best.score, best.deviation)} after {best.rounds} rounds"
-    return f"# {records.label(best)}: {what}. Use: {run_again(node, Path(BEST))}\n{to_yaml(node)}"
+    return (
+        f"# {records.label(best)}: {what}. Use: {rerun_command(node, Path(BEST))}\n{to_yaml(node)}"
+    )
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
@@ -351,7 +355,7 @@ def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False
                     markerfacecolor="none" if stopped else None, elinewidth=1.2, capsize=2,
                 )  # fmt: skip
             if axis.log:
-                logarithmic(ax, "x")
+                set_log_scale(ax, "x")
             if axis.numeric and isinstance(axis.found, Choice):
                 ax.set_xticks(
                     [axis.number(value) for value in axis.values],

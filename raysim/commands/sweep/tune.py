@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysim.results.progress import format_duration
 from raysim.runtime import (
     ray as cluster,  # first: it says how Ray is to be used before Ray is imported
 )
@@ -43,8 +44,7 @@ from raysim.primitives.errors import Refused, errors_as_refusals, first_line
 from raysim.primitives.files import lock_folder
 from raysim.primitives.output import lossy_output
 from raysim.primitives.streams import stream
-from raysim.results.progress import duration
-from raysim.results.repeating import run_again
+from raysim.results.rerun import rerun_command
 from raysim.runtime.placement import (
     RayOptions,
     Resources,
@@ -635,10 +635,10 @@ def _closing(records: Records, work: float, wall: float, slots: int) -> str:
     best = records.best()
     if best is None:
         return f"no trial has a score: the reasons are in {records.folder / 'trials.csv'}"
-    again = run_again(records.search.node(best.point), records.folder / "best.yaml")
+    again = rerun_command(records.search.node(best.point), records.folder / "best.yaml")
     others = records.as_good(best)
     alike = f" ({others} other{'s' if others > 1 else ''} scored the same)" if others else ""
     return (
-        f"{duration(work)} of work in {duration(wall)}, {slots} trial{'s' if slots > 1 else ''} at once; "
+        f"{format_duration(work)} of work in {format_duration(wall)}, {slots} trial{'s' if slots > 1 else ''} at once; "
         f"{again} trains the best{alike}; results are in {records.folder}"
     )

@@ -22,7 +22,7 @@ from jobs.papers.tables import PAPERS, tables
 from raysim.experiment.compose import compose, conf_folder, plain
 from raysim.primitives.errors import Refused
 from raysim.results.history import Row, write_json
-from raysim.results.report import Run, load_run, settings
+from raysim.results.report import Run, flat_settings, load_run
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store
         and said[-1] == "data.root=DIR"
     )
     again, before = (
-        settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"])
+        flat_settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"])
     )
     assert again == before
 

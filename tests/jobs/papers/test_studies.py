@@ -14,7 +14,7 @@ from jobs.papers.comparison import OPEN, is_equal
 from jobs.papers.tables import PAPERS
 from raysim.commands.study.plan import plan
 from raysim.experiment.compose import conf_folder
-from raysim.results.report import settings
+from raysim.results.report import flat_settings
 
 SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 
@@ -39,7 +39,7 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
     }
     return {
         key: value
-        for key, value in settings(without).items()
+        for key, value in flat_settings(without).items()
         if not key.endswith((".root", ".download"))
     }
 

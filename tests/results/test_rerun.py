@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from raysim.results.repeating import run_again
+from raysim.results.rerun import rerun_command
 
 
 def test_packages_of_the_users_own_are_named_once_wherever_the_configuration_names_them() -> None:
@@ -17,7 +17,7 @@ def test_packages_of_the_users_own_are_named_once_wherever_the_configuration_nam
         "model": {"_target_": "theirs.Net", "head": {"_target_": "mine.Head"}},
         "seed": 0,
     }
-    command = run_again(config, Path("a run") / "config.yaml", "out=again")
+    command = rerun_command(config, Path("a run") / "config.yaml", "out=again")
     assert (
         command == "raysim run --config 'a run/config.yaml' --allow mine --allow theirs out=again"
     )
@@ -26,4 +26,4 @@ def test_packages_of_the_users_own_are_named_once_wherever_the_configuration_nam
 
 def test_a_run_of_nothing_but_raysims_own_needs_no_leave() -> None:
     config = {"method": [], "model": {"_target_": "raysim.models.Mlp"}}
-    assert run_again(config, Path("best.yaml")) == "raysim run --config best.yaml"
+    assert rerun_command(config, Path("best.yaml")) == "raysim run --config best.yaml"

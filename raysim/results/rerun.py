@@ -9,7 +9,7 @@ from pathlib import Path
 TARGET = "_target_"  # of a class, as Hydra has it
 
 
-def run_again(config: object, path: Path, *words: str) -> str:
+def rerun_command(config: object, path: Path, *words: str) -> str:
     """`raysim run --config PATH`, with the packages whose classes the configuration names."""
     foreign = dict.fromkeys(name for name in _packages(config) if name != "raysim")
     return " ".join(

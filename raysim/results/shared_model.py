@@ -12,7 +12,7 @@ from raysim.data.batches import Pipeline
 from raysim.training.run_spec import RunSpec, declare_run
 
 
-class Served(nn.Module):
+class SharedModel(nn.Module):
     """Raw inputs [B, ...] to the scores [B, outputs] that evaluation ranks: normalise, forward, and a method's own."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
@@ -25,7 +25,7 @@ class Served(nn.Module):
         return scores
 
 
-def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
+def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.ndarray] | None:
     """The model with these weights on the CPU, and two empty inputs; None where clients keep parts of it."""
     declarations = declare_run(spec)
     networks, layout = declarations.networks, declarations.layout
@@ -38,6 +38,6 @@ def served(spec: RunSpec, weights: Path) -> tuple[Served, np.ndarray] | None:
         network, _, path = name.partition(".")
         if network == "model":
             own[path].copy_(tensor)
-    model = Served(networks["model"], spec.data.pipeline)
+    model = SharedModel(networks["model"], spec.data.pipeline)
     inputs = spec.data.open().inputs
     return model.eval().requires_grad_(False), np.zeros((2, *inputs.shape[1:]), inputs.dtype)
