@@ -356,7 +356,7 @@ def _figures(name: str, values: Sequence[float | None]) -> Column:
 # --- the split ------------------------------------------------------------------------------------------------------
 def _splits(groups: Sequence[RunGroup]) -> PagePart:
     """Who has which classes, once for each split that differs; that of the first seed of each setting."""
-    title, found = "ClientLabels of the data", {}  # type: str, dict[bytes, tuple[ClientLabels, list[str], Mapping[str, object]]]
+    title, found = "Split of the data", {}  # type: str, dict[bytes, tuple[ClientLabels, list[str], Mapping[str, object]]]
     for group in groups:
         split = read_split(group.runs[0].folder)
         if split is not None:
