@@ -319,15 +319,15 @@ def _company(method: Method) -> str:
             continue
         try:
             check_names([method, other])
-            check_together([method, other], [_declared(method.name), _declared(option)])
+            check_together([_declared(method.name), _declared(option)])
         except ValueError as error:
             rows.append((f"`{other.name}`", _reason(str(error))))
     if not rows:
-        return "## Beside other methods\n\nIt goes with every other method."
+        return "## Combinations\n\nIt can be combined with every other method."
     count = len(instances()) - 1 - len(rows)
     return (
-        f"## Beside other methods\n\nIt goes with {count} of the other {len(instances()) - 1} methods. "
-        f"A list with one of these is refused:\n\n{table(('with', 'because'), rows)}"
+        f"## Combinations\n\nIt can be combined with {count} of the other {len(instances()) - 1} methods. "
+        f"A list with one of these is refused:\n\n{table(('method', 'reason'), rows)}"
     )
 
 
