@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from raysim.models.classifier import Classifier, ModelRecipe
     from raysim.primitives.errors import Refused
     from raysim.results.observers import Observer, ObserverError
-    from raysim.simulation.events import TooManyFailures
+    from raysim.simulation.events import TooManyFailuresError
     from raysim.simulation.fleet import Fleet
     from raysim.simulation.schedule import Schedule
 
@@ -51,7 +51,7 @@ __all__ = [
     "Schedule",
     "Source",
     "SweepResult",
-    "TooManyFailures",
+    "TooManyFailuresError",
     "__version__",
     "build",
     "load",
@@ -71,7 +71,7 @@ _PLACES = {
     "raysim.models.classifier": ("Classifier", "ModelRecipe"),
     "raysim.primitives.errors": ("Refused",),
     "raysim.results.observers": ("Observer", "ObserverError", "ObserverFailed"),
-    "raysim.simulation.events": ("TooManyFailures",),
+    "raysim.simulation.events": ("TooManyFailures", "TooManyFailuresError"),
     "raysim.simulation.fleet": ("Fleet",),
     "raysim.simulation.schedule": ("Schedule",),
 }

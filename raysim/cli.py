@@ -317,9 +317,9 @@ def exit_status(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped before the run began: nothing was written", 130)
     except RuntimeError as error:
-        from raysim.simulation.events import RunStopped
+        from raysim.simulation.events import RunStoppedError
 
-        if not isinstance(error, RunStopped):
+        if not isinstance(error, RunStoppedError):
             raise
         return _say(str(error).strip(), 1)
     except BrokenPipeError:  # the reader of our output has left
@@ -737,11 +737,11 @@ def _fleet(given: argparse.Namespace) -> int:
             f"fleet {given.action} takes {wanted} of your {len(given.files)} files: see raysim fleet -h"
         )
     from raysim.commands.fleet.fedscale import convert
-    from raysim.simulation.trace import summary
+    from raysim.simulation.trace import summarise_trace
 
     with errors_as_refusals():
         file, *more = given.files
-        print(convert(file, more[0], user_path(given.out)) if more else summary(file))
+        print(convert(file, more[0], user_path(given.out)) if more else summarise_trace(file))
     return 0
 
 

@@ -32,8 +32,8 @@ from raysim.primitives.files import lock_folder
 from raysim.results.history import read_history
 from raysim.results.progress import Progress
 from raysim.simulation import checkpoint
-from raysim.simulation.checkpoint import available
-from raysim.simulation.events import RunStopped
+from raysim.simulation.checkpoint import list_complete
+from raysim.simulation.events import RunStoppedError
 
 QUICK = (
     *(
@@ -497,7 +497,7 @@ def test_who_waits_for_a_cache_says_for_whom(
 
 def test_a_damaged_checkpoint_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     run("out=a")
-    last = available(Path("a/checkpoints"))[-1]
+    last = list_complete(Path("a/checkpoints"))[-1]
     with (last / "server.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
@@ -597,7 +597,9 @@ def test_a_hook_that_fails_ends_a_run_with_its_methods_name(
 ) -> None:
     built = experiment.build([*QUICK, "out=a"])
     built = replace(built, spec=replace(built.spec, methods=(Failing(hook, error),)))
-    with pytest.raises(RunStopped, match=rf"method 'failing' failed.*{error.__name__}: on purpose"):
+    with pytest.raises(
+        RunStoppedError, match=rf"method 'failing' failed.*{error.__name__}: on purpose"
+    ):
         experiment.run(built, quiet=True)
 
 
@@ -765,7 +767,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits() -> None:
     assert (
         subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
     )
-    assert [path.name for path in available(Path("a/checkpoints"))] == ["round-000002"]
+    assert [path.name for path in list_complete(Path("a/checkpoints"))] == ["round-000002"]
     run("out=a", "rounds=8", "resume=latest")
     assert bits("a") == bits("straight")
     assert [row["round"] for row in read_history(Path("a/history.parquet"))] == list(range(1, 9))
@@ -782,7 +784,7 @@ def test_a_run_on_ray_that_is_told_to_end_says_how_to_go_on(ray_session: None) -
     ]
     words = [sys.executable, "-m", "raysim", "run", *on_ray, "rounds=100000", "out=a"]
     told = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while told.poll() is None and not available(Path("a/checkpoints")):
+    while told.poll() is None and not list_complete(Path("a/checkpoints")):
         with contextlib.suppress(subprocess.TimeoutExpired):
             told.wait(timeout=0.1)
     told.terminate()  # as `ray job stop` does

@@ -113,7 +113,7 @@ class Counted:
             inner.nodes,
             inner.combine_from,
         )
-        self.at_once = inner.at_once
+        self.is_in_process = inner.is_in_process
         self.counts: Counter[str] = Counter()
         self._homes: dict[
             int, int

@@ -164,7 +164,7 @@ class Long(Ready):
 class Fleet:
     """So many workers for a coordinator, behind which there may be fewer."""
 
-    combine_from, at_once = math.inf, False
+    combine_from, is_in_process = math.inf, False
 
     def __init__(self, few: Runtime, workers: int):
         self._few, self.put, self.revive = few, few.put, few.revive

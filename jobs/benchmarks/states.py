@@ -38,7 +38,7 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Event, Round, Saved
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
-from raysim.simulation.state_log import ByClient
+from raysim.simulation.state_log import StatesByClient
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, StateBudget, build_networks
 from raysim.training.worker import Worker
 
@@ -114,7 +114,7 @@ def touched(clients: int, count: int, blocks: int) -> Written:
         "scaffold.control": np.ones(build_networks(many(FEW, 1, None))[1].shared, np.float32)
     }
     jobs = dict.fromkeys(range(clients), 0)
-    states = ByClient(jobs, lambda client: state)
+    states = StatesByClient(jobs, lambda client: state)
     rng, times = stream(0, "bench"), []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         run = Checkpoints(folder)
@@ -165,7 +165,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> Trained:
         )
         (_, begun, cpu_begun), (_, ended, cpu_ended) = marks[0], marks[-1]
         cost = (ended - begun) / (rounds - 1), (cpu_ended - cpu_begun) / (rounds - 1)
-        seen, spilled = len(run.private.accepted_jobs), run.private.spilled_bytes
+        seen, spilled = len(run.client_states.accepted_jobs), run.client_states.spilled_bytes
     return Trained(clients, budget, rounds, seen, *cost, peak_memory_bytes(), spilled)
 
 

@@ -19,7 +19,7 @@ from raysim.conformance.agreement import Make
 from raysim.conformance.runs import Ran, Spy, coordinate, ran
 from raysim.conformance.study import Study
 from raysim.primitives.errors import Refused
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import declare_run
@@ -37,7 +37,7 @@ def _asserted(check: Callable[[], object]) -> None:
     """What ends a run is what the check says."""
     try:
         check()
-    except (RunStopped, Refused) as error:
+    except (RunStoppedError, Refused) as error:
         raise AssertionError(str(error)) from None
 
 

@@ -152,7 +152,7 @@ class Ran:
     @property
     def private(self) -> dict[str, np.ndarray]:
         """Every tensor of the clients' accepted client states: "client/name"."""
-        states = self.coordinator.private.named()
+        states = self.coordinator.client_states.named()
         return {
             f"{client}/{name}": array
             for client, state in states.items()
@@ -161,7 +161,7 @@ class Ran:
 
     def state(self, client: int) -> StoredState:
         """A client's accepted client state."""
-        return self.coordinator.private.accepted_state(client)
+        return self.coordinator.client_states.accepted_state(client)
 
 
 def coordinate(

@@ -20,8 +20,8 @@ from raysim.data.federated import FederatedData, statistics
 from raysim.data.heterogeneity import format_heterogeneity
 from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
-from raysim.simulation.best_model import best_by
-from raysim.simulation.forecast import BUSY, forecast
+from raysim.simulation.best_model import best_criterion
+from raysim.simulation.forecast import CLIENTS_PER_BUSY_WORKER, forecast
 from raysim.simulation.load import make_planner
 from raysim.training.run_spec import declare_run, evaluation_of
 from raysim.vectors.layout import Layout
@@ -133,7 +133,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
         texts.append(
             expected
             if runtime.workers
-            else f"enough for {_several(max(1, most // BUSY), 'busy worker')}"
+            else f"enough for {_several(max(1, most // CLIENTS_PER_BUSY_WORKER), 'busy worker')}"
         )
     return "; ".join(texts)
 
@@ -153,7 +153,7 @@ def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Lay
 
 def _best(experiment: Experiment) -> str:
     """What the model of the best round is chosen by."""
-    column = best_by(experiment.spec).column
+    column = best_criterion(experiment.spec).column
     why = (
         ", as the split has no validation samples (partition.validation_fraction)"
         if column == "train_loss"

@@ -80,10 +80,10 @@ from raysim.results.observers import Observer, ObserverError, PrintLine
 from raysim.results.progress import waiting_line
 from raysim.results.report import load_run
 from raysim.runtime.placement import NoRoomError, RayOptions, listen_on_loopback
-from raysim.simulation.events import Event, ProcessLost, RunStopped, TooManyFailures
+from raysim.simulation.events import Event, ProcessLostError, RunStoppedError, TooManyFailuresError
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
-from raysim.simulation.server import asked_weighting
+from raysim.simulation.server import default_weighting
 from raysim.training.initial_weights import read_initial_weights
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
 from raysim.training.step_mode import check_step_mode, default_lanes, uses_graph
@@ -99,7 +99,7 @@ __all__ = [
     "ObserverError",
     "Refused",
     "Result",
-    "TooManyFailures",
+    "TooManyFailuresError",
     "build",
     "class_of",
     "compose",
@@ -329,7 +329,7 @@ def _built(node: Node, allow: Sequence[str], objects: UserObjects) -> Experiment
     device = _device(execution.device, execution.runtime.name == "cluster")
     settings = replace(
         settings,
-        weighting=settings.weighting or asked_weighting(methods),
+        weighting=settings.weighting or default_weighting(methods),
         checkpoint=_absolute(settings.checkpoint),
     )
     init, weights = read_initial_weights(settings.init)
@@ -540,8 +540,8 @@ def run(
     quiet: print nothing but warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may name.
 
-    Raises Refused (nothing was written), TooManyFailures (clients failed; a checkpoint was written), ObserverError (an
-    observer of yours raised an error; the history was written), Interrupted.
+    Raises Refused (nothing was written), TooManyFailuresError (clients failed; a checkpoint was written),
+    ObserverError (an observer of yours raised an error; the history was written), Interrupted.
     """
     from rich.console import Console
 
@@ -581,15 +581,15 @@ def _run_to_end(
         reached = last_checkpoint(where.folder, kept)
         try:
             return _tried(experiment, where, console, quiet, users)
-        except ProcessLost as error:
+        except ProcessLostError as error:
             tries = TRIES if last_checkpoint(where.folder, kept) != reached else tries - 1
             if not (tries and (where.folder / CONFIG).is_file()):
-                raise ProcessLost(f"{error}; {GO_ON}") from error
+                raise ProcessLostError(f"{error}; {GO_ON}") from error
             say(console, f"{error}. The run goes back to its last checkpoint and on by itself")
         except Refused as error:
             if not where.again:
                 raise
-            raise RunStopped(f"{error}; {GO_ON}") from error
+            raise RunStoppedError(f"{error}; {GO_ON}") from error
         again = replace(experiment.execution, out=str(where.folder), resume="latest")
         experiment = replace(experiment, execution=again)
         with errors_as_refusals():
@@ -658,7 +658,7 @@ def _named() -> Iterator[None]:
     """A hook that fails where no client is to blame, in scoring for example, ends a run with its method's name."""
     try:
         yield
-    except (Refused, RunStopped):
+    except (Refused, RunStoppedError):
         raise
     except (Exception, SystemExit) as error:
         name = failing_method_name(error)
@@ -666,7 +666,7 @@ def _named() -> Iterator[None]:
             raise
         text = f"method {name!r} failed: {said(error)}" if name else said(error)
         text += ". resume=latest goes on once it is mended"
-        raise RunStopped(f"{text}\n{traced(error)}".rstrip("\n")) from error
+        raise RunStoppedError(f"{text}\n{traced(error)}".rstrip("\n")) from error
 
 
 @contextmanager
@@ -679,7 +679,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
         begun = (folder / CONFIG).is_file()
         again = f"out={folder} and resume=latest" if begun else "the same command"
         mend = "make room" if is_disk_full(error) else "mend that"
-        raise RunStopped(
+        raise RunStoppedError(
             f"{what}; {mend}, then {again} goes on from the last checkpoint"
         ) from error
 

@@ -226,7 +226,7 @@ class _End:
 
     def asked(self, client: int | None) -> tuple[Worker, Task, Published, Any]:
         """Return what scores a client's own model (None: the shared one), without rows, and its state."""
-        private, none = self.coordinator.private, np.empty(0, np.int64)
+        private, none = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:
             return self.worker, Task(-1, none), self.published, None
         if not self.path and (private.stateful or self.worker.personalises):

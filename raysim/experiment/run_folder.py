@@ -120,7 +120,7 @@ def config_drafts(folder: Path) -> list[Path]:
 def last_checkpoint(folder: Path, kept: Checkpoint) -> str:
     """The address of a run's last checkpoint, "" if it has none; the run may have changed where it keeps them."""
     places = dict.fromkeys((kept.folder_for(folder), Checkpoint().folder_for(folder)))
-    return max((checkpoint.latest(place) for place in places), key=checkpoint.version_of)
+    return max((checkpoint.find_latest(place) for place in places), key=checkpoint.version_of)
 
 
 def _continued(experiment: Experiment, address: str) -> Place:

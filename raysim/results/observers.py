@@ -39,7 +39,7 @@ from raysim.simulation.events import (
     Profiled,
     Round,
     Row,
-    RunStopped,
+    RunStoppedError,
     Saved,
     Waiting,
 )
@@ -497,7 +497,7 @@ def _scores(run: CurrentRun) -> dict[str, object]:
 
 
 # --- a user's own ---------------------------------------------------------------------------------------------------
-class ObserverError(RunStopped):
+class ObserverError(RunStoppedError):
     """A user's own observer raised an error, which is this one's cause; the run's history was written."""
 
 

@@ -21,7 +21,7 @@ from raysim.training.worker import Worker
 class InProcess:
     """Workers in this process, one unless others are given."""
 
-    at_once = True
+    is_in_process = True
 
     def __init__(self, *members: Any):
         self.members, self.workers = members, len(members)

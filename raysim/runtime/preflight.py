@@ -69,7 +69,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
     )
     for _ in coordinator.run():
         pass
-    return MemoryNeed(*read(spec.device), math.ceil(coordinator.private.bytes / len(clients)))
+    return MemoryNeed(*read(spec.device), math.ceil(coordinator.client_states.bytes / len(clients)))
 
 
 def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:

@@ -1,7 +1,7 @@
 """When clients are there: functions of (seed, client, virtual time), so that a run keeps and stores nothing of it.
 
 Each kind answers for one client or for many, and lists who comes and goes after a moment: where hardly anybody is
-there, a plan follows that list (see `waiting.py`) instead of looking at everybody.
+there, a plan follows that list (see `idle_clients.py`) instead of looking at everybody.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Availability(ABC):
     def next_change(self, client: int, now: float, until: float) -> float:
         """When it next comes or goes after `now`; `until` if not before that, infinity for never."""
 
-    def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
+    def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """bool [clients]: `available` of each, at a moment of its own."""
         return np.array(
             [self.available(*each) for each in zip(clients.tolist(), now.tolist(), strict=True)],
@@ -55,10 +55,10 @@ class Availability(ABC):
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         return np.array([self.next_change(*each, math.inf) for each in moments], np.float64)
 
-    def present(self, clients: np.ndarray, now: float) -> np.ndarray:
+    def available_clients(self, clients: np.ndarray, now: float) -> np.ndarray:
         """Those of these clients who are there."""
         parts = [clients[part] for part in _parts(len(clients))]
-        found = [part[self.there(part, np.full(len(part), now))] for part in parts]
+        found = [part[self.are_available(part, np.full(len(part), now))] for part in parts]
         return np.concatenate(found) if found else clients
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
@@ -75,7 +75,7 @@ class Availability(ABC):
             times, places = self._until(clients, coming, first.max())
             order = np.lexsort((places, times))
             times, who = times[order], clients[places[order]]
-            there = self.there(who, times)
+            there = self.are_available(who, times)
             starts = np.flatnonzero(np.diff(times, prepend=-math.inf))
             for own in map(slice, starts.tolist(), [*starts[1:].tolist(), len(times)]):
                 yield Change(times.item(own.start), who[own][there[own]], who[own][~there[own]])
@@ -154,7 +154,7 @@ class Diurnal(Availability):
         ends = midnight + (days * DAY + self._length)
         return min(ends if ends > now else midnight + (days + 1) * DAY, until)
 
-    def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
+    def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """See `Availability`."""
         midnight = self._midnights[clients]
         return np.asarray(now < midnight + (_places(now - midnight, DAY) * DAY + self._length))
@@ -168,7 +168,7 @@ class Diurnal(Availability):
 
 
 class _Deal(NamedTuple):
-    """How a step of `Markov` deals with clients, by the place (client - start) * turn modulo the prime of each."""
+    """How a step decides about clients, by the place (client - start) * turn modulo the prime."""
 
     start: int
     turn: int
@@ -177,7 +177,7 @@ class _Deal(NamedTuple):
     goes: int  # who has this place or a higher one is away from now on
 
 
-class Markov(Availability):
+class MarkovAvailability(Availability):
     """Comes and goes at random: there for `on` seconds in the mean, and away for `off` seconds.
 
     A chain of two states in steps of half the shorter mean. At each step every client has a chance q to be there from
@@ -240,7 +240,7 @@ class Markov(Availability):
         return until
 
     # --- many at once ----------------------------------------------------------------------------------------------
-    def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
+    def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """See `Availability`."""
         steps = _places(now, self._step).astype(np.int64)
         found = np.zeros(len(clients), bool)
@@ -272,7 +272,7 @@ class Markov(Availability):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """See `Availability`."""
         step = _place(now, self._step)
-        present = self.present(clients, now)
+        present = self.available_clients(clients, now)
         while len(clients):
             step += 1
             came = self._comers(clients, step)
@@ -382,7 +382,7 @@ class Intervals(Availability):
             high[left[~passed]] = middle[~passed]
         return rows, begin, end, low
 
-    def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
+    def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         """See `Availability`."""
         rows, _, _, places = self._looks(clients, now)
         return np.asarray((places - self._firsts[rows]) % 2 == 1)

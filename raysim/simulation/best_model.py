@@ -23,7 +23,7 @@ class Criterion:
     higher: bool
 
 
-def best_by(spec: RunSpec) -> Criterion:
+def best_criterion(spec: RunSpec) -> Criterion:
     """Return what the best round is chosen by: the validation score, or the training loss without a validation split.
 
     A test score is never used: the score of a model that was chosen by its tests would be too good.

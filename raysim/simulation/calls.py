@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raysim.simulation.client_states import ClientStates, StateUse
-from raysim.simulation.events import RunStopped, Waiting
-from raysim.simulation.runtime import START_TIMEOUT_S, Ref, Runtime, WorkerDied
+from raysim.simulation.events import RunStoppedError, Waiting
+from raysim.simulation.runtime import START_TIMEOUT_S, Ref, Runtime, WorkerDiedError
 
 MAX_DEATHS = 3  # of one worker, without an answer in between, that end a run
 SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which worker it waits for
@@ -129,7 +129,7 @@ class WorkerCalls:
             return False
         if index is None:  # its process was stopped, or its node is out of reach
             self._replace(
-                slowest, WorkerDied(f"no answer for faults.timeout={self._timeout_s:g} s")
+                slowest, WorkerDiedError(f"no answer for faults.timeout={self._timeout_s:g} s")
             )
             return True
         self._receive(first_calls[index])
@@ -147,7 +147,7 @@ class WorkerCalls:
         self._has_started[worker] = True
         try:
             call.value = self._runtime.get(call.ref)
-        except WorkerDied as death:
+        except WorkerDiedError as death:
             self._replace(worker, death)
             return
         call.is_answered, call.args, call.ref = True, (), None
@@ -157,12 +157,12 @@ class WorkerCalls:
         self.when_answered(call)
 
     # --- deaths ----------------------------------------------------------------------------------------------------
-    def _replace(self, worker: int, death: WorkerDied) -> None:
+    def _replace(self, worker: int, death: WorkerDiedError) -> None:
         """Start a worker in the place of a dead one, and make its unanswered calls again."""
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1
         if self._deaths_in_a_row[worker] == MAX_DEATHS:
-            raise RunStopped(self._describe_deaths(worker, death))
+            raise RunStoppedError(self._describe_deaths(worker, death))
         self._runtime.revive(worker)
         self._waiting_since[worker] = time.monotonic()
         self._client_states.worker_died(worker)
@@ -171,7 +171,7 @@ class WorkerCalls:
         for call in self._unanswered[worker]:
             self._send(call)
 
-    def _describe_deaths(self, worker: int, death: WorkerDied) -> str:
+    def _describe_deaths(self, worker: int, death: WorkerDiedError) -> str:
         clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
         work = f", last while training clients {clients}" if clients else ""
         return (

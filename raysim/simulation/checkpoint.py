@@ -38,7 +38,7 @@ from raysim.primitives.files import (
 )
 from raysim.primitives.stores import Store, is_remote, open_store, split_address
 from raysim.primitives.version import __version__
-from raysim.simulation.state_log import CLIENT, FILE, MOST, ByClient, Index
+from raysim.simulation.state_log import CLIENT, FILE, MOST, Index, StatesByClient
 
 MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
@@ -74,13 +74,13 @@ def _digest(path: Path) -> str:
 
 
 # --- what is there --------------------------------------------------------------------------------------------------
-def available(folder: Path) -> list[Path]:
+def list_complete(folder: Path) -> list[Path]:
     """Complete checkpoints in a local folder, oldest first."""
     there = open_store(folder)
     return [folder / _folder(version) for version in _versions(there)]
 
 
-def latest(where: str | Path) -> str:
+def find_latest(where: str | Path) -> str:
     """The address of the last complete checkpoint in a folder or behind a URL, "" if there is none."""
     versions = _versions(open_store(where))
     return f"{where}/{_folder(versions[-1])}" if versions else ""
@@ -294,7 +294,7 @@ def _parts(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
-def damage(address: str | Path) -> str:
+def find_damage(address: str | Path) -> str:
     """What is wrong with a checkpoint, or ""."""
     where, folder = split_address(address)
     try:
@@ -352,13 +352,13 @@ def read(address: str | Path) -> Snapshot:
     if _is_earlier(there, folder):
         reason = f"an earlier version of raysim than {__version__} wrote this checkpoint"
         raise ValueError(f"resume={shown}: {reason}. Start the run again, in another folder")
-    if wrong := damage(address):
+    if wrong := find_damage(address):
         others = (
             f"{where}/{_folder(version)}"
             for version in reversed(_versions(there))
             if _folder(version) != folder
         )
-        good = without_password(next((other for other in others if not damage(other)), ""))
+        good = without_password(next((other for other in others if not find_damage(other)), ""))
         instead = (
             f"resume={good} continues from the last good one"
             if good
@@ -419,7 +419,7 @@ def _index(there: Store, folder: str) -> Index:
     )
 
 
-def _states(there: Store, index: Index) -> ByClient:
+def _states(there: Store, index: Index) -> StatesByClient:
     """The states that an index knows, file by file, of which one is mapped at a time."""
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
     numbers: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())
@@ -431,7 +431,7 @@ def _states(there: Store, index: Index) -> ByClient:
             mapped[number] = _by_client(_mapped(there, [_states_name(number)]))
         return mapped[number].get(client, {})
 
-    return ByClient(numbers, of)
+    return StatesByClient(numbers, of)
 
 
 def _by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:

@@ -11,7 +11,7 @@ from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, Job, TrainingResult
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.spill import Spill
-from raysim.simulation.state_log import ByClient
+from raysim.simulation.state_log import StatesByClient
 from raysim.training.run_spec import RunSpec
 from raysim.vectors.layout import Layout
 
@@ -250,7 +250,7 @@ class ClientStates:
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def named(self) -> Mapping[int, Arrays]:
         """By client: every tensor of its accepted state, by name ("model.bn1.weight", "method.name"); waits."""
-        return ByClient(
+        return StatesByClient(
             self._accepted, lambda client: named(self.accepted_state(client), self.layout)
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from raysim.api.messages import Failure, Job, Published, Update
-from raysim.simulation.best_model import BestModel, best_by
+from raysim.simulation.best_model import BestModel, best_criterion
 from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.client_states import make_client_states
 from raysim.simulation.dispatcher import Dispatcher
@@ -63,23 +63,30 @@ class Coordinator:
         self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         self.server = make_server(spec, declarations, self.initial, schedule.size)
-        self.private = make_client_states(spec, declarations, runtime, folder)
+        self.client_states = make_client_states(spec, declarations, runtime, folder)
         self.planner = make_planner(spec, declarations, schedule, fleet)
         self.versions = Versions(runtime)
-        self.calls = WorkerCalls(runtime, self.private, settings.faults.timeout or math.inf)
+        self.calls = WorkerCalls(runtime, self.client_states, settings.faults.timeout or math.inf)
         self.dispatcher = Dispatcher(
-            self.calls, runtime, self.private, self.versions, settings.summation, self.layout.shared
+            self.calls,
+            runtime,
+            self.client_states,
+            self.versions,
+            settings.summation,
+            self.layout.shared,
         )
         self.jobs = JobTable(self.planner, self.server, self.versions, self.dispatcher, settings)
-        self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.private)
-        self.history = RowWriter(spec, declarations, self.calls, self.dispatcher, self.private)
-        best_model = BestModel(best_by(spec))
+        self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.client_states)
+        self.history = RowWriter(
+            spec, declarations, self.calls, self.dispatcher, self.client_states
+        )
+        best_model = BestModel(best_criterion(spec))
         self.reports = RoundReports(self.evaluator, self.calls, self.history, best_model)
         state = RunState(
             server=self.server,
             planner=self.planner,
             jobs=self.jobs,
-            private=self.private,
+            client_states=self.client_states,
             versions=self.versions,
             history=self.history,
             best=self.evaluator.best,
@@ -93,7 +100,7 @@ class Coordinator:
         return self.history.rows
 
     def run(self) -> Iterator[Event]:
-        """Run to the last round. Raises TooManyFailures or NoClientsLeftError after writing a checkpoint."""
+        """Run to the last round. Raises TooManyFailuresError or NoClientsLeftError after writing a checkpoint."""
         self.history.start()
         if self.profile:
             self.profile.watch(self.server, self.evaluator, self.saver)
@@ -153,7 +160,7 @@ class Coordinator:
         )
         places = [result if isinstance(result, Update) else None for result in results]
         self.server.step(places, sums, aggregation.staleness, self.versions)
-        self.private.accept(jobs)
+        self.client_states.accept(jobs)
         scorings = []
         if updates and self.settings.evaluate.decomposes(self.server.version):
             scorings.append(

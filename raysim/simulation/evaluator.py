@@ -65,12 +65,12 @@ class Evaluator:
         declarations: Declarations,
         runtime: Runtime,
         calls: WorkerCalls,
-        private: ClientStates,
+        client_states: ClientStates,
     ):
         self.spec, self.layout, self.runtime = spec, (layout := declarations.layout), runtime
         self.evaluation = evaluation_of(spec, declarations)
         self.rounds = spec.settings.rounds
-        self.calls, self.private = calls, private
+        self.calls, self.client_states = calls, client_states
         stays = any(
             e.personal and e.network == "model" for e in (*layout.entries, *layout.counters)
         )
@@ -119,7 +119,7 @@ class Evaluator:
         single: list[Task] = []
         if self.personal or self._tunes(version):
             for client in (*clients.tolist(), *unseen.tolist()):
-                state, extras = self.private.accepted_job(client), server.sent_to(client)
+                state, extras = self.client_states.accepted_job(client), server.sent_to(client)
                 single.append(Task(client, self.tests.rows(client), state, extras))
         if self.personal:
             own = [
@@ -167,10 +167,10 @@ class Evaluator:
         """To the workers that hold the clients' states, the rest evenly."""
         shares: dict[int, list[Task]] = {}
         for index, task in enumerate(tasks):
-            place = self.private.place(task.client)
+            place = self.client_states.place(task.client)
             worker = place[0] if place is not None else index * self.runtime.workers // len(tasks)
             shares.setdefault(worker, []).append(task)
-        stateful = any(task.client >= 0 for task in tasks) and self.private.stateful
+        stateful = any(task.client >= 0 for task in tasks) and self.client_states.stateful
         calls: list[Call] = []
         parts = [
             [(worker, own[part]) for part in self._parts(own)]
@@ -185,7 +185,7 @@ class Evaluator:
         return calls
 
     def _parts(self, tasks: Sequence[Task]) -> Iterator[slice]:
-        return self.private.parts([task.client for task in tasks])
+        return self.client_states.parts([task.client for task in tasks])
 
     def decompose(
         self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published
@@ -207,7 +207,7 @@ class Evaluator:
                 Task(
                     update.client,
                     rows,
-                    self.private.accepted_job(update.client),
+                    self.client_states.accepted_job(update.client),
                     personalised=False,
                 )
             )

@@ -104,13 +104,16 @@ class Finished:
 Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished
 
 
-class RunStopped(RuntimeError):
+class RunStoppedError(RuntimeError):
     """A run that could not go on; what it did is in its folder."""
 
 
-class ProcessLost(RunStopped):
+class ProcessLostError(RunStoppedError):
     """A process or a machine of the run is gone, and what it held with it: the last checkpoint is all that is left."""
 
 
-class TooManyFailures(RunStopped):
+class TooManyFailuresError(RunStoppedError):
     """More clients failed in one aggregation than `faults.tolerate` allows."""
+
+
+TooManyFailures = TooManyFailuresError  # the name in version 0.1

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raysim.api.messages import Failure
-from raysim.simulation.events import TooManyFailures
+from raysim.simulation.events import TooManyFailuresError
 from raysim.simulation.saving import RunSaver
 
 
 def check_failures(
     failures: Sequence[Failure], jobs: int, version: int, tolerate: float, saver: RunSaver
 ) -> None:
-    """Raise TooManyFailures, after writing a checkpoint, if more than this share of the jobs failed.
+    """Raise TooManyFailuresError, after writing a checkpoint, if more than this share of the jobs failed.
 
     jobs: how many the aggregation has. version: the one that their updates would be added to.
     """
@@ -26,4 +26,4 @@ def check_failures(
         text += f". faults.tolerate={tolerate} allows fewer; set it to {share:g} to leave them out and go on"
     if saver.has_folder:
         text += f"; resume continues from {saver.save().path}"
-    raise TooManyFailures(f"{text}\n{first.traceback}".rstrip("\n"))
+    raise TooManyFailuresError(f"{text}\n{first.traceback}".rstrip("\n"))

@@ -13,7 +13,7 @@ import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.streams import stream, stream_key, uniform
-from raysim.simulation.availability import DAY, Availability, Diurnal, Markov, floats
+from raysim.simulation.availability import DAY, Availability, Diurnal, MarkovAvailability, floats
 
 FLOAT_BYTES = 4
 
@@ -22,7 +22,7 @@ class Trip(NamedTuple):
     """The way of a job: when its client is back, or when it was lost."""
 
     finish: float  # virtual seconds
-    back: bool  # False: the client dropped out, and the server learns of it at `finish`
+    arrives: bool  # False: the client dropped out, and the server learns of it at `finish`
 
 
 class Devices(Protocol):
@@ -96,7 +96,7 @@ class Fleet:
             return Diurnal(stream(seed, "fleet.zone").integers(24, size=clients), self.hours)
         if self.availability == "markov":
             self._check_wait(self.off / clients)
-            return Markov(seed, clients, self.on, self.off)
+            return MarkovAvailability(seed, clients, self.on, self.off)
         return None
 
     def _check_wait(self, seconds: float) -> None:
@@ -127,14 +127,14 @@ class Fate:
 
     def trip(self, client: int, participation: int, start: float, seconds: float) -> Trip:
         """Of a job that takes so long if nothing happens to it."""
-        finish, back = start + seconds, True
+        finish, arrives = start + seconds, True
         if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
-            finish, back = start + seconds * uniform(self.lost, client, participation, 1), False
+            finish, arrives = start + seconds * uniform(self.lost, client, participation, 1), False
         if self.presence is not None:
             leaves = self.presence.next_change(client, start, finish)
             if leaves < finish:
-                finish, back = leaves, False
-        return Trip(finish, back)
+                finish, arrives = leaves, False
+        return Trip(finish, arrives)
 
 
 class Fixed:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.simulation.planner import PlannedAggregation, Planner
 
-BUSY = 8  # clients at work for each worker, from which on workers seldom wait for a client to be sent off
+# With so many clients in flight for each worker, workers seldom wait for a dispatch.
+CLIENTS_PER_BUSY_WORKER = 8
 _TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
 
 
@@ -34,7 +35,7 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     while len(aggregations) < rounds and planner.dispatched < enough:
         try:
             aggregations.append(planner.next_aggregation())
-        except RunStopped:  # by devices that end
+        except RunStoppedError:  # by devices that end
             if not aggregations:
                 raise
             break

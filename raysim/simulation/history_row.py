@@ -29,10 +29,10 @@ class RowWriter:
         declarations: Declarations,
         calls: WorkerCalls,
         dispatcher: Dispatcher,
-        private: ClientStates,
+        client_states: ClientStates,
     ):
         self.declarations = declarations
-        self.calls, self.dispatcher, self.private = calls, dispatcher, private
+        self.calls, self.dispatcher, self.client_states = calls, dispatcher, client_states
         self.rows: list[Row] = []  # of the rounds that are reported
         self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
@@ -82,7 +82,7 @@ class RowWriter:
             "worker_seconds": sum(update.seconds for update in updates),
             **self._busy(),
             "store_bytes": store_bytes,
-            "spilled_bytes": self.private.spilled_bytes,
+            "spilled_bytes": self.client_states.spilled_bytes,
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),
             "lost": len(aggregation.lost),
@@ -104,7 +104,7 @@ class RowWriter:
         versions: bytes; results: floats that were under way. What is not known yet counts as what a job uploads, or as
         other states.
         """
-        return versions + results * self.itemsize + self.private.bytes
+        return versions + results * self.itemsize + self.client_states.bytes
 
     def _busy(self) -> Row:
         """The share of wall time since the last row that workers worked: their mean, and the one that worked least.

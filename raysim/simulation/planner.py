@@ -19,8 +19,9 @@ import numpy as np
 from raysim.api.messages import Arrays, Job
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import Availability
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Devices
+from raysim.simulation.idle_clients import IdleClients
 from raysim.simulation.schedule import (
     Aggregate,
     Discard,
@@ -30,10 +31,9 @@ from raysim.simulation.schedule import (
     Wait,
     check_concurrency,
 )
-from raysim.simulation.waiting import Waiting
 
 # Draws from the whole population: so many per requested client, before idle clients are listed. Where clients come and
-# go, so many more, before `Waiting` tracks the available ones.
+# go, so many more, before `IdleClients` tracks the available ones.
 DRAWS_PER_CLIENT, EXTRA_DRAWS = 16, 64
 BLOCK = 8  # numbers that are cheaper to draw at once than one by one
 # Tracking stops when at least one in so many of the population is idle and available, and the request can be filled.
@@ -44,7 +44,7 @@ MAX_CONSECUTIVE_LOST_JOBS = 10_000  # before a run gives up
 _NO_EXTRAS: Arrays = {}
 
 
-class NoClientsLeftError(RunStopped):
+class NoClientsLeftError(RunStoppedError):
     """No client will become available again."""
 
 
@@ -121,7 +121,7 @@ class Planner:
         for pool, members in enumerate(self._members):
             self._pool_of[members] = pool
         self._scarce: set[int] = set()  # pools of which hardly anybody is there
-        self._waiting: dict[int, Waiting] = {}  # by pool, of those
+        self._waiting: dict[int, IdleClients] = {}  # by pool, of those
         self._keys: dict[str, int] = {}  # of numbers that are looked up, by purpose
         self._short: set[int] = set()  # pools of which too few were there, at this moment
         self.now, self.version = 0.0, 0
@@ -425,13 +425,13 @@ class Planner:
             generator.random(2 * count).tolist() for _ in itertools.count()
         )
 
-    def _who_waits(self, pool: int) -> Waiting:
+    def _who_waits(self, pool: int) -> IdleClients:
         """Return the tracker of the pool's available, idle clients."""
         if (waiting := self._waiting.get(pool)) is None:
             presence = self.devices.presence
             assert presence is not None
             members = self._members[pool] if pool >= 0 else self.eligible
-            waiting = self._waiting[pool] = Waiting(presence, members, self._busy, self.now)
+            waiting = self._waiting[pool] = IdleClients(presence, members, self._busy, self.now)
         waiting.at(self.now)
         return waiting
 

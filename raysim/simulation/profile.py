@@ -31,7 +31,7 @@ class WatchedRuntime:
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
         """See `Runtime`. Workers in this process work at once, and the coordinator waits for them."""
         self.asked[worker].append(self.spans.now())
-        with self.spans.span(method, "waiting" if self.runtime.at_once else "messages"):
+        with self.spans.span(method, "waiting" if self.runtime.is_in_process else "messages"):
             return self.runtime.call(worker, method, *args, returns=returns)
 
     def get(self, ref: Ref) -> Any:
@@ -79,11 +79,11 @@ class Profile:
         inner, asked = self.runtime.runtime, self.runtime.asked
         for worker, times in enumerate(asked):
             found: WorkerTrack = inner.get(inner.call(worker, "profile")[0])
-            tracks.append(idle(found, times, self.start, stop))
+            tracks.append(add_idle_time(found, times, self.start, stop))
         return Profiled(self.start, stop, tuple(tracks))
 
 
-def idle(found: WorkerTrack, asked: Sequence[float], start: float, stop: float) -> Track:
+def add_idle_time(found: WorkerTrack, asked: Sequence[float], start: float, stop: float) -> Track:
     """A worker's track with the time between its calls: it waited until it was called, and then for the message.
 
     asked: when the coordinator made each call; calls arrive in their order.

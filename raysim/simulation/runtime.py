@@ -10,7 +10,7 @@ START_TIMEOUT_S = 300.0  # for a worker to start; before, its first answer is no
 Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 
-class WorkerDied(RuntimeError):
+class WorkerDiedError(RuntimeError):
     """The process of a worker ended before it answered. What it held is lost; what it had returned is not."""
 
 
@@ -33,7 +33,7 @@ class Runtime(Protocol):
         ...
 
     @property
-    def at_once(self) -> bool:
+    def is_in_process(self) -> bool:
         """Whether a call has ended when it returns, because the workers are in this process."""
         ...
 
@@ -46,7 +46,7 @@ class Runtime(Protocol):
         ...
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value. Raises WorkerDied if the worker that was to return it is no more."""
+        """Wait for a value. Raises WorkerDiedError if the worker that was to return it is no more."""
         ...
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
@@ -54,5 +54,5 @@ class Runtime(Protocol):
         ...
 
     def revive(self, worker: int) -> None:
-        """A new process in the place of a worker that died. Raises RunStopped if there is no room for one."""
+        """A new process in the place of a worker that died. Raises RunStoppedError if there is no room for one."""
         ...

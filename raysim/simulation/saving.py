@@ -70,7 +70,7 @@ class RunSaver:
         if best.vector is not None and best.counters is not None:
             self._write_model("best.safetensors", best.vector, best.counters)
         model = snapshot.model_sha256(server)
-        state = snapshot.state_sha256(server, self._run.private)
+        state = snapshot.state_sha256(server, self._run.client_states)
         return Finished(
             model, state, peak_memory_bytes(), self._run.jobs.unfinished(), best.summary()
         )

@@ -21,18 +21,18 @@ from raysim.api.mistakes import HookMistake, check_report, returned, said, trace
 from raysim.api.server_view import Aggregation, ServerView, Weighting
 from raysim.api.setup import Declared, Send, number_of_floats
 from raysim.primitives.streams import stream
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.training.run_spec import RunSpec
 from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
 from raysim.vectors.layout import Vector
 
 
-def asked_weighting(methods: Sequence[Method]) -> Weighting:
+def default_weighting(methods: Sequence[Method]) -> Weighting:
     """By samples, unless a method asks for uniform weights."""
     return "uniform" if any(method.weighting == "uniform" for method in methods) else "samples"
 
 
-class AggregationFailed(RunStopped):
+class AggregationError(RunStoppedError):
     """The server could not make the next version."""
 
 
@@ -212,7 +212,7 @@ class Server:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the method in whose hook an aggregation fails. Raises AggregationFailed."""
+        """Name the method in whose hook an aggregation fails. Raises AggregationError."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -221,7 +221,7 @@ class Server:
                 raise
             text = f"method {name!r} failed {where}" if name else where
             text += f": {said(error)}. The run goes on from its last checkpoint with resume=latest"
-            raise AggregationFailed(f"{text}\n{traced(error)}".rstrip("\n")) from error
+            raise AggregationError(f"{text}\n{traced(error)}".rstrip("\n")) from error
 
     def _weighed(
         self,
@@ -292,7 +292,7 @@ class Server:
         # Buffers are statistics: no server rate or momentum touches them.
         torch.add(self.vector[trained:], buffers, out=moved[trained:])
         if not all(in_blocks(len(moved), lambda part: is_finite(moved[part]))):
-            raise AggregationFailed(self._diverged(aggregation))
+            raise AggregationError(self._diverged(aggregation))
         if len(self.counters):
             self.counters = torch.from_numpy(
                 np.max([update.counters for update in aggregation.updates], axis=0)
@@ -383,7 +383,7 @@ def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size
         partition.train.counts,
         settings.seed,
         spec.task,
-        settings.weighting or asked_weighting(spec.methods),
+        settings.weighting or default_weighting(spec.methods),
         settings.summation,
         size,
         spec.data.number,

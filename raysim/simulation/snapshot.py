@@ -33,7 +33,7 @@ class RunState:
     server: Server
     planner: Planner
     jobs: JobTable
-    private: ClientStates
+    client_states: ClientStates
     versions: Versions
     history: RowWriter
     best: BestRounds | None  # what evaluation knows of the best rounds; None: it looks for none
@@ -72,7 +72,7 @@ def take(run: RunState) -> Snapshot:
         "wall": history.wall_seconds,
         "rows": history.rows,
     }
-    return Snapshot(numbers, arrays, run.private.named(), run.private.accepted_jobs)
+    return Snapshot(numbers, arrays, run.client_states.named(), run.client_states.accepted_jobs)
 
 
 def restore(snapshot: Snapshot, run: RunState) -> None:
@@ -94,7 +94,7 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
         extras = _under(arrays, f"job/{job.number}/")
         rows.append(JobRow(job._replace(extras=extras), JobState(state)))
     run.jobs.restore(map(PlannedAggregation.from_json, numbers["aggregations"]), rows)
-    run.private.restore(snapshot.jobs, snapshot.clients)
+    run.client_states.restore(snapshot.jobs, snapshot.clients)
     run.history.resume(numbers["wall"], numbers["rows"])
     if run.best:
         run.best.restore(_under(arrays, "best/"))
@@ -121,13 +121,13 @@ def model_sha256(server: Server) -> str:
     ).hexdigest()
 
 
-def state_sha256(server: Server, private: ClientStates) -> str:
+def state_sha256(server: Server, client_states: ClientStates) -> str:
     """Of the accepted client states, and of what methods keep on the server."""
     digest = hashlib.sha256()
     for client in sorted(
-        private.accepted_jobs, key=lambda client: f"{client}/"
+        client_states.accepted_jobs, key=lambda client: f"{client}/"
     ):  # one at a time: some lie on disk
-        for key, array in sorted(flat(private.accepted_state(client)).items()):
+        for key, array in sorted(flat(client_states.accepted_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for name, tensor in sorted(server.state.items()):
         digest.update(name.encode())

@@ -24,7 +24,7 @@ TO_WRITE = -1  # in the place of a file
 
 
 @dataclass(frozen=True, eq=False)
-class ByClient(Mapping[int, Arrays]):
+class StatesByClient(Mapping[int, Arrays]):
     """The named tensors of each client, got when they are asked for."""
 
     clients: Collection[int]

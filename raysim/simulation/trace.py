@@ -145,7 +145,7 @@ def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordB
         )
 
 
-def summary(file: str) -> str:
+def summarise_trace(file: str) -> str:
     """How much a trace holds, in a sentence. Raises ValueError as `read` does."""
     trace = read(file)
     there = (trace.bounds[1::2] - trace.bounds[::2]).sum() / trace.period.sum()
@@ -216,7 +216,7 @@ def _part(file: str, batch: pa.RecordBatch, by: str, before: int) -> tuple[np.nd
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         values = {name: batch.column(name)[row].as_py() for name in (*LISTS, *NUMBERS, by)}
-        raise ValueError(f"{_place(file, batch, row, before)}: {fault(values)}")
+        raise ValueError(f"{_place(file, batch, row, before)}: {describe_error(values)}")
     bounds, kept = _joined(start, end, same)
     return bounds, np.bincount(np.repeat(row_of, 2)[kept], minlength=len(batch)), *numbers
 
@@ -255,7 +255,7 @@ def _refuse_twice(file: str, clients: pa.ChunkedArray) -> None:
         )
 
 
-def fault(row: Mapping[str, Any]) -> str:
+def describe_error(row: Mapping[str, Any]) -> str:
     """What is wrong with a row, in words; "" if nothing is."""
     for name in [each for each in (*NUMBERS, *RATES) if each in row]:
         if (value := row[name]) is None or not math.isfinite(value) or value <= 0:
@@ -265,13 +265,15 @@ def fault(row: Mapping[str, Any]) -> str:
         return f"{len(start)} starts and {len(end)} ends, of which each interval has one"
     before = 0.0, 0.0
     for index, interval in enumerate(zip(start, end, strict=True), start=1):
-        if wrong := _interval_fault(interval, before, row["period"]):
+        if wrong := _describe_interval_error(interval, before, row["period"]):
             return f"interval {index}, from {interval[0]} to {interval[1]}, {wrong}"
         before = interval
     return ""
 
 
-def _interval_fault(interval: Sequence[float], before: Sequence[float], period: float) -> str:
+def _describe_interval_error(
+    interval: Sequence[float], before: Sequence[float], period: float
+) -> str:
     if any(value is None or not math.isfinite(value) for value in interval):
         return "has a time that is no finite number"
     start, end = interval
@@ -287,7 +289,7 @@ def _interval_fault(interval: Sequence[float], before: Sequence[float], period: 
 
 
 def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A trace of rows that have all columns, speed or flops among them; for what `fault` finds nothing wrong with."""
+    """Write a trace of rows that have all columns; `describe_error` must find nothing in them."""
     by = next(name for name in RATES if name in rows[0])
     kinds = {name: pa.list_(pa.float64()) for name in LISTS} | {
         name: pa.float64() for name in (*NUMBERS, by)

@@ -26,7 +26,7 @@ from raysim.experiment.settings import Interrupted
 from raysim.results.report import Run
 from raysim.results.significance import Difference
 from raysim.results.tracking import Tracker, default_uri
-from raysim.simulation.checkpoint import available
+from raysim.simulation.checkpoint import list_complete
 
 COMMON = (
     *(
@@ -294,7 +294,7 @@ def test_a_killed_study_goes_on_at_the_run_it_lost_to_the_same_bits() -> None:
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         == -signal.SIGKILL
     )
-    assert available(Path("s/runs/scaffold_seed-0/checkpoints"))
+    assert list_complete(Path("s/runs/scaffold_seed-0/checkpoints"))
     assert not Path("s/runs/scaffold_seed-0/summary.json").exists()
 
     campaign = check(plan(["out=s", "resume=latest"]))

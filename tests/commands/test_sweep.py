@@ -30,7 +30,7 @@ from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.tracking import Tracker
 from raysim.runtime import inprocess
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.training.identity import Identity, identify
 
 STUDY = (
@@ -408,7 +408,9 @@ def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
     found = prepared([plain(compose([*STUDY, "rounds=1"]))], tmp_path, (), None)
     (experiment, folder, _), *_ = found
     events = inprocess.run(experiment.spec, experiment.schedule, experiment.fleet)
-    with pytest.raises(RunStopped, match=r"set sweep\.metric to one of accuracy, accuracy_global"):
+    with pytest.raises(
+        RunStoppedError, match=r"set sweep\.metric to one of accuracy, accuracy_global"
+    ):
         Trial([experiment], [folder], [events], "accuracy_globe").advance()
 
 

@@ -18,7 +18,7 @@ from raysim.results.history import read_history
 from raysim.results.observers import CurrentRun, Observer
 from raysim.runtime import inprocess
 from raysim.runtime.placement import NoRoomError, RayOptions, Size
-from raysim.simulation.events import Event, ProcessLost, Round, Waiting
+from raysim.simulation.events import Event, ProcessLostError, Round, Waiting
 
 QUICK = [
     *(
@@ -59,7 +59,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             yield event
             if isinstance(event, Round) and event.row["round"] == last:
                 yield Waiting(0, (1,), 11.0)
-                raise ProcessLost("a node is gone")
+                raise ProcessLostError("a node is gone")
 
     monkeypatch.setattr(inprocess, "run", run)
     return rounds
@@ -86,7 +86,7 @@ def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(
 def test_one_that_gets_no_further_gives_up(fails: list[int], tmp_path: Path) -> None:
     fails += [3] * 9
     with pytest.raises(
-        ProcessLost, match="a node is gone; resume=latest goes on from the last checkpoint"
+        ProcessLostError, match="a node is gone; resume=latest goes on from the last checkpoint"
     ):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"

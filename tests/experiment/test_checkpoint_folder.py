@@ -55,14 +55,14 @@ def test_a_run_whose_folder_is_gone_goes_on_from_where_its_checkpoints_are(where
     shutil.rmtree("a")  # the machine it was on
     address = {"resume": f"{where}/round-000004"} if where == "apart" else {"resume": "latest"}
     assert run(where, out="b", rounds=6, **address) == straight
-    assert checkpoint.version_of(checkpoint.latest(where)) == 6
+    assert checkpoint.version_of(checkpoint.find_latest(where)) == 6
     assert raysim.load("b").client_model(0) is not None
 
 
 def test_a_run_may_change_where_its_checkpoints_go() -> None:
     run(out="a", rounds=2)
     run("memory://runs/a", out="a", rounds=4, resume="latest")
-    assert checkpoint.version_of(checkpoint.latest("memory://runs/a")) == 4
+    assert checkpoint.version_of(checkpoint.find_latest("memory://runs/a")) == 4
     assert [row["round"] for row in raysim.load("a").rows] == [1, 2, 3, 4]
 
 

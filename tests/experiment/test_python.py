@@ -599,7 +599,7 @@ def test_every_name_of_the_package_is_there_and_says_what_it_is() -> None:
         ).stdout
         == "\n"
     )
-    assert {"TooManyFailures", "ObserverError", "Interrupted"} <= {*raysim.__all__}, (
+    assert {"TooManyFailuresError", "ObserverError", "Interrupted"} <= {*raysim.__all__}, (
         "what `run` says that it raises"
     )
     for name in set(raysim.__all__) - {"__version__"}:

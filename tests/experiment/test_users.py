@@ -23,7 +23,7 @@ from raysim.data.tabular import NumPy
 from raysim.experiment.execute import build
 from raysim.primitives.errors import Refused
 from raysim.results import page, report
-from raysim.simulation.events import TooManyFailures
+from raysim.simulation.events import TooManyFailuresError
 
 RNG = np.random.default_rng(0)
 ROWS = 96
@@ -171,7 +171,7 @@ class TestNamesInResults:
         assert "client 3 (user 103)" in line["error"]
 
     def test_errors_have_names(self) -> None:
-        with pytest.raises(TooManyFailures, match=r"client 3 \(user 103\)"):
+        with pytest.raises(TooManyFailuresError, match=r"client 3 \(user 103\)"):
             trained("schedule.cohort=12", "faults.tolerate=0", methods=[Failing()])
 
     def test_error_about_a_client_without_tests_has_its_name(self) -> None:

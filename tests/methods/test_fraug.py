@@ -286,7 +286,7 @@ def test_kept_optimizers_count_on_and_moves_are_of_a_job(keep: bool) -> None:
     found = run(run_spec(count, local=local), Synchronous(6), rounds=3)
     assert count._steps == [4] * 6 + [8 if keep else 4] * 6 + [12 if keep else 4] * 6
     assert count._moved == [4] * 18
-    assert found.coordinator.private.stateful is keep
+    assert found.coordinator.client_states.stateful is keep
 
 
 def test_optimizers_are_kept_alike_by_method_and_by_run() -> None:

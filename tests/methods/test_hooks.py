@@ -129,7 +129,7 @@ def test_fixed_parameters_neither_move_nor_travel_nor_are_stored() -> None:
     layout = found.coordinator.layout
     personal = {entry.name for entry in layout.entries if entry.personal}
     assert personal == {"model.head.weight", "model.head.bias"}
-    assert not found.coordinator.private.stateful
+    assert not found.coordinator.client_states.stateful
 
 
 def test_stage_that_trains_a_fixed_parameter_is_an_error() -> None:

@@ -14,7 +14,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.primitives.spans import KINDS, Spans, Track
 from raysim.results import profile
 from raysim.simulation.events import Finished, Profiled
-from raysim.simulation.profile import idle
+from raysim.simulation.profile import add_idle_time
 from raysim.training.profile import WorkerTrack
 from raysim.training.worker import Worker
 
@@ -46,7 +46,7 @@ def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]
 
 def test_between_calls_a_worker_waits_to_be_called_and_then_for_the_message() -> None:
     found = WorkerTrack(Track("worker-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
-    track = idle(
+    track = add_idle_time(
         found, [1.5, 3.0], 0.0, 10.0
     )  # the second call was made while the worker was at work
     assert track.seconds == {"steps": 4.0, "messages": 1.0, "waiting": 5.0}

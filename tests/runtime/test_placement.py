@@ -55,7 +55,7 @@ from raysim.runtime.placement import (
 )
 from raysim.runtime.preflight import MemoryNeed, measure, only, workers_per_gpu
 from raysim.runtime.ray import RayCoordinator
-from raysim.simulation.events import Finished, Round, Started, TooManyFailures
+from raysim.simulation.events import Finished, Round, Started, TooManyFailuresError
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import Checkpoint, RunSpec
@@ -536,7 +536,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
 
     try:
         list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), say))
-    except TooManyFailures as error:
+    except TooManyFailuresError as error:
         failed = str(error)
     return told, refused, failed, _gone(_groups)
 
@@ -712,7 +712,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
         after(run_spec(Scaffold(), model=WHOLE), 2)
         after(run_spec(model=NORMED), 2)
         after(run_spec(model=NORMED), 1)
-        with suppress(TooManyFailures):
+        with suppress(TooManyFailuresError):
             after(changed(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
     living.append(
         {} if _gone(lambda: [*_groups(), *_actors("together-")]) else {"somebody": "lives"}

@@ -16,7 +16,7 @@ from tiny_runs import FOLDERS, run_spec
 
 import raysim
 from raysim.runtime.placement import RayOptions
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.training.identity import Participants
 
 OTHER_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
@@ -141,7 +141,7 @@ def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
     runtime.revive(0)
     assert [identity.name for identity in runtime.participants.all] == ["driver", "worker-0"]  # type: ignore[union-attr]
     with pytest.raises(
-        RunStopped, match=r"worker 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"
+        RunStoppedError, match=r"worker 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"
     ):
         runtime.revive(0)
     for actor in started:

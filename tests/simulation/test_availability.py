@@ -19,13 +19,13 @@ from raysim.simulation.availability import (
     Availability,
     Diurnal,
     Intervals,
-    Markov,
+    MarkovAvailability,
     _place,
 )
 from raysim.simulation.fleet import Fleet, Ideal
+from raysim.simulation.idle_clients import IdleClients
 from raysim.simulation.planner import Load, NoClientsLeftError, Planner
 from raysim.simulation.schedule import Buffered, Schedule
-from raysim.simulation.waiting import Waiting
 
 
 def intervals(*rows: list[float], period: float = 100.0, wrap: bool = True) -> Intervals:
@@ -125,7 +125,11 @@ presences = st.one_of(
         st.sampled_from([0.5, 8, 23]),
     ),
     st.builds(
-        Markov, st.integers(0, 2**62), st.integers(1, 9), st.floats(1, 1e4), st.floats(1, 1e4)
+        MarkovAvailability,
+        st.integers(0, 2**62),
+        st.integers(1, 9),
+        st.floats(1, 1e4),
+        st.floats(1, 1e4),
     ),
     st.builds(lambda b, wrap: intervals(b[: len(b) // 2 * 2], wrap=wrap), bounds, st.booleans()),
 )
@@ -175,7 +179,13 @@ several = st.one_of(
         st.lists(st.integers(0, 23), min_size=9, max_size=9).map(np.array),
         st.sampled_from([0.5, 8, 23]),
     ),
-    st.builds(Markov, st.integers(0, 2**62), st.just(9), st.floats(1e2, 1e4), st.floats(1e2, 1e5)),
+    st.builds(
+        MarkovAvailability,
+        st.integers(0, 2**62),
+        st.just(9),
+        st.floats(1e2, 1e4),
+        st.floats(1e2, 1e5),
+    ),
     st.builds(
         lambda rows, wrap: intervals(*(row[: len(row) // 2 * 2] for row in rows), wrap=wrap),
         st.lists(bounds, min_size=9, max_size=9),
@@ -204,10 +214,12 @@ def test_many_clients_at_once_get_the_answers_that_each_gets(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
-    assert presence.there(everybody, np.array(now)).tolist() == [
+    assert presence.are_available(everybody, np.array(now)).tolist() == [
         presence.available(client, at) for client, at in enumerate(now)
     ]
-    if not isinstance(presence, Markov):  # whose next change may be far away: it is not looked up
+    if not isinstance(
+        presence, MarkovAvailability
+    ):  # whose next change may be far away: it is not looked up
         assert presence.next_changes(everybody, np.array(now)).tolist() == [
             presence.next_change(client, at, math.inf) for client, at in enumerate(now)
         ]
@@ -247,7 +259,7 @@ def test_who_waits_does_not_depend_on_since_when_that_is_followed(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0
-    followed = Waiting(presence, clients, busy, now)
+    followed = IdleClients(presence, clients, busy, now)
     for seconds, client in events:
         now += seconds
         if client in busy:
@@ -261,7 +273,7 @@ def test_who_waits_does_not_depend_on_since_when_that_is_followed(
         expected = [c for c in sorted(members) if c not in busy and presence.available(c, now)]
         assert (
             followed.draw(9, iter(()))
-            == Waiting(presence, clients, busy, now).draw(9, iter(()))
+            == IdleClients(presence, clients, busy, now).draw(9, iter(()))
             == expected
         )
         first = next((c.at for c in presence.changes(clients, now) if len(c.came)), math.inf)
@@ -270,7 +282,9 @@ def test_who_waits_does_not_depend_on_since_when_that_is_followed(
 
 def test_who_waits_is_drawn_evenly() -> None:
     everybody = np.arange(40)
-    waiting = Waiting(intervals(*[[0.0, 50.0]] * 20, *[[60.0, 70.0]] * 20), everybody, {3, 7}, 10.0)
+    waiting = IdleClients(
+        intervals(*[[0.0, 50.0]] * 20, *[[60.0, 70.0]] * 20), everybody, {3, 7}, 10.0
+    )
     numbers = iter(np.random.Generator(np.random.PCG64(0)).random(20_000).tolist())
     counts = np.zeros(40)
     for _ in range(3_000):
@@ -283,9 +297,10 @@ def test_who_waits_is_drawn_evenly() -> None:
 
 
 def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
-    presence = Markov(5, 12, 300.0, 900.0)
+    presence = MarkovAvailability(5, 12, 300.0, 900.0)
     there = np.array(
-        [presence.there(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)], float
+        [presence.are_available(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)],
+        float,
     )
     assert abs(there.mean(axis=0) - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 4_000)
     correlations = np.corrcoef(there.T)[np.triu_indices(12, 1)]
@@ -295,7 +310,7 @@ def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
 def test_markov_clients_at_the_edges_of_a_deal_are_where_they_are_alone() -> None:
     """Who has the first place that stays or goes: looked at among many, and alone."""
     clients = 1 << 16
-    presence = Markov(5, clients, 100.0, 300.0)
+    presence = MarkovAvailability(5, clients, 100.0, 300.0)
     for step in range(200):
         deal = presence._deal(step)
         edges = np.array([deal.comes - 1, deal.comes, deal.goes - 1, deal.goes])
@@ -306,11 +321,11 @@ def test_markov_clients_at_the_edges_of_a_deal_are_where_they_are_alone() -> Non
             presence.available(client, moment)
             for client, moment in zip(own.tolist(), now.tolist(), strict=True)
         ]
-        assert presence.there(own, now).tolist() == alone
+        assert presence.are_available(own, now).tolist() == alone
 
 
 def test_what_markov_clients_remember_of_their_steps_does_not_grow_for_ever() -> None:
-    presence = Markov(5, 3, 100.0, 300.0)
+    presence = MarkovAvailability(5, 3, 100.0, 300.0)
     before = presence.available(1, 75.0)
     for step in range((1 << 14) + 5):
         presence._deal(step)
@@ -319,8 +334,8 @@ def test_what_markov_clients_remember_of_their_steps_does_not_grow_for_ever() ->
 
 def test_few_markov_clients_of_many_come_as_often_as_said() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
-    presence = Markov(2, len(clients), on, off)
-    found = [len(presence.present(clients, at * 10_000.0)) for at in range(60)]
+    presence = MarkovAvailability(2, len(clients), on, off)
+    found = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
     assert np.mean(found) == pytest.approx(100, rel=0.05)  # 6,000 in all: 5 deviations are 6 %
     assert 5 < np.std(found) < 15, "as wide as a Poisson distribution"
     come = itertools.islice(presence.changes(clients, 0.0), 200)
@@ -348,7 +363,7 @@ def test_a_place_holds_its_time_whatever_way_the_quotient_was_rounded() -> None:
 def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(
     on: float, off: float
 ) -> None:
-    presence = Markov(17, 250, on, off)
+    presence = MarkovAvailability(17, 250, on, off)
     there = np.array(
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
     )

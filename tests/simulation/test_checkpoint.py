@@ -33,7 +33,7 @@ from raysim.primitives.version import __version__
 from raysim.simulation import checkpoint, state_log
 from raysim.simulation.checkpoint import Checkpoints, Snapshot
 from raysim.simulation.events import Round, Saved, Started
-from raysim.simulation.state_log import ByClient
+from raysim.simulation.state_log import StatesByClient
 
 PACKAGE = Path(raysim.__file__).parent
 
@@ -97,7 +97,7 @@ def test_more_tensors_than_fit_into_a_file_go_into_several(
     assert same_states(checkpoint.read(path).clients, states)
     assert checkpoint.read(path).server == {}
     (tmp_path / "log/states-00000002.safetensors").unlink()
-    assert "states-00000002.safetensors is no regular file" in checkpoint.damage(path)
+    assert "states-00000002.safetensors is no regular file" in checkpoint.find_damage(path)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         for each in found:
             each.write(version, snapshot(version))
     assert names(tmp_path / "three") == ["log", "round-000009", "round-000010", "round-000100"]
-    assert [path.name for path in checkpoint.available(tmp_path / "two")] == [
+    assert [path.name for path in checkpoint.list_complete(tmp_path / "two")] == [
         "round-000010",
         "round-000100",
     ]
     assert (
-        checkpoint.available(tmp_path / "nowhere") == []
-        and checkpoint.latest(tmp_path / "nowhere") == ""
+        checkpoint.list_complete(tmp_path / "nowhere") == []
+        and checkpoint.find_latest(tmp_path / "nowhere") == ""
     )
 
 
@@ -146,7 +146,7 @@ def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
         path = write(tmp_path, version, snapshot(version))
         assert path.is_dir(), "the one that was written last is never the oldest"
-    assert [each.name for each in checkpoint.available(tmp_path)] == [
+    assert [each.name for each in checkpoint.list_complete(tmp_path)] == [
         "round-1000000",
         "round-1000001",
     ]
@@ -199,7 +199,7 @@ def test_a_checkpoint_writes_the_states_that_changed_since_the_last_one(tmp_path
     for version in range(2, 12):
         now = after(now, version, 50, job=1000 * version)
         before = logged(tmp_path)
-        seen = ByClient(
+        seen = StatesByClient(
             now.clients, lambda client, now=now: asked.append(client) or now.clients[client]
         )  # type: ignore[func-returns-value,misc]
         path = run.write(version, replace(now, clients=seen))
@@ -263,7 +263,7 @@ def test_a_run_that_went_on_from_an_earlier_checkpoint_leaves_the_course_of_late
     now = after(runs[10], 4, job=999)
     again.write(11, now)
     assert names(tmp_path) == ["log", "round-000010", "round-000011"]
-    assert checkpoint.latest(tmp_path) == f"{tmp_path}/round-000011"
+    assert checkpoint.find_latest(tmp_path) == f"{tmp_path}/round-000011"
     for path, whole in ((paths[10], runs[10]), (tmp_path / "round-000011", now)):
         assert same_states(checkpoint.read(path).clients, whole.clients)
 
@@ -275,7 +275,7 @@ def test_a_run_that_goes_on_in_another_folder_has_a_log_of_its_own(tmp_path: Pat
     path = Checkpoints(tmp_path / "b", resume=first).write(2, now)
     shutil.rmtree(tmp_path / "a" / "log")
     assert same_states(checkpoint.read(path).clients, now.clients)
-    assert before and checkpoint.damage(first)
+    assert before and checkpoint.find_damage(first)
 
 
 def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
     assert content(tmp_path) == before, (
         "nothing half-written is left, which may be what fills the disk"
     )
-    assert not checkpoint.damage(good)
+    assert not checkpoint.find_damage(good)
     run.write(2, snapshot())
     assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
@@ -334,10 +334,10 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint_and_is_cleared
         "log/states-00000001.safetensors",
     ):
         (tmp_path / name).write_text("{")
-    assert checkpoint.available(tmp_path) == []
+    assert checkpoint.list_complete(tmp_path) == []
     path = write(tmp_path, 2, snapshot())
     assert names(tmp_path) == ["log", "round-000002"]
-    assert not checkpoint.damage(path)
+    assert not checkpoint.find_damage(path)
 
 
 def flip(path: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
     if (Path(bad) / "manifest.json").exists():  # else there is none
         assert f"checkpoint {bad} is damaged (" in str(error.value)
         assert f"; resume={good} continues" in str(error.value)
-    assert not checkpoint.damage(good)
+    assert not checkpoint.find_damage(good)
 
 
 def test_a_damaged_checkpoint_without_another_says_so(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_an_entry_cannot_leave_the_manifest_unnoticed(entry: str, tmp_path: Path
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest[entry]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.damage(path) == "manifest.json does not have its own checksum"
+    assert checkpoint.find_damage(path) == "manifest.json does not have its own checksum"
 
 
 @pytest.mark.parametrize("file", ["run.json", "manifest.json"])
@@ -427,13 +427,13 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file: str, tmp_path: Pa
     path = write(tmp_path, 1, snapshot())
     (path / file).unlink()
     os.mkfifo(path / file)
-    assert f"{file} is no regular file" in checkpoint.damage(path)
+    assert f"{file} is no regular file" in checkpoint.find_damage(path)
 
 
 def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     (path / "notes.txt").write_text("mine")
-    assert not checkpoint.damage(path)
+    assert not checkpoint.find_damage(path)
 
 
 # --- no pickle ----------------------------------------------------------------------------------------------------
@@ -594,7 +594,7 @@ def test_a_kill_between_any_two_writes_leaves_what_goes_on_to_the_same_bits(
     found: dict[frozenset[str], Path] = {}  # what a kill would leave, by the names of the files
 
     def killed_here() -> None:
-        if len(checkpoint.available(folder / "checkpoints")) > 1:
+        if len(checkpoint.list_complete(folder / "checkpoints")) > 1:
             left = frozenset(content(folder))
             found.setdefault(left, tmp_path / f"kill-{len(found)}")
             if not found[left].exists():
@@ -620,8 +620,8 @@ def test_a_kill_between_any_two_writes_leaves_what_goes_on_to_the_same_bits(
     assert len(found) > 15
     kept = names(folder / "checkpoints/log")
     for left in found.values():
-        last = checkpoint.latest(left / "checkpoints")
-        assert checkpoint.version_of(last) >= 2 and not checkpoint.damage(last)
+        last = checkpoint.find_latest(left / "checkpoints")
+        assert checkpoint.version_of(last) >= 2 and not checkpoint.find_damage(last)
         again = run(study, **asked, folder=str(left), resume=last)
         assert (again.bits, again.history) == (straight.bits, straight.history)
         assert names(left / "checkpoints") == ["log", "round-000003", "round-000004"]
@@ -687,9 +687,9 @@ def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(
         [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
     )
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
-    left = checkpoint.available(tmp_path / "checkpoints")
+    left = checkpoint.list_complete(tmp_path / "checkpoints")
     assert left
-    assert not any(map(checkpoint.damage, left))
+    assert not any(map(checkpoint.find_damage, left))
     version = checkpoint.read(left[-1]).numbers["version"]
     assert 0 < version < 7
     study, settings = asked(where)
@@ -714,7 +714,7 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     path = write(tmp_path / "runs" / "one", 1, snapshot())
-    assert not checkpoint.damage(path)
+    assert not checkpoint.find_damage(path)
 
 
 def test_all_files_are_on_the_disk_before_the_manifest_has_its_name_and_its_name_before_the_write_returns(
@@ -772,7 +772,7 @@ def test_of_two_processes_that_write_behind_one_url_the_earlier_stops_and_harms_
         OSError, match=rf"^process {os.getpid()} on \S+ writes its checkpoints to .* too"
     ):
         earlier.write(3, snapshot(3.0))
-    assert checkpoint.latest(where) == path and not checkpoint.damage(path)
+    assert checkpoint.find_latest(where) == path and not checkpoint.find_damage(path)
     later.write(3, snapshot(3.0))
 
 
@@ -780,9 +780,9 @@ def test_a_manifest_may_be_in_any_order_and_names_nothing_outside(tmp_path: Path
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))
-    assert checkpoint.damage(path) == ""
+    assert checkpoint.find_damage(path) == ""
     del manifest["manifest.json"]
     manifest["../secret.json"] = "0" * 64
     manifest["manifest.json"] = checkpoint._own_digest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.damage(path) == "manifest.json does not name the files of a checkpoint"
+    assert checkpoint.find_damage(path) == "manifest.json does not name the files of a checkpoint"

@@ -162,7 +162,7 @@ def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> 
 def test_a_client_state_taken_apart_by_name_and_put_together_again_is_what_it_was() -> None:
     found = run(study(FedBN(), Scaffold()), rounds=2)
     layout = found.coordinator.layout
-    for state in map(found.state, found.coordinator.private.accepted_jobs):
+    for state in map(found.state, found.coordinator.client_states.accepted_jobs):
         again = from_named(named(state, layout), layout)
         assert len(state.personal) and len(state.counters)
         assert same(flat(again), flat(state))

@@ -26,7 +26,7 @@ class Books:
             workers=workers, put=lambda value: value, get=lambda ref: ref, call=self._call
         )
         layout: Any = SimpleNamespace(personal_entries=((SimpleNamespace(name="model.w"),), ()))
-        self.private = ClientStates(runtime, layout, True, budget)
+        self.client_states = ClientStates(runtime, layout, True, budget)
 
     def _call(self, worker: int, method: str, clients: list[int]) -> None:
         assert method == "release"
@@ -36,24 +36,24 @@ class Books:
         """A job of the client goes to a worker: the job, the states that go along, and bytes read from disk."""
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
-        before = self.private.dispatch(client, job.number)
-        sent, read = self.private.send(worker, [StateUse(client, before, job.number)])
+        before = self.client_states.dispatch(client, job.number)
+        sent, read = self.client_states.send(worker, [StateUse(client, before, job.number)])
         state = ClientState(np.full(FLOATS, job.number, np.float32), np.empty(0, np.int64), {})
-        self.private.store([job.number], [state])
+        self.client_states.store([job.number], [state])
         return job, sent, read
 
     def back(self, job: Any, read: int = 0) -> None:
         """The call returned."""
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
-        self.private.measure(trained)
-        self.private.returned(read)
+        self.client_states.measure(trained)
+        self.client_states.returned(read)
 
     def done(self, *clients: int) -> None:
         """Clients train on worker 0, and what they did is accepted."""
         for client in clients:
             job, _, read = self.send(client)
             self.back(job, read)
-            self.private.accept([job])
+            self.client_states.accept([job])
 
 
 def values(states: Any) -> list[float]:
@@ -63,32 +63,32 @@ def values(states: Any) -> list[float]:
 def test_states_of_jobs_under_way_count_as_the_mean_of_the_others() -> None:
     books = Books()
     first, second, third = (books.send(client)[0] for client in range(3))
-    assert books.private.bytes == 0, "nothing is known yet"
+    assert books.client_states.bytes == 0, "nothing is known yet"
     for job in (first, second):
         books.back(job)
-    assert books.private.bytes == 3 * EACH
+    assert books.client_states.bytes == 3 * EACH
     books.back(third)
-    assert books.private.bytes == 3 * EACH
+    assert books.client_states.bytes == 3 * EACH
 
 
 def test_what_was_read_from_disk_counts_until_its_call_returns() -> None:
     books = Books(budget=0)
     books.done(5)
-    assert books.private.spilled_bytes == EACH and books.private.bytes == 0
+    assert books.client_states.spilled_bytes == EACH and books.client_states.bytes == 0
     job, sent, read = books.send(5)
     assert read == EACH and values(sent) == [0.0], "what it had left"
-    assert books.private.bytes == 2 * EACH, "what was read, and what its job will leave"
+    assert books.client_states.bytes == 2 * EACH, "what was read, and what its job will leave"
     books.back(job, read)
-    assert books.private.bytes == EACH
+    assert books.client_states.bytes == EACH
 
 
 def test_a_client_that_is_accepted_again_and_again_takes_the_room_of_one_state() -> None:
     books = Books(budget=2 * EACH)
     books.done(*[7] * 6, 3)
-    assert books.private.spilled_bytes == 0 and books.private.bytes == 2 * EACH
+    assert books.client_states.spilled_bytes == 0 and books.client_states.bytes == 2 * EACH
     books.done(4)
-    assert books.private.spilled_bytes == EACH, "that of who was accepted first"
-    assert values(state for _, state in books.private.accepted()) == [5.0, 6.0, 7.0]
+    assert books.client_states.spilled_bytes == EACH, "that of who was accepted first"
+    assert values(state for _, state in books.client_states.accepted()) == [5.0, 6.0, 7.0]
 
 
 def test_who_goes_to_disk_is_forgotten_by_its_worker_and_by_nobody_else() -> None:
@@ -97,17 +97,19 @@ def test_who_goes_to_disk_is_forgotten_by_its_worker_and_by_nobody_else() -> Non
     assert books.told == [(0, [1])]
     job, _, read = books.send(2, worker=1)
     books.back(job, read)
-    books.private.worker_died(1)
-    books.private.accept([job])
+    books.client_states.worker_died(1)
+    books.client_states.accept([job])
     assert books.told == [(0, [1])], "no worker has it any more"
-    assert books.private.spilled_bytes == 2 * EACH
+    assert books.client_states.spilled_bytes == 2 * EACH
 
 
 def test_a_state_whose_size_nobody_has_told_takes_no_room() -> None:
     books = Books(budget=0)
     job, _, _ = books.send(3)
-    books.private.accept([job])
-    assert books.private.spilled_bytes == 0 and values([books.private.accepted_state(3)]) == [0.0]
+    books.client_states.accept([job])
+    assert books.client_states.spilled_bytes == 0 and values(
+        [books.client_states.accepted_state(3)]
+    ) == [0.0]
 
 
 def test_a_client_that_moves_takes_its_state_along() -> None:
@@ -123,9 +125,13 @@ def test_a_client_that_moves_takes_its_state_along() -> None:
 def test_no_part_reads_more_than_a_workers_share_of_the_budget(budget: float) -> None:
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
-    books.private.budget = 2 * budget  # of two workers
-    assert list(books.private.parts([0, 1, 2, 3, 4])) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert list(books.private.parts([8, 0, 9])) == [slice(0, 3)]
+    books.client_states.budget = 2 * budget  # of two workers
+    assert list(books.client_states.parts([0, 1, 2, 3, 4])) == [
+        slice(0, 2),
+        slice(2, 4),
+        slice(4, 5),
+    ]
+    assert list(books.client_states.parts([8, 0, 9])) == [slice(0, 3)]
 
 
 def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
@@ -133,12 +139,12 @@ def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
         ClientState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
     ]
     books = Books(budget=2 * EACH)
-    books.private.restore(
+    books.client_states.restore(
         {c: 10 + c for c in range(4)},
         {c: {"model.w": state.personal} for c, state in enumerate(states)},
     )
-    assert books.private.spilled_bytes == books.private.bytes == 2 * EACH
-    assert values(state for _, state in books.private.accepted()) == [0.0, 1.0, 2.0, 3.0]
+    assert books.client_states.spilled_bytes == books.client_states.bytes == 2 * EACH
+    assert values(state for _, state in books.client_states.accepted()) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_what_was_restored_has_its_bytes() -> None:
@@ -147,9 +153,11 @@ def test_what_was_restored_has_its_bytes() -> None:
     arrays = {
         client: {"model.w": state.personal} for client, state in zip((4, 6), states, strict=True)
     }
-    books.private.restore({4: 11, 6: 12}, arrays)
-    assert books.private.bytes == sum(map(size, states)) and dict(books.private.accepted_jobs) == {
+    books.client_states.restore({4: 11, 6: 12}, arrays)
+    assert books.client_states.bytes == sum(map(size, states)) and dict(
+        books.client_states.accepted_jobs
+    ) == {
         4: 11,
         6: 12,
     }
-    assert books.send(6)[1] == [books.private.accepted_state(6)]
+    assert books.send(6)[1] == [books.client_states.accepted_state(6)]

@@ -28,9 +28,9 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.vhl import Vhl
 from raysim.runtime.placement import RayOptions
 from raysim.simulation import calls as worker_calls
-from raysim.simulation.events import Finished, ProcessLost, Round, RunStopped, Waiting
+from raysim.simulation.events import Finished, ProcessLostError, Round, RunStoppedError, Waiting
 from raysim.simulation.fleet import Lognormal
-from raysim.simulation.runtime import START_TIMEOUT_S, Runtime, WorkerDied
+from raysim.simulation.runtime import START_TIMEOUT_S, Runtime, WorkerDiedError
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.resident import StateHandle
 from raysim.training.run_spec import Faults, RunSpec
@@ -70,7 +70,7 @@ class Ref:
 class Mortal:
     """Some workers; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
 
-    at_once = False
+    is_in_process = False
 
     def __init__(self, study: RunSpec, workers: int, deaths: set[int]):
         self.study, self.workers, self.deaths = study, workers, deaths
@@ -110,7 +110,7 @@ class Mortal:
         if not isinstance(ref, Ref):
             return ref
         if ref.lost:
-            raise WorkerDied("it was told to")
+            raise WorkerDiedError("it was told to")
         for calls in self.waiting:
             calls[:] = [refs for refs in calls if ref not in refs]
         return ref.value
@@ -184,7 +184,7 @@ def test_a_worker_has_longer_to_start_than_to_answer(clock: None) -> None:
 def test_one_that_never_answers_ends_the_run_with_a_sentence(clock: None) -> None:
     runtime: Runtime = Stopped(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(
-        RunStopped, match=r"^runtime.workers: .*\(no answer for faults.timeout=3600 s\)"
+        RunStoppedError, match=r"^runtime.workers: .*\(no answer for faults.timeout=3600 s\)"
     ):
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
 
@@ -217,7 +217,7 @@ def test_wherever_a_worker_dies_the_bits_are_the_same(name: str, schedule: str) 
 
 def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
-    with pytest.raises(RunStopped) as stopped:
+    with pytest.raises(RunStoppedError) as stopped:
         ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
     assert re.match(
         r"runtime\.workers: worker [01] .*\(it was told to\).*resume=latest", str(stopped.value)
@@ -269,7 +269,7 @@ def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_p
     study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
     runtime = on_ray.start_workers(study, 1)
     with pytest.raises(
-        RunStopped, match=r"died 3 times in a row .*last while training clients \[.*2.*\]"
+        RunStoppedError, match=r"died 3 times in a row .*last while training clients \[.*2.*\]"
     ):
         ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
     runtime.stop()
@@ -317,7 +317,7 @@ def test_a_coordinator_that_is_stopped_is_lost(
     study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
     size = on_ray.plan_workers(RayOptions(workers=1), study, 3, lambda _: None)
     said: list[str] = []
-    with pytest.raises(ProcessLost, match=r"said nothing for 11 s"):
+    with pytest.raises(ProcessLostError, match=r"said nothing for 11 s"):
         for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=said.append):
             pass
     assert [text.partition(":")[0] for text in said if "nothing was heard" in text][-2:] == [
@@ -349,7 +349,7 @@ def test_a_worker_is_waited_for_until_ray_knows_that_its_node_is_gone(
     monkeypatch.setattr(on_ray.ray.util, "get_current_placement_group", lambda: "group")
     places = {"bundles_to_node_id": {0: "here", 1: "there"}}
     monkeypatch.setattr(on_ray.ray.util, "placement_group_table", lambda group: places)
-    with pytest.raises(ProcessLost, match="its node may be gone"):
+    with pytest.raises(ProcessLostError, match="its node may be gone"):
         on_ray.RayRuntime(1, lambda worker: MagicMock()).revive(0)
     assert waited == [30] * looks
 

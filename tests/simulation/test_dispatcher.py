@@ -29,7 +29,7 @@ class Slow:
         default_factory=list
     )  # worker and jobs of each call to train
     most: int = 0  # such calls that were under way on one worker
-    at_once: bool = False
+    is_in_process: bool = False
     combine_from: float = 0.0
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.primitives.errors import Refused
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.events import Round, RunStopped, Saved, TooManyFailures
+from raysim.simulation.events import Round, RunStoppedError, Saved, TooManyFailuresError
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import Faults
@@ -289,9 +289,9 @@ def test_the_client_state_of_a_client_that_failed_is_the_one_before(tmp_path: Pa
 # --- too many -----------------------------------------------------------------------------------------------------
 
 
-def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFailures]:
+def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFailuresError]:
     events = []
-    with pytest.raises(TooManyFailures) as stopped:
+    with pytest.raises(TooManyFailuresError) as stopped:
         for event in coordinator.run():
             events.append(event)
     return events, stopped.value
@@ -312,7 +312,7 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
         coordinate(study, schedule, rounds=7, tolerate=0.0, folder=str(tmp_path))
     )
     finished = [event.row["round"] for event in events if isinstance(event, Round)]
-    (path,) = checkpoint.available(tmp_path / "checkpoints")
+    (path,) = checkpoint.list_complete(tmp_path / "checkpoints")
     assert path.name == f"round-{finished[-1]:06d}"
     assert f"resume continues from {path}" in str(error)
     assert "faults.tolerate=0.0" in str(error)
@@ -326,13 +326,13 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
 def test_as_many_failures_as_are_tolerated_do_not_stop_a_run() -> None:
     hits = frozenset({(client, 0) for client in range(6)} - {(0, 0), (1, 0)})
     assert len(run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=4 / 6).failures) == 4
-    with pytest.raises(TooManyFailures, match="4 of 6 clients failed in round 1"):
+    with pytest.raises(TooManyFailuresError, match="4 of 6 clients failed in round 1"):
         run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=0.5)
 
 
 def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
     hits = frozenset((client, 0) for client in range(6))
-    with pytest.raises(TooManyFailures) as stopped:
+    with pytest.raises(TooManyFailuresError) as stopped:
         run(run_spec(Raising(hits)), ROUNDS)
     assert "resume" not in str(stopped.value)
 
@@ -386,7 +386,7 @@ def draws(value: Any) -> Any:
 
 def stopped_by(method: Method) -> list[str]:
     """The lines of what ends a run with this method."""
-    with pytest.raises((RunStopped, Refused)) as stopped:
+    with pytest.raises((RunStoppedError, Refused)) as stopped:
         run(run_spec(method), ALL, rounds=1)
     return str(stopped.value).splitlines()
 
@@ -510,7 +510,7 @@ def test_what_is_sent_or_scored_must_be_a_tensor(setup: Any, sentence: str) -> N
 def test_a_hook_that_fails_on_the_server_names_its_method(
     hook: str, error: type[BaseException]
 ) -> None:
-    with pytest.raises(RunStopped) as stopped:
+    with pytest.raises(RunStoppedError) as stopped:
         run(run_spec(Server(hook, error)), ALL, rounds=4)
     first, *rest = str(stopped.value).splitlines()
     assert first.startswith(
@@ -522,7 +522,7 @@ def test_a_hook_that_fails_on_the_server_names_its_method(
 def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Path) -> None:
     coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
     with pytest.raises(
-        RunStopped, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"
+        RunStoppedError, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"
     ):
         ran(coordinator)
     assert coordinator.server.version == 0 and coordinator.server.vector.isfinite().all()
@@ -541,7 +541,7 @@ class Exploding(Method):
 def test_where_the_server_diverges_the_clients_with_the_longest_updates_are_named() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
-        RunStopped,
+        RunStoppedError,
         match=r"after round 2 \(the longest updates are \S+ of client [24], \S+ of client [24]",
     ):
         run(run_spec(Long(hits, 1e5), Absent(), Exploding()), ALL, rounds=3)

@@ -126,9 +126,9 @@ def test_a_trip_is_a_function_of_the_seed(
     trip = devices(fleet, 30, seed).trip(*job)
     assert devices(fleet, 30, seed).trip(*job) == trip
     unhindered = devices(replace(fleet, availability="always", dropout=0.0), 30, seed).trip(*job)
-    assert unhindered.back
+    assert unhindered.arrives
     assert start <= trip.finish <= unhindered.finish
-    assert trip.finish == unhindered.finish or not trip.back
+    assert trip.finish == unhindered.finish or not trip.arrives
 
 
 def test_another_seed_gives_other_devices() -> None:
@@ -197,18 +197,18 @@ def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
     trips = [
         found.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
     ]
-    lost = np.array([trip.finish for trip in trips if not trip.back])
+    lost = np.array([trip.finish for trip in trips if not trip.arrives])
     # 10,000 coins: a standard deviation of 0.0046; uniform on [5, 15): a mean of 10 and a deviation of 0.053 for 3,000
     assert abs(len(lost) / len(trips) - 0.3) < 5 * 0.0046
     assert 5.0 <= lost.min() < 5.1 < 14.9 < lost.max() < 15.0
     assert abs(lost.mean() - 10.0) < 5 * 0.053
-    assert {trip.finish for trip in trips if trip.back} == {15.0}
+    assert {trip.finish for trip in trips if trip.arrives} == {15.0}
 
 
 def test_who_is_lost_is_drawn_for_a_client_and_its_participation() -> None:
     """In this order: a drop-out is part of the bits of a run."""
     fate = Fate(dropout=0.5, lost=7)
-    lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).back}
+    lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).arrives}
     assert lost == {(c, p) for c in range(4) for p in range(4) if uniform(7, c, p, 0) < 0.5}
     assert lost != {(p, c) for c, p in lost}
 

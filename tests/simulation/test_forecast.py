@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_runs import BUFFER, TimedFleet, equal_clients, run_spec
 
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Fleet, Ideal
 from raysim.simulation.forecast import Forecast, forecast
 from raysim.simulation.load import make_planner
@@ -72,10 +72,10 @@ def test_devices_that_end_leave_what_came_before(monkeypatch: pytest.MonkeyPatch
         nonlocal count
         count += 1
         if count > 1:
-            raise RunStopped("nobody is left")
+            raise RunStoppedError("nobody is left")
         return real()
 
     monkeypatch.setattr(made, "next_aggregation", next_aggregation)
     assert forecast(made, 9).seconds == 3.0
-    with pytest.raises(RunStopped, match="nobody is left"):
+    with pytest.raises(RunStoppedError, match="nobody is left"):
         forecast(made, 9)

@@ -71,7 +71,9 @@ def test_memory_is_the_same_at_round_90_as_when_every_client_was_seen(
 def test_stateless_runs_keep_nothing_per_client() -> None:
     coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
-    assert coordinator.private._stored == {} and not set(coordinator.runtime.members[0]._resident)  # type: ignore[attr-defined]
+    assert coordinator.client_states._stored == {} and not set(
+        coordinator.runtime.members[0]._resident
+    )  # type: ignore[attr-defined]
 
 
 def test_clients_that_were_never_sampled_cost_nothing() -> None:
@@ -85,9 +87,9 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
     assert (
         set(coordinator.runtime.members[0]._resident)
         == seen
-        == set(coordinator.private.accepted_jobs)
+        == set(coordinator.client_states.accepted_jobs)
     )  # type: ignore[attr-defined]
-    assert len(coordinator.private._stored) == len(seen)
+    assert len(coordinator.client_states._stored) == len(seen)
 
 
 def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, reject, settings, strategies as st
 from tiny_runs import TimedFleet, ran, untrained_run
 
-from raysim.simulation.availability import Diurnal, Intervals, Markov
+from raysim.simulation.availability import Diurnal, Intervals, MarkovAvailability
 from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
 from raysim.simulation.planner import Load, PlannedAggregation, Planner
 from raysim.simulation.schedule import (
@@ -76,7 +76,7 @@ def planner(schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]) 
     )
 
 
-def there(devices: Devices, client: int, now: float) -> bool:
+def is_available(devices: Devices, client: int, now: float) -> bool:
     return devices.presence is None or devices.presence.available(client, now)
 
 
@@ -149,7 +149,7 @@ def test_every_job_ends_once_and_nothing_goes_back(
         job.up for job in jobs.values() if job.arrives and job.finish <= found[-1].now
     )
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
-    assert all(there(devices, job.client, job.start) for job in jobs.values())
+    assert all(is_available(devices, job.client, job.start) for job in jobs.values())
 
 
 @settings(deadline=None, max_examples=60)
@@ -208,8 +208,8 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
     lost = [job for step in found for job in step.lost]
     assert lost
     for job in lost:
-        assert not there(devices, job.client, job.finish)
-        assert there(devices, job.client, job.finish - 1e-6)
+        assert not is_available(devices, job.client, job.finish)
+        assert is_available(devices, job.client, job.finish - 1e-6)
 
 
 def test_a_round_takes_as_many_as_are_there() -> None:
@@ -217,7 +217,9 @@ def test_a_round_takes_as_many_as_are_there() -> None:
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
     first = plan.next_aggregation()
     devices = fleet.devices(3, 12, lambda: 1.0)
-    expected = [client for client in range(12) if there(devices, client, first.dispatched[0].start)]
+    expected = [
+        client for client in range(12) if is_available(devices, client, first.dispatched[0].start)
+    ]
     assert [job.client for job in first.dispatched] == expected
     assert 0 < len(first.aggregated) < 12
 
@@ -365,7 +367,7 @@ def test_the_cost_of_an_event_does_not_grow_with_the_number_in_flight(make: Any)
     assert many < 1.5 * few
 
 
-class Counted(Markov):
+class Counted(MarkovAvailability):
     """Counts the clients that are looked at."""
 
     looks = 0
@@ -374,9 +376,9 @@ class Counted(Markov):
         self.looks += 1
         return super().available(client, now)
 
-    def there(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
+    def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
         self.looks += len(clients)
-        return super().there(clients, now)
+        return super().are_available(clients, now)
 
     def _placed(self, clients: np.ndarray, step: int) -> np.ndarray:
         self.looks += len(clients)

@@ -117,7 +117,7 @@ def test_only_what_is_aggregated_is_trained_and_commits_its_client_state(schedul
     assert {job.number for job, _ in spy.sent} == set(taken)
     jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
     last = {jobs[number].client: number for number in taken}
-    assert dict(found.coordinator.private.accepted_jobs) == last
+    assert dict(found.coordinator.client_states.accepted_jobs) == last
     before: dict[int, int] = {}
     for job in sorted((job for job, _ in spy.sent), key=lambda job: job.number):
         assert job.state == before.get(job.client, -1), (

@@ -18,7 +18,7 @@ from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
-from raysim.simulation.server import AggregationFailed, Server
+from raysim.simulation.server import AggregationError, Server
 from raysim.training.run_spec import declare_run
 from raysim.vectors.layout import plan_layout
 
@@ -403,5 +403,5 @@ def test_where_it_diverges_the_three_longest_updates_are_named() -> None:
     deltas = [np.full(LAYOUT.shared, size, np.float32) for size in (1.0, 3.0, np.inf, 4.0, 2.0)]
     target = server(FedBuff(), weighting="uniform")
     named = r"the longest updates are inf of client 2, \S+ of client 3, \S+ of client 1\)"
-    with pytest.raises(AggregationFailed, match=named):
+    with pytest.raises(AggregationError, match=named):
         step(target, [update(client, delta=delta) for client, delta in enumerate(deltas)])

@@ -41,7 +41,7 @@ def study(name: str) -> Any:
 def size(name: str) -> float:
     """Bytes of a client's state, about."""
     found = run(study(name), SCHEDULES["rounds"], rounds=1)
-    return found.coordinator.private.bytes / 2
+    return found.coordinator.client_states.bytes / 2
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -71,13 +71,18 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
         state_budget=most * each,
     )
     for _ in coordinator.run():
-        places, accepted = coordinator.private._places, coordinator.private.accepted_jobs
+        places, accepted = (
+            coordinator.client_states._places,
+            coordinator.client_states.accepted_jobs,
+        )
         at_work = {client for client, (_, last) in places.items() if accepted.get(client) != last}
         resident = [client for worker in runtime.members for client in worker._resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
         stored = {
-            client for client, number in accepted.items() if number in coordinator.private._stored
+            client
+            for client, number in accepted.items()
+            if number in coordinator.client_states._stored
         }
         assert len(stored - at_work) <= most
     spilled = coordinator.rows[-1]["spilled_bytes"]

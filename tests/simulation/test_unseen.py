@@ -66,7 +66,7 @@ def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
     """What the final models of these clients say of their tests, each loaded by itself."""
     coordinator = found.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
-    server, private = coordinator.server, coordinator.private
+    server, private = coordinator.server, coordinator.client_states
     scores = []
     for client in clients:
         rows = coordinator.spec.data.partition.test.rows(client)
@@ -154,7 +154,7 @@ def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
     found = run(study(make(), local=replace(LOCAL, epochs=2)), Synchronous(4))
     assert not found.failures
     unseen = unseen_of(found)
-    assert not {*unseen} & {*found.coordinator.private.accepted_jobs}
+    assert not {*unseen} & {*found.coordinator.client_states.accepted_jobs}
     scores = scores_by_hand(found, unseen)
     assert found.rows[-1]["accuracy_unseen"] == pytest.approx(np.mean(scores))
 

@@ -182,7 +182,7 @@ def _all(worker: Worker, rows: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
     """The client's accepted client state; its personal tensors by name."""
-    state = dict(coordinator.private.accepted()).get(client)
+    state = dict(coordinator.client_states.accepted()).get(client)
     return {} if state is None else named(state, coordinator.layout)
 
 
@@ -193,8 +193,8 @@ def _scored(
     from raysim.api.messages import Task
 
     state, sent = (
-        coordinator.private.accepted_job(client),
-        dict(coordinator.private.accepted()).get(client),
+        coordinator.client_states.accepted_job(client),
+        dict(coordinator.client_states.accepted()).get(client),
     )
     rows, how = (
         coordinator.spec.data.partition.test.rows(client),
@@ -208,7 +208,9 @@ def _scored(
         finetune=how if how.epochs else None,
     )
     worker.evaluate(
-        [task], coordinator.server.published(), *([sent] if coordinator.private.stateful else [])
+        [task],
+        coordinator.server.published(),
+        *([sent] if coordinator.client_states.stateful else []),
     )
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}

@@ -324,7 +324,7 @@ def scored(
     )
     found = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
     layout, coordinator = found.coordinator.layout, found.coordinator
-    states = dict(coordinator.private.accepted())
+    states = dict(coordinator.client_states.accepted())
     start = coordinator.initial
     models = {}
     for client in range(4):

@@ -48,7 +48,7 @@ def seen(*methods: Method, groups: bool = True) -> tuple[Counter[str], Any]:
     spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))
     worker, coordinator = Worker(spec), coordinate(spec)
     published = coordinator.server.published()
-    states = [None] * len(JOBS) if coordinator.private.stateful else []
+    states = [None] * len(JOBS) if coordinator.client_states.stateful else []
     with Seen() as counter:
         found = worker.train(JOBS, [(0, 1), (2, 3)] if groups else [], 1, published, *states)
     return counter.count, found

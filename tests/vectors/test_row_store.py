@@ -111,4 +111,4 @@ def test_a_checkpoint_writes_a_cache_from_its_file_and_maps_it_back(tmp_path: Pa
     assert np.array_equal(restored, rows.numpy())
     assert in_file(restored.ctypes.data)
     restored[0] = 0  # private: the checkpoint stays whole
-    assert not checkpoint.damage(path)
+    assert not checkpoint.find_damage(path)

@@ -212,7 +212,7 @@ def _ran(spec: RunSpec, cohort: int, workers: int = 1) -> tuple[np.ndarray, Coor
     for _ in coordinator.run():
         pass
     private = [
-        kept for _, state in sorted(coordinator.private.accepted()) for kept in _floats(state)
+        kept for _, state in sorted(coordinator.client_states.accepted()) for kept in _floats(state)
     ]
     return np.concatenate([coordinator.server.vector.numpy(), *private]), coordinator
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from raysim.primitives.errors import Refused, first_line
 from raysim.primitives.files import make_folder, regular_file
-from raysim.simulation.trace import fault, write
+from raysim.simulation.trace import describe_error, write
 
 TRAINING = 3.0  # times inference
 BANDWIDTH = 1024 / 8  # bytes a second
@@ -57,7 +57,7 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
     wrong = ""
     for (client, when), what in zip(times.items(), itertools.cycle(devices.values()), strict=False):
         row = _row(len(rows), when, what)
-        if reason := fault(row):
+        if reason := describe_error(row):
             wrong = wrong or f"client {client}: {reason}"
         else:
             rows.append(row)

@@ -37,7 +37,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.history import Row
 from raysim.results.progress import format_duration
 from raysim.runtime.placement import RayOptions
-from raysim.simulation.events import RunStopped
+from raysim.simulation.events import RunStoppedError
 
 PATIENCE = (
     30.0  # seconds that an interrupted run has to write its history, as long as tracking waits
@@ -209,7 +209,7 @@ def attempt(
         try:
             run(config, allow=allow, console=Console(file=stream, width=120), on_round=on_round)
             return ""
-        except (Refused, RunStopped) as error:
+        except (Refused, RunStoppedError) as error:
             stream.write(
                 f"raysim: {str(error).strip()}\n"
             )  # with the traceback of a client, if there is one

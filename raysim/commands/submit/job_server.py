@@ -115,7 +115,7 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
 
 
 def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]) -> None:
-    """Hand over the job's output as it comes, to its end. Raises RunStopped where the connection breaks."""
+    """Hand over the job's output as it comes, to its end. Raises RunStoppedError where the connection breaks."""
 
     async def pass_on() -> None:
         async for text in client.tail_job_logs(job):
@@ -124,9 +124,9 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]
     try:
         asyncio.run(pass_on())
     except (OSError, RuntimeError) as error:
-        from raysim.simulation.events import RunStopped  # here, because it brings torch along
+        from raysim.simulation.events import RunStoppedError  # here, because it brings torch along
 
-        raise RunStopped(
+        raise RunStoppedError(
             f"the connection to {client.get_address()} broke ({_first(error)}), but the job goes on: "
             f"{again(client.get_address(), job)}"
         ) from error

@@ -250,7 +250,7 @@ def submit(
 ) -> int:
     """Pack, upload, submit, show the job's output as it comes; the job's exit status (0 at once unless wait).
 
-    Raises Refused for what is wrong before the job runs, RunStopped where the connection to it breaks, and
+    Raises Refused for what is wrong before the job runs, RunStoppedError where the connection to it breaks, and
     KeyboardInterrupt, after which the job goes on, with how to look at it again.
     """
     command, extra = with_plugins(command, extra)

@@ -16,7 +16,7 @@ from raysim.primitives.files import replace_file
 from raysim.results.history import Row, metric_of
 from raysim.results.observers import CurrentRun
 from raysim.simulation import checkpoint
-from raysim.simulation.events import Event, RunStopped
+from raysim.simulation.events import Event, RunStoppedError
 from raysim.training.run_spec import Checkpoint
 
 
@@ -43,7 +43,7 @@ class Trial:
         self.done = 0  # rounds reported
 
     def advance(self) -> list[dict[str, int | float | None]]:
-        """Mean rows up to the next in which the metric was measured, or to the end. Raises RunStopped without any."""
+        """Return mean rows up to the next one with the metric, or to the end. Raises RunStoppedError."""
         rows = []
         while self.done < self.rounds:
             self.done += 1
@@ -51,7 +51,7 @@ class Trial:
             if rows[-1].get(self.metric) is not None:
                 break
         else:
-            raise RunStopped(self._unmeasured(rows))
+            raise RunStoppedError(self._unmeasured(rows))
         if self.done == self.rounds:
             for run in self.runs:
                 run.to_the_end()

@@ -172,7 +172,7 @@ class SweepTrial(tune.Trainable):
         if self._trial is not None:
             self._trial.save()
         for index, own in enumerate(self._checkpoints()):
-            for path in checkpoint.available(own)[-1:]:
+            for path in checkpoint.list_complete(own)[-1:]:
                 checkpoint.copy(path, Path(checkpoint_dir) / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:

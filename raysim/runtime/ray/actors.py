@@ -24,9 +24,16 @@ from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
 from raysim.runtime.ray.cluster import bundle_options
 from raysim.simulation.coordinator import Coordinator
-from raysim.simulation.events import Event, Finished, ProcessLost, Round, RunStopped, Started
+from raysim.simulation.events import (
+    Event,
+    Finished,
+    ProcessLostError,
+    Round,
+    RunStoppedError,
+    Started,
+)
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.runtime import START_TIMEOUT_S, WorkerDied
+from raysim.simulation.runtime import START_TIMEOUT_S, WorkerDiedError
 from raysim.simulation.schedule import Schedule
 from raysim.training.identity import Identity, Participants, UnequalWorkersError, identify
 from raysim.training.run_spec import RunSpec
@@ -172,7 +179,7 @@ class RayRuntime:
     identify: starts a task that identifies the place of a worker, given its number, after its process died.
     """
 
-    at_once = False
+    is_in_process = False
 
     def __init__(
         self,
@@ -211,7 +218,7 @@ class RayRuntime:
         try:
             return ray.get(ref)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise WorkerDied(first_line(error)) from None
+            raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """The first that is there, in the order of `refs`."""
@@ -232,14 +239,14 @@ class RayRuntime:
                 return
             if _roomless():
                 break
-        raise ProcessLost(
+        raise ProcessLostError(
             f"worker {worker} died and no other one started in its place: its node may be gone"
         )
 
     def meet_workers(self, patience_s: float, *others: Identity) -> None:
         """Wait until all workers are ready, and compare them and other processes of the run with the driver.
 
-        Raises UnequalWorkersError, or ProcessLost.
+        Raises UnequalWorkersError, or ProcessLostError.
         """
         assert self.participants is not None, "only then is there anything to compare"
         answers = [actor.identity.remote() for actor in self.actors]
@@ -247,20 +254,20 @@ class RayRuntime:
         _, late = ray.wait(answers, num_returns=len(answers), timeout=timeout, fetch_local=False)
         if late:
             names = ", ".join(f"worker-{answers.index(answer)}" for answer in late)
-            raise ProcessLost(f"{names} did not start within {patience_s:g} s")
+            raise ProcessLostError(f"{names} did not start within {patience_s:g} s")
         identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
         self.participants.add(
             *others, *(identity for identity in identities if identity is not None)
         )
 
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
-        """Compare a worker in the place of a dead one. Raises RunStopped if it computes other bits."""
+        """Compare a worker in the place of a dead one. Raises RunStoppedError if it computes other bits."""
         if self.participants is None or (identity := self._identity(worker, answer)) is None:
             return
         try:
             self.participants.add(identity)
         except UnequalWorkersError as error:
-            raise RunStopped(
+            raise RunStoppedError(
                 f"worker {worker} died, and its replacement differs. {error} Then use resume=latest"
             ) from None
 

@@ -25,7 +25,7 @@ from raysim.runtime.placement import (
 from raysim.runtime.ray.actors import REVIVAL, ROOM, content_for, read_here
 from raysim.runtime.ray.cluster import Say, bundle_options, node_resources, reserve
 from raysim.runtime.ray.team import end_waiting, release_processes, start_processes
-from raysim.simulation.events import Event, ProcessLost, Started
+from raysim.simulation.events import Event, ProcessLostError, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
 from raysim.simulation.schedule import Schedule
@@ -193,11 +193,11 @@ def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Ite
                 f"nothing was heard for {silent:g} s: workers start, or Ray has no room for one in the place of one "
                 f"that died; without it the run goes back to its last checkpoint, after {ROOM} to {REVIVAL} s"
             )
-    raise ProcessLost(
+    raise ProcessLostError(
         f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new worker may take): it may "
         "have been stopped"
     )
 
 
-def _lost(error: Exception) -> ProcessLost:
-    return ProcessLost(f"a process of the run died ({first_line(error)})")
+def _lost(error: Exception) -> ProcessLostError:
+    return ProcessLostError(f"a process of the run died ({first_line(error)})")

@@ -15,7 +15,7 @@ from raysim.simulation.availability import Availability, Change
 _FEW = 64  # changes of one moment that are made one by one
 
 
-class Waiting:
+class IdleClients:
     """Those of some clients (ascending) who are there and not at work, as a sorted array that follows what happens.
 
     It depends on who is at work at `now` alone, and not on when it was made: so a checkpoint holds nothing of it.
@@ -31,7 +31,7 @@ class Waiting:
             deque()
         )  # known, and not yet come; nobody comes before the last of them
         self._back: list[int] = []  # whose jobs ended since `at` was last called
-        self._add(presence.present(members, now))
+        self._add(presence.available_clients(members, now))
 
     def __len__(self) -> int:
         return len(self._clients)

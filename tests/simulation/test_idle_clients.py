@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raysim.simulation.availability import Intervals
-from raysim.simulation.waiting import _FEW, Waiting
+from raysim.simulation.idle_clients import _FEW, IdleClients
 
 
 def crowds(each: int) -> Intervals:
@@ -22,7 +22,7 @@ def crowds(each: int) -> Intervals:
 def test_crowds_come_and_go_together(each: int) -> None:
     presence, members = crowds(each), np.arange(3 * each)
     busy = {0, each, 2 * each}
-    waiting = Waiting(presence, members, busy, 0.0)
+    waiting = IdleClients(presence, members, busy, 0.0)
     for now in (0.0, 10.0, 25.0, 49.0, 50.0, 60.0, 75.0, 99.0, 100.0, 125.0, 360.0):
         waiting.at(now)
         there = [c for c in members.tolist() if presence.available(c, now) and c not in busy]
@@ -30,6 +30,6 @@ def test_crowds_come_and_go_together(each: int) -> None:
 
 
 def test_all_are_taken_without_a_draw_and_fewer_with_one() -> None:
-    waiting = Waiting(crowds(4), np.arange(12), {2}, 0.0)
+    waiting = IdleClients(crowds(4), np.arange(12), {2}, 0.0)
     assert waiting.draw(3, iter(())) == waiting.draw(9, iter(())) == [0, 1, 3]
     assert waiting.draw(2, iter([0.4, 0.5, 0.7])) == [1, 3]
