@@ -1,7 +1,7 @@
-"""The pages that come from code and configuration: one for each method, the settings, and the cluster's guide.
+"""Write the reference pages: one page per method, the configuration, and the cluster guide.
 
-Nothing here repeats a fact: texts are docstrings and comments, ranges are what a class says to a value out of range,
-and what travels is what the methods declare to the planner.
+Every text comes from the code. Descriptions are docstrings and comments of YAML files, allowed values are read from the
+errors that a class raises, and traffic is what the methods declare to the planner.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from raysim.training.run_spec import (
 
 ROOT = Path(__file__).parent.parent
 load_yaml, groups, tables = map(functools.cache, (read_yaml, all_groups, paper_tables))
-OUTSIDE = (-(10**15), 10**15, "no such value")  # what a checked option refuses, one or the other
+INVALID_VALUES = (-(10**15), 10**15, "no such value")  # a checked option refuses one of them
 
 
 def write(docs: Path) -> None:
-    """Write all of them into docs/reference."""
+    """Write all reference pages into docs/reference."""
     folder = docs / "reference"
     shutil.rmtree(folder, ignore_errors=True)
     pages = {"configuration": configuration(), "cluster": cluster(), "method_list": method_list()}
@@ -64,7 +64,7 @@ def write(docs: Path) -> None:
 
 # --- text -----------------------------------------------------------------------------------------------------------
 def prose(text: str) -> str:
-    """A docstring as Markdown: what is indented stays code, `<` outside of it is no HTML."""
+    """Convert a docstring to Markdown. Indented lines stay code, and `<` elsewhere is escaped."""
     lines = inspect.cleandoc(text).split("\n")
     plain = (
         line if line.startswith("    ") else line.replace("``", "`").replace("<", "&lt;")
@@ -74,7 +74,7 @@ def prose(text: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table; "" without rows."""
+    """Return a Markdown table, or "" without rows."""
     lines = [" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows]
     titles = list(head)
     lines = [" | ".join(titles), " | ".join(["---"] * len(titles)), *lines] if lines else []
@@ -82,19 +82,19 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def code(value: object) -> str:
-    """A value as code."""
+    """Format a value as inline code."""
     return f"`{format_value(value)}`"
 
 
 def first_sentence(text: str | None) -> str:
-    """The first line of a docstring."""
+    """Return the first line of a docstring."""
     return (text or "").strip().partition("\n")[0]
 
 
 # --- what an option may be ----------------------------------------------------------------------------------------
 def allowed(make: Callable[..., object], option: str) -> str:
-    """What a class takes for an option, in its own words: it is asked with values that it may refuse."""
-    for value in OUTSIDE:
+    """Return the values that a class allows for an option, from the error of an invalid value."""
+    for value in INVALID_VALUES:
         try:
             make(**{option: value})
         except (ValueError, TypeError, AttributeError) as error:
@@ -108,7 +108,7 @@ def allowed(make: Callable[..., object], option: str) -> str:
 
 
 def kind(cls: Callable[..., object], option: str) -> str:
-    """What its annotation allows, in words."""
+    """Describe the type that the annotation of an option allows."""
     try:
         hints = get_type_hints(cls if dataclasses.is_dataclass(cls) else cls.__init__)  # type: ignore[misc]
     except (NameError, TypeError):
@@ -124,88 +124,78 @@ def kind(cls: Callable[..., object], option: str) -> str:
 def options(
     cls: Callable[..., object], values: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
-    """Each option with its value and what it may be."""
+    """Yield each option with its default and its allowed values."""
     for option, value in values.items():
-        words = [
-            kind(cls, option),
-            allowed(functools.partial(cls, **_others(values, option)), option),
-        ]
-        yield option, code(value), "; ".join(dict.fromkeys(filter(None, words)))
+        make = functools.partial(cls, **_other_values(values, option))
+        descriptions = [kind(cls, option), allowed(make, option)]
+        yield option, code(value), "; ".join(dict.fromkeys(filter(None, descriptions)))
 
 
-def _others(values: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Values beside an option, without those that only a whole configuration gives a meaning."""
-    usual = {
-        key: value
-        for key, value in values.items()
-        if key != option and not isinstance(value, Mapping)
-    }
-    return {key: value for key, value in usual.items() if not str(value).startswith("${")}
+def _other_values(values: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Return the values of the other options, without references to the configuration."""
+    result = {}
+    for key, value in values.items():
+        is_reference = str(value).startswith("${")
+        if key != option and not isinstance(value, Mapping) and not is_reference:
+            result[key] = value
+    return result
 
 
 # --- methods --------------------------------------------------------------------------------------------------------
 @functools.cache
 def parts(option: str) -> dict[str, dict[str, Any]]:
-    """The parts that a method's file in `conf` names, with their values."""
+    """Return the methods in an option's file in `conf/method`, with their values."""
     return load_yaml(groups().files["method"][option])
 
 
 @functools.cache
 def instances() -> dict[str, Method]:
-    """Every part of every method, by its name, as its file has it."""
-    found = {}
+    """Return every method by its name, with the values of its file."""
+    methods = {}
     for option in groups().files["method"]:
         nodes = parts(option)
         if "${" in str(nodes):  # refers to other keys
             nodes = plain(compose([f"method=[{option}]"]))["method"]
         for name, node in nodes.items():
-            found[name] = resolve(node[TARGET], name)(
-                **{key: each for key, each in node.items() if key != TARGET}
-            )
-    return found
+            arguments = {key: value for key, value in node.items() if key != TARGET}
+            methods[name] = resolve(node[TARGET], name)(**arguments)
+    return methods
 
 
 def method_list() -> str:
-    """All methods in one table."""
-    found: list[tuple[str, str, str | None]] = [("fedavg", fedavg.PAPER, fedavg.__doc__)]
+    """Return the page that lists all methods."""
+    entries: list[tuple[str, str, str | None]] = [("fedavg", fedavg.PAPER, fedavg.__doc__)]
     for option in groups().files["method"]:
-        methods = [instances()[name] for name in parts(option)]
-        found.append((option, methods[0].paper, inspect.getmodule(type(methods[0])).__doc__))  # type: ignore[union-attr]
+        method = instances()[next(iter(parts(option)))]
+        entries.append((option, method.paper, inspect.getmodule(type(method)).__doc__))  # type: ignore[union-attr]
     rows = []
-    for option, paper, text in found:
-        rows.append(
-            (
-                f"[{option}](methods/{option}.md)",
-                paper,
-                prose(first_line((text or "").strip())).rstrip("."),
-            )
-        )
+    for option, paper, text in entries:
+        summary = prose(first_line((text or "").strip())).rstrip(".")
+        rows.append((f"[{option}](methods/{option}.md)", paper, summary))
     pages = "```{toctree}\n:hidden:\n:glob:\n\nmethods/*\n```"
-    return f"# All methods\n\n{table(('option', 'paper', 'in one line'), rows)}\n{pages}\n"
+    return f"# All methods\n\n{table(('option', 'paper', 'summary'), rows)}\n{pages}\n"
 
 
 def fedavg_page() -> str:
-    """The page of the empty list."""
-    about = (
-        f"*{fedavg.PAPER}*. The empty list, `method=fedavg`; what every other method changes.\n\n"
-    )
+    """Return the page of FedAvg, the empty list of methods."""
+    about = f"*{fedavg.PAPER}*. FedAvg is the empty list of methods, `method=fedavg`.\n\n"
     return f"# fedavg\n\n{about}{prose(fedavg.__doc__ or '')}\n"
 
 
 def method_page(option: str) -> str:
-    """The page of one option of the group `method`."""
+    """Return the page of one option of the group `method`."""
     names = list(parts(option))
     if names != [option]:
         return _several_parts(option, names)
     method = instances()[option]
     module = importlib.import_module(type(method).__module__)
     sections = [
-        f"# {option}\n\n*{method.paper}*. In a list: `method={option}`, or with others, `method={option}+OTHER`.\n",
+        f"# {option}\n\n*{method.paper}*. Use it with `method={option}`, or combined: `method={option}+OTHER`.\n",
         prose(module.__doc__ or ""),
         _options(method),
         _hooks(method),
         _traffic(method),
-        _company(method),
+        _combinations(method),
         _published(option),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
@@ -215,7 +205,7 @@ def _several_parts(option: str, names: list[str]) -> str:
     module = importlib.import_module(type(instances()[names[0]]).__module__)
     files = groups().files["method"]
     links = ", ".join(f"[{name}]({name}.md)" if name in files else f"`{name}`" for name in names)
-    intro = f"# {option}\n\nThe independent parts {links} in one list: `method={option}`.\n"
+    intro = f"# {option}\n\n`method={option}` stands for a list of the methods {links}.\n"
     return "\n\n".join([intro, prose(module.__doc__ or ""), _published(option)]) + "\n"
 
 
@@ -226,7 +216,7 @@ def _options(method: Method) -> str:
     ]
     about = prose(type(method).__doc__ or "")
     if not rows:
-        return f"## Options\n\n{about}\n\nIt has none."
+        return f"## Options\n\n{about}\n\nThis method has no options."
     return f"## Options\n\n{about}\n\n{table(('key', 'default', 'allowed'), rows)}"
 
 
@@ -236,20 +226,20 @@ def _hooks(method: Method) -> str:
         about = first_sentence(getattr(Method, slot).__doc__)
         rows.append((f"`{slot}`", about.replace("<", "&lt;")))
     if not rows:
-        return "## Hooks\n\nIt fills none: the coordinator only looks for its name."
+        return "## Hooks\n\nThis method fills no hooks; it only declares what the run needs."
     return f"## Hooks\n\n{table(('hook', 'what it does'), rows)}"
 
 
 @functools.cache
 def small_run() -> RunSpec:
-    """A run on a small network with BatchNorm."""
+    """Return a run on a small network with BatchNorm."""
     words = "data=synthetic data.samples=200 data.test_samples=20 data.domains=2 partition=iid partition.clients=4"
     more = "schedule.cohort=4 model=small_cnn model.norm=batch local.batch=10 runtime=inprocess device=cpu"
     return build([*words.split(), *more.split()]).spec
 
 
 def _traffic(method: Method) -> str:
-    """What a client receives, sends and keeps besides the vector."""
+    """Return what a client receives, sends and keeps besides the vector."""
     spec = _alone(method)
     if method.name == "dp_fedavg":  # it refuses BatchNorm
         spec = replace(spec, model=SmallCnn())
@@ -270,14 +260,17 @@ def _traffic(method: Method) -> str:
             f"{layout.personal:,} floats" if layout.personal else "none",
         ),
         ("a client keeps between its jobs", _state(state)),
-        ("sent once, before the first round", "yes" if declared.contribute else "nothing"),
-        ("weights of clients", method.weighting),
+        (
+            "a client sends once, before the first round",
+            "yes" if declared.contribute else "nothing",
+        ),
+        ("default weights of clients", method.weighting),
     ]
     about = (
-        f"Counted on a network of {layout.shared:,} shared floats and a client of 40 samples (`local.epochs=5`), as "
-        "the planner counts them for virtual time and `floats_up`:"
+        f"Counted for a network of {layout.shared:,} shared floats and a client with 40 samples (`local.epochs=5`), as "
+        "in virtual time and the column `floats_up`:"
     )
-    return f"## What travels and what stays\n\n{about}\n\n{table(('what', 'how much'), rows)}"
+    return f"## Traffic and state\n\n{about}\n\n{table(('what', 'how much'), rows)}"
 
 
 def _floats(count: float, shared: int) -> str:
@@ -312,7 +305,7 @@ def _declared(name: str) -> Declared:
     return declare_run(spec).methods[0]
 
 
-def _company(method: Method) -> str:
+def _combinations(method: Method) -> str:
     rows = []
     for option, other in instances().items():
         if method.name == other.name:
@@ -339,7 +332,11 @@ def _reason(sentence: str) -> str:
 
 def _published(option: str) -> str:
     names = set(parts(option))
-    presets = [name for name, path in groups().files["experiment"].items() if names & _given(path)]
+    presets = [
+        name
+        for name, path in groups().files["experiment"].items()
+        if names & _methods_of_preset(path)
+    ]
     printed = [
         table.name
         for paper in PAPERS
@@ -349,47 +346,46 @@ def _published(option: str) -> str:
     lines = []
     if presets:
         lines.append(
-            f"Papers' values for it: {', '.join(f'`experiment={name}`' for name in presets)}."
+            f"Presets with the papers' values: {', '.join(f'`experiment={name}`' for name in presets)}."
         )
     if printed:
         commands = ", ".join(f"`uv run python -m jobs.papers.report {name}`" for name in printed)
-        lines.append(f"Published numbers next to yours: {commands}.")
+        lines.append(f"Compare your runs with the published numbers: {commands}.")
     if lines:
         return "## Published settings and numbers\n\n" + "\n\n".join(lines)
     return ""
 
 
 @functools.cache
-def _given(preset: Path) -> set[str]:
-    """The methods that a preset has values for, those of the presets that it builds on among them."""
+def _methods_of_preset(preset: Path) -> set[str]:
+    """Return the methods that a preset has values for, including those of its parent presets."""
     node = load_yaml(preset)
     root = next(folder for folder in preset.parents if folder.name == "experiment").parent
-    below = [
-        each for each in node.get("defaults", ()) if isinstance(each, str) and each.startswith("/")
-    ]
-    return set(node.get("method") or {}).union(
-        *(_given(root / f"{each[1:]}.yaml") for each in below)
-    )
+    methods = set(node.get("method") or {})
+    for parent in node.get("defaults", ()):
+        if isinstance(parent, str) and parent.startswith("/"):
+            methods |= _methods_of_preset(root / f"{parent[1:]}.yaml")
+    return methods
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
 GROUPS = {
-    "method": "A list; the pages of the [methods](method_list.md) have their keys.",
-    "schedule": "When clients are sent off and when their results are aggregated.",
-    "fleet": "How fast clients train and send on the virtual clock, and when they are there.",
-    "data": "Where samples come from, and what is done to them.",
+    "method": "A list of methods; [all methods](method_list.md) has the keys of each.",
+    "schedule": "When clients are dispatched and when their updates are aggregated.",
+    "fleet": "How fast clients train and send on the virtual clock, and when they are available.",
+    "data": "Where the samples come from, and how they are changed.",
     "partition": "Which client holds which samples.",
     "model": "The network.",
-    "loss": "What a client descends.",
+    "loss": "The loss that clients minimise.",
     "local": "How a client trains.",
     "evaluate": "What is scored, and how often.",
-    "runtime": "Where workers live, and what each of them gets.",
-    "tracking": "Where numbers go besides the run's folder.",
-    "observer": "A list of what follows a run besides raysim's own files and pictures.",
-    "experiment": "Rows of papers' tables, each a file of values for the other groups.",
-    "sweep": "Spaces that `raysim sweep` searches.",
+    "runtime": "Where workers run, and what resources each of them gets.",
+    "tracking": "Where results are logged besides the results folder.",
+    "observer": "A list of observers, which follow a run in addition to raysim's own files and pictures.",
+    "experiment": "Settings of the papers' tables: each option sets values of the other groups.",
+    "sweep": "Search spaces of `raysim sweep`.",
 }
-SETTINGS: dict[str, type] = {  # classes behind keys that no `_target_` names
+SETTINGS: dict[str, type] = {  # the class of each section that has no `_target_`
     "": RunSettings,
     "local": Local,
     "evaluate": Evaluation,
@@ -404,14 +400,14 @@ SETTINGS: dict[str, type] = {  # classes behind keys that no `_target_` names
 
 
 def configuration() -> str:
-    """Every key of every group."""
+    """Return the page with every key of every group."""
     known = groups().files
     top = next(iter(known["data"].values())).parents[1]
     texts = [
         "# Configuration\n",
-        "Every key can be set on the command line, `KEY=VALUE`. A group takes the name of an option, all other "
-        "keys a value. A wrong name or value is answered in one sentence with the nearest right one. This page is made "
-        "from the files of `conf/` and from what the classes behind them answer to a value out of range.\n",
+        "Set any key on the command line with an override, `KEY=VALUE`. A group takes the name of an option, every "
+        "other key takes a value. The error for a wrong name or value suggests the nearest valid one. This page is generated "
+        "from the files in `conf/` and the classes behind them.\n",
         "## The run itself\n",
         _keys(top / "config.yaml", ""),
     ]
@@ -424,12 +420,12 @@ def configuration() -> str:
                 if group != "method"
                 else []
             )
-            texts.append(table(("option", "what it is"), rows))
+            texts.append(table(("option", "description"), rows))
             continue
         common = {path: file for file in files.values() for path in _inherited(file)}
         for path, heir in sorted(common.items()):
             texts.append(
-                f"### {group}: keys of several options\n\n{_head(path)}\n\n{_keys(path, group, heir)}"
+                f"### {group}: keys that several options share\n\n{_head(path)}\n\n{_keys(path, group, heir)}"
             )
         for name, path in files.items():
             texts.append(f"### {group}={name}\n\n{_about(path)}\n\n{_keys(path, group)}")
@@ -444,7 +440,7 @@ def _inherited(path: Path) -> Iterator[Path]:
 
 
 def _head(path: Path) -> str:
-    """The comment that a file begins with."""
+    """Return the comment at the head of a file."""
     lines = path.read_text(encoding="utf-8").split("\n")
     comments = (
         line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line
@@ -453,14 +449,14 @@ def _head(path: Path) -> str:
 
 
 def _about(path: Path) -> str:
-    """The comment of a file, else what its class says of itself; and on what it builds."""
+    """Return the comment at the head of a file, or else the docstring of its class."""
     target = load_yaml(path).get(TARGET)
     text = _head(path) or (prose(resolve(target, "").__doc__ or "") if target else "")
     return text
 
 
 def _keys(path: Path, group: str, heir: Path | None = None) -> str:
-    """heir: a file with a class, where this one has none."""
+    """Return the table of a file's keys. heir: a file that names the class, if this one does not."""
     node = load_yaml(heir or path)
     cls = resolve(node[TARGET], group) if TARGET in node else None
     rows = []
@@ -477,29 +473,32 @@ def _keys(path: Path, group: str, heir: Path | None = None) -> str:
                 if leaf in {f.name for f in dataclasses.fields(RunSettings)}
                 else ExecutionOptions
             )
-        rows.append((f"`{full}`", f"`{value}`", _takes(make, leaf), comment.replace("<", "&lt;")))
+        rows.append(
+            (f"`{full}`", f"`{value}`", _allowed_values(make, leaf), comment.replace("<", "&lt;"))
+        )
     return table(("key", "default", "allowed", "meaning"), rows)
 
 
-def _takes(cls: type | None, option: str) -> str:
+def _allowed_values(cls: type | None, option: str) -> str:
     if cls is None or option not in inspect.signature(cls).parameters:
         return ""
     values = {key: value for key, value in defaults(cls).items() if value != "???"}
-    found = {name: words for name, _, words in options(cls, {option: values.get(option)})}
-    return found[option]
+    ((_, _, description),) = options(cls, {option: values.get(option)})
+    return description
 
 
 _LINE = re.compile(r'^( *)"?([A-Za-z_]\w*)"?: *([^#]*?)(?: +# ?(.*))?$')
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Keys with a value, in the order of the file, with what its comment says of each."""
+    """Yield each key of a file with its value and its comment."""
     above: list[tuple[int, str]] = []
     for line in path.read_text(encoding="utf-8").split("\n"):
-        if not (found := _LINE.match(line)):
+        match = _LINE.match(line)
+        if match is None:
             continue
-        indent, key, value, comment = len(found[1]), found[2], found[3].strip(), found[4] or ""
-        above = [each for each in above if each[0] < indent]
+        indent, key, value, comment = len(match[1]), match[2], match[3].strip(), match[4] or ""
+        above = [parent for parent in above if parent[0] < indent]
         names = [name for _, name in above] + [key]
         above.append((indent, key))
         if names[0] in ("defaults", TARGET, "method") or (value == "" and not comment):
@@ -509,7 +508,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
 
 # --- the guide to clusters --------------------------------------------------------------------------------------------
 def cluster() -> str:
-    """jobs/README.md, and the files that it links to."""
+    """Return jobs/README.md with the files that it links to."""
     folder = ROOT / "jobs"
     text = (folder / "README.md").read_text(encoding="utf-8").replace("](../docs/", "](../")
     links = dict.fromkeys(re.findall(r"\]\(([\w./]+)(?<!\.md)\)", text))
