@@ -1,4 +1,4 @@
-"""How the documentation is built: `uv run sphinx-build -W docs docs/_build`. A warning ends the build."""
+"""Configure Sphinx: `uv run sphinx-build -W docs docs/_build` builds the pages and fails on a warning."""
 
 import itertools
 import re
@@ -26,8 +26,8 @@ smartquotes = False  # quotes are part of what users type
 highlight_language = "text"  # docstrings show equations as indented text
 
 
-def listed_if_there(app: Sphinx, page: str, source: list[str]) -> None:
-    """Leave out of the contents what is not written; a page that is written and not in them is a warning anyway."""
+def drop_missing_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Remove pages that do not exist from the table of contents of the index."""
     if page == "index":
         lines = source[0].split("\n")
         written = (
@@ -37,15 +37,15 @@ def listed_if_there(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = "\n".join(itertools.compress(lines, written))
 
 
-def from_a_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """The guide to clusters is a page here, which is made of the file that readers of a checkout are sent to."""
+def redirect_cluster_guide(app: Sphinx, page: str, source: list[str]) -> None:
+    """Link to the cluster guide of the documentation instead of jobs/README.md."""
     source[0] = source[0].replace("](../jobs/README.md", "](reference/cluster.md")
 
 
 def setup(app: Sphinx) -> None:
-    """Writes the pages that come from code and configuration before Sphinx reads any page."""
+    """Write the reference pages before Sphinx reads any page."""
     import reference
 
     app.connect("builder-inited", lambda app: reference.write(Path(app.srcdir)))
-    app.connect("source-read", listed_if_there)
-    app.connect("source-read", from_a_page)
+    app.connect("source-read", drop_missing_pages)
+    app.connect("source-read", redirect_cluster_guide)

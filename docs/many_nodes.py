@@ -1,7 +1,7 @@
-"""What a round costs on many nodes, by arithmetic: `uv run python docs/many_nodes.py` writes the page's tables.
+"""Compute the cost of a round on many nodes: `uv run python docs/many_nodes.py` writes the tables of the page.
 
 Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster` and
-`jobs.benchmarks.scale` measure the constants again on a cluster of yours.
+`jobs.benchmarks.scale` measure the constants on your own cluster.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from raysim.simulation.group_sums import PART_FLOATS
 PAGE = Path(__file__).parent / "many_nodes.md"
 
 # Measured on two cores (AVX-512), see the page.
-JOB = 70e-6  # s of the coordinator for each job behind Ray: drawn, sent, collected, written down
-CALL = 1e-3  # s of the coordinator for each call
-ADD = 0.18e-9  # s of a core for each float of each vector that is added
-PUT = 1.2e9  # bytes a second into a store, by one process
-# Assumed of a server.
-LINK = 12e9  # bytes a second between a GPU and memory
-THREADS = 4  # cores' worth that eight threads gain in adding, before memory is the limit
+JOB = 70e-6  # s of the coordinator per job over Ray: sample, dispatch, collect, record
+CALL = 1e-3  # s of the coordinator per call
+ADD = 0.18e-9  # s of one core per float of each vector that is added
+PUT = 1.2e9  # bytes per second into a store, by one process
+# Assumed.
+LINK = 12e9  # bytes per second between a GPU and memory
+THREADS = 4  # cores that eight threads are worth when adding, before memory is the limit
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes x gpus, a worker on each GPU, the coordinator on the first node; network: bytes a second of a node."""
+    """A cluster with a worker per GPU and the coordinator on the first node. network: bytes per second of a node."""
 
     nodes: int = 8
     gpus: int = 8
     network: float = 3.1e9  # 25 Gbit/s
-    each: int = 20  # clients a round for each GPU
+    clients_per_worker: int = 20  # in a round
 
     @property
     def workers(self) -> int:
-        """One for each GPU."""
+        """Number of workers, one per GPU."""
         return self.nodes * self.gpus
 
     @property
     def clients(self) -> int:
-        """Of a round."""
-        return self.workers * self.each
+        """Number of clients in a round."""
+        return self.workers * self.clients_per_worker
 
 
 @dataclass(frozen=True)
 class Stage:
-    """bytes: that cross a network, in all; messages: calls of the coordinator; serial: what everybody waits for."""
+    """A stage of a round. bytes: over the network, in total; calls: of the coordinator; bottleneck: what limits it."""
 
     name: str
     seconds: float
     bytes: float = 0.0
-    messages: int = 0
-    serial: str = ""
+    calls: int = 0
+    bottleneck: str = ""
 
 
 def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> Iterator[Stage]:
-    """Those of a round besides training itself."""
+    """Yield the stages of a round, without the training."""
     vector, others = 4 * floats, cluster.nodes - 1
     groups = math.ceil(cluster.clients / summation)
     on_worker, on_node = groups / cluster.workers, groups / cluster.nodes
@@ -72,15 +72,18 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
         workers,
         "coordinator, one core",
     )
-    yield Stage("publish", vector / PUT, serial="coordinator, one core")
+    yield Stage("publish", vector / PUT, bottleneck="coordinator, one core")
     yield Stage(
         "to the nodes",
         others * vector / cluster.network,
         others * vector,
-        serial="first node's network",
+        bottleneck="first node's network",
     )
     yield Stage("to the GPUs", vector / LINK)
-    yield Stage("off the GPUs, added on workers", cluster.each * (vector / LINK + ADD * floats))
+    yield Stage(
+        "copy off the GPUs, add on workers",
+        cluster.clients_per_worker * (vector / LINK + ADD * floats),
+    )
     yield Stage("sums into the store", on_worker * vector / PUT)
     if not combine:
         arrays = others * on_node
@@ -91,7 +94,7 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
             0,
             "its network",
         )
-        yield Stage("added there", groups * add, serial="coordinator, its cores")
+        yield Stage("add them there", groups * add, bottleneck="coordinator, its cores")
     else:
         parts = math.ceil(floats / PART_FLOATS)
         slowest = max(vector / cluster.network, on_node * add) / parts
@@ -99,12 +102,14 @@ def stages(cluster: Cluster, floats: float, summation: int, combine: bool) -> It
         yield Stage(
             "from node to node", seconds, others * vector, others * parts, "a chain of nodes"
         )
-        yield Stage("added on the first node", (on_node + 1) * add, serial="coordinator, its cores")
-    yield Stage("server's step", 3 * add, serial="coordinator, its cores")
+        yield Stage(
+            "add on the first node", (on_node + 1) * add, bottleneck="coordinator, its cores"
+        )
+    yield Stage("server step", 3 * add, bottleneck="coordinator, its cores")
 
 
 def memory(cluster: Cluster, floats: float, summation: int, combine: bool) -> tuple[float, float]:
-    """Bytes in the stores of the first node and of another one, when all sums are there."""
+    """Return the bytes in the stores of the first and another node when all sums have arrived."""
     vector, groups = 4 * floats, math.ceil(cluster.clients / summation)
     own = groups / cluster.nodes
     return (1 + (own + 1 if combine else groups)) * vector, (1 + own + combine) * vector
@@ -112,19 +117,19 @@ def memory(cluster: Cluster, floats: float, summation: int, combine: bool) -> tu
 
 WAYS = (
     ("256 sums to the first node", 5, False),
-    ("nodes add up", 5, True),
-    ("nodes add up, `summation=20`", 20, True),
+    ("added up per node", 5, True),
+    ("added up per node, `summation=20`", 20, True),
 )
 MODELS = (("11 M", 11e6), ("1 B", 1e9))
 
 
 def seconds(value: float) -> str:
-    """With two digits."""
+    """Format seconds with two digits."""
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
 def size(value: float) -> str:
-    """Bytes as MB or GB."""
+    """Format bytes as MB or GB."""
     return (
         f"{value / 1e6:,.0f} MB"
         if value < 1e9
@@ -133,34 +138,34 @@ def size(value: float) -> str:
 
 
 def by_stage(floats: float, cluster: Cluster) -> str:
-    """A row for each stage, a column for each way."""
+    """Return a table with a row per stage and a column per way to add up."""
     ways = [list(stages(cluster, floats, summation, combine)) for _, summation, combine in WAYS]
     names = list(
-        dict.fromkeys(stage.name for way in ways for stage in way if stage.name != "server's step")
+        dict.fromkeys(stage.name for way in ways for stage in way if stage.name != "server step")
     )
     rows = []
-    for name in (*names, "server's step"):
-        found = [next((stage for stage in way if stage.name == name), None) for way in ways]
-        cells = [_cell(stage) if stage else "" for stage in found]
-        serial = next(stage.serial for stage in found if stage) or "no place"
-        rows.append([name, *cells, serial])
+    for name in (*names, "server step"):
+        same_stage = [next((stage for stage in way if stage.name == name), None) for way in ways]
+        cells = [_cell(stage) if stage else "" for stage in same_stage]
+        bottleneck = next(stage.bottleneck for stage in same_stage if stage) or "none"
+        rows.append([name, *cells, bottleneck])
     totals = [f"**{seconds(sum(stage.seconds for stage in way))} s**" for way in ways]
-    rows.append(["all of it", *totals, ""])
+    rows.append(["total", *totals, ""])
     stores = [
         " and ".join(map(size, memory(cluster, floats, summation, combine)))
         for _, summation, combine in WAYS
     ]
     rows.append(["in the stores of the first and another node", *stores, ""])
-    return to_markdown(["stage", *(name for name, *_ in WAYS), "one after another in"], rows)
+    return to_markdown(["stage", *(name for name, *_ in WAYS), "bottleneck"], rows)
 
 
 def _cell(stage: Stage) -> str:
     parts = [f"{seconds(stage.seconds)} s", size(stage.bytes) if stage.bytes else ""]
-    return ", ".join(filter(None, [*parts, f"{stage.messages} calls" if stage.messages else ""]))
+    return ", ".join(filter(None, [*parts, f"{stage.calls} calls" if stage.calls else ""]))
 
 
 def by_size() -> str:
-    """Seconds of a round for other clusters and networks."""
+    """Return the seconds of a round for other clusters and networks."""
     clusters = [Cluster(nodes, network=rate) for rate in (3.1e9, 12.5e9) for nodes in (2, 8, 32)]
     head = ["parameters", *(f"{c.nodes} nodes, {c.network * 8 / 1e9:.0f} Gbit/s" for c in clusters)]
     rows = []
@@ -178,12 +183,12 @@ def by_size() -> str:
 
 
 def tables() -> dict[str, str]:
-    """All of the page, by the name of their place."""
+    """Return the tables of the page by the name of their place."""
     return {name: by_stage(floats, Cluster()) for name, floats in MODELS} | {"sizes": by_size()}
 
 
-def filled(text: str) -> str:
-    """The page with its tables as they are now."""
+def fill_tables(text: str) -> str:
+    """Replace the tables of the page by current ones."""
     for name, table in tables().items():
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", text, flags=re.DOTALL
@@ -192,4 +197,4 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(fill_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

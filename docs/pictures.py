@@ -1,6 +1,6 @@
-"""Draws the pictures of the pages on asynchrony: `uv run python docs/pictures.py`.
+"""Draw the pictures of the page on asynchrony: `uv run python docs/pictures.py`.
 
-Nothing is trained for them: the planner plays schedule and fleet against each other, as it does before every run.
+The planner simulates schedules and fleets on the virtual clock, as before every run; nothing is trained.
 """
 
 from __future__ import annotations
@@ -28,27 +28,25 @@ from raysim.simulation.schedule import (
 
 FOLDER = Path(__file__).parent / "pictures"
 SEED, CLIENTS, SAMPLES, FLOATS = 4, 8, 100, 100_000
-FLOPS = 2e6  # of one sample, forward and backward, for fleets that count in them
+FLOPS = 2e6  # per sample, forward and backward
 SCALE = ("#3b8fc4", "#8f7fd0", "#d9669a", "#f08a24")  # fresh to stale
 SCHEDULES: dict[str, Schedule] = {
-    "synchronous, cohort 5: everybody waits for the slowest": Synchronous(5),
-    "oversample, 4 of 6: the last two worked for nothing": Oversample(4, 1.5),
-    "deadline, 5 for 2 s, late=stale: who is late enters a later round": Deadline(5, 2.0),
-    "buffered, 5 at work, 3 an aggregation: nobody waits": Buffered(5, 3),
-    "immediate, 5 at work: each result by itself": Immediate(5),
-    "tiered, 2 tiers of 2: fast and slow clients in rounds of their own": Tiered(2, 2),
+    "synchronous, cohort 5: wait for the slowest client": Synchronous(5),
+    "oversample, 4 of 6: the last two updates are not used": Oversample(4, 1.5),
+    "deadline, 5 for 2 s, late=stale: late updates join a later round": Deadline(5, 2.0),
+    "buffered, 5 in flight, 3 per aggregation: no waiting": Buffered(5, 3),
+    "immediate, 5 in flight: aggregate every single update": Immediate(5),
+    "tiered, 2 tiers of 2: separate rounds for fast and slow clients": Tiered(2, 2),
 }
 
 
 def devices(fleet: Fleet, clients: int) -> Devices:
-    """The devices of so many clients."""
+    """Return the devices of a number of clients."""
     return fleet.devices(SEED, clients, lambda: FLOPS)
 
 
-def planned(
-    schedule: Schedule, fleet: Fleet, clients: int, until: float
-) -> list[PlannedAggregation]:
-    """The steps of a run up to some virtual second."""
+def plan(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[PlannedAggregation]:
+    """Return the planned aggregations of a run up to a virtual second."""
     counts = np.full(clients, SAMPLES)
     load = Load(SAMPLES, FLOATS, FLOATS)
     planner = Planner(
@@ -61,7 +59,7 @@ def planned(
 
 
 def bars(ax: Axes, steps: list[PlannedAggregation], until: float) -> None:
-    """Who was at work when, coloured by what became of the job; a line for each aggregation."""
+    """Draw a bar for each job, coloured by its staleness, and a line for each aggregation."""
     jobs = {job.number: job for step in steps for job in step.dispatched}
     stale = {job.number: step.version - job.version for step in steps for job in step.aggregated}
     gone = {job.number for step in steps for job in step.discarded}
@@ -82,13 +80,13 @@ def bars(ax: Axes, steps: list[PlannedAggregation], until: float) -> None:
 
 
 def schedules() -> Figure:
-    """The same eight clients under six schedules."""
+    """Draw the same eight clients under six schedules."""
     figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
     fleet, until = Lognormal(speed=100.0, sigma=0.7), 14.0
     for ax, (title, schedule) in zip(
         figure.subplots(3, 2, sharex=True).flat, SCHEDULES.items(), strict=True
     ):
-        bars(ax, planned(schedule, fleet, CLIENTS, until), until)
+        bars(ax, plan(schedule, fleet, CLIENTS, until), until)
         ax.set_title(title, fontsize=11, loc="left")
     for ax in figure.axes[-2:]:
         ax.set_xlabel("virtual seconds")
@@ -99,7 +97,7 @@ def schedules() -> Figure:
         "1 aggregation late",
         "2 late",
         "3 or more late",
-        "not used, or still under way",
+        "not used, or still in flight",
     )
     handles = [
         matplotlib.patches.Patch(color=colour, label=name)
@@ -110,7 +108,7 @@ def schedules() -> Figure:
 
 
 def fleets() -> Figure:
-    """How long a job takes in three fleets, and when clients are there."""
+    """Draw the duration of jobs in three fleets, and when clients are available."""
     figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
     left, *rasters = figure.subplots(1, 3)
     kinds: dict[str, Fleet] = {
@@ -125,7 +123,7 @@ def fleets() -> Figure:
         xscale="log",
         xlabel="virtual seconds of a job",
         ylabel="share of clients",
-        title="how fast clients are",
+        title="speed of the clients",
     )
     left.xaxis.set_major_formatter("{x:g}")
     left.grid(True)
@@ -134,12 +132,14 @@ def fleets() -> Figure:
     times["markov"] = Ideal(availability="markov", on=3600.0, off=7200.0)
     hours = np.linspace(0, 48, 481)
     for ax, (name, fleet) in zip(rasters, times.items(), strict=True):
-        there = devices(fleet, 30)
-        seen = [[there.available(client, 3600 * hour) for hour in hours] for client in range(30)]
+        fleet_devices = devices(fleet, 30)
+        available = np.zeros((30, len(hours)))
+        for client in range(30):
+            available[client] = [fleet_devices.is_available(client, 3600 * hour) for hour in hours]
         ax.pcolormesh(
             hours,
             range(30),
-            np.array(seen, float),
+            available,
             cmap="Blues",
             vmin=0,
             vmax=1.4,
@@ -155,25 +155,25 @@ def fleets() -> Figure:
 
 
 def staleness() -> Figure:
-    """What more clients at work cost: aggregations become more frequent, and results staler."""
+    """Draw how more clients in flight make aggregations more frequent and updates staler."""
     figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2)
     sizes = (5, 10, 20, 40, 80)
     for colour, sigma in zip(LIGHT, (0.25, 0.5, 1.0), strict=False):
         pace, late = [], []
         for size in sizes:
-            steps = planned(Buffered(size, 5), Lognormal(speed=100.0, sigma=sigma), 400, 120.0)[20:]
+            steps = plan(Buffered(size, 5), Lognormal(speed=100.0, sigma=sigma), 400, 120.0)[20:]
             pace.append(len(steps) / (steps[-1].now - steps[0].now))
             late.append(
                 np.percentile([staleness for step in steps for staleness in step.staleness], 90)
             )
         left.plot(sizes, pace, "o-", color=colour, label=f"fleet.sigma={sigma}")
         right.plot(sizes, late, "o-", color=colour)
-    left.set(ylabel="aggregations a virtual second", title="schedule=buffered schedule.size=5")
-    right.plot(sizes, [size / 5 - 1 for size in sizes], "k--", label="the mean, whatever the fleet")
-    right.set(ylabel="staleness, 90 % are below", title="how stale the results are")
+    left.set(ylabel="aggregations per virtual second", title="schedule=buffered schedule.size=5")
+    right.plot(sizes, [size / 5 - 1 for size in sizes], "k--", label="the mean in every fleet")
+    right.set(ylabel="staleness, 90th percentile", title="staleness of the updates")
     for ax in (left, right):
-        ax.set(xlabel="clients at work (schedule.concurrency)")
+        ax.set(xlabel="clients in flight (schedule.concurrency)")
         ax.grid(True)
     left.legend()
     right.legend()
@@ -181,7 +181,7 @@ def staleness() -> Figure:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all pictures."""
     for draw in (schedules, fleets, staleness):
         with matplotlib.rc_context(page_theme(False)):
             draw().savefig(FOLDER / f"{draw.__name__}.png")

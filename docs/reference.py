@@ -405,9 +405,9 @@ def configuration() -> str:
     top = next(iter(known["data"].values())).parents[1]
     texts = [
         "# Configuration\n",
-        "Set any key on the command line with an override, `KEY=VALUE`. A group takes the name of an option, every "
-        "other key takes a value. The error for a wrong name or value suggests the nearest valid one. This page is generated "
-        "from the files in `conf/` and the classes behind them.\n",
+        "Set any key on the command line with an override, `KEY=VALUE`. A group takes the name of an option, "
+        "every other key takes a value. The error for a wrong name or value suggests the nearest valid one. "
+        "This page is generated from the files in `conf/` and the classes behind them.\n",
         "## The run itself\n",
         _keys(top / "config.yaml", ""),
     ]

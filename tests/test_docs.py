@@ -27,7 +27,7 @@ def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -45,7 +45,7 @@ def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
     assert pages == {"fedavg", *groups().files["method"]}
 
 
-def test_a_methods_page_says_what_its_code_says(from_docs: Any) -> None:
+def test_method_page_agrees_with_the_code(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     page = reference.method_page("scaffold")
     assert "Karimireddy et al., ICML 2020" in page
@@ -60,7 +60,7 @@ def test_a_methods_page_says_what_its_code_says(from_docs: Any) -> None:
     assert "`uv run python -m jobs.papers.report fedbr/table1`" in reference.method_page("fedbr")
 
 
-def test_every_key_of_every_group_is_in_the_configuration_page(from_docs: Any) -> None:
+def test_configuration_page_lists_every_key(from_docs: Any) -> None:
     page = from_docs("reference").configuration()
     for key in (
         "schedule.max_staleness",
@@ -76,10 +76,10 @@ def test_every_key_of_every_group_is_in_the_configuration_page(from_docs: Any) -
             assert f"### {group}={option}\n" in page
 
 
-def test_the_tables_of_many_nodes_are_those_of_the_arithmetic(from_docs: Any) -> None:
+def test_many_nodes_tables_are_current(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
-    assert many.filled(text) == text, "uv run python docs/many_nodes.py"
+    assert many.fill_tables(text) == text, "uv run python docs/many_nodes.py"
     assert all(table in text for table in many.tables().values())
     vector, small = 4e9, many.Cluster()
     alone, combined = (
@@ -90,14 +90,16 @@ def test_the_tables_of_many_nodes_are_those_of_the_arithmetic(from_docs: Any) ->
     )
 
 
-def test_the_pictures_of_asynchrony_are_drawn_from_the_planner_alone(from_docs: Any) -> None:
+def test_asynchrony_pictures_come_from_the_planner(from_docs: Any) -> None:
     pictures = from_docs("pictures")
     panels = pictures.schedules().axes
     assert len(panels) == len(pictures.SCHEDULES)
     assert all(len(panel.patches) > 10 and panel.lines for panel in panels)
+    assert all(panel.has_data() for panel in pictures.fleets().axes)
+    assert all(panel.has_data() for panel in pictures.staleness().axes)
 
 
-def test_the_checks_that_the_guide_names_are_there_with_these_arguments() -> None:
+def test_guide_names_existing_checks() -> None:
     table = re.findall(
         r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE
     )
@@ -107,7 +109,7 @@ def test_the_checks_that_the_guide_names_are_there_with_these_arguments() -> Non
         assert {*given} <= {*inspect.signature(getattr(checks, name)).parameters}, name
 
 
-def test_every_page_that_a_text_links_to_exists() -> None:
+def test_links_between_pages_are_valid() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")):
         for link in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", path.read_text()):
             made = link.startswith("reference/")
