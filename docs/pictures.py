@@ -135,7 +135,9 @@ def fleets() -> Figure:
         fleet_devices = devices(fleet, 30)
         available = np.zeros((30, len(hours)))
         for client in range(30):
-            available[client] = [fleet_devices.is_available(client, 3600 * hour) for hour in hours]
+            available[client] = [
+                fleet_devices.presence.available(client, 3600 * hour) for hour in hours
+            ]
         ax.pcolormesh(
             hours,
             range(30),
