@@ -1,4 +1,4 @@
-"""Curves of one or several runs against rounds, bytes, virtual time and wall time, with bands over seeds."""
+"""Draw metrics of runs against rounds, traffic, virtual time and wall time, with bands over seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,22 +17,34 @@ from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import Row, column, metric_of
 from raysim.results.significance import MIN_PAIRS, mean_deviation
-from raysim.results.theme import LIGHT, draw_svg, page_theme, set_log_scale, time_unit
+from raysim.results.theme import DASHES, LIGHT, draw_svg, page_theme, set_log_scale, time_unit
 from raysim.simulation.fleet import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DASHES = ("-", "--", ":", "-.")
-Axis: TypeAlias = tuple[str, Callable[[Row], float], str, str]
 SHARES = frozenset(("accuracy", "f1", "f1_samples"))  # metrics between 0 and 1
-EYE = 0.01  # a share of an axis that nobody sees
-POINTS = 400  # of a mean curve: more cannot be told apart, and a page would have to carry them
+VISIBLE_SHARE = 0.01  # of an axis: smaller differences cannot be seen
+MAX_POINTS = 400  # of a mean curve: more cannot be seen and would make the page large
+MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
+
+
+class Axis(NamedTuple):
+    """What the horizontal axis of a panel shows."""
+
+    title: str
+    read: Callable[[Row], float]  # its value in a row of the history
+    unit: str  # "bytes", "seconds" or ""
+    if_unused: str  # shown if no run used anything of it
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot; `points` are (row, y) with y known. deviations: over seeds, as many as points, or none."""
+    """One line of a plot.
+
+    points: (row, y) of the rounds in which y was measured. deviations: over seeds, one for each
+    point; empty if there are too few seeds.
+    """
 
     label: str
     points: list[tuple[Row, float]]
@@ -42,46 +54,49 @@ class Curve:
 
 
 def curve(label: str, rows: Sequence[Row], key: str, index: int) -> Curve:
-    """A column of one history; index: the place of the curve among all, which gives its colour and its dashes."""
-    points = [
-        (row, float(y)) for row, y in zip(rows, column(rows, key), strict=True) if y is not None
-    ]
-    finite = [(row, y) for row, y in points if math.isfinite(y)]
-    return Curve(label, finite, index % len(LIGHT), index // len(LIGHT) % len(DASHES))
+    """Return the finite values of a column; `index` selects colour and dashes of the curve."""
+    points = []
+    for row, y in zip(rows, column(rows, key), strict=True):
+        if y is not None and math.isfinite(y):
+            points.append((row, float(y)))
+    return Curve(label, points, index % len(LIGHT), index // len(LIGHT) % len(DASHES))
 
 
 def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: int) -> Curve:
-    """The mean of a column over runs that differ in their seeds, at the rounds that all of them have measured.
+    """Return the mean of a column over runs that differ only in their seeds.
 
-    Also its sample deviation where there are seeds enough to say something; bytes and times are means, too.
+    It has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times are
+    means too. Deviations are sample deviations (divisor n-1), from `MIN_PAIRS` seeds on.
     """
-    each = [
-        {row["round"]: (row, y) for row, y in curve(label, rows, key, index).points}
-        for rows in histories
-    ]
-    common = sorted(
-        number for number in each[0] if number is not None and all(number in one for one in each)
-    )
-    if len(common) > POINTS:
-        common = [
-            common[place] for place in np.linspace(0, len(common) - 1, POINTS).astype(int).tolist()
-        ]
+    curves = [curve(label, rows, key, index) for rows in histories]
+    by_round = [{row["round"]: (row, y) for row, y in one.points} for one in curves]
     points: list[tuple[Row, float]] = []
     deviations: list[float] = []
-    for number in common:
-        rows = [one[number][0] for one in each]
-        mean, deviation = mean_deviation([one[number][1] for one in each])
-        row: Row = {name: float(np.mean([_value(name)(row) for row in rows])) for name in COLUMNS}
-        points.append((row, mean if mean is not None else math.nan))
+    for number in _shared_rounds(by_round):
+        rows = [measured[number][0] for measured in by_round]
+        mean, deviation = mean_deviation([measured[number][1] for measured in by_round])
+        mean_row: Row = {
+            name: float(np.mean([_value(name)(row) for row in rows])) for name in AXIS_COLUMNS
+        }
+        points.append((mean_row, mean if mean is not None else math.nan))
         deviations.append(deviation or 0.0)
-    enough = len(histories) >= MIN_PAIRS
-    return Curve(
-        label,
-        points,
-        index % len(LIGHT),
-        index // len(LIGHT) % len(DASHES),
-        deviations if enough else [],
-    )
+    has_band = len(histories) >= MIN_PAIRS
+    first = curves[0]
+    return Curve(label, points, first.colour, first.dash, deviations if has_band else [])
+
+
+def _shared_rounds(
+    by_round: Sequence[dict[int | float | None, tuple[Row, float]]],
+) -> list[int | float]:
+    rounds = []
+    for number in by_round[0]:
+        if number is not None and all(number in measured for measured in by_round):
+            rounds.append(number)
+    rounds.sort()
+    if len(rounds) <= MAX_POINTS:
+        return rounds
+    places = np.linspace(0, len(rounds) - 1, MAX_POINTS).astype(int)
+    return [rounds[place] for place in places.tolist()]
 
 
 def _bytes(row: Row) -> float:
@@ -89,183 +104,191 @@ def _bytes(row: Row) -> float:
 
 
 def _value(key: str) -> Callable[[Row], float]:
-    return lambda row: next(iter(finite_values([row.get(key)])), 0.0)
+    """Return a function that reads a column of a row; a missing or infinite value is 0."""
+
+    def read(row: Row) -> float:
+        values = finite_values([row.get(key)])
+        return values[0] if values else 0.0
+
+    return read
 
 
-COLUMNS = (
-    "round",
-    "floats_down",
-    "floats_up",
-    "virtual_seconds",
-    "wall_seconds",
-)  # that the axes are made of
-# Name of the axis, what of a row it shows, its unit, and what is said where nothing of it was used.
-AXES: tuple[Axis, ...] = (
-    ("round", _value("round"), "", "no round was made"),
-    ("sent, both ways", _bytes, "bytes", "nothing was sent"),
-    (
-        "virtual time",
-        _value("virtual_seconds"),
-        "seconds",
-        "no virtual time passed on these devices",
+# Columns of a history that the axes show.
+AXIS_COLUMNS = ("round", "floats_down", "floats_up", "virtual_seconds", "wall_seconds")
+AXES = (
+    Axis("round", _value("round"), "", "no round was made"),
+    Axis("traffic, down and up", _bytes, "bytes", "nothing was sent"),
+    Axis(
+        "virtual time", _value("virtual_seconds"), "seconds", "these devices take no virtual time"
     ),
-    ("wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
+    Axis("wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
 )
 
 
 def _bounds(ylabel: str) -> tuple[float, float]:
-    """What a metric cannot be below or above, as far as is known."""
+    """Return the lowest and the highest possible value of a metric, infinite if unknown."""
     metric = ylabel.partition(" ")[0]
-    return (
-        0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf,
-        1.0 if metric in SHARES else math.inf,
-    )
+    lowest = 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf
+    highest = 1.0 if metric in SHARES else math.inf
+    return lowest, highest
 
 
-def _panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
+def _draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    title, read, unit, excuse = axis
-    bounds = _bounds(ylabel)
-    # A run that used nothing of what the axis shows (no virtual time on ideal devices) would be a wall at zero.
-    moving = [curve for curve in curves if any(read(row) for row, _ in curve.points)]
-    xs = [read(row) for curve in moving for row, _ in curve.points]
-    ax.set_xlabel(title)
-    if not xs:
-        measured = any(curve.points for curve in curves)
-        ax.text(
-            0.5,
-            0.5,
-            excuse if measured else "not measured",
-            transform=ax.transAxes,
-            ha="center",
-            alpha=0.7,
-        )
-        ax.tick_params(labelbottom=False, bottom=False)
-        ax.grid(False)
+    # A run that used nothing of the axis (no virtual time on ideal devices) would be a wall at 0.
+    moving = [curve for curve in curves if any(axis.read(row) for row, _ in curve.points)]
+    values = [axis.read(row) for curve in moving for row, _ in curve.points]
+    ax.set_xlabel(axis.title)
+    if not values:
+        is_measured = any(curve.points for curve in curves)
+        _draw_note(ax, axis.if_unused if is_measured else "not measured")
         return
-    size = 1.0
-    if unit == "seconds":
-        size, name = time_unit(max(xs))
-        ax.set_xlabel(f"{title} ({name})")
-    drawn: list[set[tuple[float, float]]] = []
-    for curve in moving:
-        x, y = [read(row) / size for row, _ in curve.points], [value for _, value in curve.points]
-        # Few points are seen as points; a line alone would show nothing for one, and hide where two were measured.
-        marker = "o" if len(x) <= 12 else None
+
+    unit_size = 1.0
+    if axis.unit == "seconds":
+        unit_size, unit = time_unit(max(values))
+        ax.set_xlabel(f"{axis.title} ({unit})")
+    _draw_lines(ax, moving, axis, unit_size, _bounds(ylabel))
+    if axis.unit == "bytes":
+        ax.xaxis.set_major_formatter(EngFormatter("B"))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=axis.title == "round"))
+
+    lowest, highest = _bounds(ylabel)
+    bottom, top = ax.get_ylim()
+    if bottom < lowest:
+        ax.set_ylim(bottom=lowest)
+    if top > highest:
+        ax.set_ylim(top=highest)
+
+
+def _draw_note(ax: Axes, text: str) -> None:
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", alpha=0.7)
+    ax.tick_params(labelbottom=False, bottom=False)
+    ax.grid(False)
+
+
+def _draw_lines(
+    ax: Axes, curves: Sequence[Curve], axis: Axis, unit_size: float, bounds: tuple[float, float]
+) -> None:
+    heights = [y for curve in curves for _, y in curve.points]
+    tolerance = VISIBLE_SHARE * (max(heights) - min(heights))
+    drawn: list[dict[float, float]] = []
+    for curve in curves:
+        x = [axis.read(row) / unit_size for row, _ in curve.points]
+        y = [value for _, value in curve.points]
         colour = LIGHT[curve.colour]
-        # One that lies on another has gaps in which the other is seen.
-        points = set(zip(x, y, strict=True))
-        above = sum(points <= other or other <= points for other in drawn)
+        # A line that lies on another one has gaps in which the other is seen.
+        points = dict(zip(x, y, strict=True))
+        below = sum(_overlap(points, other, tolerance) for other in drawn)
         drawn.append(points)
-        style = (0.0, (6 / above, 6.0)) if above else DASHES[curve.dash]
-        # Not clipped: a line at the end of an axis is as thick as others.
         ax.plot(
             x,
             y,
             color=colour,
-            linestyle=style,
-            marker=marker,
+            linestyle=(0.0, (6 / below, 6.0)) if below else DASHES[curve.dash],
+            marker="o" if len(x) <= MAX_MARKED_POINTS else None,
             markersize=4,
             label=curve.label,
-            clip_on=False,
+            clip_on=False,  # or a line at the end of an axis would be half as thick
         )
         if curve.deviations:
-            low, high = np.array(y) - curve.deviations, np.array(y) + curve.deviations
-            low, high = low.clip(*bounds), high.clip(*bounds)
-            # Faint, with an edge: those that lie on each other would mix to a grey that is nobody's.
-            ax.fill_between(x, low, high, facecolor=(colour, 0.05), edgecolor=colour, linewidth=0.5)
-    if unit == "bytes":
-        ax.xaxis.set_major_formatter(EngFormatter("B"))
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=title == "round"))
-    bottom, top = ax.get_ylim()
-    if bottom < bounds[0]:
-        ax.set_ylim(bottom=bounds[0])
-    if top > bounds[1]:
-        ax.set_ylim(top=bounds[1])
+            deviations = np.array(curve.deviations)
+            low = (np.array(y) - deviations).clip(*bounds)
+            high = (np.array(y) + deviations).clip(*bounds)
+            ax.fill_between(x, low, high, facecolor=(colour, 0.1), linewidth=0)
 
 
-def _falls_far(curves: Sequence[Curve], ylabel: str) -> bool:
-    """Whether a loss is better seen by orders of magnitude."""
+def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
+    """Tell whether two lines look the same in all points of the shorter one."""
+    shorter, longer = sorted((one, other), key=len)
+    if not shorter.keys() <= longer.keys():
+        return False
+    return all(abs(y - longer[x]) <= tolerance for x, y in shorter.items())
+
+
+def _needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
+    """Tell whether the curves are losses that fall by more than a factor of 50."""
     values = [y for curve in curves for _, y in curve.points]
-    return bool("loss" in ylabel and values and min(values) > 0 and max(values) > 50 * min(values))
+    if "loss" not in ylabel or not values:
+        return False
+    return min(values) > 0 and max(values) > 50 * min(values)
 
 
-def _says_more(axis: Axis, curves: Sequence[Curve]) -> bool:
-    """Whether an axis tells more of some curves than the rounds do: they need more or less of it for a round.
+def _is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
+    """Tell whether an axis shows more than the rounds: some curves use more of it in a round.
 
-    Wall time does not: it is that of a machine and of what else it did.
+    Wall time never does: it depends on the machine and on what else ran there.
     """
-    read = axis[1]
-    if axis[0] in ("round", "wall time"):
-        return axis[0] == "round"
-    each = [{row["round"]: read(row) for row, _ in curve.points} for curve in curves]
-    rounds = [number for number in each[0] if all(number in one for one in each)]
-    found = np.array([[one[number] for number in rounds] for one in each])
-    return bool(np.ptp(found, axis=0).max(initial=0.0) > EYE * found.max(initial=0.0)) or not rounds
+    if axis.title in ("round", "wall time"):
+        return axis.title == "round"
+    by_round = [{row["round"]: axis.read(row) for row, _ in curve.points} for curve in curves]
+    rounds = [number for number in by_round[0] if all(number in one for one in by_round)]
+    if not rounds:
+        return True
+    values = np.array([[one[number] for number in rounds] for one in by_round])
+    largest_difference = np.ptp(values, axis=0).max(initial=0.0)
+    return bool(largest_difference > VISIBLE_SHARE * values.max(initial=0.0))
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """The same curves against rounds, bytes, virtual time and wall time; only those of which something was used.
+    """Draw curves against each axis of which some curve used anything.
 
-    Of each the name of its axis, an SVG, and whether it tells more than that of the rounds. Names of curves are not in
-    them: the page has them once, beside the colours.
+    Returns, for each panel, the title of its axis, an SVG, and whether it shows more than the
+    panel of the rounds. The names of the curves are not in it: the page has one legend for all.
     """
     drawn = []
     for axis in AXES:
-        if not any(axis[1](row) for curve in curves for row, _ in curve.points):
+        if not any(axis.read(row) for curve in curves for row, _ in curve.points):
             continue
 
         def draw(ax: Axes, axis: Axis = axis) -> None:
-            _panel(ax, curves, axis, ylabel)
+            _draw_panel(ax, curves, axis, ylabel)
             ax.grid(True)
-            if _falls_far(curves, ylabel):
+            if _needs_log_scale(curves, ylabel):
                 set_log_scale(ax)
 
-        drawn.append(
-            (axis[0], draw_svg(draw, f"{ylabel} against {axis[0]}"), _says_more(axis, curves))
-        )
+        picture = draw_svg(draw, f"{ylabel} against {axis.title}")
+        drawn.append((axis.title, picture, _is_informative(axis, curves)))
     return drawn
 
 
 def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str) -> None:
-    """Write a PNG of 1300 x 1000 pixels or taller."""
-    replace_file(path, _draw(curves, title, ylabel))
+    """Write the curves against all axes as a PNG of 1300 x 1000 pixels or taller."""
+    replace_file(path, _draw_png(curves, title, ylabel))
 
 
-def _draw(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
-    """A PNG of 1300 x 1000 pixels or taller: the same curves against rounds, bytes, virtual time and wall time."""
+def _draw_png(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
     names = [textwrap.shorten(curve.label, 100, placeholder=" …") for curve in curves]
-    across = max(1, min(len(curves), 110 // (max(map(len, names), default=0) + 8)))
+    longest_name = max(map(len, names), default=0)
+    legend_columns = max(1, min(len(curves), 110 // (longest_name + 8)))
+    legend_rows = math.ceil(len(curves) / legend_columns)
     with matplotlib.rc_context(page_theme(False) | {"axes.grid": True}):
-        figure = Figure(
-            figsize=(10, 7.2 + 0.24 * math.ceil(len(curves) / across)),
-            dpi=130,
-            layout="constrained",
-        )
+        size = (10, 7.2 + 0.24 * legend_rows)
+        figure = Figure(figsize=size, dpi=130, layout="constrained")
         axes = list(figure.subplots(2, 2, sharey=True).flat)
         for ax, axis in zip(axes, AXES, strict=True):
-            _panel(ax, curves, axis, ylabel)
-        if _falls_far(curves, ylabel):
+            _draw_panel(ax, curves, axis, ylabel)
+        if _needs_log_scale(curves, ylabel):
             set_log_scale(axes[0])
         axes[0].set_ylabel(ylabel)
         axes[2].set_ylabel(ylabel)
         figure.suptitle(textwrap.fill(title, 90), fontsize=13)
         handles = axes[0].get_legend_handles_labels()[0]
         if handles:
-            figure.legend(handles, names, loc="outside lower center", ncols=across)
+            figure.legend(handles, names, loc="outside lower center", ncols=legend_columns)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
-    """Write accuracy.png (or the metric's) and loss.png: a run against rounds, bytes, virtual time and wall time."""
+    """Draw one run: write METRIC.png and loss.png into its folder and return their paths."""
     metric = metric_of(rows)
-    kinds = {
+    labels_by_picture = {
         metric: {
             metric: "mean of the clients",
             f"{metric}_worst": "worst client",
@@ -278,8 +301,9 @@ def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
         "loss": {"train_loss": "training", "loss_global": "central test set"},
     }
     paths = []
-    for kind, keys in kinds.items():
-        curves = [curve(label, rows, key, index) for index, (key, label) in enumerate(keys.items())]
-        paths.append(Path(folder) / f"{kind}.png")
-        replace_file(paths[-1], _draw([one for one in curves if one.points], title, kind))
+    for name, labels in labels_by_picture.items():
+        curves = [curve(text, rows, key, index) for index, (key, text) in enumerate(labels.items())]
+        path = Path(folder) / f"{name}.png"
+        replace_file(path, _draw_png([one for one in curves if one.points], title, name))
+        paths.append(path)
     return paths

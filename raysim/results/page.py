@@ -1,6 +1,6 @@
-"""The report: one HTML file that needs no other, of the runs that a study or a list of folders has.
+"""Write the report: one HTML file, without links to other files, about one or several runs.
 
-What is said is put together here; how it looks is in report.html, a Jinja2 template.
+This module collects texts, tables and pictures; report.html, a Jinja2 template, lays them out.
 """
 
 from __future__ import annotations
@@ -43,63 +43,71 @@ from raysim.results.report import (
 )
 from raysim.results.rerun import rerun_command
 from raysim.results.tables import BEST_RULE, MISSING, Column
-from raysim.results.theme import DARK, LIGHT, draw_svg
+from raysim.results.theme import DARK, DASHES, LIGHT, draw_svg
 from raysim.results.timeline import has_events, timeline_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Columns of a history with their titles and the labels of their axes.
 CURVES = {
-    "{metric}": "{metric}, mean of the clients",
-    "{metric}_worst": "{metric} of the worst client",
-    "{metric}_global": "{metric} on the central test set",
-    "{metric}_unseen": "{metric} of clients that are never trained",
-    "train_loss": "training loss",
-    "loss_global": "loss on the central test set",
+    "{metric}": ("{metric}, mean of the clients", "{metric}"),
+    "{metric}_worst": ("{metric} of the worst client", "{metric} worst"),
+    "{metric}_global": ("{metric} on the central test set", "{metric} central"),
+    "{metric}_unseen": ("{metric} of clients that are never trained", "{metric} unseen"),
+    "train_loss": ("training loss", "train loss"),
+    "loss_global": ("loss on the central test set", "loss central"),
 }
-TIMELINES, SPLITS, ERRORS = 6, 4, 20  # most of each on a page
-LOWEST = 5  # users named with the lowest scores
-SHOWN_CLIENTS = 1000  # columns of a picture of a split
-LINE = 300  # characters of an error
-DIGITS = 12  # of a checksum
-CHECKSUMS = ("model_sha256", "state_sha256")  # of a summary
-Shown: TypeAlias = dict[str, Any]  # what the template is given
+MAX_TIMELINES, MAX_SPLITS, MAX_ERRORS = 6, 4, 20  # on one page
+LOWEST_USERS = 5  # users with the lowest scores that are named
+MAX_MAP_CLIENTS = 1000  # columns of the picture of a split
+MAX_CURVE_POINTS = 400
+ERROR_LENGTH = 300  # characters of an error that are shown
+CHECKSUM_LENGTH = 12  # digits of a checksum that are shown
+CHECKSUMS = ("model_sha256", "state_sha256")  # keys of a summary
+Shown: TypeAlias = dict[str, Any]  # what the template gets
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A part of a page: a table, and a picture as PNG for light and for dark pages."""
+    """A section that a study or a sweep adds: a table, and a picture for light and dark pages."""
 
     title: str
     text: str
     columns: Sequence[Column]
-    picture: tuple[bytes, bytes] | None = None
+    picture: tuple[bytes, bytes] | None = None  # PNG
     notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class PagePart:
-    """What the template shows under one heading."""
+    """What the template shows below one heading.
+
+    plots: rows of SVGs, each with a heading. folded: rows of SVGs that show no more than `plots`,
+    by their axes.
+    """
 
     title: str
     text: str = ""
     tables: list[Shown] = field(default_factory=list)
     pictures: list[Shown] = field(default_factory=list)
-    plots: list[Shown] = field(default_factory=list)  # rows of SVGs, each with a heading
-    folded: dict[str, list[Shown]] = field(
-        default_factory=dict
-    )  # SVGs that tell no more, by their axes
+    plots: list[Shown] = field(default_factory=list)
+    folded: dict[str, list[Shown]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def write_report(
-    groups: Sequence[RunGroup], out_folder: Path, title: str = "", sections: Sequence[ReportSection] = (),
-    found: ReportSection | None = None,
-) -> Path:  # fmt: skip
-    """Write `report.html`, which needs no other file, and one PNG per metric; return the page's path.
+    groups: Sequence[RunGroup],
+    out_folder: Path,
+    title: str = "",
+    sections: Sequence[ReportSection] = (),
+    results: ReportSection | None = None,
+) -> Path:
+    """Write `report.html` and one PNG for each metric; return the path of the page.
 
-    sections: what comes after the results. found: the results, where they are not those of `results`, a row for each
-    group. Raises `ValueError` where there is no run, or where a file of a run is broken.
+    groups: the settings, one row and one curve each. sections: shown after the results.
+    results: replaces the usual table of results; it has one row for each group. Raises
+    `ValueError` if there is no run or a file of a run is broken; nothing is written then.
     """
     if not groups:
         raise ValueError(
@@ -107,19 +115,20 @@ def write_report(
         )
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    parts = [
-        _results(groups) if found is None else _section(found, named=True),
-        *(_section(section) for section in sections),
-        None,  # the curves: they are written once all else could be read
-        _spread(groups),
+    before_curves = [_results(groups) if results is None else _section(results, has_swatches=True)]
+    before_curves += [_section(section) for section in sections]
+    after_curves = [
+        _client_scores(groups),
         _splits(groups),
         _timelines(groups),
         _failures(groups),
         _differences(groups),
-        _repeat(groups),
+        _reproduction(groups),
     ]
+    # The curves come last: they are written to files, once all files of the runs could be read.
     out_folder = make_folder(Path(out_folder))
-    parts[1 + len(sections)] = _curves(groups, out_folder)
+    parts = [*before_curves, _curves(groups, out_folder), *after_curves]
+
     runs = [run for group in groups for run in group.runs]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -135,344 +144,392 @@ def write_report(
         configurations=_configurations(groups),
         colours=list(zip(LIGHT, DARK, strict=True)),
     )
-    replace_file(out_folder / "report.html", page.encode())
-    return out_folder / "report.html"
+    path = out_folder / "report.html"
+    replace_file(path, page.encode())
+    return path
 
 
 def _subtitle(groups: Sequence[RunGroup]) -> str:
     runs = [run for group in groups for run in group.runs]
+    texts = []
+    if len(runs) > len(groups) > 1:
+        texts.append(f"{len(runs)} runs of {len(groups)} settings")
+    titles = [str(run.summary["title"]) for run in runs if run.summary.get("title")]
+    if titles:
+        texts.append(", ".join(dict.fromkeys(titles)))
     unfinished = sum(not run.finished for run in runs)
-    texts = [f"{len(runs)} runs of {len(groups)} settings" if len(runs) > len(groups) > 1 else ""]
-    texts += [
-        ", ".join(
-            dict.fromkeys(str(run.summary["title"]) for run in runs if "title" in run.summary)
-        )
-    ]
-    texts += [
-        f"{unfinished} of {len(runs)} unfinished: their last rounds are counted as the end"
-        if unfinished
-        else ""
-    ]
-    return " · ".join(filter(None, texts))
+    if unfinished:
+        texts.append(f"{unfinished} of {len(runs)} unfinished: shown up to their last round")
+    return " · ".join(texts)
 
 
 def _swatch(index: int, label: str) -> Shown:
     return {"number": index + 1, "colour": index % len(LIGHT), "label": label}
 
 
-def _table(columns: Sequence[Column], swatches: bool = False) -> Shown:
-    """Rows of cells; swatches: the first column has the colours of the groups."""
-    rows = [
-        [
-            {"text": c.texts[row], "number": bool(c.scores), "best": row in c.best(), "whole": ""}
-            for c in columns
-        ]
-        for row in range(len(columns[0].texts))
-    ]
-    head = [{"text": c.title, "number": bool(c.scores)} for c in columns]
-    return {"head": head, "rows": rows, "swatches": swatches}
+def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
+    """Return a table for the template; has_swatches: each row shows the colour of its group."""
+    rows = []
+    for row in range(len(columns[0].texts)):
+        cells = []
+        for column in columns:
+            cell = {"text": column.texts[row], "is_number": bool(column.scores), "whole": ""}
+            cells.append(cell | {"is_best": row in column.best()})
+        rows.append(cells)
+    head = [{"text": column.title, "is_number": bool(column.scores)} for column in columns]
+    return {"head": head, "rows": rows, "has_swatches": has_swatches}
 
 
-def _section(section: ReportSection, named: bool = False) -> PagePart:
-    """named: rows are settings."""
-    tables = [_table(section.columns, named)] if section.columns else []
+def _section(section: ReportSection, has_swatches: bool = False) -> PagePart:
+    tables = [_table(section.columns, has_swatches)] if section.columns else []
     pictures = [_picture(section.title, *section.picture)] if section.picture else []
     return PagePart(section.title, section.text, tables, pictures, notes=list(section.notes))
 
 
 def _picture(about: str, light: bytes, dark: bytes) -> Shown:
-    day, night = (
-        f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (light, dark)
-    )
-    return {"about": about, "light": day, "dark": night}
+    def data_url(image: bytes) -> str:
+        return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+    return {"about": about, "light": data_url(light), "dark": data_url(dark)}
 
 
-def _plot(drawn: str, title: str = "") -> Shown:
-    return {"about": title, "svg": drawn}
+def _plot(svg: str, title: str = "") -> Shown:
+    return {"about": title, "svg": svg}
 
 
-# --- results --------------------------------------------------------------------------------------------------------
+def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
+    """Return a row of plots; layout: "" is a grid, "row" one line, "wide" a wide plot first."""
+    return {"about": title, "svgs": svgs, "layout": layout}
+
+
+# --- results --------------------------------------------------------------------------------------
 def _results(groups: Sequence[RunGroup]) -> PagePart:
+    sentences = []
     if max(len(group.runs) for group in groups) > 1:
-        text = "Mean ± standard deviation over the seeds (sample deviation, divisor n-1). "
-        text += f"Bold is the best, {BEST_RULE}."
-    elif len(groups) > 1:
-        text = "One seed of each setting, so no deviation can be given. Bold is the best of a column; of accuracies, "
-        text += f"{BEST_RULE} over the last ten rounds."
-    else:
-        text = ""
-    text = " ".join(
-        filter(
-            None,
-            [text, as_sentence(describe_scores([run for group in groups for run in group.runs]))],
-        )
-    )
-    return PagePart("Results", text, [_table(result_columns(groups), True)])
-
-
-# --- curves ---------------------------------------------------------------------------------------------------------
-def _curves(groups: Sequence[RunGroup], folder: Path) -> PagePart:
-    plots: list[Shown] = []
-    folded: list[Shown] = []
-    alike: dict[str, None] = {}  # the axes of these
-    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
-    shown = {
-        key.format(metric=m): about.format(metric=m)
-        for key, about in CURVES.items()
-        for m in metrics
-    }
-    for key, about in shown.items():
-        curves = [
-            mean_curve(g.label, [run.rows for run in g.runs], key, index)
-            for index, g in enumerate(groups)
+        sentences += [
+            "Mean ± standard deviation over the seeds (sample deviation, divisor n-1).",
+            f"Bold is the best, {BEST_RULE}.",
         ]
-        curves = [curve for curve in curves if curve.points]
-        if curves:
-            name = key.replace("_", " ")
-            draw_comparison(curves, folder / f"comparison_{key}.png", about, name)
-            title = about[0].upper() + about[1:]
-            for axis, drawn, more in panels(curves, name):
-                (plots if more else folded).append(_plot(drawn, title))
-                if not more:
-                    alike[axis] = None
-    most = max(len(group.runs) for group in groups)
-    text = {1: "", 2: "Lines are means of two seeds, too few for a band. "}.get(
-        most,
-        "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), from three seeds on. ",
-    )
-    if not plots:
-        return PagePart("Curves", text, notes=["No run has measured anything yet."])
+    elif len(groups) > 1:
+        sentences += [
+            "One seed of each setting, so no deviation can be given.",
+            f"Bold is the best of a column; of accuracies, {BEST_RULE} over the last ten rounds.",
+        ]
+    runs = [run for group in groups for run in group.runs]
+    sentences.append(as_sentence(describe_scores(runs)))
     return PagePart(
-        "Curves",
-        text,
-        plots=[{"about": "", "svgs": plots}],
-        folded={" · ".join(alike): folded} if folded else {},
+        "Results", " ".join(filter(None, sentences)), [_table(result_columns(groups), True)]
     )
 
 
-# --- clients --------------------------------------------------------------------------------------------------------
-def _spread(groups: Sequence[RunGroup]) -> PagePart:
-    """How far apart the clients' scores are, at the last evaluation; the clients of all seeds together."""
-    found = [_each(group) for group in groups]
-    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
-    title = "Spread over clients"
-    if not any(len(values) for values, _ in found):
-        return PagePart(
-            title,
-            notes=[
-                f"No run stores the scores of single clients ({CLIENTS_FILE}): it is older, or unfinished."
-            ],
+# --- curves ---------------------------------------------------------------------------------------
+def _curves(groups: Sequence[RunGroup], folder: Path) -> PagePart:
+    """Draw each metric against each axis: one row of panels for each metric."""
+    rows: list[Shown] = []
+    folded_rows: list[Shown] = []
+    folded_axes: dict[str, None] = {}
+    for key, (about, ylabel) in _curve_titles(groups).items():
+        curves = []
+        for index, group in enumerate(groups):
+            curve = mean_curve(group.label, [run.rows for run in group.runs], key, index)
+            if curve.points:
+                curves.append(curve)
+        if not curves:
+            continue
+        draw_comparison(curves, folder / f"comparison_{key}.png", about, ylabel)
+        title = about[0].upper() + about[1:]
+        drawn = panels(curves, ylabel)
+        rows.append(_row_of_plots([_plot(svg) for _, svg, more in drawn if more], title, "row"))
+        folded = [(axis, svg) for axis, svg, more in drawn if not more]
+        if folded:
+            folded_rows.append(_row_of_plots([_plot(svg) for _, svg in folded], title, "row"))
+            folded_axes.update(dict.fromkeys(axis for axis, _ in folded))
+
+    if not rows:
+        return PagePart("Curves", notes=["No run has measured anything yet."])
+    if all(len(row["svgs"]) == 1 for row in rows):
+        # Only the rounds are shown: all metrics stand in one grid, each with its own title.
+        rows = [_row_of_plots([_plot(row["svgs"][0]["svg"], row["about"]) for row in rows])]
+    most_seeds = max(len(group.runs) for group in groups)
+    if most_seeds == 1:
+        text = ""
+    elif most_seeds == 2:
+        text = "Lines are means of two seeds, too few for a band."
+    else:
+        text = (
+            "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), for "
+            "settings with three seeds or more."
         )
+    folded_by_axes = {" · ".join(folded_axes): folded_rows} if folded_rows else {}
+    return PagePart("Curves", text, plots=rows, folded=folded_by_axes)
+
+
+def _curve_titles(groups: Sequence[RunGroup]) -> dict[str, tuple[str, str]]:
+    """Map each column that is drawn to its title and the label of its axis."""
+    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
+    titles = {}
+    for key, (about, ylabel) in CURVES.items():
+        for metric in metrics:
+            titles[key.format(metric=metric)] = (
+                about.format(metric=metric),
+                ylabel.format(metric=metric),
+            )
+    return titles
+
+
+# --- clients --------------------------------------------------------------------------------------
+def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
+    """Show how the scores of clients differ at the last evaluation; all seeds count together."""
+    title = "Spread over clients"
+    scores: list[np.ndarray] = []
+    test_samples: list[float | None] = []
+    for group in groups:
+        values, median_tests = _sorted_scores(group)
+        scores.append(values)
+        test_samples.append(median_tests)
+    if not any(len(values) for values in scores):
+        note = f"No run stores the scores of single clients ({CLIENTS_FILE}): it is older, or unfinished."
+        return PagePart(title, notes=[note])
+    metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
 
     def draw(ax: Axes) -> None:
-        for index, (values, _) in enumerate(found):
-            if len(values):
-                share = np.arange(1, len(values) + 1) / len(values)
-                places = np.unique(np.linspace(0, len(values) - 1, 400).astype(int))
-                ax.step(
-                    values[places],
-                    share[places],
-                    where="post",
-                    color=LIGHT[index % len(LIGHT)],
-                    linewidth=1.6,
-                )
+        for index, values in enumerate(scores):
+            if not len(values):
+                continue
+            shares = np.arange(1, len(values) + 1) / len(values)
+            places = np.linspace(0, len(values) - 1, MAX_CURVE_POINTS)
+            places = np.unique(places.astype(int))
+            ax.step(
+                values[places],
+                shares[places],
+                where="post",
+                color=LIGHT[index % len(LIGHT)],
+                linestyle=DASHES[index // len(LIGHT) % len(DASHES)],
+                linewidth=1.6,
+            )
         ax.grid(True)
-        ax.set(xlabel=" or ".join(metrics), ylabel="share of clients up to there", ylim=(0, 1.02))
+        ax.set(
+            xlabel=" or ".join(metrics), ylabel="share of clients up to this score", ylim=(0, 1.02)
+        )
 
-    names = {"least": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "most": 1.0}
+    sizes = [float(len(values)) for values in scores]
     columns = [
         Column("", [group.label for group in groups]),
-        Column("clients", [f"{len(v):,}" for v, _ in found], [float(len(v)) for v, _ in found]),
+        Column("clients", [f"{size:,.0f}" for size in sizes], list(sizes)),
         Column(
             "tests a client",
-            [MISSING if t is None else f"{t:g}" for _, t in found],
-            [t for _, t in found],
+            [MISSING if count is None else f"{count:g}" for count in test_samples],
+            test_samples,
         ),
-        *(_quantile(name, [v for v, _ in found], at) for name, at in names.items()),
-        _figures("mean", [float(v.mean()) if len(v) else None for v, _ in found]),
-        _figures("deviation", [float(v.std()) if len(v) else None for v, _ in found]),
     ]
+    quantiles = {"lowest": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "highest": 1.0}
+    for name, at in quantiles.items():
+        numbers = [float(np.quantile(values, at)) if len(values) else None for values in scores]
+        columns.append(_score_column(name, numbers))
+    means = [float(values.mean()) if len(values) else None for values in scores]
+    deviations = [float(values.std()) if len(values) else None for values in scores]
+    columns += [_score_column("mean", means), _score_column("deviation", deviations)]
+
     text = (
-        f"Scores ({', '.join(metrics)}) of single clients at the last evaluation, those of all seeds together. Tests a "
-        "client: the median; with few, the extremes say little. Deviation: over the clients (divisor n)."
+        f"Scores ({', '.join(metrics)}) of single clients at the last evaluation, all seeds "
+        "together. Tests a client: median number of test samples; with few samples, extremes say "
+        "little. Deviation: over the clients (divisor n)."
     )
-    plots = [{"about": "", "svgs": [_plot(draw_svg(draw, "share of clients by their score"))]}]
+    plots = [_row_of_plots([_plot(draw_svg(draw, "share of clients by their score"))])]
     return PagePart(title, text, [_table(columns, True), *_lowest_users(groups)], plots=plots)
 
 
 def _lowest_users(groups: Sequence[RunGroup]) -> list[Shown]:
-    """Return a table of the users with the lowest scores, by setting (its first seed); none where nobody has a name."""
+    """Return a table of the users with the lowest scores of each setting, in its first seed.
+
+    Returns [] if no run stores names of users.
+    """
     labels: list[str] = []
     clients: list[str] = []
     scores: list[float | None] = []
     for group in groups:
         run = group.runs[0]
-        users, values = read_users(run.folder), _scores(run)
+        users = read_users(run.folder)
+        values = _scores(run)
         if users is None or len(users) != len(values):
             continue
-        lowest = np.argsort(values, kind="stable")[: min(LOWEST, int(np.isfinite(values).sum()))]
-        for client in lowest.tolist():
+        count = min(LOWEST_USERS, int(np.isfinite(values).sum()))
+        for client in np.argsort(values, kind="stable")[:count].tolist():
             labels.append(group.label)
             clients.append(f"{client} (user {users[client]})")
             scores.append(float(values[client]))
     if not labels:
         return []
-    return [
-        _table([Column("", labels), Column("lowest clients", clients), _figures("score", scores)])
-    ]
+    columns = [Column("", labels), Column("lowest clients", clients)]
+    return [_table([*columns, _score_column("score", scores)])]
 
 
 def _scores(run: Run) -> np.ndarray:
-    """Return the score of each client, nan where it was not scored; empty where none was."""
-    columns, metric = read_clients(run.folder) or {}, metric_of(run.rows)
+    """Return the score of each client, nan if it was not scored; empty if none was."""
+    columns = read_clients(run.folder) or {}
+    metric = metric_of(run.rows)
     return columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
 
 
-def _each(group: RunGroup) -> tuple[np.ndarray, float | None]:
-    """Sorted scores of all scored clients, and the median of their test samples."""
-    values, tests = [np.empty(0)], [np.empty(0)]
+def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
+    """Return sorted scores of all scored clients, and the median of their test samples."""
+    scores = [np.empty(0)]
+    test_samples = [np.empty(0)]
     for run in group.runs:
-        scores, columns = _scores(run), read_clients(run.folder) or {}
-        describe_scores = np.isfinite(scores)
+        values = _scores(run)
+        columns = read_clients(run.folder) or {}
+        is_scored = np.isfinite(values)
         if "unseen" in columns:
-            describe_scores &= columns["unseen"] == 0
-        values.append(scores[describe_scores])
-        if describe_scores.any():
-            tests.append(columns["tests"][describe_scores])
-    joined = np.concatenate(tests)
-    return np.sort(np.concatenate(values)), float(np.median(joined)) if len(joined) else None
+            is_scored &= columns["unseen"] == 0
+        scores.append(values[is_scored])
+        if is_scored.any():
+            test_samples.append(columns["tests"][is_scored])
+    counts = np.concatenate(test_samples)
+    median = float(np.median(counts)) if len(counts) else None
+    return np.sort(np.concatenate(scores)), median
 
 
-def _quantile(name: str, values: Sequence[np.ndarray], at: float) -> Column:
-    return _figures(name, [float(np.quantile(each, at)) if len(each) else None for each in values])
+def _score_column(name: str, values: Sequence[float | None]) -> Column:
+    texts = [MISSING if value is None else f"{value:.3f}" for value in values]
+    return Column(name, texts, list(values))
 
 
-def _figures(name: str, values: Sequence[float | None]) -> Column:
-    return Column(
-        name, [MISSING if value is None else f"{value:.3f}" for value in values], list(values)
-    )
+# --- the split ------------------------------------------------------------------------------------
+@dataclass
+class _SharedSplit:
+    """A split of the data and the settings that have it."""
+
+    split: ClientLabels
+    heterogeneity: Mapping[str, object]
+    labels: list[str]
 
 
-# --- the split ------------------------------------------------------------------------------------------------------
 def _splits(groups: Sequence[RunGroup]) -> PagePart:
-    """Who has which classes, once for each split that differs; that of the first seed of each setting."""
-    title, found = "Split of the data", {}  # type: str, dict[bytes, tuple[ClientLabels, list[str], Mapping[str, object]]]
+    """Show which clients have which classes, once for each split that differs."""
+    title = "Split of the data"
+    splits: dict[bytes, _SharedSplit] = {}
     for group in groups:
-        split = read_split(group.runs[0].folder)
-        if split is not None:
-            key = split.client.tobytes() + split.label.tobytes() + split.samples.tobytes()
-            numbers = group.runs[0].summary.get("split")
-            found.setdefault(key, (split, [], numbers if isinstance(numbers, Mapping) else {}))[
-                1
-            ].append(group.label)
-    if not found:
-        return PagePart(
-            title,
-            notes=[
-                f"No run stores its split ({SPLIT_FILE}): it is older. `raysim partition` draws one."
-            ],
-        )
-    shown = list(found.values())
-    names = [
-        "all settings" if len(labels) == len(groups) else ", ".join(labels)
-        for _, labels, _ in shown
-    ]
-    plots = [
-        {
-            "about": name if len(found) > 1 else "",
-            "svgs": [*map(_plot, [_class_map(split), *_size_bars(split)])],
-            "wide": True,
-        }
-        for (split, *_), name in zip(shown[:SPLITS], names, strict=False)
-    ]
-    notes = (
-        [f"{len(found) - SPLITS} more splits are in the table alone."]
-        if len(found) > SPLITS
-        else []
-    )
-    told = "; ".join(f"{name.replace('_', ' ')}: {about}" for name, about in SCALES.items())
+        run = group.runs[0]
+        split = read_split(run.folder)
+        if split is None:
+            continue
+        key = split.client.tobytes() + split.label.tobytes() + split.samples.tobytes()
+        if key not in splits:
+            numbers = run.summary.get("split")
+            splits[key] = _SharedSplit(split, numbers if isinstance(numbers, Mapping) else {}, [])
+        splits[key].labels.append(group.label)
+    if not splits:
+        note = f"No run stores its split ({SPLIT_FILE}): it is older. `raysim partition` draws one."
+        return PagePart(title, notes=[note])
+
+    names = []
+    plots = []
+    for shared in splits.values():
+        is_common = len(shared.labels) == len(groups)
+        name = "all settings" if is_common else ", ".join(shared.labels)
+        names.append(name)
+        if len(plots) < MAX_SPLITS:
+            svgs = [_draw_class_map(shared.split), *_draw_sizes(shared.split)]
+            heading = name if len(splits) > 1 else ""
+            plots.append(_row_of_plots([_plot(svg) for svg in svgs], heading, "wide"))
+    notes = []
+    if len(splits) > MAX_SPLITS:
+        notes.append(f"{len(splits) - MAX_SPLITS} more splits are only in the table.")
+    scales = "; ".join(f"{name.replace('_', ' ')}: {about}" for name, about in SCALES.items())
     text = (
-        f"Training samples of the first seed. Means over the clients that have some, of the {told}."
+        "Training samples of the first seed. Numbers are means over the clients that have samples: "
+        f"{scales}."
     )
-    return PagePart(
-        title,
-        text,
-        [_table(_split_columns(names, [(split, numbers) for split, _, numbers in shown]))],
-        plots=plots,
-        notes=notes,
-    )
+    columns = _split_columns(names, list(splits.values()))
+    return PagePart(title, text, [_table(columns)], plots=plots, notes=notes)
 
 
-def _split_columns(
-    names: Sequence[str], splits: Sequence[tuple[ClientLabels, Mapping[str, object]]]
-) -> list[Column]:
-    sizes = [split.sizes for split, _ in splits]
-    columns = {
-        "clients": [f"{len(each):,}" for each in sizes],
-        "samples": [f"{each.sum():,}" for each in sizes],
-        "sizes (least / median / most)": [_sizes(each) for each in sizes],
-        "clients without": [f"{(each == 0).sum():,}" for each in sizes],
+def _split_columns(names: Sequence[str], splits: Sequence[_SharedSplit]) -> list[Column]:
+    sizes = [shared.split.sizes for shared in splits]
+    texts = {
+        "clients": [f"{len(counts):,}" for counts in sizes],
+        "samples": [f"{counts.sum():,}" for counts in sizes],
+        "sizes (least / median / most)": [_format_sizes(counts) for counts in sizes],
+        "clients without": [f"{(counts == 0).sum():,}" for counts in sizes],
     }
     for name in SCALES:
-        values = [
-            numbers.get(name) if len(split.classes) > 1 else None for split, numbers in splits
-        ]
-        columns[name.replace("_", " ")] = [
-            f"{v:.3g}" if isinstance(v, (int, float)) else MISSING for v in values
-        ]
-    return [
-        Column("split", list(names)),
-        *(Column(title, texts, [0.0] * len(texts)) for title, texts in columns.items()),
-    ]
+        cells = []
+        for shared in splits:
+            value = shared.heterogeneity.get(name)
+            has_value = isinstance(value, (int, float)) and len(shared.split.classes) > 1
+            cells.append(f"{value:.3g}" if has_value else MISSING)
+        texts[name.replace("_", " ")] = cells
+    columns = [Column("split", list(names))]
+    for title, cells in texts.items():
+        columns.append(Column(title, cells, [0.0] * len(cells)))
+    return columns
 
 
-def _sizes(sizes: Ints) -> str:
+def _format_sizes(sizes: Ints) -> str:
     if not len(sizes):
         return MISSING
     if sizes.min() == sizes.max():
         return f"{sizes[0]:,} each"
-    return " / ".join(f"{at(sizes):,.10g}" for at in (np.min, np.median, np.max))
+    return " / ".join(f"{count(sizes):,.10g}" for count in (np.min, np.median, np.max))
 
 
-def _class_map(split: ClientLabels) -> str:
-    """Clients x classes; the deeper the colour, the larger the share of a class in a client's samples.
+def _draw_class_map(split: ClientLabels) -> str:
+    """Draw clients x classes: the deeper the colour, the larger a class's share of a client.
 
-    By the square root of the share, or what is spread over many classes could not be told from nothing.
+    The depth is the square root of the share, or small shares could not be told from none.
     """
-    shown = np.unique(
-        np.linspace(0, max(0, split.clients - 1), min(split.clients, SHOWN_CLIENTS)).astype(int)
-    )
-    inside = np.isin(split.client, shown)
+    places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
+    shown = np.unique(places.astype(int))
+    is_shown = np.isin(split.client, shown)
+    clients = split.client[is_shown]
     shares = np.zeros((len(split.classes), len(shown)))
-    sizes = split.sizes
-    place = np.searchsorted(shown, split.client[inside])
-    shares[split.label[inside], place] = split.samples[inside] / sizes[split.client[inside]]
+    column = np.searchsorted(shown, clients)
+    shares[split.label[is_shown], column] = split.samples[is_shown] / split.sizes[clients]
+
+    def client_name(position: float, _: int) -> str:
+        is_client = position == int(position) and 0 <= position < len(shown)
+        return f"{shown[int(position)]}" if is_client else ""
 
     def draw(ax: Axes) -> None:
-        from matplotlib.colors import to_rgb
+        from matplotlib.ticker import MaxNLocator
 
-        image = np.empty((*shares.shape, 4))
-        image[..., :3] = to_rgb(LIGHT[0])
-        image[..., 3] = np.sqrt(shares)
+        height, width = shares.shape
         ax.imshow(
-            image,
+            _shades(shares),
             aspect="auto",
             interpolation="nearest",
-            extent=(-0.5, len(shown) - 0.5, len(shares) - 0.5, -0.5),
+            extent=(-0.5, width - 0.5, height - 0.5, -0.5),
         )
-        some = "" if len(shown) == split.clients else f" ({len(shown):,} of {split.clients:,})"
-        ax.set(xlabel=f"client{some}", ylabel="class")
-        ax.xaxis.set_major_formatter(
-            lambda at, _: f"{shown[int(at)]}" if 0 <= at < len(shown) and at == int(at) else ""
-        )
+        is_sample = len(shown) < split.clients
+        part = f" ({len(shown):,} of {split.clients:,})" if is_sample else ""
+        ax.set(xlabel=f"client{part}", ylabel="class")
+        ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+        ax.xaxis.set_major_formatter(client_name)
         if len(split.classes) <= 12:
             ax.set_yticks(range(len(split.classes)), [name[:14] for name in split.classes])
+        scale = ax.inset_axes((1.02, 0.0, 0.02, 1.0))
+        steps = np.linspace(1, 0, 64)[:, None]
+        scale.imshow(_shades(steps), aspect="auto", extent=(0, 1, 0, 1))
+        scale.yaxis.tick_right()
+        scale.yaxis.set_label_position("right")
+        scale.set(xticks=[], yticks=(0, 0.25, 0.5, 0.75, 1), ylabel="share of the client's samples")
+        scale.spines[:].set_visible(True)
 
     return draw_svg(draw, "share of each class in each client's training samples", (7.4, 3.0))
 
 
-def _size_bars(split: ClientLabels) -> list[str]:
-    """Clients by their number of samples; nothing where all have as many, which the table says."""
+def _shades(shares: np.ndarray) -> np.ndarray:
+    """Return shares [H, W] as RGBA [H, W, 4]: one colour, whose opacity is the square root."""
+    from matplotlib.colors import to_rgb
+
+    image = np.empty((*shares.shape, 4))
+    image[..., :3] = to_rgb(LIGHT[0])
+    image[..., 3] = np.sqrt(shares)
+    return image
+
+
+def _draw_sizes(split: ClientLabels) -> list[str]:
+    """Draw a histogram of the clients' sizes; [] if all are equal, which the table says."""
     if len(set(split.sizes.tolist())) == 1:
         return []
 
@@ -488,185 +545,176 @@ def _size_bars(split: ClientLabels) -> list[str]:
     return [draw_svg(draw, "clients by their number of training samples")]
 
 
-# --- virtual time ---------------------------------------------------------------------------------------------------
+# --- virtual time ---------------------------------------------------------------------------------
 def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
-    """The first run of each setting on virtual time, as in its own folder, where that says something."""
+    """Show the first run of each setting on virtual time, if there is anything to see."""
     pictures: list[Shown] = []
-    left = 0
+    left_out = 0
     for group in groups:
         run = group.runs[0]
         jobs = read_jobs(run.folder)
         if jobs is None or not has_events(jobs):
             continue
-        if len(pictures) == TIMELINES:
-            left += 1
+        if len(pictures) == MAX_TIMELINES:
+            left_out += 1
             continue
-        light, dark = (
-            timeline_png(jobs, run.rows, group.label, dark=dark) for dark in (False, True)
-        )
-        pictures.append(
-            _picture(
-                f"{group.label}: clients, fleet and workers on virtual time, and staleness",
-                light,
-                dark,
-            )
-        )
-    notes = [f"{left} more: timeline.png in the folder of each run."] if left else []
-    return (
-        PagePart(
-            "On virtual time", "The first seed of each setting.", pictures=pictures, notes=notes
-        )
-        if pictures
-        else None
-    )
+        light = timeline_png(jobs, run.rows, group.label)
+        dark = timeline_png(jobs, run.rows, group.label, dark=True)
+        about = f"{group.label}: clients, fleet and workers on virtual time, and staleness"
+        pictures.append(_picture(about, light, dark))
+    if not pictures:
+        return None
+    notes = [f"{left_out} more: see timeline.png in the folder of each run."] if left_out else []
+    text = "The first seed of each setting."
+    return PagePart("On virtual time", text, pictures=pictures, notes=notes)
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 def _failures(groups: Sequence[RunGroup]) -> PagePart:
-    """What went wrong or was in vain, over all rounds and seeds, and the errors of clients that failed."""
-    keys = {
+    """Count jobs that failed or were not used, over all rounds and seeds, and list the errors."""
+    titles = {
         "failures": "failed",
-        "lost": "lost on the way",
+        "lost": "lost",
         "discarded": "discarded",
         "worker_deaths": "worker processes died",
     }
-    sums = {key: [_total(group, key) for group in groups] for key in keys}
+    sums = {key: [_column_sum(group, key) for group in groups] for key in titles}
     if not any(any(values) for values in sums.values()):
-        return PagePart(
-            "Failures", notes=["No client failed, no result was lost or discarded, no worker died."]
-        )
+        note = "No client failed, no job was lost or discarded, no worker died."
+        return PagePart("Failures", notes=[note])
     columns = [Column("", [group.label for group in groups])]
-    columns += [
-        Column(title, [MISSING if v is None else f"{v:,.0f}" for v in sums[key]], list(sums[key]))
-        for key, title in keys.items()
-        if any(sums[key])
-    ]
+    for key, title in titles.items():
+        if any(sums[key]):
+            texts = [MISSING if value is None else f"{value:,.0f}" for value in sums[key]]
+            columns.append(Column(title, texts, list(sums[key])))
+    tables = [_table(columns, True)]
+
     errors: Counter[tuple[str, str]] = Counter()
     for group in groups:
         for run in group.runs:
-            errors.update((group.label, text) for text in _errors(run.folder / "failures.jsonl"))
-    tables = [_table(columns, True)]
-    most = errors.most_common(ERRORS)
-    if most:
-        texts = [
-            [str(count) for _, count in most],
-            [where for (where, _), _ in most],
-            [text for (_, text), _ in most],
+            texts = _read_errors(run.folder / "failures.jsonl")
+            errors.update((group.label, text) for text in texts)
+    most_common = errors.most_common(MAX_ERRORS)
+    if most_common:
+        counts = [str(count) for _, count in most_common]
+        error_columns = [
+            Column("times", counts, [1.0] * len(counts)),
+            Column("setting", [label for (label, _), _ in most_common]),
+            Column("error", [text for (_, text), _ in most_common]),
         ]
-        titled = zip(("times", "setting", "error"), texts, strict=True)
-        tables.append(
-            _table([Column(title, each, [1.0] * (title == "times")) for title, each in titled])
-        )
-    notes = (
-        [f"{len(errors) - ERRORS} more kinds: failures.jsonl of the runs."]
-        if len(errors) > ERRORS
-        else []
-    )
-    return PagePart(
-        "Failures", "Jobs of clients, summed over rounds and seeds.", tables, notes=notes
-    )
+        tables.append(_table(error_columns))
+    notes = []
+    if len(errors) > MAX_ERRORS:
+        notes.append(f"{len(errors) - MAX_ERRORS} more kinds: see failures.jsonl of the runs.")
+    text = "Jobs of clients, summed over rounds and seeds."
+    return PagePart("Failures", text, tables, notes=notes)
 
 
-def _total(group: RunGroup, key: str) -> float | None:
-    """Of a column, over all rounds of all seeds; None where no run has it."""
+def _column_sum(group: RunGroup, key: str) -> float | None:
+    """Return the sum of a column over all rounds of all seeds; None if no run has the column."""
     values = finite_values(row.get(key) for run in group.runs for row in run.rows)
     return sum(values) if values else None
 
 
-def _errors(path: Path) -> list[str]:
-    """The errors of a run's clients, without their numbers; a line that cannot be read counts as such."""
+def _read_errors(path: Path) -> list[str]:
+    """Return the errors of a run's clients; a broken line counts as an error of its own."""
     if not path.is_file():
         return []
-    found = []
+    errors = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 fields = json.loads(line)
-                method, error = str(fields.get("method") or ""), str(fields.get("error"))
-                found.append(f"{f'method {method}: ' if method else ''}{error}"[:LINE])
+                method = str(fields.get("method") or "")
+                prefix = f"method {method}: " if method else ""
+                errors.append(f"{prefix}{fields.get('error')}"[:ERROR_LENGTH])
             except (ValueError, AttributeError, RecursionError):
-                found.append("a line that cannot be read")
-    return found
+                errors.append("a line that cannot be read")
+    return errors
 
 
-# --- settings and how to repeat -------------------------------------------------------------------------------------
+# --- settings and how to repeat -------------------------------------------------------------------
 def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
-    """What the settings do not share: each key's values, and who has them."""
-    different, left = (
-        distinguishing_settings([group.runs[0] for group in groups]) if len(groups) > 1 else ({}, 0)
-    )
+    """List the keys whose values differ between the settings, with the settings of each value."""
+    if len(groups) < 2:
+        return None
+    different, left_out = distinguishing_settings([group.runs[0] for group in groups])
     rows = []
     for key, values in different.items():
         owners: dict[str, list[Shown]] = {}
         for index, value in enumerate(values):
-            owners.setdefault(without_password(value), []).append(
-                _swatch(index, groups[index].label)
-            )
+            swatch = _swatch(index, groups[index].label)
+            owners.setdefault(without_password(value), []).append(swatch)
         rows.append({"key": key, "values": list(owners.items())})
-    text = (
-        f"Left out: {left} defaults of options that not all have chosen; Settings (below) has them."
-        if left
-        else ""
-    )
-    return PagePart("What differs", text, tables=[{"differences": rows}]) if rows else None
+    if not rows:
+        return None
+    text = ""
+    if left_out:
+        text = (
+            f"Left out: {left_out} defaults of options that only some settings chose; they are in "
+            "Settings, below."
+        )
+    return PagePart("What differs", text, tables=[{"differences": rows}])
 
 
 def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
-    """The whole configuration of each setting's first run, as YAML that `raysim run --config` takes."""
+    """Return the configuration of each setting's first run as YAML for `raysim run --config`."""
     import yaml
 
-    return [
-        {
-            "label": group.label,
-            "text": without_password(
-                yaml.safe_dump(group.runs[0].config, sort_keys=False, width=120)
-            ),
-        }
-        for group in groups
-    ]
+    shown = []
+    for group in groups:
+        text = yaml.safe_dump(group.runs[0].config, sort_keys=False, width=120)
+        shown.append({"label": group.label, "text": without_password(text)})
+    return shown
 
 
-def _checksum(value: object) -> str:
-    """As a summary has it; a dash for that of no bytes, where no method keeps a state."""
-    return MISSING if value in (None, "", hashlib.sha256().hexdigest()) else str(value)
+def _format_checksum(value: object) -> str:
+    """Return a checksum as text, a dash if it is missing or that of no bytes."""
+    is_empty = value in (None, "", hashlib.sha256().hexdigest())
+    return MISSING if is_empty else str(value)
 
 
-def _repeat(groups: Sequence[RunGroup]) -> PagePart:
-    """A command and the checksums of each run, and the versions of what made them."""
-    runs = [(group.label, run) for group in groups for run in group.runs]
-    places = [
-        f"out=again/{number}" if len(runs) > 1 else "out=again"
-        for number in range(1, len(runs) + 1)
-    ]
-    again = zip(runs, places, strict=True)
-    commands = [
-        rerun_command(run.config, run.folder / "config.yaml", place) for (_, run), place in again
-    ]
+def _reproduction(groups: Sequence[RunGroup]) -> PagePart:
+    """Show a command and the checksums of each run, and the versions that made them."""
+    labels = []
+    runs = []
+    for group in groups:
+        for run in group.runs:
+            labels.append(group.label)
+            runs.append(run)
+    commands = []
+    for number, run in enumerate(runs, 1):
+        out = f"out=again/{number}" if len(runs) > 1 else "out=again"
+        commands.append(rerun_command(run.config, run.folder / "config.yaml", out))
     columns = [
-        Column("", [label for label, _ in runs]),
-        Column("seed", [str(run.config.get("seed", MISSING)) for _, run in runs]),
+        Column("", labels),
+        Column("seed", [str(run.config.get("seed", MISSING)) for run in runs]),
         Column("command", commands),
-        *(
-            Column(key.replace("_", " "), [_checksum(run.summary.get(key)) for _, run in runs])
-            for key in CHECKSUMS
-        ),
     ]
+    for key in CHECKSUMS:
+        texts = [_format_checksum(run.summary.get(key)) for run in runs]
+        columns.append(Column(key.replace("_", " "), texts))
     table = _table(columns)
     for row in table["rows"]:
         for cell in row[-len(CHECKSUMS) :]:
-            if len(cell["text"]) > DIGITS:
-                cell |= {"text": cell["text"][:DIGITS], "whole": cell["text"]}
-    versions: dict[str, list[str]] = {}
-    for _, run in runs:
+            if len(cell["text"]) > CHECKSUM_LENGTH:
+                cell |= {"text": cell["text"][:CHECKSUM_LENGTH], "whole": cell["text"]}
+    tables = [table]
+
+    versions: dict[str, dict[str, None]] = {}
+    for run in runs:
         identity = run.summary.get("identity")
-        for key, value in flat_settings(identity if isinstance(identity, Mapping) else {}).items():
-            if key != "seed":
-                versions.setdefault(key, []).append(value)
-    shown = [
-        Column("made with", list(versions)),
-        Column("", [", ".join(dict.fromkeys(v)) for v in versions.values()]),
-    ]
-    text = "The same command gives the same checksums on the same kind of device with the same versions. Without the "
-    text += "run's folder, save its configuration (below) as config.yaml and name that. Of a checksum the first "
-    text += f"{DIGITS} digits are shown; all of them are in the run's summary.json."
-    return PagePart("How to repeat it", text, [table, *([_table(shown)] if versions else [])])
+        if isinstance(identity, Mapping):
+            for key, value in flat_settings(identity).items():
+                versions.setdefault(key, {})[value] = None
+    versions.pop("seed", None)
+    if versions:
+        texts = [", ".join(values) for values in versions.values()]
+        tables.append(_table([Column("made with", list(versions)), Column("", texts)]))
+    text = (
+        "The same command gives the same checksums on the same kind of device with the same "
+        "versions. Without the run's folder, save its configuration (below) as config.yaml and "
+        f"name that file. The first {CHECKSUM_LENGTH} digits of a checksum are shown; all of them "
+        "are in the run's summary.json."
+    )
+    return PagePart("How to repeat it", text, tables)

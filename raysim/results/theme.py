@@ -1,7 +1,8 @@
-"""What all of our figures look like: colours, fonts, units."""
+"""Define the common look of all figures: colours, dashes, fonts, units."""
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Callable
@@ -10,34 +11,52 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Eight colours that differ for colour-blind eyes too; the second set keeps its contrast on a dark page.
+# Eight colours that colour-blind readers can tell apart; DARK has more contrast on a dark page.
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b8559a", "#c98a00", "#4a9bd1", "#8c564b", "#5f6368")
 DARK = ("#5ab4f0", "#ff9558", "#3ddbab", "#eda3d3", "#f6c453", "#a3dcff", "#d2a797", "#c4c8cc")
-
-
 INK = "#22262a"
+MANY_COLOURS = (*LIGHT, "#a9b800", INK)  # for pictures without a dark version
+DASHES = ("-", "--", ":", "-.")
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Return colour and dashes of a line: 40 different ones, solid lines first."""
+    dash = DASHES[index // len(MANY_COLOURS) % len(DASHES)]
+    return {"color": MANY_COLOURS[index % len(MANY_COLOURS)], "linestyle": dash}
 
 
 def theme(ink: str) -> dict[Any, object]:
-    """What all of our figures look like, for `matplotlib.rc_context`."""
+    """Return the settings of all figures for `matplotlib.rc_context`; ink: colour of the text."""
     return {
-        "font.size": 11, "axes.labelsize": 11, "lines.linewidth": 1.8, "grid.alpha": 0.15,
-        "axes.spines.top": False, "axes.spines.right": False, "text.color": ink, "axes.labelcolor": ink,
-        "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink, "grid.color": ink, "text.parse_math": False,
+        "font.size": 11,
+        "axes.labelsize": 11,
+        "lines.linewidth": 1.8,
+        "grid.alpha": 0.15,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "grid.color": ink,
+        "text.parse_math": False,
         "legend.frameon": False,
-    }  # fmt: skip
+    }
 
 
 def page_theme(dark: bool) -> dict[Any, object]:
-    """The same, on the paper of a light or a dark page."""
+    """Return the settings of a figure with the background of a light or a dark page."""
     ink, paper = ("#e6e8ea", "#16191d") if dark else (INK, "#ffffff")
-    return theme(ink) | dict.fromkeys(
-        ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper
-    )
+    backgrounds = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    return theme(ink) | dict.fromkeys(backgrounds, paper)
 
 
 def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
-    """A logarithmic axis with plain numbers: for powers text would be read as mathematics, which names are not."""
+    """Make an axis logarithmic, with plain numbers at its ticks.
+
+    Matplotlib writes powers as mathematics, which is switched off because names may hold `$`.
+    """
     ax.set(**{f"{which}scale": "log"})
     axis = ax.xaxis if which == "x" else ax.yaxis
     axis.set_major_formatter("{x:g}")
@@ -47,51 +66,46 @@ def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
 def draw_svg(
     draw: Callable[[Axes], object], about: str, size: tuple[float, float] = (4.4, 3.0)
 ) -> str:
-    """A drawing to stand in a page: text stays text, and the colours of `LIGHT` and `INK` are the page's variables.
+    """Return a drawing as an SVG for a page.
 
-    about: what it shows, for those who cannot see it. Sizes are inches; the page may scale it.
+    Text stays text, and the colours of `LIGHT` and `INK` become variables that the page sets.
+
+    draw: draws on the axes that it gets. about: a description for readers who cannot see it.
+    size: inches; the page may scale the drawing.
     """
-    import html
-
     import matplotlib
     from matplotlib.figure import Figure
 
-    looks = {
+    settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": "raysim",
         "font.size": 10,
         "axes.labelsize": 10,
     }
-    with matplotlib.rc_context(theme(INK) | looks):
+    with matplotlib.rc_context(theme(INK) | settings):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+
     text = buffer.getvalue()
-    inside = re.sub(
-        r"<metadata>.*?</metadata>",
-        "",
-        text[text.index(">", text.index("<svg")) + 1 :],
-        flags=re.DOTALL,
-    )
+    inside = text[text.index(">", text.index("<svg")) + 1 :]
+    inside = re.sub(r"<metadata>.*?</metadata>", "", inside, flags=re.DOTALL)
     inside = re.sub(r' id="[\w.]*_\d+"', "", inside).replace("xlink:href", "href")
-    for name, colour in {
-        "ink": INK,
-        **{f"c{index}": each for index, each in enumerate(LIGHT)},
-    }.items():
+    variables = {"ink": INK} | {f"c{index}": colour for index, colour in enumerate(LIGHT)}
+    for name, colour in variables.items():
         inside = re.sub(rf"(fill|stroke): {colour}\b", rf"\1: var(--{name})", inside)
-    width, height = (round(72 * each) for each in size)
-    head = f'<svg class="plot" role="img" aria-label="{html.escape(about)}" viewBox="0 0 {width} {height}">'
+    width, height = (round(72 * inches) for inches in size)
+    head = (
+        f'<svg class="plot" role="img" aria-label="{html.escape(about)}"'
+        f' viewBox="0 0 {width} {height}">'
+    )
     return re.sub(r"\s*\n\s*", "\n", head + inside).strip()
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Divisor and name of the unit in which a time is a number of few digits."""
-    return next(
-        (
-            (size, unit)
-            for size, unit in ((86400, "d"), (3600, "h"), (60, "min"))
-            if seconds >= 2 * size
-        ),
-        (1, "s"),
-    )
+    """Return size and name of the largest unit in which a time is at least 2; seconds if none."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return size, unit
+    return 1, "s"

@@ -31,7 +31,7 @@ def test_a_run_is_drawn_whatever_its_history_lacks(
 
 
 def test_curves_are_drawn_against_bytes() -> None:
-    read = next(read for name, read, unit, _ in curves.AXES if unit == "bytes")
+    read = next(read for _, read, unit, _ in curves.AXES if unit == "bytes")
     assert read({"floats_down": 100, "floats_up": 25}) == 500
     assert read({"floats_down": None, "floats_up": None}) == 0
 
@@ -52,7 +52,7 @@ def test_a_band_needs_three_seeds(seeds: int) -> None:
 
 def test_a_long_history_becomes_a_curve_of_few_points_with_its_ends() -> None:
     found = curves.mean_curve("x", [history([0.5] * 5000)], "accuracy", 0)
-    assert len(found.points) == curves.POINTS
+    assert len(found.points) == curves.MAX_POINTS
     assert [found.points[place][0]["round"] for place in (0, -1)] == [1, 5000]
 
 
@@ -60,7 +60,7 @@ def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> 
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
-    assert [axis for axis, *_ in drawn] == ["round", "sent, both ways", "wall time"], (
+    assert [axis for axis, *_ in drawn] == ["round", "traffic, down and up", "wall time"], (
         "no virtual time passed"
     )
     assert all(text.startswith("<svg") and text.endswith("</svg>") for _, text, _ in drawn)
@@ -76,11 +76,14 @@ def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> 
         ([{}, {}], []),
         ([{}], []),
         ([{}, {"wall_seconds": 9.0}], []),
-        ([{}, {"floats_up": 900}], ["sent, both ways"]),
+        ([{}, {"floats_up": 900}], ["traffic, down and up"]),
         ([{}, {"floats_up": 501}], []),
         ([{}, {"virtual_seconds": 2.0}], ["virtual time"]),
         ([{}, {"virtual_seconds": 0.0}], ["virtual time"]),
-        ([{}, {}, {"floats_up": 0, "virtual_seconds": 1.5}], ["sent, both ways", "virtual time"]),
+        (
+            [{}, {}, {"floats_up": 0, "virtual_seconds": 1.5}],
+            ["traffic, down and up", "virtual time"],
+        ),
     ],
 )
 def test_an_axis_tells_more_where_some_need_more_of_it_for_a_round(
@@ -166,7 +169,12 @@ def test_a_loss_that_falls_far_has_plain_numbers_at_its_axis() -> None:
 
 def test_a_curve_that_lies_on_another_is_dashed() -> None:
     """So is one that is the first part of another."""
-    for second, dashed in (([0.5, 0.75, 0.7], True), ([0.5, 0.75], True), ([0.5, 0.7, 0.7], False)):
+    for second, dashed in (
+        ([0.5, 0.75, 0.7], True),
+        ([0.5, 0.751, 0.7], True),
+        ([0.5, 0.75], True),
+        ([0.5, 0.7, 0.7], False),
+    ):
         each = [history([0.5, 0.75, 0.7]), history(list(second))]
         drawn = curves.panels(
             [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"

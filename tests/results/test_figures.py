@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,9 +56,9 @@ def test_clients_are_compared_which_received_the_version_that_most_did() -> None
         make(6, 4, rows=3),
     ]
     probes[2].features[0, 0] = np.inf
-    assert [probe.client for probe in figures._comparable(probes)] == [1, 3, 4, 5]
+    assert [probe.client for probe in figures._comparable_probes(probes)] == [1, 3, 4, 5]
     assert [
-        probe.client for probe in figures._comparable([make(0, 2), make(1, 5), make(2, 4)])
+        probe.client for probe in figures._comparable_probes([make(0, 2), make(1, 5), make(2, 4)])
     ] == [1]
 
 
@@ -97,7 +98,7 @@ def test_bars_of_every_client_fit_the_common_axis() -> None:
 
     panels = Figure().subplots(1, 2, sharey=True)
     for ax, highest in zip(panels, (0.1, 0.9), strict=True):
-        figures._bars(ax, make(), np.array([highest, 0.05, 0.05]))
+        figures._draw_output(ax, make(), np.array([highest, 0.05, 0.05]))
     assert panels[0].get_ylim()[1] > 0.9
     assert panels[0].get_ylim()[0] == 0
 
@@ -146,3 +147,22 @@ def test_reports_domains_and_decomposition_have_pictures_of_their_own(tmp_path: 
         assert not draw(others, tmp_path / f"no_{name}.png", name)
         assert not (tmp_path / f"no_{name}.png").exists()
         assert size(tmp_path / f"{name}.png")[0] > 500
+
+
+def test_each_of_40_domains_has_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    styles: list[tuple[object, object]] = []
+    plot = Axes.plot
+
+    def record_style(self: Axes, *points: Any, **style: Any) -> Any:
+        styles.append((style["color"], style["linestyle"]))
+        return plot(self, *points, **style)
+
+    monkeypatch.setattr(Axes, "plot", record_style)
+    scores = {f"accuracy.user{number}": number / 40 for number in range(40)}
+    rows: list[Row] = [{"round": number, "accuracy": 0.5, **scores} for number in range(2)]
+    assert figures.draw_domains(rows, tmp_path / "domains.png", "40 users")
+    assert len(set(styles)) == 40

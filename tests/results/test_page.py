@@ -180,8 +180,8 @@ def test_an_endless_list_of_errors_is_cut_and_said_so(tmp_path: Path) -> None:
     lines = (json.dumps({"error": f"{number} {'x' * 5000}"}) + "\n" for number in range(100))
     (tmp_path / "bad/failures.jsonl").write_text("".join(lines))
     text = section(written([run], tmp_path), "Failures")
-    assert f"{100 - page.ERRORS} more kinds" in text
-    assert "x" * page.LINE not in text
+    assert f"{100 - page.MAX_ERRORS} more kinds" in text
+    assert "x" * page.ERROR_LENGTH not in text
 
 
 @pytest.mark.pictures
@@ -268,7 +268,7 @@ def test_curves_that_tell_no_more_than_those_of_the_rounds_are_folded(tmp_path: 
     shown, _, folded = section(written(runs, tmp_path), "Curves").partition("<details>")
     assert shown.count("<svg") == 4, "three accuracies and a loss, against the rounds"
     assert folded.startswith(
-        "<summary>The same against: sent, both ways · virtual time · wall time</summary>"
+        "<summary>The same against: traffic, down and up · virtual time · wall time</summary>"
     )
     assert folded.count("<svg") == 3 * 4 and "no result" in folded
     dear = replace(
