@@ -423,7 +423,7 @@ def _splits(groups: Sequence[RunGroup]) -> PagePart:
         return PagePart(title, notes=[note])
 
     names = []
-    plots = []
+    plots: list[Shown] = []
     for shared in splits.values():
         is_common = len(shared.labels) == len(groups)
         name = "all settings" if is_common else ", ".join(shared.labels)
@@ -486,7 +486,7 @@ def _draw_class_map(split: ClientLabels) -> str:
     column = np.searchsorted(shown, clients)
     shares[split.label[is_shown], column] = split.samples[is_shown] / split.sizes[clients]
 
-    def client_name(position: float, _: int) -> str:
+    def client_name(position: float, _: float) -> str:
         is_client = position == int(position) and 0 <= position < len(shown)
         return f"{shown[int(position)]}" if is_client else ""
 
