@@ -27,9 +27,11 @@ from raysim.api.method import Method
 from raysim.api.setup import Declared
 from raysim.api.state_values import pack
 from raysim.commands.methods import first_line
-from raysim.experiment.compose import compose, groups as all_groups, load_yaml as read_yaml, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import load_yaml as read_yaml, to_dict
 from raysim.experiment.describe import slots
 from raysim.experiment.execute import build
+from raysim.experiment.groups import find_groups as all_groups
 from raysim.experiment.instantiate import TARGET, defaults, describe_type, format_value, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
 from raysim.methods import fedavg
@@ -155,7 +157,7 @@ def instances() -> dict[str, Method]:
     for option in groups().files["method"]:
         nodes = parts(option)
         if "${" in str(nodes):  # refers to other keys
-            nodes = plain(compose([f"method=[{option}]"]))["method"]
+            nodes = to_dict(compose([f"method=[{option}]"]))["method"]
         for name, node in nodes.items():
             arguments = {key: value for key, value in node.items() if key != TARGET}
             methods[name] = resolve(node[TARGET], name)(**arguments)

@@ -567,14 +567,15 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 
 # --- commands -------------------------------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    from raysim.experiment.compose import compose, plain, to_yaml
+    from raysim.experiment.compose import compose
+    from raysim.experiment.config_files import to_dict, to_yaml
     from raysim.experiment.many_runs import to_continue
 
     # before torch is imported: a typing mistake, and a folder of which nothing can come, are answered at once
     words = _going_on(given.overrides) if given.auto_resume else given.overrides
     config = compose(words, given.conf, given.config)
     if given.show:
-        print(to_yaml(plain(config)), end="")
+        print(to_yaml(to_dict(config)), end="")
         return 0
     if config["resume"] == "latest":
         to_continue(config["out"])

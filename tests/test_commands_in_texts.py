@@ -22,7 +22,8 @@ from raysim import cli
 from raysim.commands.new import package
 from raysim.commands.study import plan
 from raysim.commands.sweep import search
-from raysim.experiment.compose import compose, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.experiment.plugins import conf_folders_of
 from raysim.primitives.errors import Refused
 
@@ -133,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "mine/conf/loss").mkdir()
     (root / "mine/conf/loss/pinball.yaml").write_text("_target_: mine.pinball\nshare: 0.9\n")
     for path in ("best.yaml", "runs/mine/best.yaml"):
-        (root / path).write_text(yaml.safe_dump(plain(compose())))
+        (root / path).write_text(yaml.safe_dump(to_dict(compose())))
     return root
 
 

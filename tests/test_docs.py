@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raysim.experiment.compose import groups
+from raysim.experiment.groups import find_groups
 from raysim.primitives import checks
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     built = subprocess.run([*command, str(tmp_path / "site")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     pages = {path.stem for path in (tmp_path / "site" / "reference" / "methods").glob("*.html")}
-    assert pages == {"fedavg", *groups().files["method"]}
+    assert pages == {"fedavg", *find_groups().files["method"]}
 
 
 def test_method_page_agrees_with_the_code(from_docs: Any) -> None:
@@ -72,7 +72,7 @@ def test_configuration_page_lists_every_key(from_docs: Any) -> None:
         assert f"| `{key}` |" in page
     assert re.search(r"\| `faults.tolerate` \| `0.1` \| a number; from 0 to 1 \| share", page)
     for group in ("schedule", "fleet", "data", "partition", "model"):
-        for option in groups().files[group]:
+        for option in find_groups().files[group]:
             assert f"### {group}={option}\n" in page
 
 

@@ -40,7 +40,7 @@ def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
     ("library", "places"),
     [
         ("ray", {*ON_RAY, "commands/submit/job_server.py", "commands/sweep/tune.py"}),
-        ("hydra", {"experiment/compose.py", "experiment/overrides.py"}),
+        ("hydra", {"experiment/hydra_composition.py", "experiment/overrides.py"}),
         ("mlflow", {"results/tracking.py"}),
     ],
 )

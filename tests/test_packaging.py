@@ -78,7 +78,7 @@ def test_installed_wheel_finds_its_configuration(installed: Path, tmp_path: Path
         "tracking=none",
         "out=run",
     )
-    found = "import raysim.experiment.compose as c; print(c.conf_folder())"
+    found = "from raysim.primitives.files import conf_folder; print(conf_folder())"
     environment = os.environ | {"PYTHONPATH": str(installed)}
     asked = subprocess.run(
         [sys.executable, "-c", found], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -292,9 +292,10 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 def _preset(command: Command) -> dict[str, str]:
     """Every value of the preset with these methods, by its dotted key; the chosen options by their groups."""
-    from raysim.experiment.compose import compose, plain
+    from raysim.experiment.compose import compose
+    from raysim.experiment.config_files import to_dict
 
-    return _flat(plain(compose(replace(command, overrides={}, places=()).words())))
+    return _flat(to_dict(compose(replace(command, overrides={}, places=()).words())))
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, str]:

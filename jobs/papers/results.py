@@ -17,7 +17,8 @@ from typing import cast
 
 from jobs.command import run as run_program
 from jobs.papers.comparison import OPEN
-from raysim.experiment.compose import compose, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.experiment.instantiate import format_value
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import parse_json
@@ -111,13 +112,13 @@ def command(config: Mapping[str, object]) -> str:
     choices, methods = config["choices"], config.get("method") or {}
     assert isinstance(choices, Mapping) and isinstance(methods, Mapping)
     words = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
-    preset = plain(compose(words))
+    preset = to_dict(compose(words))
     groups = [
         f"{group}={value}"
         for group, value in choices.items()
         if group not in ("method", "experiment", *PLACES) and value != preset["choices"].get(group)
     ]
-    before, now = flat_settings(plain(compose([*words, *groups]))), flat_settings(config)
+    before, now = flat_settings(to_dict(compose([*words, *groups]))), flat_settings(config)
     more = [
         f"{key}={format_value(_value(config, key))}"
         for key, value in now.items()

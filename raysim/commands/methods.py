@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysim.api.method import Method
-from raysim.experiment.compose import groups, load_option
 from raysim.experiment.describe import slots
 from raysim.experiment.execute import class_of
+from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.instantiate import TARGET, format_value
 from raysim.methods import fedavg
 from raysim.primitives.errors import Refused, suggest
@@ -48,7 +48,7 @@ def catalogue(
 
     conf: folders of options of one's own. allow: the packages whose classes they may name. Raises Refused.
     """
-    files = groups([*map(user_path, conf)]).files["method"]
+    files = find_groups([*map(user_path, conf)]).files["method"]
     options = {option: load_option(path, "method") for option, path in files.items()}
     text = inspect.cleandoc(fedavg.__doc__ or "")
     parts = {"fedavg": Part("fedavg", "fedavg", fedavg.PAPER, first_line(text), [text])}

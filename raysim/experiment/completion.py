@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from raysim.experiment.compose import NONE, SWEEP, Node, compose, config_folders, groups, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import Node, to_dict
+from raysim.experiment.groups import NONE, SWEEP, config_folders, find_groups
 from raysim.experiment.instantiate import TARGET
 from raysim.primitives.errors import Refused
 
@@ -13,7 +15,7 @@ from raysim.primitives.errors import Refused
 def completions(prefix: str, given: Sequence[str] = (), folders: Sequence[str] = ()) -> list[str]:
     """What the word that begins so may become; given: the words around it, such as method=fedprox."""
     try:
-        options = groups(config_folders(folders)).files
+        options = find_groups(config_folders(folders)).files
         key, equals, value = prefix.partition("=")
         if not equals:
             keys = [*options, *_keys(_composed(given, folders))]
@@ -28,9 +30,9 @@ def completions(prefix: str, given: Sequence[str] = (), folders: Sequence[str] =
 def _composed(given: Sequence[str], folders: Sequence[str]) -> Node:
     """The configuration that the words around make, as far as they are complete."""
     try:
-        return plain(compose([word for word in given if not word.startswith(SWEEP)], folders))
+        return to_dict(compose([word for word in given if not word.startswith(SWEEP)], folders))
     except Refused:
-        return plain(compose((), folders))
+        return to_dict(compose((), folders))
 
 
 def _keys(node: Mapping[str, object], path: str = "") -> Iterator[str]:

@@ -37,18 +37,10 @@ from raysim.data.federated import (
 )
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
-from raysim.experiment.compose import (
-    LISTS,
-    Node,
-    compose,
-    is_set,
-    load_yaml,
-    plain,
-    set_aside,
-    to_yaml,
-    without_set,
-)
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import Node, drop_set_keys, is_set, load_yaml, to_dict, to_yaml
 from raysim.experiment.describe import overview
+from raysim.experiment.groups import LISTS
 from raysim.experiment.instantiate import (
     TARGET,
     arguments,
@@ -69,6 +61,7 @@ from raysim.experiment.plugins import allow_packages, used_packages
 from raysim.experiment.recorder import OnRound, load_finished, record, say, users_observers, warn
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import CONFIG, Place, apart, config_drafts, last_checkpoint, place
+from raysim.experiment.run_overrides import extract_overrides
 from raysim.experiment.settings import ExecutionOptions, Experiment, Interrupted
 from raysim.models import ModelRecipe
 from raysim.models.split import DATA_ARGUMENTS, CustomModel, ExternalModel
@@ -227,7 +220,7 @@ def _plain(
     """The configuration that words or values say, or that one with these values."""
     folders = allow_packages(allow)
     if isinstance(config, (DictConfig, Mapping)):
-        node, settings = plain(config), dict(settings or {})
+        node, settings = to_dict(config), dict(settings or {})
         if settings.get("method") == []:  # objects take the place of its methods
             node |= {"method": {}, "choices": node["choices"] | {"method": settings.pop("method")}}
         if settings:
@@ -235,7 +228,7 @@ def _plain(
                 f"{next(iter(settings))}=... has no effect beside a whole configuration: set it in that one"
             )
         return node
-    return plain(compose(_words(config), folders, settings=settings))
+    return to_dict(compose(_words(config), folders, settings=settings))
 
 
 def _words(config: Sequence[str]) -> Sequence[str]:
@@ -311,7 +304,7 @@ def build(
         if both := next(iter(chosen.keys() & settings.keys()), None):
             raise Refused(f"{both} is given twice, by name and in methods: keep one of them")
         words = () if isinstance(config, (DictConfig, Mapping)) else _words(config)
-        rest, others, aside = set_aside(words, chosen | settings, found)
+        rest, others, aside = extract_overrides(words, chosen | settings, found)
         node = _plain(config if isinstance(config, (DictConfig, Mapping)) else rest, allow, others)
         objects = describe_objects(found, aside, node)
         return _built(objects.into(node), allow, objects)
@@ -320,7 +313,7 @@ def build(
 def _built(node: Node, allow: Sequence[str], objects: UserObjects) -> Experiment:
     methods = _methods(node, allow, objects.parts)
     node, changes = _meet_requirements(node, methods)
-    node = without_set(node)
+    node = drop_set_keys(node)
     settings, execution = _settings(node)
     observers = _listed(node, "observer", Observer, allow, {})
     schedule: Schedule = _object(node, "schedule", allow, objects.parts)

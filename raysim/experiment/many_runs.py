@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from raysim.experiment.compose import joined
+from raysim.experiment.groups import join_options
 from raysim.experiment.instantiate import format_value
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import Refused, errors_as_refusals
@@ -53,7 +53,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 def value_label(value: object) -> str:
     """A value as a person reads it: a list of methods by their names, [] as fedavg."""
     if isinstance(value, list):
-        return joined(value)
+        return join_options(value)
     return f"{value:.4g}" if isinstance(value, float) else format_value(value)
 
 

@@ -24,7 +24,7 @@ from raysim.api.composition import check_name
 from raysim.api.method import Method
 from raysim.data.arrays import Arrays, store_arrays
 from raysim.data.listed import Listed, is_lists_of_rows, store_lists
-from raysim.experiment.compose import Node
+from raysim.experiment.config_files import Node
 from raysim.experiment.instantiate import TARGET, arguments, build_object
 from raysim.models.split import CustomModel, ExternalModel
 from raysim.primitives.errors import Refused, suggest

@@ -65,7 +65,7 @@ def _targets(node: object) -> set[str]:
     return found
 
 
-def unallowed(group: str, option: str) -> tuple[str, str]:
+def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
     """A package in the current folder that has an option, and the file that it is in; empty where there is none."""
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts

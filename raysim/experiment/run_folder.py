@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raysim.experiment.compose import Node, load_yaml
+from raysim.experiment.config_files import Node, load_yaml
 from raysim.experiment.instantiate import format_value
 from raysim.experiment.many_runs import check_free, dated_folder, to_continue
 from raysim.experiment.settings import Experiment

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from raysim.api.setup import RoundWarning
-from raysim.experiment.compose import Node
+from raysim.experiment.config_files import Node
 from raysim.primitives.checks import between
 from raysim.results.history import THRESHOLDS
 from raysim.results.observers import Observer

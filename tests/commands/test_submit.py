@@ -86,7 +86,8 @@ def test_the_package_is_what_a_job_needs_and_nothing_else(tmp_path: Path) -> Non
     assert not (tmp_path / "jobs").exists()
     program = (
         "import raysim.experiment.compose as c; "
-        "print(c.__file__, c.conf_folder(), c.compose(['rounds=7'])['rounds'])"
+        "from raysim.primitives.files import conf_folder; "
+        "print(c.__file__, conf_folder(), c.compose(['rounds=7'])['rounds'])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -25,7 +25,8 @@ from raysim.commands.sweep.records import Record, Records
 from raysim.commands.sweep.report import draw_parallel
 from raysim.commands.sweep.search import load, plan
 from raysim.commands.sweep.trial import Trial, prepared
-from raysim.experiment.compose import compose, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.primitives.errors import Refused
 from raysim.results.history import read_history
 from raysim.results.tracking import Tracker
@@ -195,7 +196,7 @@ def test_a_trial_is_what_a_run_with_the_same_words_would_be() -> None:
     search = plan([*words, "rounds=7,9", "local.steps=3,5", "method.fraug.weight=0.2,0.4"])
     point = {"rounds": 9, "local.steps": 5, "method.fraug.weight": 0.4}
     run = compose([*words, "rounds=9", "local.steps=5", "method.fraug.weight=0.4"])
-    assert search.node(point) == plain(run)
+    assert search.node(point) == to_dict(run)
 
 
 def test_counting_gives_a_list_of_values() -> None:
@@ -215,7 +216,7 @@ def test_files_that_change_later_change_nothing(tmp_path: Path) -> None:
 
 def test_a_run_knows_no_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["run", "sweep=fedbr"]) == 2
-    assert "write raysim sweep sweep=fedbr" in capsys.readouterr().err
+    assert "raysim sweep sweep=fedbr" in capsys.readouterr().err
 
 
 def test_every_space_that_is_shipped_names_keys_that_exist() -> None:
@@ -405,7 +406,7 @@ def test_a_trial_that_does_not_fit_is_refused_with_numbers(
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
-    found = prepared([plain(compose([*STUDY, "rounds=1"]))], tmp_path, (), None)
+    found = prepared([to_dict(compose([*STUDY, "rounds=1"]))], tmp_path, (), None)
     (experiment, folder, _), *_ = found
     events = inprocess.run(experiment.spec, experiment.schedule, experiment.fleet)
     with pytest.raises(
@@ -501,7 +502,7 @@ def test_optuna_searches_lists_whole_numbers_and_ranges_and_goes_on_after_a_kill
 
 def test_a_stored_configuration_can_be_changed_in_a_run() -> None:
     Path("c.yaml").write_text(
-        json.dumps(plain(compose(["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"])))
+        json.dumps(to_dict(compose(["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"])))
     )
     config = compose(["method.fedprox.mu=0.8"], (), "c.yaml")
     assert (config["rounds"], config["method"]["fedprox"]["mu"]) == (3, 0.8)

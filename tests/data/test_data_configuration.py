@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from raysim.data.domains import Domains
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source, Stored
-from raysim.experiment.compose import conf_folder
 from raysim.experiment.instantiate import build_object, resolve
+from raysim.primitives.files import conf_folder
 
 FOLDER = Path(conf_folder())
 PIPELINE = ("mean", "std", "augment", "crop_area", "rotate_degrees")

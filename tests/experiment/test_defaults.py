@@ -13,8 +13,9 @@ import pytest
 
 from raysim import methods
 from raysim.api.method import Method
-from raysim.experiment.compose import conf_folder, load_yaml
+from raysim.experiment.config_files import load_yaml
 from raysim.experiment.instantiate import TARGET, import_target
+from raysim.primitives.files import conf_folder
 
 GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model")
 FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glob("*.yaml"))]

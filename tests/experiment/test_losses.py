@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, huber_loss
 
 import raysim
 from raysim.api.losses import Focal, Huber, Smoothed
-from raysim.experiment.compose import load_yaml
+from raysim.experiment.config_files import load_yaml
 from raysim.primitives.errors import Refused
 
 SMALL: dict[str, Any] = {

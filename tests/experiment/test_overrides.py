@@ -9,8 +9,9 @@ import pytest
 
 from raysim.commands.sweep.space import Choice
 from raysim.commands.sweep.words import sweeping
-from raysim.experiment.compose import compose, single_override, spread
+from raysim.experiment.compose import compose
 from raysim.experiment.overrides import read_override
+from raysim.experiment.run_overrides import expand_override, single_override
 from raysim.primitives.errors import Refused
 
 TEXTS = [
@@ -69,11 +70,11 @@ def test_values_keep_their_types(value: str, expected: Any) -> None:
 
 
 def test_values_of_a_study_keep_their_letters() -> None:
-    assert spread("data.root=/ü/a,/日/b=c") == (
+    assert expand_override("data.root=/ü/a,/日/b=c") == (
         "data.root",
         ["data.root=/ü/a", "data.root=/日/b=c"],
     )
-    assert spread("x='ü,1',é") == ("x", ["x='ü,1'", "x=é"])
+    assert expand_override("x='ü,1',é") == ("x", ["x='ü,1'", "x=é"])
 
 
 def test_values_of_a_search_keep_their_letters() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import raysim
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
-from raysim.experiment.compose import load_yaml
+from raysim.experiment.config_files import load_yaml
 from raysim.experiment.execute import build, compose
 from raysim.experiment.settings import Experiment
 from raysim.methods.fedprox import FedProx

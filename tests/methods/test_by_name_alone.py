@@ -12,9 +12,11 @@ import raysim
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.commands.sweep.search import plan
-from raysim.experiment.compose import compose, groups, plain, to_yaml
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.experiment.describe import overview
 from raysim.experiment.execute import Experiment, build, run
+from raysim.experiment.groups import find_groups
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedrep import FedRep
 from raysim.primitives.errors import Refused
@@ -29,7 +31,7 @@ def plan_lines(experiment: Experiment) -> list[str]:
     return [line for line in lines if line.startswith("settings ")]
 
 
-@pytest.mark.parametrize("name", groups().files["method"])
+@pytest.mark.parametrize("name", find_groups().files["method"])
 def test_method_runs_by_name_with_the_default_study(name: str, tmp_path: Path) -> None:
     result = run([*SMALL, f"method={name}", f"out={tmp_path / name}"], quiet=True)
     assert result.summary["rounds"] == 1
@@ -97,11 +99,11 @@ def test_composed_configuration_remembers_which_keys_were_set() -> None:
     with pytest.raises(Refused, match=r"local\.epochs"):
         build(compose([*HERE, "method=fedrep", "local.epochs=3"]))
     with pytest.raises(Refused, match=r"local\.epochs"):
-        build(plain(compose([*HERE, "method=fedrep"], settings={"local.epochs": 3})))
+        build(to_dict(compose([*HERE, "method=fedrep"], settings={"local.epochs": 3})))
 
 
 def test_configuration_from_elsewhere_counts_as_set() -> None:
-    config = plain(compose([*HERE, "method=fedrep"]))
+    config = to_dict(compose([*HERE, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(Refused, match=r"local\.epochs"):
         build(config)
@@ -110,7 +112,7 @@ def test_configuration_from_elsewhere_counts_as_set() -> None:
 def test_stored_configuration_does_not_hold_which_keys_were_set() -> None:
     config = compose([*HERE, "method=fedrep", "seed=3"])
     experiment = build(config)
-    stored = OmegaConf.create(to_yaml(plain(config)))
+    stored = OmegaConf.create(to_yaml(to_dict(config)))
     assert "_set_" not in stored.choices
     assert "_set_" not in experiment.config["choices"]
 

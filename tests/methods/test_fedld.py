@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from raysim.api.declarations import Task
 from raysim.api.messages import Update
 from raysim.api.method import Method
-from raysim.experiment.compose import compose, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.experiment.instantiate import TARGET, build_object, defaults, resolve
 from raysim.methods import fedld
 from raysim.methods.fedbn import FedBN
@@ -378,7 +379,7 @@ def test_one_name_gives_both_parts_and_each_has_a_name_of_its_own() -> None:
         ("fedld_principal", ["fedld_principal"]),
         ("fedld_damped", ["fedld_damped"]),
     ):
-        nodes = plain(compose([f"method=[{option}]"]))["method"]
+        nodes = to_dict(compose([f"method=[{option}]"]))["method"]
         assert list(nodes) == parts
         for name, node in nodes.items():
             cls = resolve(node[TARGET], name)

@@ -32,7 +32,8 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
-from raysim.experiment.compose import compose, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.methods import fraug
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
@@ -389,9 +390,9 @@ def test_ramps_stay_after_their_last_round() -> None:
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
 def test_configuration_gives_the_rounds_of_the_run(first: str) -> None:
     def rounds(*words: str) -> object:
-        return plain(compose([first, *words]))["method"]["fraug"]["rounds"]
+        return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 
-    assert rounds() == plain(compose([first]))["rounds"]
+    assert rounds() == to_dict(compose([first]))["rounds"]
     assert rounds("rounds=7") == 7
     assert rounds("rounds=7", "method.fraug.rounds=9") == 9
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from raysim.experiment.compose import conf_folder, load_yaml
+from raysim.experiment.config_files import load_yaml
 from raysim.experiment.instantiate import build_object, resolve
+from raysim.primitives.files import conf_folder
 from raysim.results.boards import TensorBoard, WeightsAndBiases
 from raysim.results.observers import CurrentRun, Observer
 from raysim.simulation.events import Finished, Round

@@ -20,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raysim.experiment.compose import compose, plain, to_yaml
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.experiment.execute import build, run
 from raysim.results.history import Row, write_history
 from raysim.results.observers import TrackingObserver
@@ -126,7 +127,7 @@ def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
 
 def test_no_password_is_stored_anywhere(tmp_path: Path) -> None:
     uri = "postgresql://me:p@ss:w0rd@worker/db?password=w0rd&sslmode=require"
-    config = plain(compose(["runtime=inprocess"])) | {"tracking": {"name": "mlflow", "uri": uri}}
+    config = to_dict(compose(["runtime=inprocess"])) | {"tracking": {"name": "mlflow", "uri": uri}}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     shelf = Shelf()
     made = tracker(tmp_path, shelf, [])

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tiny_runs import run_spec
 
-from raysim.experiment.compose import compose, groups
+from raysim.experiment.compose import compose
 from raysim.experiment.execute import build as build_run, run as run_words
+from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.models import Mlp
 from raysim.primitives.errors import Refused
@@ -35,7 +36,7 @@ def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [(group, name) for group in ("fleet", "schedule") for name in groups().files[group]],
+    [(group, name) for group in ("fleet", "schedule") for name in find_groups().files[group]],
 )
 def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: str) -> None:
     node = compose([f"{group}={name}"])[group]

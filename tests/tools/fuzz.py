@@ -42,7 +42,8 @@ sys.path.append(str(Path(__file__).parents[1] / "data"))
 from tiny import picture, write_mnist, write_parquet, write_picture, write_strips
 
 from raysim import cli
-from raysim.experiment.compose import compose, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.primitives.memory import peak_memory_bytes
 from raysim.results.observers import Pictures
 from raysim.results.tracking import flatten
@@ -267,7 +268,7 @@ NODES = st.recursive(
 @cache
 def keys() -> list[str]:
     """Every key of a run with a few methods, and every group."""
-    config = plain(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
+    config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
     return [*names, *config["choices"], "nothing", "method.fedprox", "data.rotation", "local"]
 
@@ -336,7 +337,7 @@ def other_commands(data: Any) -> None:
 
 def stored_configurations(data: Any) -> None:
     """The configuration of another run in which one value is another one or missing, or a few characters are."""
-    config: Any = plain(compose([*QUICK, "out=out"]))
+    config: Any = to_dict(compose([*QUICK, "out=out"]))
     if data.draw(st.booleans()):
         path = data.draw(st.sampled_from(sorted(flatten(config)))).split(".")
         path = path[: data.draw(st.integers(1, len(path)))]

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raysim.experiment.compose import Node, compose, groups, load_yaml, plain, spread
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import Node, load_yaml, to_dict
+from raysim.experiment.groups import find_groups
 from raysim.experiment.many_runs import (
     asked_to_continue,
     check_free,
@@ -20,6 +22,7 @@ from raysim.experiment.many_runs import (
     short_names,
     value_label,
 )
+from raysim.experiment.run_overrides import expand_override
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path
 from raysim.results.tracking import default_uri
@@ -95,7 +98,7 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
     words: overrides as for `raysim run`, each with any number of values: "method=fedavg,fedprox", "seed=0..4",
     "rounds=20". A key that only some of a group's options have (method.fedprox.mu) is for those runs alone.
     """
-    given = {key: tuple(each) for key, each in map(spread, words)}
+    given = {key: tuple(each) for key, each in map(expand_override, words)}
     out, _ = (given.pop(key, ()) for key in ("out", "resume"))
     campaign = Campaign(
         _folder(out), tuple(str(user_path(root).absolute()) for root in conf), given
@@ -128,7 +131,7 @@ def _folder(out: Sequence[str]) -> Path:
         return dated_folder(Path("studies"))
     if len(out) > 1:
         raise Refused(f"{' and '.join(out)} are two folders, but a study has one: name one")
-    return user_path(str(plain(compose(out))["out"]))
+    return user_path(str(to_dict(compose(out))["out"]))
 
 
 def _continued(campaign: Campaign) -> Campaign:
@@ -143,7 +146,7 @@ def _continued(campaign: Campaign) -> Campaign:
     stored = load_yaml(path)
     if not isinstance(stored, dict) or not {"overrides", "conf"} <= stored.keys():
         raise Refused(f"{path} holds no study: restore it, or start in a new folder")
-    before = {key: tuple(each) for key, each in map(spread, stored["overrides"])}
+    before = {key: tuple(each) for key, each in map(expand_override, stored["overrides"])}
     merged = replace(
         campaign, words={**before, **campaign.words}, conf=campaign.conf or tuple(stored["conf"])
     )
@@ -194,21 +197,21 @@ def _seed(word: str) -> int:
 def _settings(campaign: Campaign) -> Iterator[tuple[dict[str, str], Node]]:
     """Each combination of values but the seed's, once: what to call it, and its configuration."""
     words = {key: each for key, each in campaign.words.items() if key != "seed"}
-    known = groups([Path(root) for root in campaign.conf]).files
+    known = find_groups([Path(root) for root in campaign.conf]).files
     bases: dict[tuple[str, ...], Node] = {}  # the configuration that the chosen options make
     seen, used = set(), set()  # type: set[tuple[str, ...]], set[str]
     for combination in itertools.product(*words.values()):
         chosen = dict(zip(words, combination, strict=True))
         options = tuple(word for key, word in chosen.items() if key in known)
         if options not in bases:
-            bases[options] = plain(compose(options, campaign.conf))
+            bases[options] = to_dict(compose(options, campaign.conf))
         base = bases[options]
         fits = {key: word for key, word in chosen.items() if key in known or _has(base, key)}
         used.update(fits)
         if (same := tuple(fits.values())) in seen:
             continue
         seen.add(same)
-        config = plain(compose(list(fits.values()), campaign.conf))
+        config = to_dict(compose(list(fits.values()), campaign.conf))
         labels = {"method": value_label(config["choices"]["method"])}
         labels |= {
             k: fits[k].partition("=")[2].strip("\"'")

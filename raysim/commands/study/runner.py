@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import cast
 
 from raysim.commands.study.plan import Campaign, Cell
-from raysim.experiment.compose import Node, to_yaml
+from raysim.experiment.config_files import Node, to_yaml
 from raysim.experiment.execute import build, run
 from raysim.experiment.many_runs import how_to_go_on, join_ray, score
 from raysim.experiment.recorder import OnRound

@@ -21,7 +21,9 @@ from typing import Any
 
 import yaml
 
-from raysim.experiment.compose import compose, config_folders, groups, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
+from raysim.experiment.groups import config_folders, find_groups
 from raysim.experiment.plugins import conf_folders_of, installed_packages
 from raysim.primitives.commit import SOURCE, source_commit
 from raysim.primitives.errors import Refused, errors_as_refusals
@@ -178,7 +180,7 @@ def _named(command: Command) -> dict[str, Path]:
     }
     if not folders:
         return {}
-    files, words = groups(config_folders(command.conf)).files, command.given.items()
+    files, words = find_groups(config_folders(command.conf)).files, command.given.items()
     options = [
         files.get(group, {}).get(name)
         for group, value in words
@@ -218,7 +220,7 @@ def check_command(command: Command, found: Sequence[Piece]) -> None:
         config = compose(command.overrides, command.conf, command.config)
         from raysim.experiment.execute import check_values
 
-        check_values(plain(config))
+        check_values(to_dict(config))
 
 
 def runtime_env(path: str | None) -> dict[str, Any]:

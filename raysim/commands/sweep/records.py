@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from raysim.commands.sweep.search import Search
 from raysim.commands.sweep.space import Point
-from raysim.experiment.compose import to_yaml
+from raysim.experiment.config_files import to_yaml
 from raysim.experiment.many_runs import last_score, short_names, value_label
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import replace_file

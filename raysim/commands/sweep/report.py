@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from raysim.commands.sweep.records import Record, Records, plus_minus
 from raysim.commands.sweep.space import Choice, Interval, Range
-from raysim.experiment.compose import to_yaml
+from raysim.experiment.config_files import to_yaml
 from raysim.experiment.many_runs import short_names, value_label
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file

@@ -25,7 +25,9 @@ from raysim.commands.sweep.space import (
     random_points,
 )
 from raysim.commands.sweep.words import sweeping
-from raysim.experiment.compose import Node, draft, groups, settled
+from raysim.experiment.compose import complete_draft, draft
+from raysim.experiment.config_files import Node
+from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import build_object, format_value
 from raysim.experiment.many_runs import asked_to_continue, check_free, dated_folder, not_a_folder_of
 from raysim.primitives.checks import above, at_least
@@ -124,7 +126,7 @@ class Search:
         values = {
             key: value for key, value in self.setting(point).items() if key not in json.loads(name)
         }
-        return settled(self.drafts[name], values | ({} if seed is None else {"seed": seed}))
+        return complete_draft(self.drafts[name], values | ({} if seed is None else {"seed": seed}))
 
     def seeds(self) -> range:
         """The seeds of each setting."""
@@ -177,7 +179,7 @@ def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Search:
             "this search has no space: choose one with sweep=NAME, or give a key several values, such as "
             "method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
         )
-    known = groups([user_path(folder).absolute() for folder in conf]).files
+    known = find_groups([user_path(folder).absolute() for folder in conf]).files
     for key in space:
         if why := NOT_SEARCHED.get(key.partition(".")[0]):
             raise Refused(f"{key} is not searched over: {why}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raysim.experiment.compose import Node, to_yaml
+from raysim.experiment.config_files import Node, to_yaml
 from raysim.experiment.execute import build
 from raysim.experiment.many_runs import FINAL, mean_row
 from raysim.experiment.recorder import Follower

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from raysim.commands.sweep.space import Choice, Interval, Range, checked
-from raysim.experiment.compose import (
+from raysim.experiment.config_files import Node
+from raysim.experiment.groups import (
     LISTS,
     SWEEP,
-    Node,
     config_folders,
-    groups,
+    find_groups,
     load_option,
     option_names,
-    read_setting,
-    single_override,
 )
 from raysim.experiment.overrides import SettingOverride
+from raysim.experiment.run_overrides import read_setting, single_override
 from raysim.primitives.errors import Refused, suggest
 
 
@@ -31,7 +30,7 @@ def sweeping(
     "local.lr='tag(log, interval(1e-3, 1))'" search over a key, and any other word holds for all runs: a key of the
     file's space that it names is not searched. Raises Refused.
     """
-    options = groups(config_folders(folders)).files.get(SWEEP, {})
+    options = find_groups(config_folders(folders)).files.get(SWEEP, {})
     overrides = {override.key: override for override in map(read_setting, words)}
     name = str(overrides[SWEEP].value) if SWEEP in overrides else "default"
     if name not in options:

@@ -19,8 +19,10 @@ from jobs.papers.comparison import compare
 from jobs.papers.gains import by_setting, gains
 from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.tables import PAPERS, tables
-from raysim.experiment.compose import compose, conf_folder, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.primitives.errors import Refused
+from raysim.primitives.files import conf_folder
 from raysim.results.history import Row, write_json
 from raysim.results.report import Run, flat_settings, load_run
 
@@ -101,7 +103,7 @@ def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store
         and said[-1] == "data.root=DIR"
     )
     again, before = (
-        flat_settings(plain(compose(each))) for each in (said[2:], [*words, "data.root=DIR"])
+        flat_settings(to_dict(compose(each))) for each in (said[2:], [*words, "data.root=DIR"])
     )
     assert again == before
 

@@ -13,7 +13,8 @@ from jobs.papers import report
 from jobs.papers.comparison import compare
 from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.tables import PAPERS, find, listing, tables
-from raysim.experiment.compose import compose, plain, to_yaml
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.primitives.errors import Refused
 from raysim.results.history import Row, summarise, write_history, write_json
 from raysim.results.report import Run, load_run
@@ -39,7 +40,7 @@ def rows(scores: Sequence[float | None], **more: float) -> list[Row]:
 def make(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Run:
     """A finished run's folder as `raysim run` with these words would have left it."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(to_yaml(plain(compose(words))))
+    (folder / "config.yaml").write_text(to_yaml(to_dict(compose(words))))
     write_history(history, folder / "history.parquet")
     write_json(summarise(history), folder / "summary.json")
     return load_run(folder)

@@ -14,10 +14,12 @@ from tiny_runs import check_composition
 from jobs.papers.presets import PAPER_RUNS, Command
 from jobs.papers.tables import Cell, Table, tables
 from raysim.data.federated import FederatedData
-from raysim.experiment.compose import compose, conf_folder, plain
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import to_dict
 from raysim.experiment.execute import build, partition
 from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.primitives.errors import Refused
+from raysim.primitives.files import conf_folder
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +36,7 @@ ROTATIONS = {"client k rotated": "client", "each image rotated": "image", "no ro
 
 @functools.cache
 def composed(*words: str) -> dict[str, Any]:
-    return plain(compose(words))
+    return to_dict(compose(words))
 
 
 def command(table: Table, cell: Cell) -> Command:
@@ -326,7 +328,7 @@ def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_lat
 ) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "mine.yaml").write_text("mine:\n  mu: 1\n")
-    node = plain(compose(["experiment=fedbr/rotated_mnist", "method=[mine]"], [tmp_path]))
+    node = to_dict(compose(["experiment=fedbr/rotated_mnist", "method=[mine]"], [tmp_path]))
     assert list(node["method"]) == ["mine"]
 
 
@@ -349,7 +351,7 @@ def test_a_preset_of_ones_own_may_choose_several_methods_and_keeps_their_order(
         "# @package _global_\ndefaults:\n  - override /method: [mixup, fedprox]\n"
         "method:\n  fedbr:\n    lam: 2.0\n  fedprox:\n    mu: 0.3\n"
     )
-    node = plain(compose(["experiment=own"], [tmp_path]))
+    node = to_dict(compose(["experiment=own"], [tmp_path]))
     assert list(node["method"]) == node["choices"]["method"] == ["mixup", "fedprox"]
     assert node["method"]["fedprox"]["mu"] == 0.3
 

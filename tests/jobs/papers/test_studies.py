@@ -13,7 +13,7 @@ from jobs.papers import results
 from jobs.papers.comparison import OPEN, is_equal
 from jobs.papers.tables import PAPERS
 from raysim.commands.study.plan import plan
-from raysim.experiment.compose import conf_folder
+from raysim.primitives.files import conf_folder
 from raysim.results.report import flat_settings
 
 SCRIPT = conf_folder().parent / "jobs" / "studies.sh"

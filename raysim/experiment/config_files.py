@@ -1,0 +1,88 @@
+"""Read and write configurations as plain data: the files of options, and those that runs store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import MarkedYAMLError
+
+from raysim.primitives.errors import Refused, first_line
+from raysim.primitives.files import regular_file, without_password
+
+Node: TypeAlias = dict[str, Any]
+
+# In `choices`: the keys and groups that the user set. No file holds it.
+SET_KEYS = "_set_"
+
+
+def to_dict(config: DictConfig | Mapping[str, Any]) -> Node:
+    """Return a configuration as dictionaries and lists; "???" stands for a missing value."""
+    if isinstance(config, DictConfig):
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        return cast(Node, values)
+    return dict(config)
+
+
+def to_yaml(config: Node) -> str:
+    """Return a configuration as a run's folder stores it, without passwords of addresses."""
+    text = OmegaConf.to_yaml(OmegaConf.create(drop_set_keys(config)))
+    return without_password(str(text))
+
+
+def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.") -> Node:
+    """Read a configuration file.
+
+    `advice` ends the error. Raise `Refused` if the file is broken, or is no mapping from names to
+    values.
+    """
+    try:
+        node = OmegaConf.to_container(OmegaConf.load(regular_file(path)))
+        if not isinstance(node, dict) or not _has_text_keys(node):
+            raise ValueError("it holds no names with values")
+        if "${oc.env" in str(node).replace(" ", ""):
+            raise ValueError(
+                "it reads the environment, which would be stored with the results; "
+                "write the value itself"
+            )
+    except Exception as error:  # a damaged file fails in the YAML reader in many ways
+        raise Refused(f"{path} cannot be read ({_describe_error(error)}). {advice}") from error
+    return cast(Node, node)
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return first_line(error).rstrip(".:")
+
+
+def _has_text_keys(node: object) -> bool:
+    if isinstance(node, dict):
+        return all(isinstance(key, str) and _has_text_keys(value) for key, value in node.items())
+    if isinstance(node, list):
+        return all(_has_text_keys(item) for item in node)
+    return True
+
+
+def is_set(key: str, node: Node) -> bool:
+    """Return whether the user set a key, its group, or a key below it; True if unknown."""
+    set_keys = node["choices"].get(SET_KEYS)
+    if set_keys is None:
+        return True
+    return any(
+        f"{key}.".startswith(f"{set_key}.") or set_key.startswith(f"{key}.") for set_key in set_keys
+    )
+
+
+def drop_set_keys(node: Node) -> Node:
+    """Return the configuration without the list of keys that the user set, as files hold it."""
+    choices = node.get("choices")
+    if not isinstance(choices, Mapping) or SET_KEYS not in choices:
+        return node
+    return {
+        **node,
+        "choices": {group: name for group, name in choices.items() if group != SET_KEYS},
+    }

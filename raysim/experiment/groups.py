@@ -1,0 +1,193 @@
+"""Configuration groups and their options: where the files are, and which options a value names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysim.experiment.config_files import Node, load_yaml
+from raysim.experiment.instantiate import TARGET
+from raysim.experiment.plugins import (
+    conf_folders_of,
+    find_unallowed_package,
+    installed_packages,
+)
+from raysim.primitives.errors import Refused, nearest, suggest
+from raysim.primitives.files import conf_folder, user_path
+
+# Groups of which a run has any number of options.
+LISTS = ("method", "observer")
+# What such a list is called when it is empty.
+NONE = {"method": "fedavg"}
+# Groups that every run needs.
+COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")
+# Groups for which a run may store an object from Python.
+PARTS_FROM_PYTHON = ("schedule", "fleet", "data", "partition", "model")
+# The group that belongs to searches; no run has it.
+SWEEP = "sweep"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The options of every group, and the shared files that options are made of.
+
+    files: the file of each option, by group and name. common: the shared files, by "group/_name".
+    state: path, time of change and size of every file. Equal states compose equal configurations.
+    """
+
+    files: Mapping[str, Mapping[str, Path]] = field(compare=False)
+    common: Mapping[str, Path] = field(compare=False)
+    state: tuple[tuple[str, int, int], ...]
+
+
+def find_groups(folders: Sequence[Path] = ()) -> Groups:
+    """Find all options of `conf`, of the installed packages and of the user's own folders.
+
+    The user's folders go before `conf`, and later ones before earlier ones. Raise `Refused` for
+    a folder that does not exist, and for two files with one name.
+    """
+    roots = config_roots(folders)
+    files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
+    common: dict[str, Path] = {}
+    state = []
+    for root in roots:
+        if not root.is_dir():
+            raise Refused(
+                f"{root}: this configuration folder does not exist. Name one that does, "
+                "or leave it out."
+            )
+        may_replace = root in (*folders, roots[0])
+        paths = sorted(yaml_files(root))
+        state += [_file_state(path) for path in (root / "config.yaml", *paths)]
+        for path in paths:
+            group, *inner = path.relative_to(root).with_suffix("").parts
+            name = "/".join(inner)
+            if group in NONE and path.stem == NONE[group]:
+                raise Refused(
+                    f"{path}: {group}={NONE[group]} means an empty list. "
+                    "Give the file another name."
+                )
+            if path.name.startswith("_"):
+                common[f"{group}/{name}"] = path
+                continue
+            options = files.setdefault(group, {})
+            if name in options and not may_replace:
+                raise Refused(
+                    f"{path} has the same name as {options[name]}. "
+                    "Rename it, or uninstall its package."
+                )
+            options[name] = path
+    return Groups(files, common, tuple(state))
+
+
+def _file_state(path: Path) -> tuple[str, int, int]:
+    with suppress(OSError):
+        status = path.stat()
+        return str(path), status.st_mtime_ns, status.st_size
+    return str(path), 0, 0
+
+
+def yaml_files(root: Path) -> Iterator[Path]:
+    """Yield the YAML files in the group folders below `root`; skip unreadable folders."""
+    _, group_names, other_names = next(os.walk(root), ("", [], []))
+    for path in (root / name for name in other_names):
+        if path.is_symlink() and not path.exists():
+            raise Refused(f"{path} is a broken link. Fix it, or remove it.")
+    for group in group_names:
+        for folder, _, names in os.walk(root / group):
+            for name in names:
+                if name.endswith(".yaml"):
+                    yield Path(folder, name)
+
+
+def config_roots(folders: Sequence[Path]) -> list[Path]:
+    """Return `conf`, the folders of installed packages and the user's folders; later ones win."""
+    return list(dict.fromkeys([conf_folder(), *conf_folders_of(installed_packages()), *folders]))
+
+
+def config_folders(folders: Sequence[str | Path]) -> list[Path]:
+    """Return the user's own configuration folders as absolute paths."""
+    return [user_path(folder).absolute() for folder in folders]
+
+
+def load_option(path: Path, group: str) -> Node:
+    """Read the file of an option. Raise `Refused` if it is broken, or does not fit its group."""
+    node = load_yaml(path, "Fix it.")
+    if group in LISTS and not node:
+        raise Refused(f"{path} is empty. Name a class in it, or remove it.")
+    if group in LISTS and TARGET in node:
+        raise Refused(
+            f"{path} begins with {TARGET}. Begin it with a name, such as {path.stem}:, "
+            f"as all files of the group {group} do, and indent the rest below."
+        )
+    return node
+
+
+def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
+    """Return "group=option" for the options of a group whose files hold a key."""
+    paths = groups.files.get(group, {})
+    return [f"{group}={name}" for name, path in paths.items() if key in load_option(path, group)]
+
+
+def option_names(value: object, group: str = "method") -> list[Any]:
+    """Return the names in a list of options: "a+b" is [a, b].
+
+    null, "" and method=fedavg are empty lists.
+    """
+    if isinstance(value, str):
+        value = value.split("+") if value else []
+    if value is None:
+        value = []
+    names = value if isinstance(value, list) else [value]
+    return [] if names == [NONE.get(group)] else names
+
+
+def join_options(names: Sequence[object], group: str = "method") -> str:
+    """Return a list of options as text that no shell changes: "a+b"."""
+    return "+".join(map(str, names)) or NONE.get(group, "null")
+
+
+def check_options(group: str, value: object, groups: Groups) -> list[str]:
+    """Return the options of a group that a value names. Raise `Refused` for unknown ones."""
+    options = groups.files[group]
+    values = option_names(value, group) if group in LISTS else [value]
+    names = [name for name in values if isinstance(name, str)]
+    for name in values:
+        if group in NONE and name == NONE[group]:
+            raise Refused(
+                f"{group}={join_options(values)}: {name} means an empty list. Leave it out."
+            )
+        if not isinstance(name, str) or name not in options:
+            raise Refused(_unknown_option(group, name, options))
+        if names.count(name) > 1:
+            raise Refused(
+                f"{group}={join_options(names)} names {name} {names.count(name)} times. "
+                "Keep one of them."
+            )
+    return names
+
+
+def _unknown_option(group: str, name: object, options: Mapping[str, Path]) -> str:
+    text = "null" if name is None else str(name)
+    package, file = find_unallowed_package(group, text)
+    if package:
+        return f"{group}={text} does not exist, but {file} is in this folder: add --allow {package}"
+    valid = [*([NONE[group]] if group in NONE else []), *options]
+    hint = suggest(str(name), valid)
+    if _is_torchvision_model(group, text, valid):
+        hint = f"did you mean model=torchvision model.name={text}?"
+    return f"{group}={text} does not exist: {hint}"
+
+
+def _is_torchvision_model(group: str, name: str, options: Sequence[str]) -> bool:
+    # A misspelt mlp is answered without importing PyTorch.
+    if group != "model" or (nearest(name, options) and not re.search(r"\d", name)):
+        return False
+    from raysim.models.zoo import is_torchvision_model
+
+    return is_torchvision_model(name)

@@ -1,0 +1,249 @@
+"""Compose the files of the chosen options by Hydra's public API."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, cast
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from raysim.experiment.config_files import Node, load_yaml
+from raysim.experiment.groups import (
+    LISTS,
+    Groups,
+    config_roots,
+    load_option,
+    option_names,
+    yaml_files,
+)
+from raysim.primitives.errors import Refused, first_line, suggest
+
+# The chosen options of each group, in a form that can be hashed.
+Options: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+
+_HYDRA_LOCK = threading.Lock()  # Hydra has one state for a process
+
+
+class Composition(NamedTuple):
+    """What Hydra composed.
+
+    values: the whole configuration. chosen_values: the values, without any preset, of the chosen
+    groups that the preset mentions. choices: the option of every group.
+    """
+
+    values: Node
+    chosen_values: Node
+    choices: Node
+
+
+@functools.lru_cache(maxsize=64)
+def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
+    """Compose the files of these options. The result is cached: copy it before changing it.
+
+    A preset may hold values for all methods of a paper's tables. Those for options that are not
+    chosen are dropped. Of what it says about a group whose option the user chose, the keys that
+    this option has too remain; of what the default preset says, none.
+    """
+    chosen = {group: list(names) for group, names in options}
+    try:
+        _check_user_files(chosen, groups, folders)
+        composition = _compose_by_hydra(chosen, groups, folders)
+    except Refused:
+        raise
+    except Exception as error:
+        has_only_conf = len(config_roots(folders)) == 1
+        if has_only_conf and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise
+        reason = first_line(error).rstrip(".:")
+        raise Refused(
+            f"the configuration files do not fit together ({reason}). Check your own files."
+        ) from error
+    config = OmegaConf.create(composition.values)
+    has_preset = "experiment" in chosen
+    if has_preset:
+        for group in LISTS:
+            _check_preset_options(config, group, groups, chosen["experiment"][0])
+    for group, values in composition.chosen_values.items():
+        # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever
+        # option is chosen.
+        source = config[group] if has_preset else OmegaConf.create(values)
+        config[group] = {key: source[key] for key in values}
+    config["choices"] = composition.choices
+    return config
+
+
+def _compose_by_hydra(
+    chosen: Mapping[str, list[str]], groups: Groups, folders: Sequence[Path]
+) -> Composition:
+    has_preset = "experiment" in chosen
+    preset = chosen["experiment"][0] if has_preset else "default"
+    lists, mentioned = _read_preset(preset, groups)
+    lists |= {group: chosen[group] for group in LISTS if group in chosen}
+    changed = mentioned & {*chosen, *(LISTS if has_preset else ())}
+    chosen_values: Node = {}
+    with _start_hydra(config_roots(folders)):
+        config = hydra.compose(
+            "config", overrides=_hydra_overrides(chosen), return_hydra_config=True
+        )
+        choices = {
+            group: name for group, name in config.hydra.runtime.choices.items() if "/" not in group
+        }
+        choices |= {group: lists.get(group, []) for group in LISTS}
+        if changed:
+            options = {}
+            for group, name in choices.items():
+                if name is not None and group != "experiment":
+                    options[group] = name if group in LISTS else [name]
+            overrides = [*_hydra_overrides(options), "~experiment"]
+            without_preset = _values(hydra.compose("config", overrides=overrides))
+            chosen_values = {
+                group: without_preset[group] for group in changed if group in without_preset
+            }
+    return Composition(_values(config), chosen_values, choices)
+
+
+def _hydra_overrides(chosen: Mapping[str, Sequence[str]]) -> list[str]:
+    overrides = []
+    for group, names in chosen.items():
+        quoted = [_quote(name) for name in names]
+        value = f"[{','.join(quoted)}]" if group in LISTS else quoted[0]
+        overrides.append(f"{group}={value}")
+    return overrides
+
+
+def _quote(name: str) -> str:
+    escaped = name.replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _values(config: DictConfig) -> Node:
+    """Return the values of a configuration, without Hydra's own and with references unresolved."""
+    values = cast(Node, OmegaConf.to_container(config))
+    values.pop("hydra", None)
+    values.pop("experiment", None)
+    return values
+
+
+@contextmanager
+def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
+    """Let Hydra compose the files of these folders; a file of a later one replaces an earlier."""
+    with _HYDRA_LOCK, tempfile.TemporaryDirectory(prefix="raysim-conf-") as folder:
+        main = roots[0].absolute()
+        if len(roots) > 1:  # Hydra would take the first of several files with one name
+            main = Path(folder)
+            (main / "config.yaml").symlink_to(roots[0].absolute() / "config.yaml")
+            for root in roots:
+                _link_files(root, main)
+        application = GlobalHydra.instance().hydra  # that of an application which calls raysim
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(str(main), version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().clear()
+            if application is not None:
+                GlobalHydra.instance().initialize(application)
+
+
+def _link_files(root: Path, folder: Path) -> None:
+    for path in yaml_files(root):
+        link = folder / path.relative_to(root)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.absolute())
+
+
+def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the lists of options that a preset chooses, and all groups that it mentions."""
+    lists: dict[str, list[str]] = {}
+    mentioned: set[str] = set()
+    # A preset's own entries replace those of the files that it is made of.
+    for _, node in reversed(list(_option_files(groups, "experiment", preset))):
+        defaults = _default_options(node)
+        mentioned |= {*node, *defaults}
+        for group, names in defaults.items():
+            if group in LISTS:
+                lists[group] = option_names(names, group)
+    return lists, mentioned
+
+
+def _check_user_files(
+    chosen: Mapping[str, Sequence[str]], groups: Groups, folders: Sequence[Path]
+) -> None:
+    """Check the user's own files that are used, since Hydra's errors do not name their faults."""
+    roots = config_roots(folders)
+    if len(roots) == 1:
+        return
+    main = roots[0]
+    options: dict[str, Sequence[str]] = {}
+    for group, name in _default_options(load_yaml(main / "config.yaml")).items():
+        if group not in LISTS:
+            options[group] = [name]
+    options |= chosen
+    unchecked = [(group, str(name)) for group, names in options.items() for name in names]
+    checked: set[tuple[str, str]] = set()
+    while unchecked:
+        option = unchecked.pop()
+        if option in checked:
+            continue
+        checked.add(option)
+        group, name = option
+        for path, node in _option_files(groups, group, name):
+            if not path.is_relative_to(main):
+                load_option(path, group)
+            for other_group, value in _default_options(node).items():
+                names = value if isinstance(value, list) else [value]
+                unchecked += [(other_group, str(other_name)) for other_name in names]
+
+
+def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path, Node]]:
+    """Yield the file of an option and those that it is made of, each with its content.
+
+    A broken file counts as empty: `_check_user_files` and Hydra report it.
+    """
+    path = groups.files.get(group, {}).get(name) or groups.common.get(f"{group}/{name}")
+    if path is None:
+        return
+    try:
+        node = load_yaml(path)
+    except Refused:
+        node = {}
+    yield path, node
+    for entry in node.get("defaults") or ():
+        if isinstance(entry, str) and entry != "_self_":
+            inner = entry.removeprefix("/").removeprefix(f"{group}/")
+            folder = "" if entry.startswith("/") else f"{Path(name).parent.as_posix()}/"
+            yield from _option_files(groups, group, f"{folder}{inner}".removeprefix("./"))
+
+
+def _default_options(node: Node) -> Node:
+    """Return the options that a file's list of defaults chooses, by their groups."""
+    options: Node = {}
+    for entry in node.get("defaults") or ():
+        if not isinstance(entry, dict):
+            continue
+        for key, value in entry.items():
+            options[str(key).removeprefix("override ").strip("/ ")] = value
+    return {group: value for group, value in options.items() if value is not None}
+
+
+def _check_preset_options(config: DictConfig, group: str, groups: Groups, preset: str) -> None:
+    """Raise `Refused` if a preset gives values to options that do not exist."""
+    files = groups.files[group]
+    for name in config[group]:
+        if name in files:
+            continue
+        if not any(name in load_option(path, group) for path in files.values()):
+            raise Refused(
+                f"experiment={preset} gives values to {group}.{name}, which does not exist: "
+                f"{suggest(name, files)}"
+            )

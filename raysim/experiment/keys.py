@@ -1,0 +1,145 @@
+"""Check the keys that a user sets in a composed configuration, and set their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from raysim.experiment.groups import LISTS, NONE, Groups, join_options, options_with_key
+from raysim.experiment.run_overrides import read_setting
+from raysim.primitives.errors import Refused, nearest, suggest
+
+# Keys below which any name may be given.
+FREE_MAPPINGS = ("runtime.resources",)
+# Keys of an earlier version, and what they are called now.
+RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
+# Setting one empties the other, unless both are set. A checksum belongs to the file of its line.
+ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
+
+_LAUNCHER_ADVICE = (
+    "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray"
+)
+_SWEEPER_ADVICE = "raysim sweep searches, as sweep.search says: random, grid or optuna"
+# Hydra's own keys, and what serves instead.
+_HYDRA_ADVICE = {
+    "hydra/launcher": _LAUNCHER_ADVICE,
+    "hydra.launcher": _LAUNCHER_ADVICE,
+    "hydra/sweeper": _SWEEPER_ADVICE,
+    "hydra.sweeper": _SWEEPER_ADVICE,
+    "hydra.mode": "raysim study makes several runs, raysim sweep searches",
+    "hydra": "out=DIR names the folder of the results, and all other settings are raysim's own",
+}
+
+
+def check_key(config: DictConfig, key: str, groups: Groups) -> None:
+    """Raise `Refused` for a key that the configuration does not have."""
+    node: Any = config
+    path: list[str] = []
+    for part in key.split("."):
+        is_inner_key = isinstance(node, DictConfig) and part in node
+        if is_inner_key and (path or part != "choices"):
+            node = node[part]
+            path.append(part)
+            continue
+        if ".".join(path) in FREE_MAPPINGS:
+            return
+        raise Refused(_unknown_key(config, node, path, part, key, groups))
+
+
+def _unknown_key(
+    config: DictConfig, node: Any, path: list[str], part: str, key: str, groups: Groups
+) -> str:
+    """Return the error for a key of which `path` exists, and `part` after it does not."""
+    where = ".".join(path)
+    if not isinstance(node, DictConfig):
+        return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
+    renamed = RENAMED_KEYS.get(f"{where}.{part}")
+    if renamed is not None:
+        return f"{where}.{part} is now called {renamed}"
+    if not path:
+        return f"{key} does not exist: {_suggest_top_key(config, key)}"
+    if path[0] in LISTS and len(path) == 1:
+        return _unknown_list_entry(config, path[0], part, key, groups)
+    option = config.choices.get(path[0])
+    is_named_option = len(path) == 1 and option not in (None, "default")
+    owner = f"{path[0]}={option} has" if is_named_option else f"{where} has"
+    names = [str(name) for name in node if not str(name).startswith("_")]
+    text = f"{where}.{part} does not exist: {suggest(part, names, owner)}"
+    options = options_with_key(part, path[0], groups) if len(path) == 1 else []
+    if not options:
+        return text
+    return f"{text}; {' and '.join(options)} {'has' if len(options) == 1 else 'have'} it"
+
+
+def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
+    """Return the error for a key below an option that a list does not have."""
+    options = groups.files[group]
+    if part == NONE.get(group):
+        return f"{key} does not exist: {part} is the empty list of the group {group}, without keys"
+    if part in options:
+        chosen = config.choices.get(group)
+        return (
+            f"{key} has no effect because {part} is not in {group}={join_options(chosen, group)}: "
+            f"write {group}={join_options([*chosen, part])}"
+        )
+    longer_keys = _longer_keys(config, part)
+    if longer_keys:
+        return f"{key} does not exist: did you mean {' or '.join(longer_keys)}?"
+    return f"{key} does not exist: {suggest(part, options)}"
+
+
+def _suggest_top_key(config: DictConfig, key: str) -> str:
+    """Return advice for a key whose first part does not exist."""
+    for word, advice in _HYDRA_ADVICE.items():
+        if f"{key}.".startswith((f"{word}.", f"{word}/")):
+            return advice
+    head, _, rest = key.partition(".")
+    top_keys = [str(name) for name in config if name != "choices"] + ["experiment"]
+    near = nearest(head, top_keys)
+    if near:
+        return f"did you mean {near}{'.' + rest if rest else ''}?"
+    longer_keys = _longer_keys(config, key)
+    if longer_keys:
+        return f"did you mean {' or '.join(longer_keys)}?"
+    return f"the valid ones are {', '.join(top_keys)}"
+
+
+def _longer_keys(config: DictConfig, key: str) -> list[str]:
+    """Return the keys of two or three parts that end in this one."""
+    nodes = {str(name): config[name] for name in config}
+    for group in LISTS:
+        for name, node in config[group].items():
+            nodes[f"{group}.{name!s}"] = node
+    keys = []
+    for name, node in nodes.items():
+        if isinstance(node, DictConfig):
+            keys += [f"{name}.{leaf!s}" for leaf in node]
+    return [name for name in keys if name.endswith(f".{key}")]
+
+
+def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
+    """Set a key of a configuration, in place. `text` names the override in errors."""
+    try:
+        if _is_unbracketed_list(config, key, value):
+            value = [read_setting(f"{key}={item}").value for item in value.split("+")]
+        is_free = key.rpartition(".")[0] in FREE_MAPPINGS
+        OmegaConf.update(config, key, value, merge=True, force_add=is_free)
+    except OmegaConfBaseException as error:
+        raise Refused(f"'{text}' does not fit: {key} takes a single value") from error
+
+
+def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
+    # A path may hold a "+".
+    is_text = isinstance(value, str) and "/" not in value
+    return is_text and OmegaConf.is_list(OmegaConf.select(config, key))
+
+
+def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
+    """Set the alternatives of the set keys to null, in place: local.steps of local.epochs."""
+    for pair in ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            if values.get(key) is not None and other not in values:
+                OmegaConf.update(config, other, None)

@@ -1,0 +1,174 @@
+"""Check the overrides of one run: each gives one value to one key, as text or as a Python value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raysim.experiment.groups import LISTS, SWEEP, find_groups
+from raysim.experiment.instantiate import format_value
+from raysim.experiment.overrides import SettingOverride, read_override
+from raysim.primitives.errors import Refused
+
+# Keys with several values, of which one may be set by the short name.
+SHORT_KEYS = {"init": "init.file"}
+
+
+class SetValue(NamedTuple):
+    """A value, and the text by which the user set it."""
+
+    value: Any
+    text: str
+
+
+class ExtractedOverrides(NamedTuple):
+    """Overrides and settings without those of some places, and those, by place and key."""
+
+    overrides: list[str]
+    settings: dict[str, object]
+    by_place: dict[str, dict[str, SetValue]]
+
+
+def read_setting(text: str) -> SettingOverride:
+    """Read one override, also of several values. Raise `Refused` for other texts."""
+    return read_override(text, _suggest_key)
+
+
+def _suggest_key(word: str) -> str:
+    """Return advice for an override without a key: "fedprox" is an option of method."""
+    overrides = [
+        f"{group}={word}"
+        for group, options in find_groups().files.items()
+        if group != SWEEP and word in options
+    ]
+    if overrides:
+        return f"write {' or '.join(overrides)}"
+    return "write the name of a setting, '=' and its value"
+
+
+def single_override(text: str) -> SettingOverride:
+    """Read one override of a single value. Raise `Refused` for Hydra's other kinds."""
+    override = read_setting(text)
+    key = override.key
+    if override.is_delete:
+        raise Refused(
+            f"'{text}' would remove a setting, but every setting stays. "
+            "Give it another value instead."
+        )
+    if override.is_sweep:
+        advice = f"raysim study {text} makes a run of each"
+        if key in LISTS:
+            advice += f"; {key}=a+b is a list"
+        elif "/" in text:
+            advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
+        raise Refused(f"'{text}' gives several values, but a run takes one: {advice}")
+    if override.package is not None:
+        raise Refused(
+            f"'{text}' moves a group with '@', but groups keep their names. Write {key}=VALUE."
+        )
+    return override
+
+
+def expand_override(text: str) -> tuple[str, list[str]]:
+    """Return the key of an override, and one override for each value that it lists.
+
+    "seed=0,1", "seed=range(2)" and "seed=0..1" list two values; "method=fedavg,fedbr+mixup" lists
+    two method lists, as "method=[],[a,b]" does. Raise `Refused` if the values cannot be listed.
+    """
+    override = read_setting(text)
+    key = override.key
+    if not override.is_sweep:
+        return single_override(text).key, [text]
+    if override.choices is None or override.package is not None:
+        raise Refused(
+            f"'{text}' does not list the values of {key}. Write {key}=VALUE,VALUE or {key}=0..4."
+        )
+    return key, [f"{key}={choice}" for choice in override.choice_texts]
+
+
+def read_full_key(text: str) -> SettingOverride:
+    """Read one override of a single value; replace a short key, such as "init", by the full one."""
+    override = single_override(text)
+    if isinstance(override.value, Mapping) or override.key not in SHORT_KEYS:
+        return override
+    return replace(override, key=SHORT_KEYS[override.key])
+
+
+def full_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the short keys of values, such as "init", by the full ones."""
+    return {SHORT_KEYS.get(key, key): value for key, value in values.items()}
+
+
+def check_no_plus(text: str) -> None:
+    """Raise `Refused` for "+key=value": Hydra adds keys so, but all keys exist here."""
+    if text.startswith("+"):
+        raise Refused(
+            f"'{text}' would add a setting that exists already. Write {text.lstrip('+')}."
+        )
+
+
+def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return values by their full keys: {"local": {"lr": 0.1}} as {"local.lr": 0.1}.
+
+    Values get the types that files have: tuples and ranges become lists, paths text.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_settings({f"{key}.{name}": inner for name, inner in value.items()})
+        elif isinstance(value, (tuple, range)):
+            flat[key] = list(value)
+        else:
+            flat[key] = str(value) if isinstance(value, Path) else value
+    return flat
+
+
+def extract_overrides(
+    overrides: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
+) -> ExtractedOverrides:
+    """Separate the overrides below some places ("data", "method.fedprox") from the others.
+
+    Raise `Refused` for an override that chooses an option of such a place, and for a key that is
+    given twice.
+    """
+    by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
+    other_overrides = []
+    for text in overrides:
+        override = single_override(text)
+        place = _find_place(override.key, by_place)
+        if place is None:
+            other_overrides.append(text)
+            continue
+        check_no_plus(text)
+        _add_to_place(by_place, place, override.key, SetValue(override.value, text))
+    other_settings = {}
+    for key, value in flatten_settings(settings).items():
+        place = _find_place(key, by_place)
+        if place is None:
+            other_settings[key] = value
+            continue
+        text = f"{key}={format_value(value)}"
+        _add_to_place(by_place, place, key, SetValue(value, text))
+    return ExtractedOverrides(other_overrides, other_settings, by_place)
+
+
+def _find_place(key: str, places: Iterable[str]) -> str | None:
+    return next((place for place in places if f"{key}.".startswith(f"{place}.")), None)
+
+
+def _add_to_place(
+    by_place: dict[str, dict[str, SetValue]], place: str, key: str, value: SetValue
+) -> None:
+    inner = key.removeprefix(place).removeprefix(".")
+    if not inner:
+        raise Refused(
+            f"{key}: '{value.text}' has no effect next to an object from Python. Keep one of them."
+        )
+    if inner in by_place[place]:
+        earlier = by_place[place][inner]
+        raise Refused(
+            f"{key}: is given twice, as '{earlier.text}' and as '{value.text}'. Keep one of them."
+        )
+    by_place[place][inner] = value
