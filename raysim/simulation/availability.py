@@ -1,7 +1,8 @@
-"""When clients are there: functions of (seed, client, virtual time), so that a run keeps and stores nothing of it.
+"""When clients are available: functions of (seed, client, virtual time), so that nothing is stored.
 
-Each kind answers for one client or for many, and lists who comes and goes after a moment: where hardly anybody is
-there, a plan follows that list (see `idle_clients.py`) instead of looking at everybody.
+Each kind answers for one client or for many, and lists the changes after a moment. Where hardly any
+client is available, a planner follows that list (see `idle_clients.py`) and does not look at all
+clients.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from raysim.primitives.streams import stream
 
 HOUR = 3600.0
 DAY = 24 * HOUR
-_MANY = (
-    1 << 16
-)  # clients that are looked at in one operation, so that what it needs on the way stays small
-_TURNS = 32  # changes of one client that are put in order at once
+# Clients in one NumPy operation, so that its temporary arrays stay small.
+_MANY = 1 << 16
+_MAX_CHANGES = 32  # of one client, sorted at once
+_MAX_STEPS = 1 << 14  # stored steps of a `MarkovAvailability`, some MB
 
 
 class Change(NamedTuple):
-    """What happens at one moment: which clients come, and which go."""
+    """The clients that become available at one moment, and those that stop being available."""
 
     at: float
     came: np.ndarray
@@ -33,108 +34,128 @@ class Change(NamedTuple):
 
 
 class Availability(ABC):
-    """When each client can be sent off. One of your own says the first two; the others follow from them, slowly."""
+    """When each client can be dispatched.
+
+    A subclass needs the first two functions; the others follow from them, slowly.
+    """
 
     @abstractmethod
     def available(self, client: int, now: float) -> bool:
-        """Whether it is there."""
+        """Return whether the client is available."""
 
     @abstractmethod
     def next_change(self, client: int, now: float, until: float) -> float:
-        """When it next comes or goes after `now`; `until` if not before that, infinity for never."""
+        """Return when the client's availability changes after `now`; `until` if not earlier.
+
+        Infinity means never.
+        """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """bool [clients]: `available` of each, at a moment of its own."""
-        return np.array(
-            [self.available(*each) for each in zip(clients.tolist(), now.tolist(), strict=True)],
-            bool,
-        )
+        """Return bool [clients]: `available` for each client, at a moment [clients] of its own."""
+        moments = zip(clients.tolist(), now.tolist(), strict=True)
+        return np.array([self.available(client, moment) for client, moment in moments], bool)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """float64 [clients]: `next_change` of each, after a moment of its own; infinity for never."""
+        """Return float64 [clients]: `next_change` for each client, after a moment of its own."""
         moments = zip(clients.tolist(), now.tolist(), strict=True)
-        return np.array([self.next_change(*each, math.inf) for each in moments], np.float64)
+        times = [self.next_change(client, moment, math.inf) for client, moment in moments]
+        return np.array(times, np.float64)
 
     def available_clients(self, clients: np.ndarray, now: float) -> np.ndarray:
-        """Those of these clients who are there."""
-        parts = [clients[part] for part in _parts(len(clients))]
-        found = [part[self.are_available(part, np.full(len(part), now))] for part in parts]
-        return np.concatenate(found) if found else clients
+        """Return those of these clients that are available."""
+        available = [clients[:0]]
+        for place in _blocks(len(clients)):
+            block = clients[place]
+            available.append(block[self.are_available(block, np.full(len(block), now))])
+        return np.concatenate(available)
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """All that happens after `now` among these clients (ascending), in order; ends where nothing does any more.
+        """Yield all changes after `now` among these clients (ascending), in order.
 
-        The time of every client's next change is kept, and those of the earliest sixteenth are put in order at once: so
-        a change costs the same, however many clients there are.
+        The time of each client's next change is stored, and the earliest sixteenth are sorted at
+        once. So a change costs the same for any number of clients.
         """
-        coming = np.empty(len(clients))  # float64 [clients]
-        for part in _parts(len(clients)):
-            coming[part] = self.next_changes(clients[part], np.full(len(clients[part]), now))
+        times = np.empty(len(clients))  # float64 [clients] of the next change
+        for place in _blocks(len(clients)):
+            block = clients[place]
+            times[place] = self.next_changes(block, np.full(len(block), now))
         several = min(max(1 << 10, len(clients) >> 4), len(clients) - 1)
-        while len(first := _finite(np.partition(coming, several)[: several + 1])):
-            times, places = self._until(clients, coming, first.max())
-            order = np.lexsort((places, times))
-            times, who = times[order], clients[places[order]]
-            there = self.are_available(who, times)
-            starts = np.flatnonzero(np.diff(times, prepend=-math.inf))
-            for own in map(slice, starts.tolist(), [*starts[1:].tolist(), len(times)]):
-                yield Change(times.item(own.start), who[own][there[own]], who[own][~there[own]])
+        while True:
+            earliest = np.partition(times, several)[: several + 1]
+            earliest = earliest[earliest < math.inf]
+            if not len(earliest):
+                return
+            moments, places = self._take_changes(clients, times, earliest.max())
+            order = np.lexsort((places, moments))
+            moments, changing = moments[order], clients[places[order]]
+            came = self.are_available(changing, moments)
+            starts = np.flatnonzero(np.diff(moments, prepend=-math.inf)).tolist()
+            for start, end in zip(starts, [*starts[1:], len(moments)], strict=True):
+                members, has_come = changing[start:end], came[start:end]
+                yield Change(moments.item(start), members[has_come], members[~has_come])
 
-    def _until(
-        self, clients: np.ndarray, coming: np.ndarray, horizon: float
+    def _take_changes(
+        self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Times and places (in `clients`) of what happens up to a moment; `coming` is moved on to what comes after."""
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        due = np.flatnonzero(coming <= horizon)
-        while len(due) and len(found) < _TURNS:
-            found.append((coming[due], due))
-            coming[due] = self.next_changes(clients[due], coming[due])
-            due = due[coming[due] <= horizon]
-        if len(due):  # who comes and goes so often ends it earlier for all
-            horizon = np.nextafter(coming[due].min(), -math.inf)
-            for times, places in reversed(found):
-                late = times > horizon
-                coming[places[late]] = times[late]
-        times, places = (np.concatenate(each) for each in zip(*found, strict=True))
-        return times[times <= horizon], places[times <= horizon]
+        """Return moments and places (in `clients`) of the changes up to a moment.
+
+        `times` are moved on to the changes after it. The moment is earlier if a client has very
+        many changes before it.
+        """
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        due = np.flatnonzero(times <= horizon)
+        while len(due) and len(parts) < _MAX_CHANGES:
+            parts.append((times[due], due))
+            times[due] = self.next_changes(clients[due], times[due])
+            due = due[times[due] <= horizon]
+        if len(due):
+            horizon = np.nextafter(times[due].min(), -math.inf)
+            for moments, places in reversed(parts):
+                is_late = moments > horizon
+                times[places[is_late]] = moments[is_late]
+        all_moments = np.concatenate([moments for moments, _ in parts])
+        all_places = np.concatenate([places for _, places in parts])
+        is_due = all_moments <= horizon
+        return all_moments[is_due], all_places[is_due]
 
 
 def floats(values: np.ndarray) -> memoryview[float]:
-    """The same memory, for who looks at one value at a time: it gives Python's numbers, at half the cost."""
+    """Return the same memory for access to single values, which costs half of NumPy's."""
     return memoryview(values)  # type: ignore[arg-type, call-overload, return-value, unused-ignore]
 
 
 def ints(values: np.ndarray) -> memoryview[int]:
-    """`floats`, of integers."""
+    """Return `floats` for integers."""
     return memoryview(values)  # type: ignore[arg-type, unused-ignore]
 
 
-def _parts(count: int) -> Iterator[slice]:
+def _blocks(count: int) -> Iterator[slice]:
     return (slice(start, start + _MANY) for start in range(0, count, _MANY))
 
 
-def _finite(times: np.ndarray) -> np.ndarray:
-    return times[times < math.inf]
+def _interval(now: float, length: float) -> int:
+    """Return the interval of this length that contains `now`.
+
+    The quotient alone may be rounded to the interval before or after.
+    """
+    interval = math.floor(now / length)
+    if (interval + 1) * length <= now:
+        return interval + 1
+    if interval * length > now:
+        return interval - 1
+    return interval
 
 
-def _place(now: float, length: float) -> int:
-    """In which stretch of this length `now` lies; the quotient alone may be rounded to a neighbour."""
-    place = math.floor(now / length)
-    return (
-        place + 1 if (place + 1) * length <= now else place - 1 if place * length > now else place
-    )
-
-
-def _places(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """`_place` of each."""
-    place = np.floor(now / length)
-    return place + ((place + 1) * length <= now) - (place * length > now)
+def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
+    """Return `_interval` for each moment."""
+    interval = np.floor(now / length)
+    return interval + ((interval + 1) * length <= now) - (interval * length > now)
 
 
 class Diurnal(Availability):
-    """There for so many hours of every day, from midnight of the client's own time zone.
+    """Available for so many hours of each day, from midnight in the client's own time zone.
 
-    zones: int [clients], hours by which local midnight comes after the start of the virtual clock.
+    zones: int [clients], hours from the start of the virtual clock to the client's midnight.
     """
 
     def __init__(self, zones: np.ndarray, hours: float):
@@ -143,168 +164,186 @@ class Diurnal(Availability):
         self._length = hours * HOUR
 
     def available(self, client: int, now: float) -> bool:
-        """See `Availability`."""
+        """Return whether it is day for the client."""
         midnight = self._midnight[client]
-        return now < midnight + (_place(now - midnight, DAY) * DAY + self._length)
+        return now < midnight + (_interval(now - midnight, DAY) * DAY + self._length)
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """See `Availability`."""
+        """Return the next begin or end of the client's day; `until` if not earlier."""
         midnight = self._midnight[client]
-        days = _place(now - midnight, DAY)
-        ends = midnight + (days * DAY + self._length)
-        return min(ends if ends > now else midnight + (days + 1) * DAY, until)
+        days = _interval(now - midnight, DAY)
+        end = midnight + (days * DAY + self._length)
+        if end <= now:
+            end = midnight + (days + 1) * DAY
+        return min(end, until)
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """See `Availability`."""
+        """Return `available` for each client."""
         midnight = self._midnights[clients]
-        return np.asarray(now < midnight + (_places(now - midnight, DAY) * DAY + self._length))
+        return np.asarray(now < midnight + (_intervals(now - midnight, DAY) * DAY + self._length))
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """See `Availability`."""
+        """Return `next_change` for each client."""
         midnight = self._midnights[clients]
-        days = _places(now - midnight, DAY)
-        ends = midnight + (days * DAY + self._length)
-        return np.asarray(np.where(ends > now, ends, midnight + (days + 1) * DAY))
+        days = _intervals(now - midnight, DAY)
+        end = midnight + (days * DAY + self._length)
+        return np.asarray(np.where(end > now, end, midnight + (days + 1) * DAY))
 
 
-class _Deal(NamedTuple):
-    """How a step decides about clients, by the place (client - start) * turn modulo the prime."""
+class _StepDraw(NamedTuple):
+    """What one step of a `MarkovAvailability` drew.
+
+    A client's place is (client - start) * factor modulo the prime.
+    """
 
     start: int
-    turn: int
-    stride: int  # the inverse of `turn`: whose place is k is start + k * stride
-    comes: int  # who has a lower place is there from now on
-    goes: int  # who has this place or a higher one is away from now on
+    factor: int
+    inverse: int  # of `factor`: the client at place k is start + k * inverse
+    comes: int  # clients at lower places are available from now on
+    goes: int  # clients at this place or a higher one are not available from now on
 
 
 class MarkovAvailability(Availability):
-    """Comes and goes at random: there for `on` seconds in the mean, and away for `off` seconds.
+    """Available at random: for `on` seconds in the mean, and then not for `off` seconds.
 
-    A chain of two states in steps of half the shorter mean. At each step every client has a chance q to be there from
-    then on, 1 - p - q to stay what it was, and p to be away. Where it is at any time follows from the last step that
-    decided, a few steps back, so nothing has to be kept or run from the start.
+    A chain of two states in steps of half the shorter mean. At each step every client has a chance
+    q to be available from then on, 1 - p - q to keep its state, and p to be not available. The
+    state at any time follows from the last step that decided, a few steps back, so nothing has to
+    be stored or run from the start.
 
-    A step draws how many come and go, and deals the clients out on so many places: by an affine map modulo a prime. So
-    who comes is known without looking at the others, and a client's fate without listing who comes. Of a client, all
-    steps are independent; of a step, any two clients are.
+    A step draws how many clients come and go, and gives each client a place by an affine map modulo
+    a prime. So the clients that come are known without looking at the others, and a client's state
+    is known without listing the clients that come. The steps of one client are independent; in one
+    step any two clients are.
     """
 
     def __init__(self, seed: int, clients: int, on: float, off: float):
-        self._seed, self._clients, self._step = seed, clients, min(on, off) / 2
-        self._leaves, self._comes = self._step / on, self._step / off  # p, q; each at most 1/2
-        self._prime = _prime(max(clients, _MANY))
-        self._deals: dict[int, _Deal] = {}
+        self._seed, self._clients, self._step_s = seed, clients, min(on, off) / 2
+        # p, q; each at most 1/2
+        self._leaves, self._comes = self._step_s / on, self._step_s / off
+        self._prime = _next_prime(max(clients, _MANY))
+        self._draws: dict[int, _StepDraw] = {}  # by step
 
-    def _deal(self, step: int) -> _Deal:
-        if (found := self._deals.get(step)) is None:
-            generator = stream(
-                self._seed, "fleet.markov", step % (1 << 64)
-            )  # there are steps below 0
-            comes, goes, _ = generator.multinomial(
-                self._prime, (self._comes, self._leaves, max(0.0, 1 - self._comes - self._leaves))
-            ).tolist()
-            start, turn = (
-                int(generator.integers(self._prime)),
-                int(generator.integers(1, self._prime)),
-            )
-            found = _Deal(start, turn, pow(turn, -1, self._prime), comes, self._prime - goes)
-            if len(self._deals) >= 1 << 14:  # some MB
-                self._deals.clear()
-            self._deals[step] = found
-        return found
+    def _draw(self, step: int) -> _StepDraw:
+        draw = self._draws.get(step)
+        if draw is None:
+            # Steps below 0 are drawn as well.
+            generator = stream(self._seed, "fleet.markov", step % (1 << 64))
+            stays = max(0.0, 1 - self._comes - self._leaves)
+            chances = (self._comes, self._leaves, stays)
+            comes, goes, _ = generator.multinomial(self._prime, chances).tolist()
+            start = int(generator.integers(self._prime))
+            factor = int(generator.integers(1, self._prime))
+            inverse = pow(factor, -1, self._prime)
+            draw = _StepDraw(start, factor, inverse, comes, self._prime - goes)
+            if len(self._draws) >= _MAX_STEPS:
+                self._draws.clear()
+            self._draws[step] = draw
+        return draw
 
-    def _decides(self, client: int, step: int) -> bool | None:
-        deal = self._deals.get(step) or self._deal(step)
-        place = (client - deal.start) * deal.turn % self._prime
-        return True if place < deal.comes else False if place >= deal.goes else None
+    def _decision(self, client: int, step: int) -> bool | None:
+        """Return the state that a step gives to a client; None if it leaves the state unchanged."""
+        draw = self._draws.get(step) or self._draw(step)
+        place = (client - draw.start) * draw.factor % self._prime
+        if place < draw.comes:
+            return True
+        return False if place >= draw.goes else None
 
     def available(self, client: int, now: float) -> bool:
-        """See `Availability`."""
-        return self._at(client, _place(now, self._step))
+        """Return the client's state after the last step that decided."""
+        return self._state(client, _interval(now, self._step_s))
 
-    def _at(self, client: int, step: int) -> bool:
-        # Steps below 0 are drawn as well: the chain is stationary from the start.
-        while (state := self._decides(client, step)) is None:
+    def _state(self, client: int, step: int) -> bool:
+        # Steps below 0 count as well: the chain is stationary from the start.
+        state = self._decision(client, step)
+        while state is None:
             step -= 1
+            state = self._decision(client, step)
         return state
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """See `Availability`."""
-        step = _place(now, self._step)
-        if (step + 1) * self._step >= until:
+        """Return the next step that changes the client's state; `until` if not earlier."""
+        step = _interval(now, self._step_s)
+        if (step + 1) * self._step_s >= until:
             return until
-        state = self._at(client, step)
-        while (at := (step := step + 1) * self._step) < until:
-            if self._decides(client, step) not in (None, state):
-                return at
-        return until
+        state = self._state(client, step)
+        while True:
+            step += 1
+            moment = step * self._step_s
+            if moment >= until:
+                return until
+            if self._decision(client, step) not in (None, state):
+                return moment
 
-    # --- many at once ----------------------------------------------------------------------------------------------
+    # --- many clients at once ---------------------------------------------------------------------
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """See `Availability`."""
-        steps = _places(now, self._step).astype(np.int64)
-        found = np.zeros(len(clients), bool)
+        """Return `available` for each client."""
+        steps = _intervals(now, self._step_s).astype(np.int64)
+        states = np.zeros(len(clients), bool)
         for step in np.unique(steps).tolist():
-            own = np.flatnonzero(steps == step)
-            found[own] = self._all_at(clients[own], step)
-        return found
+            members = np.flatnonzero(steps == step)
+            states[members] = self._states(clients[members], step)
+        return states
 
-    def _all_at(self, clients: np.ndarray, step: int) -> np.ndarray:
-        found, open_ = np.zeros(len(clients), bool), np.arange(len(clients))
-        while len(open_):
-            deal, places = self._deal(step), self._placed(clients[open_], step)
-            found[open_[places < deal.comes]] = True
-            open_, step = open_[(places >= deal.comes) & (places < deal.goes)], step - 1
-        return found
+    def _states(self, clients: np.ndarray, step: int) -> np.ndarray:
+        states = np.zeros(len(clients), bool)
+        undecided = np.arange(len(clients))
+        while len(undecided):
+            draw, places = self._draw(step), self._places(clients[undecided], step)
+            states[undecided[places < draw.comes]] = True
+            undecided = undecided[(places >= draw.comes) & (places < draw.goes)]
+            step -= 1
+        return states
 
-    def _placed(self, clients: np.ndarray, step: int) -> np.ndarray:
-        deal = self._deal(step)
-        return np.asarray((clients - deal.start) % self._prime * deal.turn % self._prime)
+    def _places(self, clients: np.ndarray, step: int) -> np.ndarray:
+        draw = self._draw(step)
+        return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
-    def _comers(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Those of these clients (ascending) who are there from this step on, ascending."""
-        deal = self._deal(step)
-        if deal.comes >= len(clients):
-            return np.asarray(clients[self._placed(clients, step) < deal.comes])
-        comers = np.sort((np.arange(deal.comes) * deal.stride + deal.start) % self._prime)
-        return np.asarray(comers[_among(comers, clients)])
+    def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
+        """Return the clients that a step makes available; both ascending."""
+        draw = self._draw(step)
+        if draw.comes >= len(clients):
+            return np.asarray(clients[self._places(clients, step) < draw.comes])
+        coming = np.sort((np.arange(draw.comes) * draw.inverse + draw.start) % self._prime)
+        return np.asarray(coming[_are_members(coming, clients)])
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """See `Availability`."""
-        step = _place(now, self._step)
+        """Yield the changes step by step; a step costs no more than the clients that change."""
+        step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)
         while len(clients):
             step += 1
-            came = self._comers(clients, step)
-            came = came[~_among(came, present)]
-            away = self._placed(present, step) >= self._deal(step).goes
-            if len(came) or away.any():
-                change = Change(step * self._step, came, present[away])
-                present = np.sort(np.concatenate([present[~away], came]))
+            came = self._coming_clients(clients, step)
+            came = came[~_are_members(came, present)]
+            goes = self._places(present, step) >= self._draw(step).goes
+            if len(came) or goes.any():
+                change = Change(step * self._step_s, came, present[goes])
+                present = np.sort(np.concatenate([present[~goes], came]))
                 yield change
 
 
-def _among(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """bool [some]: who is one of the others (ascending)."""
-    if not len(others):
-        return np.zeros(len(some), bool)
-    return np.asarray(others[np.minimum(np.searchsorted(others, some), len(others) - 1)] == some)
+def _are_members(values: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Return bool [values]: whether each value is one of the members (ascending)."""
+    if not len(members):
+        return np.zeros(len(values), bool)
+    places = np.minimum(np.searchsorted(members, values), len(members) - 1)
+    return np.asarray(members[places] == values)
 
 
-def _prime(least: int) -> int:
-    """The smallest prime that is not below `least`."""
-    return next(
-        n
-        for n in range(least | 1, 2 * least + 2, 2)
-        if all(n % d for d in range(3, math.isqrt(n) + 1, 2))
-    )
+def _next_prime(least: int) -> int:
+    """Return the smallest prime that is not below `least`."""
+    number = least | 1
+    while any(number % divisor == 0 for divisor in range(3, math.isqrt(number) + 1, 2)):
+        number += 2
+    return number
 
 
 class Intervals(Availability):
-    """There in given intervals, which repeat after the client's period if they wrap.
+    """Available in recorded intervals, which repeat after the client's period if they wrap.
 
-    bounds: float64, starts and ends in turn, of one row after the other; first: int [rows + 1], where each row begins
-    in `bounds`; periods: float64 [rows] seconds; row_of: int [clients]. At a start a client is there, at an end not.
+    bounds: float64, starts and ends in turn, of one row after the other. first: int [rows + 1], the
+    place in `bounds` at which each row begins. periods: float64 [rows] seconds. row_of: int
+    [clients]. A client is available at a start and not at an end.
     """
 
     def __init__(
@@ -316,89 +355,92 @@ class Intervals(Availability):
         wrap: bool,
     ):
         first = np.asarray(first, np.int32 if len(bounds) < 1 << 31 else np.int64)
-        self._wrap, self._rows = wrap, np.asarray(row_of, np.int32)
-        self._bounds, self._periods = (
-            np.asarray(bounds, np.float64),
-            np.asarray(periods, np.float64),
-        )
+        self._wrap = wrap
+        self._rows = np.asarray(row_of, np.int32)
+        self._bounds = np.asarray(bounds, np.float64)
+        self._periods = np.asarray(periods, np.float64)
         self._firsts, self._lasts = first[:-1], first[1:]
-        if (
-            wrap
-        ):  # what lasts to the end of a period goes on if the next one begins with an interval
+        if wrap:
+            # An interval up to the end of a period continues in the next one, unless that begins
+            # with a gap; `next_change` looks at that. So its end is no bound.
             ends = np.flatnonzero(self._lasts > self._firsts)
             ends = ends[self._bounds[self._lasts[ends] - 1] >= self._periods[ends]]
             self._lasts = self._lasts.copy()
             self._lasts[ends] -= 1
-        self._bound, self._period, self._row = (
-            floats(self._bounds),
-            floats(self._periods),
+        # The same memory for single clients.
+        self._bound, self._period = floats(self._bounds), floats(self._periods)
+        self._row, self._first, self._last = (
             ints(self._rows),
+            ints(self._firsts),
+            ints(self._lasts),
         )
-        self._first, self._last = ints(self._firsts), ints(self._lasts)
 
-    def _look(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Row, begin and end of the period in which `now` lies, and the row's first bound after `now`."""
+    def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
+        """Return row, begin and end of the current period, and the row's first bound after `now`."""
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
-            cycle, period = _place(now, self._period[row]), self._period[row]
+            period = self._period[row]
+            cycle = _interval(now, period)
             begin, end = cycle * period, (cycle + 1) * period
         place = bisect_right(self._bound, now, self._first[row], self._last[row], key=begin.__add__)
         return row, begin, end, place
 
     def available(self, client: int, now: float) -> bool:
-        """See `Availability`."""
-        row, _, _, place = self._look(client, now)
+        """Return whether `now` is in an interval of the client."""
+        row, _, _, place = self._find(client, now)
         return (place - self._first[row]) % 2 == 1
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """See `Availability`."""
-        row, begin, end, place = self._look(client, now)
+        """Return the next start or end of an interval; `until` if not earlier."""
+        row, begin, end, place = self._find(client, now)
         first, last = self._first[row], self._last[row]
         if place < last:
             return min(begin + self._bound[place], until)
         if first == last or end == math.inf:
             return until
-        starts = self._bound[first] == 0  # with the period
-        if starts != (last - first) % 2:
+        starts_available = self._bound[first] == 0
+        if starts_available != (last - first) % 2:
             return min(end, until)
-        return min(end + self._bound[first + starts], until) if first + starts < last else until
+        if first + starts_available < last:
+            return min(end + self._bound[first + starts_available], until)
+        return until
 
-    def _looks(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """`_look` of each."""
-        rows, begin, end = (
-            self._rows[clients],
-            np.zeros(len(clients)),
-            np.full(len(clients), math.inf),
-        )
+    def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return `_find` for each client."""
+        rows = self._rows[clients]
+        begin, end = np.zeros(len(clients)), np.full(len(clients), math.inf)
         if self._wrap:
             period = self._periods[rows]
-            cycle = _places(now, period)
+            cycle = _intervals(now, period)
             begin, end = cycle * period, (cycle + 1) * period
         low, high = self._firsts[rows], self._lasts[rows]
-        while len(left := np.flatnonzero(low < high)):
-            middle = (low[left] + high[left]) // 2
-            passed = begin[left] + self._bounds[middle] <= now[left]
-            low[left[passed]] = middle[passed] + 1
-            high[left[~passed]] = middle[~passed]
+        searching = np.flatnonzero(low < high)
+        while len(searching):
+            middle = (low[searching] + high[searching]) // 2
+            is_past = begin[searching] + self._bounds[middle] <= now[searching]
+            low[searching[is_past]] = middle[is_past] + 1
+            high[searching[~is_past]] = middle[~is_past]
+            searching = np.flatnonzero(low < high)
         return rows, begin, end, low
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """See `Availability`."""
-        rows, _, _, places = self._looks(clients, now)
+        """Return `available` for each client."""
+        rows, _, _, places = self._find_all(clients, now)
         return np.asarray((places - self._firsts[rows]) % 2 == 1)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """See `Availability`."""
-        rows, begin, end, places = self._looks(clients, now)
+        """Return `next_change` for each client."""
+        rows, begin, end, places = self._find_all(clients, now)
         first, last = self._firsts[rows], self._lasts[rows]
-        found = np.full(len(clients), math.inf)
-        inside = places < last
-        found[inside] = begin[inside] + self._bounds[places[inside]]
-        left = np.flatnonzero(~inside & (first < last) & (end < math.inf))
-        starts = self._bounds[first[left]] == 0
-        turns = starts != (last[left] - first[left]) % 2
-        found[left[turns]] = end[left[turns]]
-        after = first[left] + starts
-        again = ~turns & (after < last[left])
-        found[left[again]] = end[left[again]] + self._bounds[after[again]]
-        return found
+        times = np.full(len(clients), math.inf)
+        is_inside = places < last
+        times[is_inside] = begin[is_inside] + self._bounds[places[is_inside]]
+        # The others change at the end of the period or in the next one.
+        later = np.flatnonzero(~is_inside & (first < last) & (end < math.inf))
+        starts_available = self._bounds[first[later]] == 0
+        changes_at_end = starts_available != (last[later] - first[later]) % 2
+        times[later[changes_at_end]] = end[later[changes_at_end]]
+        place = first[later] + starts_available
+        changes_after = ~changes_at_end & (place < last[later])
+        times[later[changes_after]] = end[later[changes_after]] + self._bounds[place[changes_after]]
+        return times

@@ -35,7 +35,7 @@ def collect_contributions(
         calls.call(worker, "contribute", clients.tolist()) for worker, clients in enumerate(shares)
     ]
     parts = [part for call in started for part in calls.wait(call)]
-    planner.contributed(sum(array.size for part in parts for array in part.values()))
+    planner.count_contributions(sum(array.size for part in parts for array in part.values()))
     for declared in methods:
         server.assemble(declared, parts)
 

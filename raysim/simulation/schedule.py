@@ -1,7 +1,7 @@
-"""Schedules: when to dispatch, when to aggregate and what to throw away, decided on virtual time alone.
+"""Schedules: when to dispatch, when to aggregate and what to discard, on virtual time alone.
 
-A schedule keeps nothing: what it decides follows from what it sees. So a run can look ahead, and a checkpoint holds
-nothing of it.
+A schedule stores nothing: its decisions follow from what it sees. So a run can plan ahead, and a
+checkpoint holds nothing of it.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from raysim.primitives.checks import above, at_least, one_of
 
 
 class View(NamedTuple):
-    """What a schedule sees after all events of one instant; only to be read."""
+    """What a schedule sees after all events of one instant; read-only.
 
-    now: float = 0.0  # virtual seconds
-    version: int = 0  # aggregations made
-    running: Mapping[
-        int, Job
-    ] = {}  # by number, in order of dispatch: neither back, nor lost, nor discarded
-    arrived: Sequence[Job] = ()  # that are back, in order of arrival (ties by client id)
-    idle: int = (
-        0  # clients that are not at work; of a pool perhaps fewer, and not all need be available
-    )
-    sent: int = 0  # jobs dispatched with this version
-    since: float = 0.0  # when the first of them was dispatched
-    in_pool: Sequence[int] = ()  # by pool: how many of `running`
-    short: Collection[
-        int
-    ] = ()  # pools of which fewer were there, at this moment, than a dispatch asked for
+    now: virtual seconds. version: aggregations made. running: the jobs in flight by number, in the
+    order of their dispatch, without discarded ones. arrived: the jobs whose updates have arrived,
+    in the order of arrival; ties by client. idle: clients that are not busy; not all need be
+    available. sent: jobs dispatched with this version. since: when the first of them was
+    dispatched. in_pool: how many of `running` each pool has. short: pools in which fewer clients
+    were available, at this moment, than a dispatch requested.
+    """
+
+    now: float = 0.0
+    version: int = 0
+    running: Mapping[int, Job] = {}
+    arrived: Sequence[Job] = ()
+    idle: int = 0
+    sent: int = 0
+    since: float = 0.0
+    in_pool: Sequence[int] = ()
+    short: Collection[int] = ()
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Sample so many idle, available clients (of a pool) and send them off with the current version.
+    """Sample so many idle, available clients (of a pool) and dispatch the current version to them.
 
-    If fewer are there, those are sent, and the schedule is asked again when somebody comes back or becomes available;
-    with pools at once, for the sake of the others: then the pool is in `View.short`.
+    If fewer are available, those are dispatched, and the schedule decides again when a job ends or
+    a client becomes available. With pools it decides again at once, because of the other pools;
+    then the pool is in `View.short`.
     """
 
     count: int
@@ -51,14 +54,17 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Take these arrived jobs (numbers, in the order in which they enter the sum) and step."""
+    """Aggregate these arrived jobs (numbers, in the order in which they enter the sum)."""
 
     jobs: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Discard:
-    """Throw these jobs away, running or arrived (numbers). A running one keeps its client busy to its end."""
+    """Discard these jobs (numbers), in flight or arrived.
+
+    A client stays busy until its job would have ended.
+    """
 
     jobs: Sequence[int]
 
@@ -74,38 +80,39 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 
 
 class Schedule(Protocol):
-    """Decides the next action; asked again until it says Wait, then after the next instant's events.
+    """Decides the next action.
 
-    A client's jobs are aggregated in the order in which it did them.
+    It decides until it returns Wait, and again after the events of the next instant. A client's jobs
+    are aggregated in the order of their dispatch.
     """
 
     @property
     def concurrency(self) -> int:
-        """Most jobs that are under way at once (deadline: most that a round begins)."""
+        """The most jobs in flight at once; of a deadline the most that a round begins with."""
         ...
 
     @property
     def size(self) -> int:
-        """Most results in one aggregation (deadline: without late ones)."""
+        """The most updates in one aggregation; of a deadline without late ones."""
         ...
 
     @property
     def max_staleness(self) -> int | None:
-        """Results that missed more aggregations than this are discarded; None: none are."""
+        """The staleness above which updates are discarded; None: no update is discarded."""
         ...
 
     @property
     def pools(self) -> int:
-        """Into how many pools, from the fastest clients to the slowest, the population is cut; 0: none."""
+        """The number of pools, from the fastest clients to the slowest; 0: no pools."""
         ...
 
     @property
     def stale(self) -> bool:
-        """Whether a result may be based on an older version than the one that it is added to."""
+        """Whether an update may start from an older version than the current one."""
         ...
 
     def decide(self, view: View) -> Action:
-        """The next action."""
+        """Return the next action."""
         ...
 
 
@@ -135,26 +142,29 @@ class Synchronous(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """See `Schedule`."""
+        """The cohort."""
         return self.cohort
 
     @property
     def size(self) -> int:
-        """See `Schedule`."""
+        """The cohort."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """See `Schedule`."""
+        """Aggregate when no job is in flight."""
         if view.running:
             return Wait()
-        return Aggregate(_numbers(view.arrived)) if view.arrived else Dispatch(self.cohort)
+        if view.arrived:
+            return Aggregate(_numbers(view.arrived))
+        return Dispatch(self.cohort)
 
 
 @dataclass(frozen=True)
 class Oversample(_Policy):
-    """Rounds that begin with more clients than they need, and end when `cohort` are back; the others' work is lost.
+    """Rounds that begin with more clients than they need and end when `cohort` updates arrived.
 
-    factor: clients dispatched, in cohorts (Bonawitz et al., MLSys 2019: 1.3).
+    The other jobs are discarded. factor: clients dispatched, in cohorts (Bonawitz et al., MLSys
+    2019: 1.3).
     """
 
     cohort: int = 10
@@ -168,30 +178,34 @@ class Oversample(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """See `Schedule`."""
+        """The clients that a round begins with."""
         return math.ceil(round(self.cohort * self.factor, 9))
 
     @property
     def size(self) -> int:
-        """See `Schedule`."""
+        """The cohort."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """See `Schedule`."""
+        """Discard late jobs and aggregate when `cohort` updates have arrived."""
         if len(view.arrived) >= self.cohort:
             late = [*view.running, *_numbers(view.arrived[self.cohort :])]
-            return Discard(late) if late else Aggregate(_numbers(view.arrived))
+            if late:
+                return Discard(late)
+            return Aggregate(_numbers(view.arrived))
         if view.running:
             return Wait()
-        return Aggregate(_numbers(view.arrived)) if view.arrived else Dispatch(self.concurrency)
+        if view.arrived:
+            return Aggregate(_numbers(view.arrived))
+        return Dispatch(self.concurrency)
 
 
 @dataclass(frozen=True)
 class Deadline(_Policy):
-    """Rounds of at most so many virtual seconds; with nobody back by then, a round waits for its first client.
+    """Rounds of at most so many virtual seconds; if no update arrived, a round waits for the first.
 
-    late: what becomes of the others' results. "discard": they are thrown away; "stale": they enter the aggregation of
-    the round in which they come (never more than `max_staleness` rounds later).
+    late: what happens to later updates. "discard": they are discarded. "stale": they enter the
+    aggregation of the round in which they arrive, if it is at most `max_staleness` rounds later.
     """
 
     cohort: int = 10
@@ -206,34 +220,39 @@ class Deadline(_Policy):
 
     @property
     def concurrency(self) -> int:
-        """See `Schedule`."""
+        """The cohort."""
         return self.cohort
 
     @property
     def size(self) -> int:
-        """See `Schedule`."""
+        """The cohort."""
         return self.cohort
 
     @property
     def stale(self) -> bool:
-        """See `Schedule`."""
+        """Whether late updates are aggregated."""
         return self.late == "stale"
 
     def decide(self, view: View) -> Action:
-        """See `Schedule`."""
+        """Aggregate at the end of the round, or when the first update arrives after it."""
         if not view.sent or not (view.running or view.arrived):
-            return Dispatch(min(self.cohort, view.idle)) if view.idle else Wait()
-        ends = view.since + self.seconds
-        if view.running and (view.now < ends or not view.arrived):
-            return Wait(ends) if view.now < ends else Wait()
-        if view.running and not self.stale:
-            return Discard(list(view.running))
+            if view.idle:
+                return Dispatch(min(self.cohort, view.idle))
+            return Wait()
+        end = view.since + self.seconds
+        if view.running:
+            if view.now < end:
+                return Wait(end)
+            if not view.arrived:
+                return Wait()
+            if not self.stale:
+                return Discard(list(view.running))
         return Aggregate(_numbers(view.arrived))
 
 
 @dataclass(frozen=True)
 class Buffered(_Policy):
-    """Aggregate whenever `size` results have arrived; keep `concurrency` clients at work (FedBuff)."""
+    """Aggregate whenever `size` updates have arrived; keep `concurrency` clients busy (FedBuff)."""
 
     concurrency: int = 20
     size: int = 10
@@ -245,16 +264,15 @@ class Buffered(_Policy):
         self._check(concurrency=self.concurrency, size=self.size)
 
     def decide(self, view: View) -> Action:
-        """See `Schedule`."""
+        """Aggregate a full buffer; otherwise dispatch, or wait."""
         if len(view.arrived) >= self.size:
             return Aggregate(_numbers(view.arrived[: self.size]))
-        free = min(self.concurrency - len(view.running), view.idle)
-        return Dispatch(free) if free > 0 else Wait()
+        return _refill(view, self.concurrency)
 
 
 @dataclass(frozen=True)
 class Immediate(_Policy):
-    """Aggregate every result by itself, as soon as it is back (FedAsync); keep `concurrency` clients at work."""
+    """Aggregate each update as soon as it arrives (FedAsync); keep `concurrency` clients busy."""
 
     concurrency: int = 10
     max_staleness: int | None = None
@@ -266,18 +284,18 @@ class Immediate(_Policy):
         self._check(concurrency=self.concurrency)
 
     def decide(self, view: View) -> Action:
-        """See `Schedule`."""
+        """Aggregate the first arrived update; otherwise dispatch, or wait."""
         if view.arrived:
             return Aggregate((view.arrived[0].number,))
-        free = min(self.concurrency - len(view.running), view.idle)
-        return Dispatch(free) if free > 0 else Wait()
+        return _refill(view, self.concurrency)
 
 
 @dataclass(frozen=True)
 class Tiered(_Policy):
-    """Tiers of equally fast clients, each with rounds of its own into one model (FedAT, Chai et al., SC 2021).
+    """Tiers of equally fast clients, each with its own rounds into one model.
 
-    tiers: into how many the clients are cut, by the time that one job takes them; cohort: clients of a tier's round.
+    FedAT, Chai et al., SC 2021. tiers: how many there are; clients are divided by the time of one
+    job. cohort: clients in a tier's round.
     """
 
     tiers: int = 3
@@ -291,25 +309,26 @@ class Tiered(_Policy):
 
     @property
     def pools(self) -> int:  # type: ignore[override]
-        """See `Schedule`."""
+        """The tiers."""
         return self.tiers
 
     @property
     def concurrency(self) -> int:
-        """See `Schedule`."""
+        """The cohorts of all tiers."""
         return self.tiers * self.cohort
 
     @property
     def size(self) -> int:
-        """See `Schedule`."""
+        """The cohort of one tier."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """See `Schedule`."""
+        """Aggregate or dispatch the first tier that has no job in flight."""
         for tier, running in enumerate(view.in_pool):
-            if not running and tier not in view.short:
-                own = [job.number for job in view.arrived if job.pool == tier]
-                return Aggregate(own) if own else Dispatch(self.cohort, tier)
+            if running or tier in view.short:
+                continue
+            arrived = [job.number for job in view.arrived if job.pool == tier]
+            return Aggregate(arrived) if arrived else Dispatch(self.cohort, tier)
         return Wait()
 
 
@@ -317,21 +336,32 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
     return [job.number for job in jobs]
 
 
+def _refill(view: View, concurrency: int) -> Action:
+    """Return the action that keeps so many clients busy."""
+    free = min(concurrency - len(view.running), view.idle)
+    return Dispatch(free) if free > 0 else Wait()
+
+
 def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
-    """Refuse a schedule that keeps more clients at work than have samples (counts: of each client)."""
+    """Raise ValueError if a schedule needs more busy clients than have samples.
+
+    counts: [clients] training samples.
+    """
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
         raise ValueError(
-            f"schedule.size={schedule.size} is more than the {schedule.concurrency} clients at work, so the buffer "
-            f"would wait for clients that come twice: set schedule.size={schedule.concurrency} or less, or raise "
-            "schedule.concurrency"
+            f"schedule.size={schedule.size} is more than the {schedule.concurrency} clients in "
+            "flight, so that the buffer would wait for clients to come twice. Set "
+            f"schedule.size={schedule.concurrency} or less, or increase schedule.concurrency."
         )
     if schedule.concurrency <= able:
         return
     for name in ("cohort", "concurrency"):
-        if hasattr(schedule, name):
-            most = max(1, int(getattr(schedule, name) * able / schedule.concurrency))
-            raise ValueError(
-                f"schedule.{name}={getattr(schedule, name)} is more than the {able} clients that have samples "
-                f"(of {len(counts)}) can fill: set schedule.{name}={most} or less"
-            )
+        if not hasattr(schedule, name):
+            continue
+        value = getattr(schedule, name)
+        largest = max(1, int(value * able / schedule.concurrency))
+        raise ValueError(
+            f"schedule.{name}={value} is more than {able} of {len(counts)} clients, which have "
+            f"samples, can fill. Set schedule.{name}={largest} or less."
+        )

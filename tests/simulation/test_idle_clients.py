@@ -24,7 +24,7 @@ def test_crowds_come_and_go_together(each: int) -> None:
     busy = {0, each, 2 * each}
     waiting = IdleClients(presence, members, busy, 0.0)
     for now in (0.0, 10.0, 25.0, 49.0, 50.0, 60.0, 75.0, 99.0, 100.0, 125.0, 360.0):
-        waiting.at(now)
+        waiting.advance(now)
         there = [c for c in members.tolist() if presence.available(c, now) and c not in busy]
         assert waiting.draw(3 * each, iter(())) == there and len(waiting) == len(there)
 

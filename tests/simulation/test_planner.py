@@ -231,9 +231,7 @@ def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
         def presence(self, seed: int, clients: int) -> Diurnal:
             return Diurnal(np.full(clients, 7), hours=1.0)
 
-    with pytest.raises(
-        ValueError, match=r"nobody is available at the start, and for 25,200 s: .*fleet.patience"
-    ):
+    with pytest.raises(ValueError, match=r"fleet: .* 25,200 s\. .*fleet\.patience"):
         Planner(
             Synchronous(2), Late().devices(0, 4, lambda: 1.0), 0, np.array([1] * 4), load, 3600.0
         ).next_aggregation()
@@ -262,18 +260,18 @@ class Script:
 
 
 @pytest.mark.parametrize(
-    ("action", "text"),
+    ("action", "value"),
     [
-        (Aggregate([]), r"Aggregate needs .*, got \["),
-        (Aggregate([0, 0]), r"Aggregate needs .*, got \["),
-        (Aggregate([7]), r"cannot aggregate jobs \[7\]"),
+        (Aggregate([]), r"Aggregate\(\[\]\)"),
+        (Aggregate([0, 0]), r"Aggregate\(\[0, 0\]\)"),
+        (Aggregate([7]), r"jobs \[7\] to aggregate"),
         (Discard([]), r"Discard\(\[\]\)"),
-        (Discard([9]), r"cannot discard jobs \[9\]"),
-        (None, "decide returned None"),
+        (Discard([9]), r"jobs \[9\] to discard"),
+        (None, "None"),
     ],
 )
-def test_a_schedule_that_contradicts_itself_is_told_so(action: Any, text: str) -> None:
-    with pytest.raises(RuntimeError, match=f"schedule Script.*{text}"):
+def test_schedule_that_contradicts_itself_is_refused(action: Any, value: str) -> None:
+    with pytest.raises(RuntimeError, match=f"schedule Script: decide returned {value}"):
         planner(Script(action), Ideal(), 0, [5] * 4).next_aggregation()
 
 
