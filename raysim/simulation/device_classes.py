@@ -1,14 +1,16 @@
-"""Named classes of devices: how fast they train and send, and how many of them there are, from published figures.
+"""Named classes of devices, with their speeds and shares from published figures.
 
 Training speed, in floating-point operations per second of a whole training step:
-- Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a middling and a slow phone, as the code of Yang et
-  al., "Characterizing Impacts of Heterogeneity in Federated Learning upon Large-Scale Smartphone Data" (WWW 2021), has
-  them for its CNN on FEMNIST. Derived: a batch is 10 samples of 103 MFLOP
-  (LEAF's CNN: 17.2 M multiplications forward; backward as twice forward), hence 5.8, 1.8 and 0.63 GFLOP/s. A library
-  that is tuned for phones does better: Das et al., "Enabling On-Device Smartphone GPU based Training" (2022), measured
-  15 to 30 GFLOP/s in the kernels of a fast phone's CPU.
+- Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a middling and a slow phone, as the
+  code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated Learning upon
+  Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST. Derived: a batch is 10 samples of
+  103 MFLOP (LEAF's CNN: 17.2 M multiplications forward; backward as twice forward), hence 5.8, 1.8
+  and 0.63 GFLOP/s. A library that is tuned for phones does better: Das et al., "Enabling On-Device
+  Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
+  CPU.
 - Tablets. Assumed: as middling phones.
-- Edge boxes. Published: 236 GFLOP/s at most (32 bit) of NVIDIA's Jetson Nano. Assumed: a quarter of it in training.
+- Edge boxes. Published: 236 GFLOP/s at most (32 bit) of NVIDIA's Jetson Nano. Assumed: a quarter of
+  it in training.
 
 Bandwidth, all measured by Ookla's Speedtest users around the world (1 Mbit/s = 125,000 bytes/s):
 - slow phones: the mean of mobile networks in November 2017, 20.28 down and 8.65 up;
@@ -17,9 +19,10 @@ Bandwidth, all measured by Ookla's Speedtest users around the world (1 Mbit/s = 
 - tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 and 45.74.
 Which network goes with which class is assumed.
 
-Shares. Measured: 52.3 phones to 4.3 tablets in web traffic (StatCounter, December 2017); 24 % of the phones sold in
-2023 were of the most expensive class (Counterpoint); 18,820 slow to 16,428 middling phones among Yang et al.'s devices.
-Assumed: 2 % edge boxes. Derived: the product of these, rounded.
+Shares. Measured: 52.3 phones to 4.3 tablets in web traffic (StatCounter, December 2017); 24 % of
+the phones sold in 2023 were of the most expensive class (Counterpoint); 18,820 slow to 16,428
+middling phones among Yang et al.'s devices. Assumed: 2 % edge boxes. Derived: the product of these,
+rounded.
 
 The spread within a class (sigma, bandwidth_sigma) is assumed.
 """
@@ -40,8 +43,8 @@ from raysim.simulation.fleet import Fleet, Labels, Speeds
 class DeviceClass:
     """One class of devices.
 
-    share: of the clients, 0 to 1; flops: floating-point operations a second in training; bandwidth_down, bandwidth_up:
-    bytes a second. All but the share are medians.
+    share: of the clients, 0 to 1. flops: floating-point operations a second in training.
+    bandwidth_down, bandwidth_up: bytes a second. All but the share are medians.
     """
 
     share: float
@@ -50,7 +53,7 @@ class DeviceClass:
     bandwidth_up: float
 
 
-def _classes() -> dict[str, DeviceClass]:
+def _default_classes() -> dict[str, DeviceClass]:
     return {
         "phone_low": DeviceClass(0.37, 0.63e9, 2.535e6, 1.081e6),
         "phone_mid": DeviceClass(0.32, 1.8e9, 4.495e6, 1.402e6),
@@ -62,22 +65,23 @@ def _classes() -> dict[str, DeviceClass]:
 
 @dataclass(frozen=True)
 class DeviceClasses(Fleet):
-    """Each client has a device of one class, drawn once. The time of a job follows from the FLOPs of the run's model.
+    """Each client has a device of one class, drawn once.
 
-    sigma, bandwidth_sigma: of the logarithm of speed and bandwidth within a class.
+    The time of a job follows from the FLOPs of the run's model. sigma, bandwidth_sigma: standard
+    deviations of the logarithms of speed and bandwidth within a class.
     """
 
-    classes: dict[str, DeviceClass] = field(default_factory=_classes, kw_only=False)
+    classes: dict[str, DeviceClass] = field(default_factory=_default_classes, kw_only=False)
     sigma: float = field(default=0.25, kw_only=False)
     bandwidth_sigma: float = field(default=0.5, kw_only=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, each in self.classes.items():
-            in_range(f"fleet.classes.{name}.share", each.share, least=0, most=1)
+        for name, device_class in self.classes.items():
+            in_range(f"fleet.classes.{name}.share", device_class.share, least=0, most=1)
             for rate in ("flops", "bandwidth_down", "bandwidth_up"):
-                above(f"fleet.classes.{name}.{rate}", getattr(each, rate), 0)
-        shares = {name: each.share for name, each in self.classes.items()}
+                above(f"fleet.classes.{name}.{rate}", getattr(device_class, rate), 0)
+        shares = {name: device_class.share for name, device_class in self.classes.items()}
         total = sum(shares.values())
         require(
             "fleet.classes",
@@ -89,28 +93,26 @@ class DeviceClasses(Fleet):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Every class has its share of the clients, but for rounding; who is in it is drawn."""
-        ends = np.cumsum([each.share for each in self.classes.values()])
+        """Draw the class of each client; every class has its share, but for rounding."""
+        ends = np.cumsum([device_class.share for device_class in self.classes.values()])
         places = (stream(seed, "fleet.class").permutation(clients) + 0.5) / clients
-        return Labels(
-            tuple(self.classes), np.searchsorted(ends[:-1], places, side="right").astype(np.int16)
-        )
+        kinds = np.searchsorted(ends[:-1], places, side="right").astype(np.int16)
+        return Labels(tuple(self.classes), kinds)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """See `Fleet`."""
+        """Draw the speeds of each client around the medians of its class."""
         needed = above(
             "fleet=devices: FLOPs of the model",
             sample_flops(),
             0,
             "choose fleet=lognormal for this model",
         )
-        kinds, classes = self.labels(seed, clients).kinds, list(self.classes.values())
+        kinds = self.labels(seed, clients).kinds
+        classes = self.classes.values()
+        flops = np.array([device_class.flops for device_class in classes])[kinds]
+        down = np.array([device_class.bandwidth_down for device_class in classes])[kinds]
+        up = np.array([device_class.bandwidth_up for device_class in classes])[kinds]
         normal = stream(seed, "fleet").standard_normal((clients, 2))
         network = np.exp(self.bandwidth_sigma * normal[:, 1])
-        flops, down, up = (
-            np.array([getattr(each, name) for each in classes])[kinds]
-            for name in ("flops", "bandwidth_down", "bandwidth_up")
-        )
-        return Speeds(
-            flops * np.exp(self.sigma * normal[:, 0]) / needed, down * network, up * network
-        )
+        samples = flops * np.exp(self.sigma * normal[:, 0]) / needed
+        return Speeds(samples, down * network, up * network)

@@ -1,6 +1,6 @@
-"""Devices of clients on the virtual clock: how long a job takes, when a client can be asked, and who drops out.
+"""Devices of clients on the virtual clock: job times, availability and drop-outs.
 
-All of it is a function of the run's seed: never of measured time, and never of a result of training.
+Everything is a function of the run's seed, and never of measured time or of a result of training.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ FLOAT_BYTES = 4
 
 
 class Trip(NamedTuple):
-    """The way of a job: when its client is back, or when it was lost."""
+    """The end of a job in virtual time.
 
-    finish: float  # virtual seconds
-    arrives: bool  # False: the client dropped out, and the server learns of it at `finish`
+    finish: virtual seconds. arrives: whether its update arrives then; if not, the client dropped out
+    and the server learns of it then.
+    """
+
+    finish: float
+    arrives: bool
 
 
 class Devices(Protocol):
@@ -30,23 +34,26 @@ class Devices(Protocol):
 
     @property
     def presence(self) -> Availability | None:
-        """When clients that are idle can be sent off; None for always."""
+        """When idle clients can be dispatched; None: always."""
         ...
 
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Receive `down` floats, train on `samples` samples, send `up` floats, beginning at `start`."""
+        """Return the end of a job that begins at `start`.
+
+        Its client receives `down` floats, trains on `samples` samples and sends `up` floats.
+        """
         ...
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """[clients] float64: how long each client would need, were it never to drop out."""
+        """Return float64 [clients]: how long a job takes each client, without drop-outs."""
         ...
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What clients' devices can do: samples [clients] per second; down, up [clients] bytes per second."""
+    """The speeds of devices: samples [clients] per second; down, up [clients] bytes per second."""
 
     samples: np.ndarray
     down: np.ndarray
@@ -54,7 +61,7 @@ class Speeds:
 
 
 class Labels(NamedTuple):
-    """What kind of device each client has."""
+    """The kind of each client's device."""
 
     names: tuple[str, ...]
     kinds: np.ndarray  # [clients] int: an index into `names`
@@ -62,11 +69,12 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """A kind of devices; a class of your own overrides `speeds`, or `devices` altogether.
+    """A kind of devices. A subclass overrides `speeds`, or `devices` altogether.
 
-    availability: "always"; "diurnal", for `hours` a day, in time zones around the world; "markov", for `on` seconds in
-    the mean and then away for `off`. A client that goes away loses the job that it has. dropout: the chance that a job
-    is lost for another reason, at any moment of it. patience: most seconds that a run waits for its first client.
+    availability: "always"; "diurnal", for `hours` of each day, in time zones around the world; or
+    "markov", for `on` seconds in the mean and then not for `off`. A client that becomes unavailable
+    loses its job. dropout: the chance that a job is lost for another reason, at any moment of it.
+    patience: the most virtual seconds that a run waits for its first client.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")
@@ -87,11 +95,15 @@ class Fleet:
         at_least("fleet.patience", self.patience, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Of so many clients. sample_flops: floating-point operations of one sample's forward and backward pass."""
+        """Return the speeds of so many clients.
+
+        sample_flops: returns the floating-point operations of one sample's forward and backward
+        pass.
+        """
         raise NotImplementedError(f"{type(self).__name__} overrides neither speeds nor devices")
 
     def presence(self, seed: int, clients: int) -> Availability | None:
-        """When clients are available; None for always."""
+        """Return when clients are available; None: always."""
         if self.availability == "diurnal" and self.hours < 24:
             return Diurnal(stream(seed, "fleet.zone").integers(24, size=clients), self.hours)
         if self.availability == "markov":
@@ -100,33 +112,34 @@ class Fleet:
         return None
 
     def _check_wait(self, seconds: float) -> None:
-        """Refuse a fleet that is empty for longer than `patience` in the mean."""
+        """Raise ValueError if no client is available for longer than `patience` in the mean."""
         if seconds > self.patience:
             raise ValueError(
-                f"fleet.off={self.off:g} keeps each client away for so long that a run would wait {seconds:,.0f} s in "
-                "the mean whenever nobody is there: lower fleet.off, or raise fleet.patience"
+                f"fleet.off={self.off:g} makes a run without available clients wait {seconds:,.0f} "
+                f"s in the mean, and fleet.patience={self.patience:g}. Lower fleet.off, or increase "
+                "fleet.patience."
             )
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """What kind of device each client has, for reports."""
+        """Return the kind of each client's device, for reports."""
         return Labels((type(self).__name__.lower(),), np.zeros(clients, np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """The devices of a run's clients."""
+        """Return the devices of a run's clients; `sample_flops` as for `speeds`."""
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         return Fixed(self.speeds(seed, clients, sample_flops), fate)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """When clients are there, and what becomes of their jobs. lost: the key of drop-outs."""
+    """Which jobs are lost, and when. lost: the key of the random numbers of drop-outs."""
 
     presence: Availability | None = None
     dropout: float = 0.0
     lost: int = 0
 
     def trip(self, client: int, participation: int, start: float, seconds: float) -> Trip:
-        """Of a job that takes so long if nothing happens to it."""
+        """Return the end of a job that takes `seconds` unless its client is lost."""
         finish, arrives = start + seconds, True
         if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
             finish, arrives = start + seconds * uniform(self.lost, client, participation, 1), False
@@ -138,35 +151,37 @@ class Fate:
 
 
 class Fixed:
-    """Devices whose speed stays what it is."""
+    """Devices of constant speeds."""
 
     def __init__(self, speeds: Speeds, fate: Fate):
         self._fate, self.presence = fate, fate.presence
-        self._speeds = Speeds(
-            *(np.asarray(each, np.float64) for each in (speeds.samples, speeds.down, speeds.up))
-        )
-        self._samples, self._down, self._up = (floats(each) for each in vars(self._speeds).values())
+        samples = np.asarray(speeds.samples, np.float64)
+        down = np.asarray(speeds.down, np.float64)
+        up = np.asarray(speeds.up, np.float64)
+        self._speeds = Speeds(samples, down, up)
+        # The same memory for single clients.
+        self._samples, self._down, self._up = floats(samples), floats(down), floats(up)
 
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """See `Devices`."""
+        """Return the end of a job: receiving, training and sending take place one after another."""
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
         return self._fate.trip(
             client, participation, start, network + samples / self._samples[client]
         )
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """See `Devices`."""
-        own = self._speeds
-        return np.asarray(
-            samples / own.samples + down * FLOAT_BYTES / own.down + up * FLOAT_BYTES / own.up
-        )
+        """Return float64 [clients]: how long a job takes each client, without drop-outs."""
+        speeds = self._speeds
+        training = samples / speeds.samples
+        receiving = down * FLOAT_BYTES / speeds.down
+        return np.asarray(training + receiving + up * FLOAT_BYTES / speeds.up)
 
 
 @dataclass(frozen=True)
 class Ideal(Fleet):
-    """Equal devices with a network that costs no time. speed: samples per virtual second."""
+    """Equal devices with a network that takes no time. speed: samples per virtual second."""
 
     speed: float = field(default=1000.0, kw_only=False)
 
@@ -175,7 +190,7 @@ class Ideal(Fleet):
         above("fleet.speed", self.speed, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """See `Fleet`."""
+        """Return equal speeds and a network that takes no time."""
         network = np.full(clients, np.inf)
         return Speeds(np.full(clients, float(self.speed)), network, network)
 
@@ -184,7 +199,8 @@ class Ideal(Fleet):
 class Lognormal(Fleet):
     """Log-normally distributed speed and bandwidth, drawn once per client.
 
-    speed: median samples per second; bandwidth_down, bandwidth_up: median bytes per second; sigma: of the logarithms.
+    speed: median samples per second. bandwidth_down, bandwidth_up: median bytes per second. sigma,
+    bandwidth_sigma: standard deviations of the logarithms.
     """
 
     speed: float = field(default=1000.0, kw_only=False)
@@ -197,11 +213,11 @@ class Lognormal(Fleet):
         super().__post_init__()
         for name in ("speed", "bandwidth_down", "bandwidth_up"):
             above(f"fleet.{name}", getattr(self, name), 0)
-        for name in ("sigma", "bandwidth_sigma"):  # beyond 10, e^(6 sigma) is no device any more
+        for name in ("sigma", "bandwidth_sigma"):  # beyond 10, e^(6 sigma) is no real device
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """See `Fleet`."""
+        """Draw speed and bandwidth of each client."""
         normal = stream(seed, "fleet").standard_normal((clients, 2))
         network = np.exp(self.bandwidth_sigma * normal[:, 1])
         speed = self.speed * np.exp(self.sigma * normal[:, 0])

@@ -1,4 +1,4 @@
-"""What schedule and fleet will make of a run: its first steps, planned without training anything."""
+"""A forecast of a run: its first aggregations, planned without training."""
 
 from __future__ import annotations
 
@@ -13,79 +13,101 @@ from raysim.simulation.planner import PlannedAggregation, Planner
 
 # With so many clients in flight for each worker, workers seldom wait for a dispatch.
 CLIENTS_PER_BUSY_WORKER = 8
-_TURNS, _JOBS = 4, 400  # planned at least: how often each place of a client at work is filled; jobs
+# At least so many jobs are planned: in all, and for each client that may be in flight.
+_MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Means over the second half of the steps that were planned, where a run has found its pace."""
+    """Means over the second half of the planned aggregations, where a run has found its pace.
 
-    at_work: float  # clients
-    seconds: float  # virtual, from one aggregation to the next
-    staleness: float  # of results that are aggregated
-    lost: float  # share of the jobs that end
+    at_work: clients in flight. seconds: virtual, from one aggregation to the next. staleness: of
+    aggregated updates. lost, discarded: shares of the jobs that end. workers_busy: share of wall
+    time in which workers work, over all planned aggregations.
+    """
+
+    at_work: float
+    seconds: float
+    staleness: float
+    lost: float
     discarded: float
-    workers_busy: float = 1.0  # share of the wall time for which workers work; over all steps
+    workers_busy: float = 1.0
 
 
 def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
-    """Of a run of so many rounds; uses up the planner. Raises ValueError where the fleet lets no run begin."""
+    """Return the forecast of a run of so many rounds; the planner cannot be used afterwards.
+
+    Raises ValueError if the run cannot begin with this fleet.
+    """
     aggregations: list[PlannedAggregation] = []
-    enough = max(_JOBS, _TURNS * planner.schedule.concurrency)
-    while len(aggregations) < rounds and planner.dispatched < enough:
+    min_jobs = max(_MIN_JOBS, _MIN_JOBS_PER_CLIENT * planner.schedule.concurrency)
+    while len(aggregations) < rounds and planner.dispatched < min_jobs:
         try:
             aggregations.append(planner.next_aggregation())
-        except RunStoppedError:  # by devices that end
+        except RunStoppedError:  # no clients are left
             if not aggregations:
                 raise
             break
     half = len(aggregations) // 2
-    begin, end = aggregations[half - 1].now if half else 0.0, aggregations[-1].now
-    jobs = [job for each in aggregations for job in each.dispatched]
-    start, finish = (
-        np.clip([getattr(job, name) for job in jobs], begin, end) for name in ("start", "finish")
-    )
     later = aggregations[half:]
-    aggregated = sum(len(each.aggregated) for each in later)
-    lost = sum(len(each.lost) for each in later)
-    discarded = sum(len(each.discarded) for each in later)
+    begin = aggregations[half - 1].now if half else 0.0
+    end = aggregations[-1].now
+    aggregated = sum(len(aggregation.aggregated) for aggregation in later)
+    lost = sum(len(aggregation.lost) for aggregation in later)
+    discarded = sum(len(aggregation.discarded) for aggregation in later)
     ended = aggregated + lost + discarded
+    staleness = np.concatenate([aggregation.staleness for aggregation in later])
     return Forecast(
-        at_work=float((finish - start).sum() / (end - begin)) if end > begin else 0.0,
+        at_work=_mean_in_flight(aggregations, begin, end),
         seconds=(end - begin) / len(later),
-        staleness=float(np.mean([staleness for each in later for staleness in each.staleness])),
+        staleness=float(np.mean(staleness)),
         lost=lost / ended,
         discarded=discarded / ended,
         workers_busy=workers_busy(aggregations, workers),
     )
 
 
-def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> float:
-    """The share of wall time for which so many workers work, if a sample takes all of them equally long.
+def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, end: float) -> float:
+    """Return the mean number of jobs in flight between two moments."""
+    if end <= begin:
+        return 0.0
+    jobs = [job for aggregation in aggregations for job in aggregation.dispatched]
+    start = np.clip([job.start for job in jobs], begin, end)
+    finish = np.clip([job.finish for job in jobs], begin, end)
+    return float((finish - start).sum() / (end - begin))
 
-    As the coordinator has them do it: a job can begin once its base version is made, and what the nearest aggregation
-    needs comes first. What no aggregation takes is not trained.
+
+def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> float:
+    """Return the share of wall time in which so many workers work.
+
+    Every worker needs the same time for a sample. As in a run, a job can begin once its base version
+    exists, the jobs of the next aggregation come first, and a job that no aggregation takes is not
+    trained.
     """
-    takers = {job.number: each.version for each in aggregations for job in each.aggregated}
-    left = [len(each.aggregated) for each in aggregations]
-    ready: list[
-        tuple[int, float, int, float]
-    ] = []  # heap by the aggregation that takes a job, finish, client; work
+    aggregation_of: dict[int, int] = {}  # by number of the job
+    for aggregation in aggregations:
+        for job in aggregation.aggregated:
+            aggregation_of[job.number] = aggregation.version
+    left = [len(aggregation.aggregated) for aggregation in aggregations]
+    # Jobs that can begin: a heap by aggregation, finish and client, with the work.
+    ready: list[tuple[int, float, int, float]] = []
     running: list[tuple[float, int]] = []  # heap by wall time at the end
-    now, worked, version, begun = 0.0, 0.0, 0, -1
+    now, worked = 0.0, 0.0
+    version, last_dispatched = 0, -1
     while version < len(aggregations):
-        if begun < version:
-            begun = version
+        if last_dispatched < version:
+            last_dispatched = version
             for job in aggregations[version].dispatched:
-                if job.number in takers:
-                    heapq.heappush(ready, (takers[job.number], job.finish, job.client, job.work))
+                target = aggregation_of.get(job.number)
+                if target is not None:
+                    heapq.heappush(ready, (target, job.finish, job.client, job.work))
         while ready and len(running) < workers:
-            taker, _, _, work = heapq.heappop(ready)
-            heapq.heappush(running, (now + work, taker))
+            target, _, _, work = heapq.heappop(ready)
+            heapq.heappush(running, (now + work, target))
             worked += work
         if left[version]:
-            now, taker = heapq.heappop(running)
-            left[taker] -= 1
+            now, target = heapq.heappop(running)
+            left[target] -= 1
         else:
             version += 1
     return worked / (workers * now) if now else 0.0

@@ -1,17 +1,20 @@
-"""Devices as they were recorded: a Parquet file with one row for each client.
+"""Recorded devices: a Parquet file with one row for each client.
 
-| column       | type              | what it says                                                                  |
-| ------------ | ----------------- | ----------------------------------------------------------------------------- |
-| `client`     | integer or string | who it is; everybody once                                                     |
-| `start`      | list of numbers   | when the client comes, in seconds from the start of its trace, ascending      |
-| `end`        | list of numbers   | when it goes: as many, each after its start and not after the next start      |
-| `period`     | number            | how long the trace is, in seconds; no end is after it                         |
-| `speed`      | number            | samples a second in training; or, instead:                                    |
-| `flops`      | number            | floating-point operations a second in training, whatever the model is         |
-| `down`, `up` | number            | bytes a second                                                                |
+| column       | type              | content                                                       |
+| ------------ | ----------------- | ------------------------------------------------------------- |
+| `client`     | integer or string | the client; each in one row                                   |
+| `start`      | list of numbers   | when the client becomes available, in seconds from the start  |
+|              |                   | of its trace, ascending                                       |
+| `end`        | list of numbers   | when it stops being available: one for each start, after it   |
+|              |                   | and not after the next start                                  |
+| `period`     | number            | the length of the trace in seconds; no end is after it        |
+| `speed`      | number            | samples a second in training; or, in its place:               |
+| `flops`      | number            | floating-point operations a second in training, for any model |
+| `down`, `up` | number            | bytes a second                                                |
 
-Between its intervals, and without any, a client is absent. Other columns are left alone. The file is read in pieces,
-and what is kept are arrays: 28 bytes a client, 40 a row and 16 an interval. `raysim fleet check FILE` checks one.
+A client is not available between its intervals. Other columns are ignored. The file is read in
+pieces, and the memory that stays in use is 28 bytes a client, 40 a row and 16 an interval.
+`raysim fleet check FILE` checks a file.
 """
 
 from __future__ import annotations
@@ -38,30 +41,34 @@ from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Speeds
 LISTS = ("start", "end")
 NUMBERS = ("period", "down", "up")
 RATES = ("speed", "flops")  # a file has one of them
-HELP = "the head of raysim/simulation/trace.py describes the file"
+HELP = "See the head of raysim/simulation/trace.py, which describes the file."
 _ROWS = 1 << 16  # read at once
-_BUFFER = 1 << 18  # bytes of each column that are read at once: a row group may be the whole file
+_BUFFER_BYTES = 1 << 18  # of each column, read at once: a row group may be the whole file
 
 
-class Recorded(NamedTuple):
-    """What a trace says, row by row; bounds and first as in `Intervals`."""
+class RecordedDevices(NamedTuple):
+    """The rows of a trace; bounds and first as in `Intervals`.
+
+    rate: [rows] the column `rate_name`, which is "speed" or "flops".
+    """
 
     bounds: np.ndarray
     first: np.ndarray
     period: np.ndarray
     down: np.ndarray
     up: np.ndarray
-    rate: np.ndarray  # of what the column `by` holds
-    by: str  # "speed" or "flops"
+    rate: np.ndarray
+    rate_name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Fleet):
-    """Clients do what those of a trace did.
+    """Clients behave like those of a trace.
 
-    With as many clients as rows, client k is row k (the first is 0). With fewer, each is a row of its own, drawn once;
-    with more, every row is used equally often, or once more. wrap: after its period a client's trace begins again; if
-    not, the client stays away. availability: "trace", or as in any other fleet, with nothing but speed from the file.
+    With as many clients as rows, client k is row k (the first is 0). With fewer, each client is
+    another row, drawn once; with more, every row is used equally often, or once more. wrap: whether
+    a client's trace repeats after its period; if not, the client is not available any more.
+    availability: "trace", or as in any other fleet; then only the speeds come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
@@ -71,74 +78,73 @@ class Trace(Fleet):
     availability: str = "trace"
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """See `Fleet`. Raises ValueError with one sentence for whatever the file has wrong."""
+        """Return the devices of the trace. Raises ValueError for a file that is not a trace."""
         if self.file is None:
-            raise ValueError("fleet.file=null names no trace: set it to a Parquet file")
+            raise ValueError("fleet.file=null names no trace. Set it to a Parquet file.")
         trace = read(str(user_path(self.file)))
-        speed = trace.rate
-        if trace.by == "flops":
-            speed = speed / above(
+        samples, down, up = trace.rate, trace.down, trace.up
+        if trace.rate_name == "flops":
+            samples = samples / above(
                 "fleet=trace: FLOPs of the model", sample_flops(), 0, "give the file a column speed"
             )
-        speeds, rows = Speeds(speed, trace.down, trace.up), rows_of(seed, clients, len(speed))
-        if clients != len(speed):
-            speeds = Speeds(*(each[rows] for each in (speed, trace.down, trace.up)))
+        rows = rows_of(seed, clients, len(samples))
+        if clients != len(samples):
+            samples, down, up = samples[rows], down[rows], up[rows]
         presence = self.presence(seed, clients)
         if self.availability == "trace":
             presence = Intervals(trace.bounds, trace.first, trace.period, rows, self.wrap)
-        return Fixed(speeds, Fate(presence, self.dropout, stream_key(seed, "fleet.dropout")))
+        fate = Fate(presence, self.dropout, stream_key(seed, "fleet.dropout"))
+        return Fixed(Speeds(samples, down, up), fate)
 
 
 def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
-    """int64 [clients]: the row that each client is."""
+    """Return int64 [clients]: the row of the trace for each client."""
     if clients == rows:
         return np.arange(clients)
     generator = stream(seed, "fleet.trace")
-    return np.concatenate([generator.permutation(rows) for _ in range(math.ceil(clients / rows))])[
-        :clients
-    ]
+    orders = [generator.permutation(rows) for _ in range(math.ceil(clients / rows))]
+    return np.concatenate(orders)[:clients]
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-def read(file: str) -> Recorded:
-    """A trace, all of it checked. Raises ValueError that names file, client and row."""
+# --- reading --------------------------------------------------------------------------------------
+def read(file: str) -> RecordedDevices:
+    """Read and check a trace. Raises ValueError that names file, client and row."""
+    # Opening a pipe would block, and Ctrl-C would not end it.
     if not Path(file).is_file() and Path(file).exists():
-        raise ValueError(
-            f"{file} is no regular file: {HELP}"
-        )  # a pipe would be waited for, deaf to Ctrl-C
+        raise ValueError(f"{file} is no regular file. {HELP}")
     try:
-        with pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as parquet:
-            by = _columns(file, parquet.schema_arrow)
+        with pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
+            rate_name = _check_columns(file, parquet.schema_arrow)
             names, rows, bounds = [], 0, array("d")
-            # Arrays of their own: of one, a part that is kept would keep all.
-            columns = counts, period, down, up, rate = [
-                np.empty(parquet.metadata.num_rows) for _ in range(5)
-            ]
-            for batch in _batches(parquet, ["client", *LISTS, *NUMBERS, by]):
-                more, *numbers = _part(file, batch, by, rows)
-                bounds.frombytes(more.tobytes())
-                for column, part in zip(columns, numbers, strict=True):
-                    column[rows : rows + len(batch)] = part
+            # Separate arrays: a view of a common one would keep all of it in memory.
+            columns = [np.empty(parquet.metadata.num_rows) for _ in range(5)]
+            for batch in _batches(parquet, ["client", *LISTS, *NUMBERS, rate_name]):
+                batch_bounds, *numbers = _read_batch(file, batch, rate_name, rows)
+                bounds.frombytes(batch_bounds.tobytes())
+                for column, values in zip(columns, numbers, strict=True):
+                    column[rows : rows + len(batch)] = values
                 names.append(batch.column("client"))
                 rows += len(batch)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(
-            f"{file} cannot be read as a Parquet file ({first_line(error)}): {HELP}"
-        ) from error
+        reason = first_line(error)
+        raise ValueError(f"{file} cannot be read as a Parquet file ({reason}). {HELP}") from error
     if not rows:
-        raise ValueError(f"{file} has no rows: a trace has one for each client")
-    _refuse_twice(file, pa.chunked_array(names))
+        raise ValueError(f"{file} has no rows. A trace has one for each client.")
+    _check_clients_differ(file, pa.chunked_array(names))
     del names
     pa.default_memory_pool().release_unused()  # some 100 MB of a trace of a million clients
+    counts, period, down, up, rate = columns
     first = np.zeros(rows + 1, np.int64)
     first[1:] = np.cumsum(counts)
-    return Recorded(
-        np.frombuffer(bounds) if bounds else np.empty(0), first, period, down, up, rate, by
-    )
+    all_bounds = np.frombuffer(bounds) if bounds else np.empty(0)
+    return RecordedDevices(all_bounds, first, period, down, up, rate, rate_name)
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Some rows at a time; a reader keeps what it has read of all its row groups, so each has one of its own."""
+    """Yield some rows at a time.
+
+    Each row group has its own reader, because a reader keeps all row groups that it has read.
+    """
     for group in range(parquet.num_row_groups):
         yield from parquet.iter_batches(
             _ROWS, row_groups=[group], columns=columns, use_threads=False
@@ -146,133 +152,152 @@ def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordB
 
 
 def summarise_trace(file: str) -> str:
-    """How much a trace holds, in a sentence. Raises ValueError as `read` does."""
+    """Return a sentence about the content of a trace. Raises ValueError as `read` does."""
     trace = read(file)
-    there = (trace.bounds[1::2] - trace.bounds[::2]).sum() / trace.period.sum()
+    available_s = (trace.bounds[1::2] - trace.bounds[::2]).sum()
+    share = available_s / trace.period.sum()
     return (
-        f"{file}: {len(trace.rate):,} clients in {len(trace.bounds) // 2:,} intervals, {there:.0%} of the time there, "
-        f"{trace.period.max():,.0f} s long, median {trace.by} {np.median(trace.rate):,.4g}"
+        f"{file}: {len(trace.rate):,} clients in {len(trace.bounds) // 2:,} intervals, available "
+        f"for {share:.0%} of the time, {trace.period.max():,.0f} s long, median {trace.rate_name} "
+        f"{np.median(trace.rate):,.4g}"
     )
 
 
-def _columns(file: str, schema: pa.Schema) -> str:
-    """Which of the two rates the file has, if it has all columns in their types."""
+def _check_columns(file: str, schema: pa.Schema) -> str:
+    """Return the name of the rate; raise ValueError unless all columns have their types."""
     rates = [name for name in RATES if name in schema.names]
     if len(rates) != 1:
-        raise ValueError(
-            f"{file} has {' and '.join(rates) or 'neither speed nor flops'}: a trace has one of the two"
-        )
-    wanted: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
-        "client": (_names_somebody, "integers or strings"),
-        **dict.fromkeys(LISTS, (_numbers, "a list of numbers in each row")),
-        **dict.fromkeys((*NUMBERS, *rates), (_number, "numbers")),
+        columns = " and ".join(rates) or "neither speed nor flops"
+        raise ValueError(f"{file} has {columns}. A trace has one of the two.")
+    expected: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
+        "client": (_is_name, "integers or strings"),
+        **dict.fromkeys(LISTS, (_is_list, "a list of numbers in each row")),
+        **dict.fromkeys((*NUMBERS, *rates), (_is_number, "numbers")),
     }
-    for name, (fits, words) in wanted.items():
-        if schema.names.count(name) != 1:
-            raise ValueError(f"{file} has no column {name} (or two): it holds {words}; {HELP}")
-        if not fits(kind := schema.field(name).type):
-            raise ValueError(f"{file}: column {name} is of type {kind}, but holds {words}; {HELP}")
+    for name, (fits, content) in expected.items():
+        count = schema.names.count(name)
+        if count != 1:
+            raise ValueError(f"{file} has {count} columns {name}, which hold {content}. {HELP}")
+        kind = schema.field(name).type
+        if not fits(kind):
+            raise ValueError(
+                f"{file}: column {name} has the type {kind}, and must hold {content}. {HELP}"
+            )
     return rates[0]
 
 
-def _number(kind: pa.DataType) -> bool:
+def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _numbers(kind: pa.DataType) -> bool:
-    return bool(
-        (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _number(kind.value_type)
-    )
+def _is_list(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_list and _is_number(kind.value_type))
 
 
-def _names_somebody(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    )
+def _is_name(kind: pa.DataType) -> bool:
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_integer(kind) or is_string)
 
 
-def _part(file: str, batch: pa.RecordBatch, by: str, before: int) -> tuple[np.ndarray, ...]:
-    """Bounds, bounds of each row, and the numbers of each row. before: rows of the file that came earlier."""
+def _read_batch(
+    file: str, batch: pa.RecordBatch, rate_name: str, earlier_rows: int
+) -> tuple[np.ndarray, ...]:
+    """Return the bounds, the number of bounds of each row, and the numbers of each row.
+
+    earlier_rows: of the file, before this batch. Raises ValueError for the first row with an error.
+    """
     for name in ("client", *LISTS):
         if batch.column(name).null_count:
-            row = int(
-                np.flatnonzero(batch.column(name).is_null().to_numpy(zero_copy_only=False))[0]
-            )
-            raise ValueError(f"{_place(file, batch, row, before)}: {name} is missing")
-    numbers = [_floats(batch.column(name)) for name in (*NUMBERS, by)]
-    lengths = [np.asarray(pc.list_value_length(batch.column(name)), np.int64) for name in LISTS]
-    start, end = (_floats(batch.column(name).flatten()) for name in LISTS)
-    wrong = ~np.all([np.isfinite(each) & (each > 0) for each in numbers], axis=0) | (
-        lengths[0] != lengths[1]
+            is_null = batch.column(name).is_null().to_numpy(zero_copy_only=False)
+            row = int(np.flatnonzero(is_null)[0])
+            raise ValueError(f"{_row_name(file, batch, row, earlier_rows)}: {name} is missing.")
+    numbers = [_floats(batch.column(name)) for name in (*NUMBERS, rate_name)]
+    period = numbers[0]
+    starts_of_row, ends_of_row = (
+        np.asarray(pc.list_value_length(batch.column(name)), np.int64) for name in LISTS
     )
-    if not wrong.any():
-        row_of = np.repeat(np.arange(len(batch)), lengths[0])
-        fits = (
-            (start >= 0) & (end > start) & (end <= numbers[0][row_of])
-        )  # false for nan, as infinite ends are too
-        same = row_of[1:] == row_of[:-1]
-        fits[1:] &= ~same | (start[1:] >= end[:-1])
-        wrong[row_of[~fits]] = True
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        values = {name: batch.column(name)[row].as_py() for name in (*LISTS, *NUMBERS, by)}
-        raise ValueError(f"{_place(file, batch, row, before)}: {describe_error(values)}")
-    bounds, kept = _joined(start, end, same)
-    return bounds, np.bincount(np.repeat(row_of, 2)[kept], minlength=len(batch)), *numbers
+    start, end = (_floats(batch.column(name).flatten()) for name in LISTS)
+    is_positive = np.all([np.isfinite(values) & (values > 0) for values in numbers], axis=0)
+    is_wrong = ~is_positive | (starts_of_row != ends_of_row)
+    if not is_wrong.any():
+        row_of = np.repeat(np.arange(len(batch)), starts_of_row)
+        # False for nan and for infinite ends as well.
+        fits = (start >= 0) & (end > start) & (end <= period[row_of])
+        is_same_row = row_of[1:] == row_of[:-1]
+        fits[1:] &= ~is_same_row | (start[1:] >= end[:-1])
+        is_wrong[row_of[~fits]] = True
+    if is_wrong.any():
+        row = int(np.flatnonzero(is_wrong)[0])
+        values = {name: batch.column(name)[row].as_py() for name in (*LISTS, *NUMBERS, rate_name)}
+        raise ValueError(f"{_row_name(file, batch, row, earlier_rows)}: {describe_error(values)}.")
+    bounds, is_kept = _join_intervals(start, end, is_same_row)
+    counts = np.bincount(np.repeat(row_of, 2)[is_kept], minlength=len(batch))
+    return bounds, counts, *numbers
 
 
-def _joined(start: np.ndarray, end: np.ndarray, same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends in turn, without those at which one interval of a client passes into the next."""
+def _join_intervals(
+    start: np.ndarray, end: np.ndarray, is_same_row: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return starts and ends in turn, without those between two touching intervals of a client.
+
+    Also returns which of all starts and ends these are.
+    """
     bounds = np.stack([start, end], axis=1).ravel()
-    kept = np.ones(len(bounds), bool)
-    touching = np.flatnonzero(same & (start[1:] == end[:-1]))
-    kept[2 * touching + 1] = kept[2 * touching + 2] = False
-    return bounds[kept], kept
+    is_kept = np.ones(len(bounds), bool)
+    touching = np.flatnonzero(is_same_row & (start[1:] == end[:-1]))
+    is_kept[2 * touching + 1] = is_kept[2 * touching + 2] = False
+    return bounds[is_kept], is_kept
 
 
 def _floats(values: pa.Array) -> np.ndarray:
-    """float64; nan for what is missing."""
+    """Return the values as float64; nan for missing ones."""
     return np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False))
 
 
-def _place(file: str, batch: pa.RecordBatch, row: int, before: int) -> str:
-    return f"{file}: client {batch.column('client')[row].as_py()} (row {before + row})"
+def _row_name(file: str, batch: pa.RecordBatch, row: int, earlier_rows: int) -> str:
+    return f"{file}: client {batch.column('client')[row].as_py()} (row {earlier_rows + row})"
 
 
-def _refuse_twice(file: str, clients: pa.ChunkedArray) -> None:
-    if pa.types.is_integer(clients.type):  # a tenth of the memory that counting them takes
+def _check_clients_differ(file: str, clients: pa.ChunkedArray) -> None:
+    if pa.types.is_integer(clients.type):  # needs a tenth of the memory of counting them
         ordered = np.sort(clients.to_numpy())
-        twice = bool((ordered[1:] == ordered[:-1]).any())
+        has_duplicate = bool((ordered[1:] == ordered[:-1]).any())
     else:
-        twice = pc.count_distinct(clients).as_py() < len(clients)
-    if twice:
-        again = next(each for each in pc.value_counts(clients).to_pylist() if each["counts"] > 1)[
-            "values"
-        ]
-        rows = np.flatnonzero(pc.equal(clients, again))[:2]
-        raise ValueError(
-            f"{file}: client {again} is in rows {rows[0]} and {rows[1]}: a trace has one row for each client"
-        )
+        has_duplicate = pc.count_distinct(clients).as_py() < len(clients)
+    if not has_duplicate:
+        return
+    counts = pc.value_counts(clients).to_pylist()
+    client = next(entry["values"] for entry in counts if entry["counts"] > 1)
+    rows = np.flatnonzero(pc.equal(clients, client))[:2]
+    raise ValueError(
+        f"{file}: client {client} is in rows {rows[0]} and {rows[1]}. A trace has one row for each "
+        "client."
+    )
 
 
 def describe_error(row: Mapping[str, Any]) -> str:
-    """What is wrong with a row, in words; "" if nothing is."""
-    for name in [each for each in (*NUMBERS, *RATES) if each in row]:
-        if (value := row[name]) is None or not math.isfinite(value) or value <= 0:
+    """Return the error in a row of a trace, in words; "" if there is none."""
+    for name in (*NUMBERS, *RATES):
+        if name not in row:
+            continue
+        value = row[name]
+        if value is None or not math.isfinite(value) or value <= 0:
             return f"{name} is {value}, and must be a finite number above 0"
     start, end = row["start"], row["end"]
     if len(start) != len(end):
-        return f"{len(start)} starts and {len(end)} ends, of which each interval has one"
-    before = 0.0, 0.0
+        return f"{len(start)} starts and {len(end)} ends, and each interval has one of each"
+    previous = 0.0, 0.0
     for index, interval in enumerate(zip(start, end, strict=True), start=1):
-        if wrong := _describe_interval_error(interval, before, row["period"]):
-            return f"interval {index}, from {interval[0]} to {interval[1]}, {wrong}"
-        before = interval
+        error = _describe_interval_error(interval, previous, row["period"])
+        if error:
+            return f"interval {index}, from {interval[0]} to {interval[1]}, {error}"
+        previous = interval
     return ""
 
 
 def _describe_interval_error(
-    interval: Sequence[float], before: Sequence[float], period: float
+    interval: Sequence[float], previous: Sequence[float], period: float
 ) -> str:
     if any(value is None or not math.isfinite(value) for value in interval):
         return "has a time that is no finite number"
@@ -283,17 +308,19 @@ def _describe_interval_error(
         return "does not end after its start"
     if end > period:
         return f"ends after the period of {period} s"
-    if start < before[0]:
-        return f"is unsorted: the one before it starts at {before[0]}"
-    return f"overlaps the one before it, which ends at {before[1]}" if start < before[1] else ""
+    if start < previous[0]:
+        return f"is unsorted: the one before it starts at {previous[0]}"
+    if start < previous[1]:
+        return f"overlaps the one before it, which ends at {previous[1]}"
+    return ""
 
 
 def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a trace of rows that have all columns; `describe_error` must find nothing in them."""
-    by = next(name for name in RATES if name in rows[0])
-    kinds = {name: pa.list_(pa.float64()) for name in LISTS} | {
-        name: pa.float64() for name in (*NUMBERS, by)
-    }
-    table = pa.Table.from_pylist(list(rows), pa.schema({"client": pa.int64(), **kinds}))
+    rate_name = next(name for name in RATES if name in rows[0])
+    columns = [("client", pa.int64())]
+    columns += [(name, pa.list_(pa.float64())) for name in LISTS]
+    columns += [(name, pa.float64()) for name in (*NUMBERS, rate_name)]
+    table = pa.Table.from_pylist(list(rows), pa.schema(columns))
     with open_draft(file) as target:
         pq.write_table(table, target, row_group_size=_ROWS)

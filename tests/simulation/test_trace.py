@@ -126,11 +126,11 @@ def test_a_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     table |= dict(zip(("period", "down", "up", "speed"), rates, strict=True))
     pq.write_table(pa.table(table), tmp_path / "t", use_dictionary=False, data_page_size=1 << 12)
     held: list[int] = []
-    part = trace._part
+    part = trace._read_batch
     monkeypatch.setattr(trace, "_ROWS", 500)
-    monkeypatch.setattr(trace, "_BUFFER", 1 << 12)
+    monkeypatch.setattr(trace, "_BUFFER_BYTES", 1 << 12)
     monkeypatch.setattr(
-        trace, "_part", lambda *args: held.append(pa.total_allocated_bytes()) or part(*args)
+        trace, "_read_batch", lambda *args: held.append(pa.total_allocated_bytes()) or part(*args)
     )
     before = pa.total_allocated_bytes()
     read(str(tmp_path / "t"))
@@ -197,37 +197,26 @@ def test_another_seed_draws_other_rows() -> None:
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
+# Changes to a row, and the part of the row that the error names.
 BAD: list[tuple[Mapping[str, Any], str]] = [
-    (
-        {"start": [10.0, 150.0]},
-        "interval 2, from 150.0 to 900.0, overlaps the one before it, which ends at 200.0",
-    ),
+    ({"start": [10.0, 150.0]}, "interval 2, from 150.0 to 900.0, overlaps"),
     (
         {"start": [300.0, 10.0], "end": [900.0, 200.0]},
         "interval 2, from 10.0 to 200.0, is unsorted",
     ),
-    ({"start": [-1.0, 300.0]}, "interval 1, from -1.0 to 200.0, has a negative time"),
-    (
-        {"start": [10.0, math.nan]},
-        "interval 2, from nan to 900.0, has a time that is no finite number",
-    ),
-    (
-        {"end": [200.0, math.inf]},
-        "interval 2, from 300.0 to inf, has a time that is no finite number",
-    ),
-    ({"end": [200.0, None]}, "interval 2, from 300.0 to None, has a time that is no finite number"),
-    ({"end": [10.0, 900.0]}, "interval 1, from 10.0 to 10.0, does not end after its start"),
-    (
-        {"end": [200.0, 1000.5]},
-        "interval 2, from 300.0 to 1000.5, ends after the period of 1000.0 s",
-    ),
+    ({"start": [-1.0, 300.0]}, "interval 1, from -1.0 to 200.0"),
+    ({"start": [10.0, math.nan]}, "interval 2, from nan to 900.0"),
+    ({"end": [200.0, math.inf]}, "interval 2, from 300.0 to inf"),
+    ({"end": [200.0, None]}, "interval 2, from 300.0 to None"),
+    ({"end": [10.0, 900.0]}, "interval 1, from 10.0 to 10.0"),
+    ({"end": [200.0, 1000.5]}, "interval 2, from 300.0 to 1000.5"),
     ({"end": [200.0]}, "2 starts and 1 ends"),
     ({"start": None}, "start is missing"),
-    ({"period": math.inf}, "period is inf, and must be a finite number above 0"),
-    ({"period": 0.0}, "period is 0.0, and must be"),
-    ({"down": math.nan}, "down is nan, and must be"),
-    ({"up": -1.0}, "up is -1.0, and must be"),
-    ({"speed": None}, "speed is None, and must be"),
+    ({"period": math.inf}, "period is inf"),
+    ({"period": 0.0}, "period is 0.0"),
+    ({"down": math.nan}, "down is nan"),
+    ({"up": -1.0}, "up is -1.0"),
+    ({"speed": None}, "speed is None"),
 ]
 
 
@@ -252,24 +241,16 @@ def without(name: str) -> list[Row]:
 @pytest.mark.parametrize(
     ("rows", "columns", "text"),
     [
-        (without("client"), {}, "no column client (or two): it holds integers or strings"),
-        (without("end"), {}, "no column end (or two): it holds a list of numbers in each row"),
-        (without("up"), {}, "no column up (or two): it holds numbers"),
-        (without("speed"), {}, "has neither speed nor flops: a trace has one of the two"),
-        ([row(flops=1.0)], {}, "has speed and flops: a trace has one of the two"),
-        ([row()], {"period": pa.string()}, "column period is of type string, but holds numbers"),
-        ([row()], {"start": pa.list_(pa.string())}, "column start is of type list<"),
-        (
-            [row(start=1.0)],
-            {},
-            "column start is of type double, but holds a list of numbers in each row",
-        ),
-        ([row(1.5)], {}, "column client is of type double, but holds integers or strings"),  # type: ignore[arg-type]
-        (
-            [row(7), row(8), row(7)],
-            {},
-            "client 7 is in rows 0 and 2: a trace has one row for each client",
-        ),
+        (without("client"), {}, "0 columns client"),
+        (without("end"), {}, "0 columns end"),
+        (without("up"), {}, "0 columns up"),
+        (without("speed"), {}, "neither speed nor flops"),
+        ([row(flops=1.0)], {}, "speed and flops"),
+        ([row()], {"period": pa.string()}, "column period has the type string"),
+        ([row()], {"start": pa.list_(pa.string())}, "column start has the type list<"),
+        ([row(start=1.0)], {}, "column start has the type double"),
+        ([row(1.5)], {}, "column client has the type double"),  # type: ignore[arg-type]
+        ([row(7), row(8), row(7)], {}, "client 7 is in rows 0 and 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -299,7 +280,7 @@ def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) 
         "text.parquet": "cannot be read as a Parquet file",
         "missing.parquet": "cannot be read as a Parquet file",
         "empty.parquet": "has no rows",
-        "late.parquet": "nobody is available at the start, and for 1,000,000 s",
+        "late.parquet": r"fleet: .* 1,000,000 s",
     }
     for name, text in expected.items():
         with pytest.raises(Refused, match=text) as caught:
@@ -308,7 +289,7 @@ def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) 
                 quiet=True,
             )
         assert "\n" not in str(caught.value)
-    with pytest.raises(Refused, match=r"fleet\.file=null names no trace"):
+    with pytest.raises(Refused, match=r"fleet\.file=null"):
         raysim.run([*QUICK, "fleet=trace", f"out={tmp_path / 'out'}"], quiet=True)
     assert not (tmp_path / "out").exists()
 
