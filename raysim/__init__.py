@@ -21,7 +21,7 @@ from raysim.primitives.version import __version__
 if TYPE_CHECKING:
     from raysim.api.method import Method
     from raysim.commands.sweep.results import SweepResult
-    from raysim.commands.sweep.tune import sweep
+    from raysim.commands.sweep.session import sweep
     from raysim.data.partition import CSR, Partition, Partitioner
     from raysim.data.raw import Raw, Source
     from raysim.experiment.execute import build, load, run
@@ -62,7 +62,7 @@ __all__ = [
 _PLACES = {
     "raysim.api.method": ("Method",),
     "raysim.commands.sweep.results": ("SweepResult",),
-    "raysim.commands.sweep.tune": ("sweep",),
+    "raysim.commands.sweep.session": ("sweep",),
     "raysim.data.partition": ("CSR", "Partition", "Partitioner"),
     "raysim.data.raw": ("Raw", "Source"),
     "raysim.experiment.execute": ("build", "load", "run"),

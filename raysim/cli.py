@@ -619,60 +619,59 @@ def _going_on(words: Sequence[str]) -> list[str]:
 
 
 def _study(given: argparse.Namespace) -> int:
-    from raysim.commands.study.plan import moved, plan
+    from raysim.commands.study.plan import move, plan
 
     if given.parallel < 1:
         raise Refused(f"--parallel {given.parallel} must be at least 1")
-    campaign = plan(given.overrides, given.conf)  # before torch is imported
+    study = plan(given.overrides, given.conf)  # before torch is imported
     from rich.console import Console
 
     from raysim.commands.study.report import check_metrics, report
-    from raysim.commands.study.runner import carry_out, check, store
-    from raysim.commands.study.tracked import tracked
+    from raysim.commands.study.runner import check, make_runs, store
+    from raysim.commands.study.tracking import track
     from raysim.experiment.many_runs import new_folder
     from raysim.results.progress import waiting_line
 
     check_metrics(given.metric)
-    campaign = check(campaign, given.allow, given.parallel)
+    study = check(study, given.allow, given.parallel)
     with ExitStack() as stack:
         with errors_as_refusals():
-            if campaign.is_new:
-                folder = stack.enter_context(new_folder(campaign.folder, campaign.is_dated))
+            if study.is_new:
+                folder = stack.enter_context(new_folder(study.folder, study.is_dated))
             else:
-                folder = make_folder(campaign.folder)
+                folder = make_folder(study.folder)
                 stack.enter_context(lock_folder(folder))
-        if folder != campaign.folder:  # another study that began in the same second has the name
-            campaign = check(moved(campaign, folder), given.allow, given.parallel)
-        print("\n".join([str(campaign), *campaign.warnings]), flush=True)
+        if folder != study.folder:  # another study that began in the same second has the name
+            study = check(move(study, folder), given.allow, given.parallel)
+        print("\n".join([str(study), *study.warnings]), flush=True)
         with errors_as_refusals():
-            store(campaign)
+            store(study)
 
         def say(text: str) -> None:
             print(text, flush=True)
 
-        with tracked(campaign, say):
+        with track(study, say):
             with waiting_line(Console()) as show:
-                failed = carry_out(
-                    campaign, parallel=given.parallel, allow=given.allow, say=say, show=show
+                failures = make_runs(
+                    study, parallel=given.parallel, allow=given.allow, say=say, show=show
                 )
             with errors_as_refusals():
-                print(f"\n{report(campaign, given.metric, failed, terminal_width())}")
-    for name, sentence in failed.items():
+                print(f"\n{report(study, given.metric, failures, terminal_width())}")
+    for name, sentence in failures.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
 def _sweep(given: argparse.Namespace) -> int:
-    from raysim.commands.sweep.search import read_request
+    from raysim.commands.sweep.plan import read_request
     from raysim.runtime.placement import RayOptions, listen_on_loopback
 
-    search = read_request(given.overrides, given.conf)  # before torch and Ray are imported
-    moved = search.known and any(word.startswith("runtime") for word in search.words)
-    for draft in () if moved else search.search.drafts.values():
+    request = read_request(given.overrides, given.conf)  # before torch and Ray are imported
+    for draft in request.plan.drafts.values():
         listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
-    from raysim.commands.sweep.tune import sweep
+    from raysim.commands.sweep.session import sweep
 
-    sweep(search, quiet=given.quiet, allow=given.allow)
+    sweep(request, quiet=given.quiet, allow=given.allow)
     return 0
 
 

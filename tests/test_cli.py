@@ -945,20 +945,19 @@ def test_folders_that_are_no_run_are_passed_over(capsys: pytest.CaptureFixture[s
     )
 
 
-@pytest.mark.parametrize("kind", ["runs", "trials"])
-def test_a_study_and_a_search_are_reported_by_their_folders(
-    kind: str, capsys: pytest.CaptureFixture[str]
+def test_a_study_and_a_sweep_are_reported_by_their_folders(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for seed, name in enumerate(("one", "two")):
-        run(f"out=many/{kind}/{name}", "rounds=2", f"seed={seed}")
-    Path("many", kind, "begun").mkdir()
-    Path("many/many.yaml").write_text("")
+        run(f"out=many/runs/{name}", "rounds=2", f"seed={seed}")
+    Path("many/runs/begun").mkdir()
+    Path("many/study.yaml").write_text("")
     capsys.readouterr()
-    told = printed(["report", "many", "--csv"], capsys)
-    assert told == printed(["report", f"many/{kind}/one", f"many/{kind}/two", "--csv"], capsys)
-    assert ",one," in told and ",two," in told
+    table = printed(["report", "many", "--csv"], capsys)
+    assert table == printed(["report", "many/runs/one", "many/runs/two", "--csv"], capsys)
+    assert ",one," in table and ",two," in table
     assert cli.call(["report", "many"]) == 0
-    Path("many", kind).rename("many/others")
+    Path("many/runs").rename("many/others")
     assert "many is no folder of a run" in printed(["report", "many"], capsys, status=2)
 
 

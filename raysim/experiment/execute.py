@@ -597,8 +597,7 @@ def _tried(
         say(console, where.note)
         return load_finished(experiment, where.folder, console)
     with ExitStack() as stack:
-        stack.enter_context(_unwritable(where.folder))
-        stack.enter_context(_named())
+        stack.enter_context(explain_errors(where.folder))
         with errors_as_refusals():
             plan = overview(experiment, where.folder)
         for text in (plan, where.note):
@@ -610,7 +609,7 @@ def _tried(
             started = next(events)  # only now workers are known to fit
             for folder in apart(experiment.spec.settings.checkpoint, where.folder):
                 stack.enter_context(lock_folder(make_folder(folder)))
-            _begin_folder(experiment, where)
+            begin_folder(experiment, where)
         return record(experiment, where.folder, chain([started], events), console, quiet, users)
 
 
@@ -644,6 +643,13 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
             found.rows,
             functools.partial(build, config, allow, **parts),
         )
+
+
+@contextmanager
+def explain_errors(folder: Path) -> Iterator[None]:
+    """Raise `RunStopped` with one sentence for a hook that fails and for a file that cannot be written."""
+    with _unwritable(folder), _named():
+        yield
 
 
 @contextmanager
@@ -726,7 +732,7 @@ def _on_ray(
             yield from events(replace(options, workers=None))
 
 
-def _begin_folder(experiment: Experiment, where: Place) -> None:
+def begin_folder(experiment: Experiment, where: Place) -> None:
     """Write the configuration into the folder of a run that begins."""
     for draft in config_drafts(where.folder):
         draft.unlink()

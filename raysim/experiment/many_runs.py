@@ -124,10 +124,12 @@ def check_free(folder: Path) -> None:
     if (folder / LOCK_FILE).is_file() and os.access(folder / LOCK_FILE, os.W_OK):
         with lock_folder(folder):
             pass
-    if (folder / "study.yaml").is_file():
-        raise Refused(
-            f"out={folder} holds a study: choose another folder; {how_to_go_on('study', folder)}"
-        )
+    for command in ("study", "sweep"):
+        if (folder / f"{command}.yaml").is_file():
+            raise Refused(
+                f"out={folder}: the folder holds a {command}. "
+                f"Choose another folder; {how_to_go_on(command, folder)}"
+            )
     if folder.exists() or folder.is_symlink():
         raise Refused(
             f"out={folder} exists already: choose another folder, or continue it with resume=latest"

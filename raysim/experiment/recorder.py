@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,11 +97,6 @@ class Follower:
                 self._observers[0].on_finish(self.run, self.run.finished)
                 del self._observers[0]
 
-    def close(self) -> None:
-        """Stop the run where it is."""
-        with closing(self.events):  # type: ignore[type-var]
-            pass
-
     def _take(self, event: Event) -> None:
         if isinstance(event, Started):
             self.run.rows[:] = event.rows
@@ -156,7 +151,7 @@ def record(
     Whatever ends it early, its history so far is written and its tracking closed. Raises Interrupted.
     """
     run = current_run(experiment, folder)
-    follower = Follower(run, events, [*_observers(experiment, folder, console, quiet), *users])
+    follower = Follower(run, events, [*run_observers(experiment, folder, console, quiet), *users])
     try:
         follower.to_the_end()
     except KeyboardInterrupt:
@@ -186,10 +181,14 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
     return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
 
 
-def _observers(
-    experiment: Experiment, folder: Path, console: Console, quiet: bool
+def run_observers(
+    experiment: Experiment, folder: Path, console: Console, quiet: bool, *, is_trial: bool = False
 ) -> list[Observer]:
-    """Everything that follows a run, in the order in which it is told."""
+    """Return the observers of a run in the order in which they are called.
+
+    is_trial: whether a sweep makes the run. The sweep sends the trial's rows to MLflow and draws one picture of all
+    trials, so the run itself does neither.
+    """
 
     def note(text: str) -> None:
         if not quiet:
@@ -201,6 +200,8 @@ def _observers(
     def says(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else activity_line(console, text)
 
+    pictures = [] if is_trial else [Pictures(says)]
+    tracking = [] if is_trial else _tracking(experiment, folder, console, says)
     return [
         ProgressLine(console, quiet, experiment.spec.data),
         HistoryFile(),
@@ -210,10 +211,10 @@ def _observers(
         WorkerDeaths(note),
         MethodWarnings(experiment.round_warnings, warns),
         ProbeFiles(),
-        Pictures(says),
+        *pictures,
         ProfileFiles(lambda table: None if quiet else console.print(table)),
         SummaryFile(),  # after all other files
-        *_tracking(experiment, folder, console, says),  # sends these files
+        *tracking,  # sends these files
         ClosingLine(lambda text: say(console, text)),
     ]
 

@@ -100,13 +100,8 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The runs of a study and the trials of a search, by its folder; any other path alone."""
-    found = [
-        path.parent
-        for kind in ("runs", "trials")
-        for path in folder.glob(f"{kind}/*/history.parquet")
-    ]
-    return sorted(found) or [folder]
+    """Return the runs of a study or a sweep, by its folder; any other path alone."""
+    return sorted(path.parent for path in folder.glob("runs/*/history.parquet")) or [folder]
 
 
 def _yaml(text: str) -> object:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysim.commands.sweep.search import Options
+from raysim.commands.sweep.plan import SweepOptions
 from raysim.commands.sweep.space import (
     Choice,
     Interval,
-    checked,
-    covering,
-    distinct,
-    grid,
-    nearest,
+    check_range,
+    clip_point,
+    corner_points,
+    distinct_points,
+    grid_points,
     random_points,
 )
 from raysim.primitives.errors import Refused
@@ -50,7 +50,7 @@ def test_on_a_logarithmic_range_each_order_of_magnitude_is_as_likely() -> None:
 
 
 def test_a_grid_is_every_combination_with_the_last_key_fastest() -> None:
-    points = grid({"a": Choice((1, 2)), "b": Choice(("x", "y"))})
+    points = grid_points({"a": Choice((1, 2)), "b": Choice(("x", "y"))})
     assert points == [
         {"a": 1, "b": "x"},
         {"a": 1, "b": "y"},
@@ -60,19 +60,19 @@ def test_a_grid_is_every_combination_with_the_last_key_fastest() -> None:
 
 
 def test_a_grid_needs_lists() -> None:
-    with pytest.raises(Refused, match=r"sweep.search=grid needs a list of values of b"):
-        grid(SPACE)
+    with pytest.raises(Refused, match=r"^b: sweep.search=grid"):
+        grid_points(SPACE)
 
 
 def test_covering_points_hold_every_choice_and_both_ends() -> None:
-    points = covering(SPACE)
+    points = corner_points(SPACE)
     assert [point["a"] for point in points] == [1, 2, 3]
     assert {point["b"] for point in points} == {0.5, 2.0}
     assert {point["c"] for point in points} == {1, 9}
 
 
 def test_points_that_left_the_space_are_put_back() -> None:
-    assert nearest(SPACE, {"a": 2, "b": 7.7, "c": 3.4, "d": 0}) == {
+    assert clip_point(SPACE, {"a": 2, "b": 7.7, "c": 3.4, "d": 0}) == {
         "a": 2,
         "b": 2.0,
         "c": 3,
@@ -81,7 +81,7 @@ def test_points_that_left_the_space_are_put_back() -> None:
 
 
 def test_equal_points_are_kept_once() -> None:
-    assert distinct([{"a": [1]}, {"a": [2]}, {"a": [1]}]) == [{"a": [1]}, {"a": [2]}]
+    assert distinct_points([{"a": [1]}, {"a": [2]}, {"a": [1]}]) == [{"a": [1]}, {"a": [2]}]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_equal_points_are_kept_once() -> None:
 )
 def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
-        checked("local.lr", wrong)
+        check_range("local.lr", wrong)
 
 
 @pytest.mark.parametrize(
@@ -115,5 +115,5 @@ def test_a_range_that_holds_nothing_is_refused(wrong: Choice | Interval, sentenc
 )
 def test_a_search_without_room_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        Options(**settings)
-    assert Options(trials=1, workers=0, reduction=1.5, minutes=0.1).reduction == 1.5
+        SweepOptions(**settings)
+    assert SweepOptions(trials=1, workers=0, reduction=1.5, minutes=0.1).reduction == 1.5

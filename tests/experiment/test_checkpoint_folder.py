@@ -130,7 +130,7 @@ def test_a_search_has_no_one_place_for_its_trials_and_each_run_of_a_study_has_on
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(Refused, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)
-    cells = plan([*words, "seed=0,1"]).cells
-    assert [cell.config["checkpoint"]["folder"] for cell in cells] == [
-        f"memory://runs/a/{cell.name}" for cell in cells
+    runs = plan([*words, "seed=0,1"]).runs
+    assert [run.config["checkpoint"]["folder"] for run in runs] == [
+        f"memory://runs/a/{run.name}" for run in runs
     ]

@@ -111,7 +111,7 @@ def test_the_first_line_of_an_error_is_that_of_its_cause_in_another_process() ->
     "module",
     [
         "raysim.experiment.many_runs",
-        "raysim.commands.sweep.search",
+        "raysim.commands.sweep.plan",
         "raysim.commands.submit.job_server",
     ],
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from raysim.commands.sweep.overrides import sort_overrides
 from raysim.commands.sweep.space import Choice
-from raysim.commands.sweep.words import sweeping
 from raysim.experiment.compose import compose
 from raysim.experiment.overrides import read_override
 from raysim.experiment.run_overrides import expand_override, single_override
@@ -78,10 +78,10 @@ def test_values_of_a_study_keep_their_letters() -> None:
 
 
 def test_values_of_a_search_keep_their_letters() -> None:
-    _, space, fixed = sweeping(["data.root=/ü/a,/日/b", "out=/é=1", "seed=0..2"])
-    assert space["data.root"] == Choice(("/ü/a", "/日/b"))
-    assert space["seed"] == Choice((0, 1, 2))
-    assert fixed == ["out=/é=1"]
+    sweep = sort_overrides(["data.root=/ü/a,/日/b", "out=/é=1", "seed=0..2"])
+    assert sweep.space["data.root"] == Choice(("/ü/a", "/日/b"))
+    assert sweep.space["seed"] == Choice((0, 1, 2))
+    assert sweep.fixed == ["out=/é=1"]
 
 
 def test_options_and_files_of_any_language(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from raysim import cli
 from raysim.commands.new import package
-from raysim.commands.study.plan import moved, plan
-from raysim.commands.sweep.search import read_request
+from raysim.commands.study.plan import move, plan
+from raysim.commands.sweep.plan import read_request
 from raysim.experiment import many_runs
 from raysim.experiment.many_runs import new_folder
 from raysim.primitives.errors import Refused
@@ -118,17 +118,17 @@ def test_folder_below_a_file_is_an_error_and_not_a_search_without_end() -> None:
 def test_study_moves_to_another_folder_with_all_its_runs() -> None:
     first = plan(["method=fedavg,fedprox"])
     assert first.is_new and first.is_dated and first.folder == Path("studies/now")
-    second = moved(first, Path("studies/now-2"))
-    assert [cell.config["out"] for cell in second.cells] == [
-        f"studies/now-2/runs/{cell.name}" for cell in first.cells
+    second = move(first, Path("studies/now-2"))
+    assert [run.config["out"] for run in second.runs] == [
+        f"studies/now-2/runs/{run.name}" for run in first.runs
     ]
-    assert all("studies/now-2/mlflow.db" in cell.config["tracking"]["uri"] for cell in second.cells)
+    assert all("studies/now-2/mlflow.db" in run.config["tracking"]["uri"] for run in second.runs)
     assert not plan(["method=fedavg,fedprox", "out=s"]).is_dated
 
 
 def test_sweep_knows_whether_its_folder_is_dated() -> None:
     words = ["method=fedprox", "method.fedprox.mu=0.1,1", "sweep.search=grid"]
-    assert read_request(words).dated and not read_request([*words, "out=s"]).dated
+    assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
 def test_package_is_written_by_one_process_alone() -> None:

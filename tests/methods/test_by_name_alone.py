@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import raysim
 from raysim.api.declarations import Local
 from raysim.api.method import Method
-from raysim.commands.sweep.search import plan
+from raysim.commands.sweep.plan import plan
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.experiment.describe import overview

@@ -1,6 +1,6 @@
-"""What a study is asked to do: its runs, from the words of the command or from study.yaml.
+"""The plan of a study: its runs, from the overrides of the command or from study.yaml.
 
-Imports no torch, so that a wrong word is refused at once.
+Imports no torch, so that a wrong override is refused at once.
 """
 
 from __future__ import annotations
@@ -11,223 +11,226 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raysim.experiment import run_table
 from raysim.experiment.compose import compose
-from raysim.experiment.config_files import Node, load_yaml, to_dict
+from raysim.experiment.config_files import Node, to_dict
 from raysim.experiment.groups import find_groups
-from raysim.experiment.many_runs import (
-    asked_to_continue,
-    check_free,
-    dated_folder,
-    not_a_folder_of,
-    short_names,
-    value_label,
-)
+from raysim.experiment.many_runs import check_free, dated_folder, short_names, value_label
 from raysim.experiment.run_overrides import expand_override
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import user_path
 from raysim.results.tracking import default_uri
 
-ALWAYS = (
-    "method",
-    "seed",
-)  # in every run's name, so that a study can be continued with more of them
+# In the name of every run, so that a study can be continued with more of them.
+ALWAYS_NAMED = ("method", "seed")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run of a study: what sets it apart from the others, and its configuration."""
+class StudyRun:
+    """One run of a study.
 
-    name: str  # of its folder
-    settings: Mapping[
-        str, str
-    ]  # what varies, without the seed: {"method": "fedprox", "partition.alpha": "0.1"}
+    name: of its folder. settings: the values that vary, without the seed, such as
+    {"method": "fedprox", "partition.alpha": "0.1"}. config: its whole configuration.
+    """
+
+    name: str
+    settings: Mapping[str, str]
     seed: int
     config: Node
-    finished: bool = False
+    is_finished: bool = False
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Campaign:
-    """What a study is asked to do: its words, and the runs that follow from them."""
+class Study:
+    """A study before it starts.
+
+    conf: the user's own configuration folders. overrides: for each key, an override for each of its
+    values. is_dated: whether the folder's name is the time of the start.
+    """
 
     folder: Path
     conf: tuple[str, ...]
-    words: Mapping[str, tuple[str, ...]]  # for each key, an override for each of its values
-    cells: tuple[Cell, ...] = ()
+    overrides: Mapping[str, tuple[str, ...]]
+    runs: tuple[StudyRun, ...] = ()
     is_new: bool = False
-    is_dated: bool = False  # whether the folder's name is the time of the start
+    is_dated: bool = False
 
     @property
     def varied(self) -> list[str]:
-        """Keys with several values, in the order in which they were given."""
-        return [key for key, words in self.words.items() if len(words) > 1]
+        """Return the keys with several values, in the order in which the user gave them."""
+        return [key for key, overrides in self.overrides.items() if len(overrides) > 1]
 
     def __str__(self) -> str:
-        """How many runs, of what, and where."""
-        factors = [f"{len(words)} of {key}" for key, words in self.words.items() if len(words) > 1]
-        count = f"{len(self.cells)} run{'s' if len(self.cells) != 1 else ''}"
-        return f"{count} ({' x '.join(factors) or 'nothing varies'}) in {self.folder}; what each prints: logs/"
+        """Return the number of runs, the values that vary, and the folder."""
+        factors = [f"{len(self.overrides[key])} of {key}" for key in self.varied]
+        count = f"{len(self.runs)} run{'s' if len(self.runs) != 1 else ''}"
+        product = " x ".join(factors) or "nothing varies"
+        return f"{count} ({product}) in {self.folder}; what each prints: {run_table.LOGS}/"
 
     @property
     def warnings(self) -> list[str]:
-        """What the runs are warned of, each once; with the first run and the number of others, if it is not all."""
-        said: dict[str, list[str]] = {}
-        for cell in self.cells:
-            for text in cell.warnings:
-                said.setdefault(text, []).append(cell.name)
+        """Return each warning once; one that not all runs have names the first of its runs."""
+        names_of: dict[str, list[str]] = {}
+        for run in self.runs:
+            for text in run.warnings:
+                names_of.setdefault(text, []).append(run.name)
         lines = []
-        for text, (first, *others) in said.items():
-            whose = f"{first} and {len(others)} more" if others else first
-            lines.append(text if len(others) + 1 == len(self.cells) else f"{text} ({whose})")
+        for text, names in names_of.items():
+            if len(names) == len(self.runs):
+                lines.append(text)
+            elif len(names) == 1:
+                lines.append(f"{text} ({names[0]})")
+            else:
+                lines.append(f"{text} ({names[0]} and {len(names) - 1} more)")
         return lines
 
-    def log(self, cell: Cell) -> Path:
-        """Where a run's own output goes."""
-        return self.folder / "logs" / f"{cell.name}.txt"
+    def log(self, run: StudyRun) -> Path:
+        """Return the file that holds what a run printed."""
+        return run_table.log_file(self.folder, run.name)
 
-    def results(self, cell: Cell) -> Path:
-        """The folder of a run."""
-        return self.folder / "runs" / cell.name
+    def run_folder(self, run: StudyRun) -> Path:
+        """Return the folder of a run."""
+        return run_table.run_folder(self.folder, run.name)
 
 
-# --- the plan -------------------------------------------------------------------------------------------------------
-def plan(words: Sequence[str], conf: Sequence[str] = ()) -> Campaign:
-    """The runs of a study, those of the first seed first; reads study.yaml where it is continued. Raises Refused.
+# --- the plan -----------------------------------------------------------------------------------
+def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> Study:
+    """Return the study that the overrides describe; those of the first seed come first.
 
-    words: overrides as for `raysim run`, each with any number of values: "method=fedavg,fedprox", "seed=0..4",
-    "rounds=20". A key that only some of a group's options have (method.fedprox.mu) is for those runs alone.
+    overrides: as for `raysim run`, each with any number of values: "method=fedavg,fedprox",
+    "seed=0..4", "rounds=20". A key that only some options of a group have (method.fedprox.mu) holds
+    for their runs alone. A study that is continued adds them to those of its study.yaml.
+
+    Raise `Refused` for an override that no run can have, and for a folder that is in use.
     """
-    given = {key: tuple(each) for key, each in map(expand_override, words)}
-    out, _ = (given.pop(key, ()) for key in ("out", "resume"))
-    campaign = Campaign(
-        _folder(out), tuple(str(user_path(root).absolute()) for root in conf), given
-    )
-    if asked_to_continue(words, "study"):
-        campaign = _continued(campaign)
-    else:
-        check_free(campaign.folder)
-        campaign = replace(campaign, is_new=True, is_dated=not out)
-    return _with_cells(campaign)
+    overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
+    out = overrides_of.pop("out", ())
+    overrides_of.pop("resume", None)
+    folder = _folder(out)
+    conf = tuple(str(user_path(root).absolute()) for root in conf)
+    study = Study(folder, conf, overrides_of)
+    if run_table.is_continued(overrides, "study", folder):
+        return _with_runs(_merge_stored_plan(study))
+    if "resume=latest" in overrides:
+        return _with_runs(study)
+    check_free(folder)
+    return _with_runs(replace(study, is_new=True, is_dated=not out))
 
 
-def moved(campaign: Campaign, folder: Path) -> Campaign:
+def move(study: Study, folder: Path) -> Study:
     """Return the same study, planned for another folder."""
-    return _with_cells(replace(campaign, folder=folder))
+    return _with_runs(replace(study, folder=folder))
 
 
-def _with_cells(campaign: Campaign) -> Campaign:
-    cells = tuple(_cells(campaign))
-    names = [cell.name for cell in cells]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise Refused(
-            f"two runs of this study would be called {twice}: give each value of a key once"
-        )
-    return replace(campaign, cells=cells)
+def _with_runs(study: Study) -> Study:
+    runs = tuple(_runs(study))
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refused(f"{name}: two runs of this study get this name. Give each value once")
+    return replace(study, runs=runs)
 
 
 def _folder(out: Sequence[str]) -> Path:
     if not out:
         return dated_folder(Path("studies"))
     if len(out) > 1:
-        raise Refused(f"{' and '.join(out)} are two folders, but a study has one: name one")
+        raise Refused(f"{' and '.join(out)}: a study has one folder. Name one")
     return user_path(str(to_dict(compose(out))["out"]))
 
 
-def _continued(campaign: Campaign) -> Campaign:
-    """The study in the folder; what is given now takes the place of what its study.yaml says of the same keys."""
-    folder, path = campaign.folder, campaign.folder / "study.yaml"
-    if not path.is_file():
-        if not campaign.words or (
-            folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-        ):
-            raise not_a_folder_of("study", folder, path.name)
-        return campaign
-    stored = load_yaml(path)
-    if not isinstance(stored, dict) or not {"overrides", "conf"} <= stored.keys():
-        raise Refused(f"{path} holds no study: restore it, or start in a new folder")
-    before = {key: tuple(each) for key, each in map(expand_override, stored["overrides"])}
-    merged = replace(
-        campaign, words={**before, **campaign.words}, conf=campaign.conf or tuple(stored["conf"])
-    )
-    for key in merged.words:
-        if key not in ALWAYS and (key in merged.varied) != (len(before.get(key, ())) > 1):
+def _merge_stored_plan(study: Study) -> Study:
+    """Return the study of the folder, in which the new overrides replace those of the same keys."""
+    stored = run_table.load_plan(study.folder, "study")
+    before = {key: tuple(texts) for key, texts in map(expand_override, stored["overrides"])}
+    overrides = {**before, **study.overrides}
+    merged = replace(study, overrides=overrides, conf=study.conf or tuple(stored["conf"]))
+    for key in overrides:
+        varied_before = len(before.get(key, ())) > 1
+        varies_now = key in merged.varied
+        if key not in ALWAYS_NAMED and varies_now != varied_before:
+            values = "several values" if varies_now else "one value"
             raise Refused(
-                f"the study in {folder} has {'several values' if key in merged.varied else 'one value'} of {key} now, "
-                "which would rename its runs: start another study in a new folder"
+                f"{key}: {values} of {key} would rename the runs in {study.folder}. "
+                "Start another study in a new folder"
             )
     return merged
 
 
-def _cells(campaign: Campaign) -> Iterator[Cell]:
-    settings = list(_settings(campaign))
-    parts = _name_parts(campaign.varied)
-    seeds = campaign.words.get("seed") or ("",)
-    for word, (labels, config) in itertools.product(seeds, settings):
-        seed = _seed(word) if word else config["seed"]
-        varied = [f"{parts[key]}-{label}" for key, label in labels.items() if key != "method"]
-        name = "_".join([labels["method"], *varied])
-        name = re.sub(r"[^\w.+-]+", "-", f"{name}_seed-{seed}")
-        own: dict[str, object] = {
-            "seed": seed,
-            "out": str(campaign.folder / "runs" / name),
-            "resume": "latest",
-        }
-        if kept := config["checkpoint"].get("folder"):
-            own["checkpoint"] = {**config["checkpoint"], "folder": f"{kept.rstrip('/')}/{name}"}
+# --- the runs -----------------------------------------------------------------------------------
+def _runs(study: Study) -> Iterator[StudyRun]:
+    combinations = list(_combinations(study))
+    name_parts = _name_parts(study.varied)
+    seeds = study.overrides.get("seed") or ("",)
+    for seed_override, (settings, config) in itertools.product(seeds, combinations):
+        seed = _seed(seed_override) if seed_override else config["seed"]
+        parts = [settings["method"]]
+        for key, value in settings.items():
+            if key != "method":
+                parts.append(f"{name_parts[key]}-{value}")
+        parts.append(f"seed-{seed}")
+        name = re.sub(r"[^\w.+-]+", "-", "_".join(parts))
+        config = run_table.configure_run({**config, "seed": seed}, study.folder, name)
         tracking = config["tracking"]
-        if (
-            tracking["name"] == "mlflow" and tracking["uri"] is None
-        ):  # beside the runs, not among them
-            own["tracking"] = {**tracking, "uri": default_uri(campaign.folder)}
-        yield Cell(name, labels, seed, {**config, **own})
+        if tracking["name"] == "mlflow" and tracking["uri"] is None:
+            # Next to the runs: in their folder, it would look like one of them.
+            config["tracking"] = {**tracking, "uri": default_uri(study.folder)}
+        yield StudyRun(name, settings, seed, config)
 
 
-def _seed(word: str) -> int:
-    text = word.partition("=")[2]
+def _seed(override: str) -> int:
+    text = override.partition("=")[2]
     if re.fullmatch(r"\d+-\d+", text):
-        raise Refused(
-            f"{word} is no number: write seed={text.replace('-', '..')} for all from the first to the last"
-        )
+        counted = text.replace("-", "..")
+        raise Refused(f"{override}: this is not a number. Write seed={counted} for a range")
     if not text.isdigit():
-        raise Refused(f"{word} must be a whole number of at least 0")
+        raise Refused(f"{override}: a seed is a whole number of at least 0. Change it")
     return int(text)
 
 
-def _settings(campaign: Campaign) -> Iterator[tuple[dict[str, str], Node]]:
-    """Each combination of values but the seed's, once: what to call it, and its configuration."""
-    words = {key: each for key, each in campaign.words.items() if key != "seed"}
-    known = find_groups([Path(root) for root in campaign.conf]).files
-    bases: dict[tuple[str, ...], Node] = {}  # the configuration that the chosen options make
-    seen, used = set(), set()  # type: set[tuple[str, ...]], set[str]
-    for combination in itertools.product(*words.values()):
-        chosen = dict(zip(words, combination, strict=True))
-        options = tuple(word for key, word in chosen.items() if key in known)
+def _combinations(study: Study) -> Iterator[tuple[dict[str, str], Node]]:
+    """Yield the settings and the configuration of each combination of values, without the seeds.
+
+    A run leaves out overrides of keys that its options do not have, so several combinations may be
+    the same; each is yielded once.
+    """
+    overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
+    group_names = find_groups([Path(root) for root in study.conf]).files
+    bases: dict[tuple[str, ...], Node] = {}  # by the options that are chosen
+    seen: set[tuple[str, ...]] = set()
+    used_keys: set[str] = set()
+    for combination in itertools.product(*overrides.values()):
+        override_of = dict(zip(overrides, combination, strict=True))
+        options = tuple(text for key, text in override_of.items() if key in group_names)
         if options not in bases:
-            bases[options] = to_dict(compose(options, campaign.conf))
-        base = bases[options]
-        fits = {key: word for key, word in chosen.items() if key in known or _has(base, key)}
-        used.update(fits)
-        if (same := tuple(fits.values())) in seen:
+            bases[options] = to_dict(compose(options, study.conf))
+        fitting = {}
+        for key, text in override_of.items():
+            if key in group_names or _has_key(bases[options], key):
+                fitting[key] = text
+        used_keys.update(fitting)
+        texts = tuple(fitting.values())
+        if texts in seen:
             continue
-        seen.add(same)
-        config = to_dict(compose(list(fits.values()), campaign.conf))
-        labels = {"method": value_label(config["choices"]["method"])}
-        labels |= {
-            k: fits[k].partition("=")[2].strip("\"'")
-            for k in campaign.varied
-            if k in fits and k != "method"
-        }
-        yield labels, config
-    if unknown := [
-        each[0] for key, each in words.items() if key not in used
-    ]:  # refused in the words of a run
-        compose(
-            [*(each[0] for key, each in words.items() if key in known), *unknown], campaign.conf
-        )
+        seen.add(texts)
+        config = to_dict(compose(texts, study.conf))
+        yield _settings(study, config, fitting), config
+    unused = [texts[0] for key, texts in overrides.items() if key not in used_keys]
+    if unused:
+        options = tuple(texts[0] for key, texts in overrides.items() if key in group_names)
+        compose([*options, *unused], study.conf)  # refuses them as a single run would
 
 
-def _has(node: object, key: str) -> bool:
+def _settings(study: Study, config: Node, overrides: Mapping[str, str]) -> dict[str, str]:
+    settings = {"method": value_label(config["choices"]["method"])}
+    for key in study.varied:
+        if key in overrides and key != "method":
+            settings[key] = overrides[key].partition("=")[2].strip("\"'")
+    return settings
+
+
+def _has_key(node: object, key: str) -> bool:
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
             return False
@@ -236,10 +239,11 @@ def _has(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """What each key is called in the names of runs: its last part, or the whole key where another one ends alike.
+    """Map each key to its part of a run's name: its last part, or all of it where that is ambiguous.
 
-    Not as short as in tables, because the folders of a study that is continued must be found under their names.
+    Longer than in tables, because a study that is continued must find its folders by their names.
     """
-    return {
-        key: key if "." in name else name for key, name in zip(keys, short_names(keys), strict=True)
-    }
+    parts = {}
+    for key, short_name in zip(keys, short_names(keys), strict=True):
+        parts[key] = key if "." in short_name else short_name
+    return parts

@@ -1,4 +1,4 @@
-"""What a study found: mean and deviation over its seeds, paired differences to a reference, tables, page and picture.
+"""The results of a study: means over its seeds, compare_pairs differences to a reference, a page, a picture.
 
 study.csv        a row per run         differences.csv   a row per comparison
 study.json       both, and the means   study.png         the differences with their intervals
@@ -14,16 +14,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.commands.study.plan import Campaign, Cell
+from raysim.commands.study.plan import Study, StudyRun
 from raysim.experiment.many_runs import score, short_names
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.history import COLUMNS, metric_of, write_json
+from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
 from raysim.results.report import (
     Run,
@@ -48,163 +48,206 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METRICS = ("final", "best5_mean", "last10_mean")
-FEW = 5  # rounds, of which the best five are all
+BEST_ROUNDS = 5  # of a run with so few rounds, the mean of the best five is the mean of all
+SMALL_P = 0.001
 TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
 HOW = (
-    "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. The interval is that "
-    "of the mean difference; p is that of a paired t-test, Holm's is corrected for all comparisons of one table, "
-    "Wilcoxon's needs six seeds."
+    "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. "
+    "The interval is that of the mean difference; p is that of a compare_pairs t-test, Holm's is corrected "
+    "for all comparisons of one table, Wilcoxon's needs six seeds."
 )
+LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True)
-class Scores:
-    """A run of a study, and its metrics; no run where it failed or was not made."""
+class RunScores:
+    """A run of a study with its metrics. result: None where the run failed or was not made."""
 
-    cell: Cell
-    run: Run | None
+    run: StudyRun
+    result: Run | None
     values: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting against the reference, where all else is equal."""
+    """One setting compared with the reference, where all else is equal.
+
+    where: the settings that both share, such as "alpha=0.1". differences: one for each seed.
+    """
 
     metric: str
-    where: str  # the settings that both share: "alpha=0.1"
+    where: str
     what: str
     reference: str
     seeds: tuple[int, ...]
-    each: tuple[float, ...]  # the difference of each pair
-    found: Difference
+    differences: tuple[float, ...]
+    test: Difference
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------------------------
 def check_metrics(names: Sequence[str]) -> None:
-    """Refuse what no summary has; a method's own reports have a dot in their names and are known when runs are."""
-    simple = [*METRICS, *COLUMNS, *(f"{name}_global" for name in METRICS[1:]), "last10_std"]
+    """Raise `Refused` for a metric that no summary has.
+
+    A method's own reports have a dot in their names; they are finite_values when runs have finished.
+    """
+    global_names = [f"{name}_global" for name in METRICS[1:]]
+    known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
     for name in names:
-        if name not in simple and "." not in name:
-            raise Refused(
-                f"--metric {name} does not exist: {suggest(name, [*simple, 'rounds_to.0.80'])}"
-            )
+        if name not in known_names and "." not in name:
+            advice = suggest(name, [*known_names, "rounds_to.0.80"])
+            raise Refused(f"--metric {name} does not exist: {advice}")
 
 
-def _both(summary: Mapping[str, object], metric: str) -> tuple[float | None, float | None]:
-    """A run's score on the clients' own tests, and on the central test set."""
-    return score(summary, metric), score(summary, f"{metric}_global")
+def gather_scores(study: Study, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
+    """Read the finished runs; return the names of the metrics, and the scores of all runs."""
+    results = []
+    for run in study.runs:
+        folder = study.run_folder(run)
+        results.append(load_run(folder) if (folder / SUMMARY).is_file() else None)
+    summaries = [result.summary for result in results if result is not None]
+    names = list(metrics) or _usual_metrics(summaries)
+    scores = []
+    for run, result in zip(study.runs, results, strict=True):
+        values: dict[str, float | None] = dict.fromkeys(names)
+        if result is not None:
+            values = {name: score(result.summary, name) for name in names}
+        scores.append(RunScores(run, result, values))
+    return names, scores
 
 
-def gather(campaign: Campaign, metrics: Sequence[str]) -> tuple[list[str], list[Scores]]:
-    """Read the finished runs. Without metrics: the usual ones, and the highest threshold that every run reached."""
-    runs = [load_run(f) if (f := campaign.results(c)).joinpath("summary.json").is_file() else None
-            for c in campaign.cells]  # fmt: skip
-    there = [run.summary for run in runs if run is not None]
-    reached = [
-        {n for n, v in each.items() if v is not None}
-        for s in there
-        if isinstance(each := s.get("rounds_to"), dict)
-    ]
-    highest = max(set.intersection(*reached) if reached else (), key=float, default=None)
-    many = any((score(each, "rounds") or 0) > FEW for each in there)
-    usual = [name for name in METRICS if many or name != "best5_mean"]
-    scored_by = dict.fromkeys(str(each.get("metric", "accuracy")) for each in there)
-    both = [name for name in scored_by if any(None not in _both(each, name) for each in there)]
-    usual += [f"{name}_global" for name in both]
-    names = list(metrics) or [*usual, *([f"rounds_to.{highest}"] if highest else [])]
-    return names, [
-        Scores(cell, run, {name: score(run.summary, name) if run else None for name in names})
-        for cell, run in zip(campaign.cells, runs, strict=True)
-    ]
+def _usual_metrics(summaries: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the metrics that a report compares if the user names none."""
+    has_many_rounds = any((score(each, "rounds") or 0) > BEST_ROUNDS for each in summaries)
+    names = [name for name in METRICS if has_many_rounds or name != "best5_mean"]
+    for metric in dict.fromkeys(str(each.get("metric", "accuracy")) for each in summaries):
+        columns = (metric, f"{metric}_global")
+        if any(None not in [score(each, name) for name in columns] for each in summaries):
+            names.append(f"{metric}_global")
+    highest = _highest_common_threshold(summaries)
+    return [*names, f"rounds_to.{highest}"] if highest else names
 
 
-def compared(campaign: Campaign) -> list[str]:
-    """The keys whose values are compared: methods and their values where they vary, else the first key that does."""
-    varied = [key for key in campaign.varied if key != "seed"]
-    return [key for key in varied if key.partition(".")[0] == "method"] or varied[:1]
+def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
+    """Return the highest threshold that every run reached, None if there is none."""
+    reached = []
+    for summary in summaries:
+        rounds_to = summary.get("rounds_to")
+        if isinstance(rounds_to, dict):
+            reached.append({name for name, rounds in rounds_to.items() if rounds is not None})
+    common = set.intersection(*reached) if reached else set()
+    return max(common, key=float, default=None)
 
 
-def label(campaign: Campaign, cell: Cell, keys: Sequence[str]) -> str:
-    """Some settings of a run in a few words: "fedprox, mu=0.1"."""
-    shown = [key for key in keys if key in cell.settings]
-    short = dict(zip(campaign.varied, short_names(campaign.varied), strict=True))
-    names = {key: "" if key == "method" else f"{short[key]}=" for key in shown}
-    return ", ".join(f"{names[key]}{cell.settings[key]}" for key in shown)
+def compared_keys(study: Study) -> list[str]:
+    """Return the keys whose values are compared.
+
+    Methods and their values where they vary, else the first key that varies.
+    """
+    varied = [key for key in study.varied if key != "seed"]
+    of_methods = [key for key in varied if key.partition(".")[0] == "method"]
+    return of_methods or varied[:1]
 
 
-def differences(campaign: Campaign, scores: Sequence[Scores], metric: str) -> list[Comparison]:
-    """Every setting against the first one, over the seeds that both have; Holm's correction over all of them."""
-    keys = compared(campaign)
-    others = [key for key in campaign.varied if key not in (*keys, "seed")]
-    table: dict[str, dict[str, dict[int, float]]] = {}
+def _other_keys(study: Study) -> list[str]:
+    """Return the keys that vary and are not compared: their values make the groups of rows."""
+    return [key for key in study.varied if key not in (*compared_keys(study), "seed")]
+
+
+def _setting_keys(study: Study) -> list[str]:
+    return [key for key in dict.fromkeys(["method", *study.varied]) if key != "seed"]
+
+
+def label(study: Study, run: StudyRun, keys: Sequence[str]) -> str:
+    """Return some settings of a run in one line: "fedprox, mu=0.1"."""
+    short = dict(zip(study.varied, short_names(study.varied), strict=True))
+    parts = []
+    for key in keys:
+        if key in run.settings:
+            name = "" if key == "method" else f"{short[key]}="
+            parts.append(f"{name}{run.settings[key]}")
+    return ", ".join(parts)
+
+
+def compare_settings(study: Study, scores: Sequence[RunScores], metric: str) -> list[Comparison]:
+    """Compare every setting with the first one, over the seeds that both have.
+
+    Holm's correction is over all of them.
+    """
+    table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for each in scores:
-        here = table.setdefault(label(campaign, each.cell, others), {})
-        seeds = here.setdefault(label(campaign, each.cell, keys), {})
-        if (value := each.values[metric]) is not None:
-            seeds[each.cell.seed] = value
-    found = []
-    for where, whats in table.items():
-        (reference, base), *rest = whats.items()
+        settings = table.setdefault(label(study, each.run, _other_keys(study)), {})
+        values = settings.setdefault(label(study, each.run, compared_keys(study)), {})
+        value = each.values[metric]
+        if value is not None:
+            values[each.run.seed] = value
+    comparisons = []
+    for where, settings in table.items():
+        (reference, reference_values), *rest = settings.items()
         for what, values in rest:
-            common = tuple(seed for seed in base if seed in values)
-            left, right = [values[seed] for seed in common], [base[seed] for seed in common]
-            pairs = tuple(a - b for a, b in zip(left, right, strict=True))
-            found.append(
-                Comparison(
-                    metric, where, what, reference, common, pairs, compare_pairs(left, right)
-                )
-            )
-    corrected = holm_correction([one.found.p for one in found])
+            seeds = tuple(seed for seed in reference_values if seed in values)
+            left = [values[seed] for seed in seeds]
+            right = [reference_values[seed] for seed in seeds]
+            differences = tuple(a - b for a, b in zip(left, right, strict=True))
+            test = compare_pairs(left, right)
+            comparisons.append(Comparison(metric, where, what, reference, seeds, differences, test))
+    corrected = holm_correction([comparison.test.p for comparison in comparisons])
     return [
-        replace(one, found=replace(one.found, holm=p))
-        for one, p in zip(found, corrected, strict=True)
+        replace(comparison, test=replace(comparison.test, holm=p))
+        for comparison, p in zip(comparisons, corrected, strict=True)
     ]
 
 
-def settings(campaign: Campaign, scores: Sequence[Scores]) -> list[RunGroup]:
-    """The finished runs of each setting, the reference first."""
-    keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
-    found = [
-        (label(campaign, group[0].cell, keys), [s.run for s in group if s.run])
-        for group in grouped(scores)
-    ]
-    return [RunGroup(name, runs) for name, runs in found if runs]
+def result_groups(study: Study, scores: Sequence[RunScores]) -> list[RunGroup]:
+    """Return the finished runs of each setting, the reference first."""
+    groups = []
+    for of_setting in group_by_setting(scores):
+        results = [each.result for each in of_setting if each.result]
+        if results:
+            title = label(study, of_setting[0].run, _setting_keys(study))
+            groups.append(RunGroup(title, results))
+    return groups
 
 
-def grouped(scores: Sequence[Scores]) -> list[list[Scores]]:
-    """The runs of each setting: they differ in their seeds alone."""
-    groups: dict[tuple[tuple[str, str], ...], list[Scores]] = {}
+def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
+    """Return the runs of each setting, which differ in their seeds alone."""
+    groups: dict[tuple[tuple[str, str], ...], list[RunScores]] = {}
     for each in scores:
-        groups.setdefault(tuple(each.cell.settings.items()), []).append(each)
+        groups.setdefault(tuple(each.run.settings.items()), []).append(each)
     return list(groups.values())
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-def _number(metric: str, value: float | None, sign: str = "", *, like: float | None = None) -> str:
-    """like: of a deviation its mean, whose decimals it has."""
+# --- tables -------------------------------------------------------------------------------------
+def _format_number(
+    metric: str, value: float | None, sign: str = "", *, like: float | None = None
+) -> str:
+    """Return a number as text. like: for a deviation, its mean, whose decimals it gets."""
     if value is None:
         return MISSING
-    if metric.startswith("rounds") or abs(value if like is None else like) < 10:
-        return f"{value:{sign}{'.1f' if metric.startswith('rounds') else '.4f'}}"
-    return (
-        f"{value:{sign}.4g}"
-        if like is None
-        else f"{value:.{max(0, 3 - int(math.log10(abs(like))))}f}"
-    )
+    if metric.startswith("rounds"):
+        return f"{value:{sign}.1f}"
+    if abs(value if like is None else like) < 10:
+        return f"{value:{sign}.4f}"
+    if like is None:
+        return f"{value:{sign}.4g}"
+    decimals = max(0, 3 - int(math.log10(abs(like))))
+    return f"{value:.{decimals}f}"
 
 
-def _p(value: float | None) -> str:
-    return MISSING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
+def _format_p(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    return f"<{SMALL_P}" if value < SMALL_P else f"{value:.3f}"
 
 
-def _better(metric: str, errors: bool) -> int:
-    """+1 where more is better, -1 where less is, 0 where nobody can say. errors: the runs are scored by these."""
-    if "loss" in metric or metric.startswith(
-        ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER_IS_BETTER)
-    ):
+def _direction(metric: str, is_error: bool) -> int:
+    """Return +1 where more is better, -1 where less is, 0 where it is unknown.
+
+    is_error: whether the runs are describe_scores by errors of values.
+    """
+    if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1
     if metric in METRICS or metric.startswith(("best5", "last10_mean")):
-        return -1 if errors else 1
+        return -1 if is_error else 1
     return int(metric.startswith("accuracy"))
 
 
@@ -214,233 +257,265 @@ def _title(metric: str) -> str:
     return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))
 
 
-def settings_table(campaign: Campaign, scores: Sequence[Scores]) -> list[Column]:
-    """A row per setting: number of its runs, mean ± deviation (divisor n-1) of every metric over the seeds.
+def settings_table(study: Study, scores: Sequence[RunScores]) -> list[Column]:
+    """Return a row per setting: its number of runs, and mean ± deviation of each metric.
 
-    What is compared is marked as best among rows that share all other settings, as `MARKED` says.
+    The deviation is over the seeds, with divisor n-1. The best is marked among rows that share all
+    settings that are not compared, as `BEST_RULE` says.
     """
-    keys = [key for key in dict.fromkeys(["method", *campaign.varied]) if key != "seed"]
-    groups = grouped(scores)
-    names = zip(keys, short_names(keys), strict=True)
-    columns = [
-        Column(name, [g[0].cell.settings.get(key, MISSING) for g in groups]) for key, name in names
-    ]
-    made = [sum(each.run is not None for each in group) for group in groups]
-    counts = [
-        f"{n}" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(made, groups, strict=True)
-    ]
-    others = [key for key in campaign.varied if key not in (*compared(campaign), "seed")]
-    where = [label(campaign, group[0].cell, others) for group in groups]
-    columns.append(Column("n", counts, [float(n) for n in made]))
-    kinds = {metric_of(each.run.rows) for each in scores if each.run}
-    errors = bool(kinds) and kinds <= LOWER_IS_BETTER
+    keys = _setting_keys(study)
+    groups = group_by_setting(scores)
+    columns = []
+    for key, name in zip(keys, short_names(keys), strict=True):
+        values = [group[0].run.settings.get(key, MISSING) for group in groups]
+        columns.append(Column(name, values))
+    counts = [sum(each.result is not None for each in group) for group in groups]
+    count_texts = []
+    for count, group in zip(counts, groups, strict=True):
+        count_texts.append(f"{count}" if count == len(group) else f"{count} of {len(group)}")
+    columns.append(Column("n", count_texts, [float(count) for count in counts]))
+    where = [label(study, group[0].run, _other_keys(study)) for group in groups]
+    metrics = {metric_of(each.result.rows) for each in scores if each.result}
+    is_error = bool(metrics) and metrics <= LOWER_IS_BETTER
     for metric in scores[0].values:
         texts, means, deviations = [], [], []
-        for n, group in zip(made, groups, strict=True):
-            values = finite_values([each.values[metric] for each in group])
-            mean, deviation = mean_deviation(values)
-            text = format_mean(mean, deviation, partial(_number, metric))
-            texts.append(text + (f" ({len(values)} of {n})" if 0 < len(values) < n else ""))
+        for count, group in zip(counts, groups, strict=True):
+            values_of_seeds = finite_values([each.values[metric] for each in group])
+            mean, deviation = mean_deviation(values_of_seeds)
+            text = format_mean(mean, deviation, partial(_format_number, metric))
+            if 0 < len(values_of_seeds) < count:
+                text += f" ({len(values_of_seeds)} of {count})"
+            texts.append(text)
             means.append(mean)
             deviations.append(deviation)
-        columns.append(
-            Column(_title(metric), texts, means, _better(metric, errors), deviations, where)
-        )
+        direction = _direction(metric, is_error)
+        columns.append(Column(_title(metric), texts, means, direction, deviations, where))
     return columns
 
 
 def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
-    """A row per comparison of one metric."""
-    found = [one.found for one in comparisons]
+    """Return a row per comparison of one metric; columns without content are left out."""
     metric = comparisons[0].metric
-    bounds = [
-        f"[{_number(metric, f.low, '+')}, {_number(metric, f.high, '+')}]"
-        if f.low is not None
-        else MISSING
-        for f in found
-    ]
+    tests = [comparison.test for comparison in comparisons]
+    intervals = []
+    for test in tests:
+        low, high = (_format_number(metric, bound, "+") for bound in (test.low, test.high))
+        intervals.append(MISSING if test.low is None else f"[{low}, {high}]")
+    pairs = [f"{comparison.what} – {comparison.reference}" for comparison in comparisons]
+    means = [test.mean for test in tests]
     columns = [
-        Column("where", [one.where for one in comparisons]),
-        Column("compared", [f"{one.what} – {one.reference}" for one in comparisons]),
-        Column("n", [str(f.pairs) for f in found], [float(f.pairs) for f in found]),
+        Column("where", [comparison.where for comparison in comparisons]),
+        Column("compared", pairs),
+        Column("n", [str(test.pairs) for test in tests], [float(test.pairs) for test in tests]),
+        Column("difference", [_format_number(metric, mean, "+") for mean in means], means),
+        Column("95 % interval", intervals, [test.low for test in tests]),
+        Column("p", [_format_p(test.p) for test in tests], [test.p for test in tests]),
+        Column("p (Holm)", [_format_p(test.holm) for test in tests], [test.holm for test in tests]),
         Column(
-            "difference", [_number(metric, f.mean, "+") for f in found], [f.mean for f in found]
+            "p (Wilcoxon)",
+            [_format_p(test.wilcoxon) for test in tests],
+            [test.wilcoxon for test in tests],
         ),
-        Column("95 % interval", bounds, [f.low for f in found]),
-        Column("p", [_p(f.p) for f in found], [f.p for f in found]),
-        Column("p (Holm)", [_p(f.holm) for f in found], [f.holm for f in found]),
-        Column("p (Wilcoxon)", [_p(f.wilcoxon) for f in found], [f.wilcoxon for f in found]),
-        Column("", [f.note for f in found]),
+        Column("", [test.note for test in tests]),
     ]
     return [column for column in columns if set(column.texts) - {"", MISSING}]
 
 
-# --- the picture ----------------------------------------------------------------------------------------------------
+# --- the picture --------------------------------------------------------------------------------
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
-    """A PNG: the differences of one metric with their intervals and pairs, a panel per group of shared settings.
+    """Return a PNG of the differences of one metric with their intervals and their seeds.
 
-    about: which metric on which tests it is.
+    Each group of shared settings has a panel. about: which tests the metric is measured on.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     ink, paper = ("#e6e8ea", "#16191d") if dark else ("#22262a", "#ffffff")
     panels: dict[str, list[Comparison]] = {}
-    for one in comparisons:
-        panels.setdefault(one.where, []).append(one)
+    for comparison in comparisons:
+        panels.setdefault(comparison.where, []).append(comparison)
     sizes = [len(panel) for panel in panels.values()]
-    looks: dict[str, object] = dict.fromkeys(
-        ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), paper
-    )
-    with matplotlib.rc_context(theme(ink) | looks | {"axes.titlesize": 11}):
+    names = list(dict.fromkeys(comparison.what for comparison in comparisons))
+    looks: dict[str, object] = {
+        "figure.facecolor": paper,
+        "axes.facecolor": paper,
+        "savefig.facecolor": paper,
+        "axes.titlesize": 11,
+    }
+    with matplotlib.rc_context(theme(ink) | looks):
         height = 1.5 + 0.45 * len(sizes) + 0.42 * sum(sizes)
         figure = Figure(figsize=(7, height), dpi=130, layout="constrained")
-        axes = figure.subplots(
-            len(panels), 1, sharex=True, squeeze=False, height_ratios=[n + 0.6 for n in sizes]
-        )[:, 0]
-        names = list(dict.fromkeys(one.what for one in comparisons))
+        ratios = [size + 0.6 for size in sizes]
+        grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
+        axes = grid[:, 0]
         for ax, (where, panel) in zip(axes, panels.items(), strict=True):
-            _panel(ax, panel, names, DARK if dark else LIGHT)
+            _draw_panel(ax, panel, names, DARK if dark else LIGHT)
             ax.set_title(where, loc="left")
-        first = comparisons[0]
-        is_tested = any(one.found.low is not None for one in comparisons)
-        interval = (
-            " with its 95 % interval"
-            if is_tested
-            else f" (no interval: that needs {MIN_PAIRS} seeds)"
-        )
-        what = f"{_title(first.metric)}{f', {about}' if about else ''}: difference to {first.reference}"
-        lines = (what, f"circles: each seed, dot: mean{interval}")
+        lines = _axis_text(comparisons, about)
         axes[-1].set_xlabel("\n".join(textwrap.fill(line, 72) for line in lines))
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _panel(
+def _axis_text(comparisons: Sequence[Comparison], about: str) -> list[str]:
+    first = comparisons[0]
+    if any(comparison.test.low is not None for comparison in comparisons):
+        interval = " with its 95 % interval"
+    else:
+        interval = f" (no interval: that needs {MIN_PAIRS} seeds)"
+    metric = f"{_title(first.metric)}, {about}" if about else _title(first.metric)
+    return [
+        f"{metric}: difference to {first.reference}",
+        f"circles: each seed, dot: mean{interval}",
+    ]
+
+
+def _draw_panel(
     ax: Axes, panel: Sequence[Comparison], names: Sequence[str], colours: Sequence[str]
 ) -> None:
-    for height, one in enumerate(reversed(panel)):
-        colour, found = colours[(names.index(one.what) + 1) % len(colours)], one.found
-        # Circles, which nobody takes for the ends of an interval.
+    for height, comparison in enumerate(reversed(panel)):
+        test = comparison.test
+        colour = colours[(names.index(comparison.what) + 1) % len(colours)]
+        # Circles, so that they are not taken for the ends of an interval.
         ax.plot(
-            one.each,
-            [height - 0.22] * len(one.each),
+            comparison.differences,
+            [height - 0.22] * len(comparison.differences),
             "o",
             color=colour,
             alpha=0.6,
             markersize=4,
             fillstyle="none",
         )
-        if found.low is not None and found.high is not None:
-            ax.plot([found.low, found.high], [height, height], color=colour, solid_capstyle="butt")
-        if found.mean is not None:
-            ax.plot([found.mean], [height], "o", color=colour, markersize=6)
+        if test.low is not None and test.high is not None:
+            ax.plot([test.low, test.high], [height, height], color=colour, solid_capstyle="butt")
+        if test.mean is not None:
+            ax.plot([test.mean], [height], "o", color=colour, markersize=6)
     ax.axvline(0.0, color="#8a9199", linewidth=1, zorder=0)
-    ax.set_yticks(range(len(panel)), [one.what for one in reversed(panel)])
+    ax.set_yticks(range(len(panel)), [comparison.what for comparison in reversed(panel)])
     ax.set_ylim(-0.6, len(panel) - 0.4)
     ax.grid(axis="x")
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 def report(
-    campaign: Campaign,
+    study: Study,
     metrics: Sequence[str] = (),
-    failed: Mapping[str, str] | None = None,
+    failures: Mapping[str, str] | None = None,
     width: int = 0,
 ) -> str:
-    """Write all files of the study's folder that say what it found; the text that is printed of it.
+    """Write all results into the study's folder; return the text that is printed of them.
 
-    metrics: what is compared, the first one in the picture too. failed: the sentences of runs that failed. width: of
-    a line, if above 0.
+    metrics: what is compared, the first one in the picture too; empty: the usual ones. failures:
+    the sentences of the runs that failed. width: of a line in characters; 0: any.
     """
-    names, scores = gather(campaign, metrics)
-    if not any(each.run for each in scores):
+    names, scores = gather_scores(study, metrics)
+    results = [each.result for each in scores if each.result]
+    if not results:
         return "no run has finished, so there is nothing to report"
-    table = {name: differences(campaign, scores, name) for name in names}
-    columns, folder = settings_table(campaign, scores), campaign.folder
-    _store(folder, scores, table, failed or {})
-    about = "Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. "
-    about += f"Bold is the best, {BEST_RULE}"
-    about += ", among rows that share all other settings." if any(columns[-1].groups or ()) else "."
-    runs = [each.run for each in scores if each.run]
-    what = describe_scores(runs)
-    about = " ".join(filter(None, [about, as_sentence(what)]))
+    folder = study.folder
+    comparisons = {name: compare_settings(study, scores, name) for name in names}
+    columns = settings_table(study, scores)
+    _store(study, scores, comparisons, failures or {})
+
+    about = (
+        "Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. "
+        f"Bold is the best, {BEST_RULE}"
+    )
+    has_groups = any(columns[-1].groups or ())
+    about += ", among rows that share all other settings." if has_groups else "."
+    scored_on = describe_scores(results)
+    tests = as_sentence(scored_on)
+    if tests:
+        about = f"{about} {tests}"
+
+    begun = []
+    for group in group_by_setting(scores):
+        if any(each.result for each in group):
+            begun += group
+    table = ReportSection("Results", about, settings_table(study, begun), notes=study.warnings)
+    replace_file(folder / "study.tex", f"{to_latex(table.columns, about)}\n".encode())
+    sections = _difference_sections(study, names, comparisons, results)
+    title = f"study {folder.resolve().name}"
+    page = write_report(result_groups(study, begun), folder, title, sections, table)
+
+    lines = [format_table(columns, width), scored_on, f"± over the seeds; * best, {BEST_RULE}"]
+    parts = ["\n".join(line for line in lines if line)]
+    if comparisons[names[0]]:
+        differences = format_table(differences_table(comparisons[names[0]]), width)
+        parts.append(f"{_title(names[0])}, compare_pairs over seeds:\n{differences}")
+    parts.append(f"tables and curves: {page}")
+    return "\n\n".join(parts)
+
+
+def _difference_sections(
+    study: Study,
+    names: Sequence[str],
+    comparisons: Mapping[str, Sequence[Comparison]],
+    results: Sequence[Run],
+) -> list[ReportSection]:
+    """Return the page's sections about differences; write the picture of the first metric."""
     sections = []
-    pictures = None
-    for name, comparisons in table.items():
-        if comparisons:
-            if name == names[0]:
-                on = " or ".join(score_kinds(runs)) if name in METRICS else ""
-                pictures = draw(comparisons, on), draw(comparisons, on, dark=True)
-                replace_file(folder / "study.png", pictures[0])
-            title = f"{_title(name)}: difference to {comparisons[0].reference}"
-            first = name == names[0]
-            sections.append(
-                ReportSection(
-                    title,
-                    HOW if first else "",
-                    differences_table(comparisons),
-                    pictures if first else None,
-                )
-            )
-    begun = [each for group in grouped(scores) if any(one.run for one in group) for each in group]
-    results = ReportSection(
-        "Results", about, settings_table(campaign, begun), notes=campaign.warnings
-    )
-    replace_file(folder / "study.tex", f"{to_latex(results.columns, about)}\n".encode())
-    page = write_report(
-        settings(campaign, begun), folder, f"study {folder.resolve().name}", sections, results
-    )
-    shown = format_table(differences_table(table[names[0]]), width) if table[names[0]] else ""
-    heading = f"{_title(names[0])}, paired over seeds:\n" if shown else ""
-    means = "\n".join(
-        filter(None, [format_table(columns, width), what, f"± over the seeds; * best, {BEST_RULE}"])
-    )
-    return "\n\n".join(
-        part for part in (means, heading + shown, f"tables and curves: {page}") if part
-    )
+    for name in names:
+        if not comparisons[name]:
+            continue
+        how, pictures = "", None
+        if name == names[0]:
+            how = HOW
+            about = " or ".join(score_kinds(results)) if name in METRICS else ""
+            pictures = draw(comparisons[name], about), draw(comparisons[name], about, dark=True)
+            replace_file(study.folder / "study.png", pictures[0])
+        title = f"{_title(name)}: difference to {comparisons[name][0].reference}"
+        sections.append(ReportSection(title, how, differences_table(comparisons[name]), pictures))
+    return sections
 
 
 def _store(
-    folder: Path,
-    scores: Sequence[Scores],
-    table: Mapping[str, Sequence[Comparison]],
-    failed: Mapping[str, str],
+    study: Study,
+    scores: Sequence[RunScores],
+    comparisons: Mapping[str, Sequence[Comparison]],
+    failures: Mapping[str, str],
 ) -> None:
-    runs: list[dict[str, object]] = [
-        {
-            "run": s.cell.name,
-            **s.cell.settings,
-            "seed": s.cell.seed,
-            "finished": s.run is not None,
-            **s.values,
-        }
-        for s in scores
-    ]
-    comparisons: list[dict[str, object]] = [
-        {
-            "metric": c.metric,
-            "where": c.where,
-            "compared": c.what,
-            "reference": c.reference,
-            **asdict(c.found),
-        }
-        for all_of_it in table.values()
-        for c in all_of_it
-    ]
-    for name, rows in {"study.csv": runs, "differences.csv": comparisons}.items():
-        replace_file(folder / name, to_csv(rows).encode())
-    write_json({"settings": _means(scores), "differences": comparisons, "runs": runs, "failed": failed},
-               folder / "study.json")  # fmt: skip
+    runs: list[dict[str, object]] = []
+    for each in scores:
+        runs.append(
+            {
+                "run": each.run.name,
+                **each.run.settings,
+                "seed": each.run.seed,
+                "finished": each.result is not None,
+                **each.values,
+            }
+        )
+    differences: list[dict[str, object]] = []
+    for of_metric in comparisons.values():
+        for comparison in of_metric:
+            differences.append(
+                {
+                    "metric": comparison.metric,
+                    "where": comparison.where,
+                    "compared": comparison.what,
+                    "reference": comparison.reference,
+                    **asdict(comparison.test),
+                }
+            )
+    replace_file(study.folder / "study.csv", to_csv(runs).encode())
+    replace_file(study.folder / "differences.csv", to_csv(differences).encode())
+    content = {
+        "settings": _means(scores),
+        "differences": differences,
+        "runs": runs,
+        "failed": failures,
+    }
+    write_json(content, study.folder / "study.json")
 
 
-def _means(scores: Sequence[Scores]) -> list[dict[str, object]]:
+def _means(scores: Sequence[RunScores]) -> list[dict[str, object]]:
     rows = []
-    for group in grouped(scores):
-        row: dict[str, object] = dict(group[0].cell.settings)
+    for group in group_by_setting(scores):
+        row: dict[str, object] = dict(group[0].run.settings)
         for metric in scores[0].values:
             values = finite_values([each.values[metric] for each in group])
             mean, deviation = mean_deviation(values)

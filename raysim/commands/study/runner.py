@@ -1,10 +1,6 @@
-"""`raysim study`: methods x seeds x partitions, or any other keys, as one job of ordinary runs with one report.
+"""Make the runs of a study, one after another or several at a time.
 
-study/
-  study.yaml            what was asked for: `raysim study out=study resume=latest` goes on from it
-  runs/NAME/            one folder a run, as `raysim run` makes it
-  logs/NAME.txt         what that run printed
-  report.html, ...      see campaign_report.py
+`raysim/experiment/run_table.py` describes the folder, `raysim/experiment/runner.py` makes one run.
 """
 
 from __future__ import annotations
@@ -18,179 +14,189 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import IO, TypeAlias, cast
 
-from raysim.commands.study.plan import Campaign, Cell
-from raysim.experiment.config_files import Node, to_yaml
-from raysim.experiment.execute import build, run
+from raysim.commands.study.plan import Study, StudyRun
+from raysim.experiment import run_table
+from raysim.experiment.config_files import Node
+from raysim.experiment.execute import build
 from raysim.experiment.many_runs import how_to_go_on, join_ray, score
-from raysim.experiment.recorder import OnRound
 from raysim.experiment.run_folder import place
+from raysim.experiment.runner import attempt
 from raysim.experiment.settings import Interrupted
-from raysim.primitives.errors import Refused, errors_as_refusals, first_line
-from raysim.primitives.files import replace_file
+from raysim.primitives.errors import Refused, errors_as_refusals
 from raysim.results.history import Row
 from raysim.results.progress import format_duration
 from raysim.runtime.placement import RayOptions
-from raysim.simulation.events import RunStoppedError
 
-PATIENCE = (
-    30.0  # seconds that an interrupted run has to write its history, as long as tracking waits
-)
-Say = Callable[[str], None]
+# Seconds that an interrupted run has to write its history; MLflow's tracker waits as long.
+INTERRUPT_TIMEOUT_S = 30.0
+CHILD_PROGRAM = "from raysim.commands.study.runner import run_child; run_child()"
+Say: TypeAlias = Callable[[str], None]
 
 
-# --- checked and stored ----------------------------------------------------------------------------------------------
-def check(campaign: Campaign, allow: Sequence[str] = (), parallel: int = 1) -> Campaign:
-    """Build every run's objects and look into its folder; the same study, which knows what is finished.
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run. failure: the sentence that says why it failed, "" if it did not."""
 
-    Raises Refused for the first run that cannot be made or continued; nothing has been written then.
+    run: StudyRun
+    failure: str
+    seconds: float
+
+
+# --- before the first run -----------------------------------------------------------------------
+def check(study: Study, allow: Sequence[str] = (), parallel: int = 1) -> Study:
+    """Build every run and look into its folder; return the study, which knows its finished runs.
+
+    Raise `Refused` for the first run that cannot be made or continued. Nothing is written.
     """
-    cells = []
-    for cell in campaign.cells:
-        config = _shared_out(cell.config, parallel)
+    runs = []
+    for run in study.runs:
+        config = _share_cpus(run.config, parallel)
         try:
             experiment = build(config, allow)
             with errors_as_refusals():
-                where = place(experiment)
+                is_finished = place(experiment).finished
         except Refused as error:
-            raise Refused(
-                f"{error} (run {cell.name})" if len(campaign.cells) > 1 else str(error)
-            ) from error
-        cells.append(
-            replace(cell, config=config, finished=where.finished, warnings=experiment.warnings)
+            if len(study.runs) == 1:
+                raise
+            raise Refused(f"{error} (run {run.name})") from error
+        runs.append(
+            replace(run, config=config, is_finished=is_finished, warnings=experiment.warnings)
         )
-    return replace(campaign, cells=tuple(cells))
+    return replace(study, runs=tuple(runs))
 
 
-def _shared_out(config: Node, parallel: int) -> Node:
-    """Runs side by side share this machine's CPUs: as many workers for each as leave room for all."""
+def _share_cpus(config: Node, parallel: int) -> Node:
+    """Set the number of workers of a local run so that `parallel` of them fit on this machine."""
     runtime = config["runtime"]
     if parallel == 1 or runtime["name"] != "local" or runtime["workers"] is not None:
         return config
-    each = (os.cpu_count() or 1) / parallel / (runtime["cpus"] or runtime["threads"])
-    return {**config, "runtime": {**runtime, "workers": max(1, int(each))}}
+    cpus = (os.cpu_count() or 1) / parallel
+    workers = int(cpus / (runtime["cpus"] or runtime["threads"]))
+    return {**config, "runtime": {**runtime, "workers": max(1, workers)}}
 
 
-def store(campaign: Campaign) -> None:
+def store(study: Study) -> None:
     """Write study.yaml."""
-    (campaign.folder / "logs").mkdir(parents=True, exist_ok=True)
-    content: Node = {"overrides": [_listed(key, each) for key, each in campaign.words.items()]}
-    replace_file(
-        campaign.folder / "study.yaml", to_yaml(content | {"conf": list(campaign.conf)}).encode()
-    )
+    overrides = [_join_values(key, texts) for key, texts in study.overrides.items()]
+    run_table.store_plan(study.folder, "study", overrides, study.conf)
 
 
-def _listed(key: str, words: Sequence[str]) -> str:
-    return (
-        words[0]
-        if len(words) == 1
-        else f"{key}={','.join(word.partition('=')[2] for word in words)}"
-    )
+def _join_values(key: str, overrides: Sequence[str]) -> str:
+    if len(overrides) == 1:
+        return overrides[0]
+    values = [override.partition("=")[2] for override in overrides]
+    return f"{key}={','.join(values)}"
 
 
-# --- the runs -------------------------------------------------------------------------------------------------------
-def carry_out(
-    campaign: Campaign,
+# --- the runs -----------------------------------------------------------------------------------
+def make_runs(
+    study: Study,
     *,
     parallel: int = 1,
     allow: Sequence[str] = (),
     say: Say = print,
-    show: Callable[..., None] = lambda text, far="": None,
+    show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Make the runs that are not finished; those that failed, with the sentence of each. Raises Interrupted.
+    """Make the runs that are not finished; return the failed ones, each with its sentence.
 
-    say: takes a line for each run that has ended. show: takes what is under way, whenever a run begins, and how far
-    that is after every round.
+    say: called with a line for each run that has ended. show: called with the runs in progress when
+    one of them begins, and with how far it is after every round.
+
+    Raise `Interrupted` if the user stops the study.
     """
-    todo = [cell for cell in campaign.cells if not cell.finished]
-    done, total, failed, took = len(campaign.cells) - len(todo), len(campaign.cells), {}, []
-    under_way: list[str] = []
+    unfinished = [run for run in study.runs if not run.is_finished]
+    total = len(study.runs)
+    running: list[str] = []
 
-    def begin(cell: Cell) -> None:
-        under_way.append(cell.name)
-        show(f"under way: {', '.join(under_way)}")
+    def begin(run: StudyRun) -> None:
+        running.append(run.name)
+        show(f"running: {', '.join(running)}")
 
-    if done:
-        say(
-            f"{done} of {total} runs are finished"
-            if todo
-            else "all runs are finished already: nothing is trained"
-        )
+    def show_progress(progress: str) -> None:
+        show(f"running: {running[0]}", progress)
+
+    if not unfinished:
+        say("all runs are finished already: nothing is trained")
+    elif len(unfinished) < total:
+        say(f"{total - len(unfinished)} of {total} runs are finished")
     if parallel > 1:
-        runs = _side_by_side(campaign, todo, allow, begin, parallel)
+        ends = _make_side_by_side(study, unfinished, allow, begin, parallel)
     else:
-        runs = _one_by_one(
-            campaign, todo, allow, begin, lambda far: show(f"under way: {under_way[0]}", far)
-        )
+        ends = _make_one_by_one(study, unfinished, allow, begin, show_progress)
+    failures = {}
+    seconds: list[float] = []
+    number = total - len(unfinished)
     try:
-        with closing(runs):
-            for number, (cell, sentence, seconds) in enumerate(runs, 1):
-                under_way.remove(cell.name)
-                if sentence:
-                    failed[cell.name] = sentence
-                took.append(seconds)
-                left = (
-                    statistics.median(took[1:] or took) * (len(todo) - number) / parallel
-                )  # the first starts Ray
-                rest = (
-                    f" · {'at most ' if number == 1 else ''}{format_duration(left)} left"
-                    if number < len(todo)
-                    else ""
-                )
-                outcome = sentence or _outcome(campaign.results(cell), seconds)
-                say(f"run {done + number}/{total} {cell.name}: {outcome}{rest}")
+        with closing(ends):
+            for end in ends:
+                running.remove(end.run.name)
+                number += 1
+                seconds.append(end.seconds)
+                if end.failure:
+                    failures[end.run.name] = end.failure
+                outcome = end.failure or _outcome(study.run_folder(end.run), end.seconds)
+                left = _time_left(seconds, total - number, parallel)
+                say(f"run {number}/{total} {end.run.name}: {outcome}{left}")
     except KeyboardInterrupt:
-        again = how_to_go_on("study", campaign.folder, allow)
-        raise Interrupted(f"stopped before all {total} runs were made: {again}") from None
-    return failed
+        command = how_to_go_on("study", study.folder, allow)
+        raise Interrupted(f"stopped before all {total} runs were made: {command}") from None
+    return failures
+
+
+def _time_left(seconds: Sequence[float], unfinished: int, parallel: int) -> str:
+    if not unfinished:
+        return ""
+    later = seconds[1:]  # the first run starts Ray, so its time says little about the others
+    estimate = statistics.median(later or seconds) * unfinished / parallel
+    return f" · {'' if later else 'at most '}{format_duration(estimate)} left"
 
 
 def _outcome(folder: Path, seconds: float) -> str:
-    """What a run reached, and how long it took."""
     summary = json.loads((folder / "summary.json").read_text())
-    final = score(summary, "final")
-    text = f"{summary.get('metric', 'accuracy')} {'unknown' if final is None else f'{final:.4f}'}"
-    rounds = f"{summary['rounds']} rounds in {format_duration(summary.get('wall_seconds') or 0.0)}"
-    return f"{text} after {rounds} ({format_duration(seconds)} with its start and end)"
+    outcome = run_table.describe_outcome(
+        summary.get("metric", "accuracy"),
+        score(summary, "final"),
+        None,
+        summary["rounds"],
+        summary.get("wall_seconds") or 0.0,
+    )
+    return f"{outcome} ({format_duration(seconds)} with its start and end)"
 
 
-def _one_by_one(
-    campaign: Campaign,
-    todo: Sequence[Cell],
+def _make_one_by_one(
+    study: Study,
+    runs: Sequence[StudyRun],
     allow: Sequence[str],
-    begin: Callable[[Cell], None],
-    reach: Say,
-) -> Generator[tuple[Cell, str, float]]:
-    """In this process, on one Ray and in the same workers; each with its sentence and seconds.
-
-    reach: takes how far the one under way is.
-    """
+    begin: Callable[[StudyRun], None],
+    show_progress: Say,
+) -> Generator[RunEnd]:
+    """Make the runs in this process, on one Ray and with the same workers."""
     with ExitStack() as session:
-        for cell in todo:
-            began = time.monotonic()
-            begin(cell)
-            if _join(cell.config["runtime"], session):
+        for run in runs:
+            since = time.monotonic()
+            begin(run)
+            if _join_ray(run.config["runtime"], session):
                 from raysim.runtime import ray
 
-                session.enter_context(ray.keep_processes(campaign.folder.name))
+                session.enter_context(ray.keep_processes(study.folder.name))
 
-            def on_round(row: Row, rounds: int = cell.config["rounds"]) -> None:
-                reach(f" · round {row['round']}/{rounds}")
+            def on_round(row: Row, rounds: int = run.config["rounds"]) -> None:
+                show_progress(f" · round {row['round']}/{rounds}")
 
-            sentence = attempt(cell.config, campaign.log(cell), allow, on_round)
-            yield cell, sentence, time.monotonic() - began
-            if sentence:
-                session.close()  # what a failed run has left goes with its Ray
+            failure = attempt(run.config, study.log(run), allow, on_round)
+            yield RunEnd(run, failure, time.monotonic() - since)
+            if failure:
+                session.close()  # ends Ray with all that the failed run has left
 
 
-def _join(runtime: Node, session: ExitStack) -> str:
-    """Have the Ray that a run asks for, until the session ends; its address, or ""."""
+def _join_ray(runtime: Node, session: ExitStack) -> str:
+    """Join or start the Ray of a run until the session ends; return its address, "" without Ray."""
     if runtime["name"] == "inprocess":
         return ""
     join_ray(RayOptions(address=runtime.get("address") or "local"), session)
@@ -199,114 +205,117 @@ def _join(runtime: Node, session: ExitStack) -> str:
     return ray.cluster_address()
 
 
-def attempt(
-    config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
-) -> str:
-    """Make one run, its output at the end of a file; "", or the sentence that says why it failed."""
-    from rich.console import Console
+# --- several runs at a time, each in its own process -------------------------------------------
+@dataclass(frozen=True)
+class ChildRun:
+    """A run in its own process, which reads its task from stdin and writes its answer to stdout."""
 
-    with log.open("a", encoding="utf-8") as stream:
-        try:
-            run(config, allow=allow, console=Console(file=stream, width=120), on_round=on_round)
-            return ""
-        except (Refused, RunStoppedError) as error:
-            stream.write(
-                f"raysim: {str(error).strip()}\n"
-            )  # with the traceback of a client, if there is one
-            return first_line(error)
-        except Exception as error:  # whatever it is, the other runs do not suffer
-            traceback.print_exc(file=stream)
-            return f"{type(error).__name__}: {first_line(error)} (see {log})"
+    run: StudyRun
+    process: subprocess.Popen[str]
+    since: float
+
+    @property
+    def stdin(self) -> IO[str]:
+        """Return the pipe whose end tells the process to stop."""
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def stdout(self) -> IO[str]:
+        """Return the pipe that the answer comes from."""
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def wait(self, log: Path) -> str:
+        """Return the answer: "", or the sentence that says why the run failed."""
+        line = self.stdout.readline()
+        self.stdin.close()
+        status = self.process.wait()
+        self.stdout.close()
+        if line:
+            return str(json.loads(line))
+        end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        advice = "resume=latest continues from its last checkpoint"
+        return f"its process {end}; {advice} (see {log})"
 
 
-def _side_by_side(
-    campaign: Campaign,
-    todo: Sequence[Cell],
+def _make_side_by_side(
+    study: Study,
+    runs: Sequence[StudyRun],
     allow: Sequence[str],
-    begin: Callable[[Cell], None],
-    count: int,
-) -> Generator[tuple[Cell, str, float]]:
-    """Each run in a process of its own, `count` at a time, on one Ray; in the order in which they end."""
-    waiting, running = list(todo), {}  # type: list[Cell], dict[int, tuple[subprocess.Popen[str], Cell, float]]
+    begin: Callable[[StudyRun], None],
+    parallel: int,
+) -> Generator[RunEnd]:
+    """Make `parallel` runs at a time, on one Ray; yield them in the order in which they end."""
+    waiting = list(runs)
+    children: dict[int, ChildRun] = {}  # by the file descriptor of the answer
     with ExitStack() as session:
         try:
-            while waiting or running:
-                while waiting and len(running) < count:
-                    cell, began = waiting.pop(0), time.monotonic()
-                    begin(cell)
-                    address = _join(cell.config["runtime"], session)
-                    child = _start(cell, campaign.log(cell), address, allow)
-                    running[_pipe(child)] = (child, cell, began)
-                for ready in multiprocessing.connection.wait([*running]):
-                    child, cell, began = running.pop(cast(int, ready))
-                    yield cell, _answer(child, campaign.log(cell)), time.monotonic() - began
+            while waiting or children:
+                while waiting and len(children) < parallel:
+                    run = waiting.pop(0)
+                    since = time.monotonic()
+                    begin(run)
+                    address = _join_ray(run.config["runtime"], session)
+                    process = _start_child(run, study.log(run), address, allow)
+                    child = ChildRun(run, process, since)
+                    children[child.stdout.fileno()] = child
+                for descriptor in multiprocessing.connection.wait([*children]):
+                    child = children.pop(cast(int, descriptor))
+                    failure = child.wait(study.log(child.run))
+                    yield RunEnd(child.run, failure, time.monotonic() - child.since)
         finally:
-            _stop([child for child, *_ in running.values()])  # before their Ray
+            _stop_children(list(children.values()))  # before their Ray
 
 
-def _stop(children: Sequence[subprocess.Popen[str]]) -> None:
+def _stop_children(children: Sequence[ChildRun]) -> None:
     for child in children:
-        assert child.stdin is not None
-        child.stdin.close()  # tells it to stop
+        child.stdin.close()
     for child in children:
-        child.wait()
+        child.process.wait()
 
 
-def _pipe(child: subprocess.Popen[str]) -> int:
-    """Where its answer comes from."""
-    assert child.stdout is not None
-    return child.stdout.fileno()
-
-
-def _start(cell: Cell, log: Path, address: str, allow: Sequence[str]) -> subprocess.Popen[str]:
-    program = [sys.executable, "-c", "from raysim.commands.study.runner import child; child()"]
+def _start_child(
+    run: StudyRun, log: Path, address: str, allow: Sequence[str]
+) -> subprocess.Popen[str]:
     with log.open("a") as stream:
-        started = subprocess.Popen(
-            program,
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD_PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,
-            start_new_session=True,  # an interrupt at the terminal reaches it through us, once
+            start_new_session=True,  # Ctrl-C in the terminal reaches it through this process alone
         )
-    assert started.stdin is not None
-    started.stdin.write(json.dumps([cell.config, str(log), address, list(allow)]) + "\n")
-    started.stdin.flush()
-    return started
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([run.config, str(log), address, list(allow)]) + "\n")
+    process.stdin.flush()
+    return process
 
 
-def _answer(child: subprocess.Popen[str], log: Path) -> str:
-    assert child.stdout is not None and child.stdin is not None
-    line = child.stdout.readline()
-    child.stdin.close()
-    status = child.wait()
-    child.stdout.close()
-    if line:
-        return str(json.loads(line))
-    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return f"its process {how}; resume=latest goes on from its last checkpoint (see {log})"
+def run_child() -> None:
+    """Make one run in this process: read the task from stdin, write the answer to stdout.
 
-
-def child() -> None:
-    """A run's own process: the first line of stdin says what to do; when stdin ends, the study has, and so do we."""
+    When stdin ends, the study has ended, and this process stops as well.
+    """
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print goes to the log and is not taken for the answer
     config, log, address, allow = json.loads(sys.stdin.readline())
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         with ExitStack() as session:
             if address:
-                _join({"name": "cluster", "address": address}, session)
-            sentence = attempt(config, Path(log), allow)
+                _join_ray({"name": "cluster", "address": address}, session)
+            failure = attempt(config, Path(log), allow)
     except KeyboardInterrupt:
         sys.exit(130)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # stdin may end from here on
-    answer.write(json.dumps(sentence) + "\n")
+    answer.write(json.dumps(failure) + "\n")
     answer.close()
 
 
 def _stop_with_parent() -> None:
-    os.read(0, 1)  # not sys.stdin.read: this thread would hold its lock when the process ends
+    os.read(0, 1)  # sys.stdin.read would hold the lock of stdin when the process ends
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(PATIENCE)
+    time.sleep(INTERRUPT_TIMEOUT_S)
     os._exit(130)

@@ -1,9 +1,8 @@
-"""What is known of a search's trials: kept in one folder each by the process that runs the search, shown, and tracked.
+"""What is known of a sweep's trials: written, printed and tracked by the process that runs the sweep.
 
 trials/0003/trial.json       setting, state, score: written when the trial starts and when it ends
-            config.yaml      as `raysim run` would store it; with several seeds, that of the first
-            history.parquet  with several seeds, their mean; each one's checkpoints are in seed-N/
-            summary.json     of a trial that went to its end
+            history.parquet  the mean of its runs' rows over the seeds, once it has ended
+runs/0003_seed-0/            its run with this seed (see `raysim/experiment/run_table.py`)
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from raysim.commands.sweep.search import Search
+from raysim.commands.sweep.plan import SweepPlan
 from raysim.commands.sweep.space import Point
-from raysim.experiment.config_files import to_yaml
+from raysim.commands.sweep.trial import run_folders
 from raysim.experiment.many_runs import last_score, short_names, value_label
+from raysim.experiment.run_table import describe_outcome, plus_minus
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import replace_file
-from raysim.results.history import read_history, summarise, write_history, write_json
-from raysim.results.progress import LOG_INTERVAL_S, format_duration
+from raysim.results.history import Row, read_history, write_history, write_json
+from raysim.results.observers import HISTORY
+from raysim.results.progress import LOG_INTERVAL_S
 from raysim.results.tracking import (
     FINISH_TIMEOUT_S,
     NoTracker,
@@ -36,38 +36,46 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FILE = "trial.json"
-ENDED = ("done", "stopped")  # a trial that was stopped is one that the scheduler gave up
+ENDED = ("done", "stopped")  # a trial is stopped by the scheduler, because others are better
 
 
 @dataclass
-class Record:
-    """One trial."""
+class TrialRecord:
+    """One trial. rows: the mean over the seeds, by round. seconds: of work, without the start.
+
+    status: "running", "done", "stopped" (by the scheduler) or "failed".
+    """
 
     number: int
     point: Point
-    status: str = "running"  # or done, stopped, failed
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # by round
-    seconds: float = 0.0  # of work
+    status: str = "running"
+    rows: dict[int, Row] = field(default_factory=dict)
+    seconds: float = 0.0
     error: str = ""
     score: float | None = None
     deviation: float | None = None
 
-    def history(self) -> list[dict[str, Any]]:
-        """The rows in order."""
+    def history(self) -> list[Row]:
+        """Return the rows in order."""
         return [self.rows[number] for number in sorted(self.rows)]
 
     @property
     def rounds(self) -> int:
-        """Rounds made."""
+        """Return the number of rounds made."""
         return max(self.rows, default=0)
 
 
-class Records:
-    """All trials of a search, and what becomes of them. metric: the column that is compared."""
+class TrialRecords:
+    """All trials of a sweep.
+
+    metric: the column that is compared. total: the number of trials. tracked: whether they are sent
+    to MLflow, at `uri` ("": the usual place). deadline: of time.monotonic(); a trial that stops
+    after it is out of time, not stopped by the scheduler.
+    """
 
     def __init__(
         self,
-        search: Search,
+        plan: SweepPlan,
         folder: Path,
         metric: str,
         total: int,
@@ -75,248 +83,242 @@ class Records:
         tracked: bool,
         uri: str,
     ):
-        self.search, self.folder, self.metric, self.total, self._say = (
-            search,
-            folder,
-            metric,
-            total,
-            say,
-        )
-        self.all: dict[int, Record] = {}
-        self.deadline = float(
-            "inf"
-        )  # of time.monotonic(): trials that end after it are not given up, but out of time
-        self._settled: set[int] = set()  # ended before this process began
+        self.plan = plan
+        self.folder = folder
+        self.metric = metric
+        self.total = total
+        self.all: dict[int, TrialRecord] = {}
+        self.deadline = float("inf")
+        self._say = say
+        self._ended_before: set[int] = set()
         self._uri = uri or default_uri(folder.resolve().parent)
-        self._tracked = tracked
+        self._is_tracked = tracked
         self._trackers: dict[int, Tracker] = {}
-        self._parent: Tracker | NoTracker = (
-            Tracker(folder, self._uri, say=say, command="raysim sweep") if tracked else NoTracker()
-        )
+        self._parent: Tracker | NoTracker = NoTracker()
+        if tracked:
+            self._parent = Tracker(folder, self._uri, say=say, command="raysim sweep")
         self._read()
 
-    # --- what was known before ------------------------------------------------------------------------------------
+    # --- earlier sessions -----------------------------------------------------------------------
     def _read(self) -> None:
         for path in sorted((self.folder / "trials").glob(f"*/{FILE}")):
             try:
                 stored = json.loads(path.read_text())
-                record = Record(**{**stored, "rows": {}})
+                record = TrialRecord(**{**stored, "rows": {}})
                 if record.status in ENDED:
-                    rows = read_history(path.parent / "history.parquet")
+                    rows = read_history(path.parent / HISTORY)
                     record.rows = {int(row["round"] or 0): row for row in rows}
-                    self._settled.add(record.number)
+                    self._ended_before.add(record.number)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise Refused(
-                    f"{path.parent} is damaged ({error}): delete it, and that trial runs again"
+                    f"{path}: the trial cannot be read ({error}). Delete the file to repeat it"
                 ) from error
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """What an ended trial reported: round and metric; nothing for any other."""
-        if number not in self._settled:
+        """Return what a trial reported that ended in an earlier session: round and metric.
+
+        Empty for any other trial.
+        """
+        if number not in self._ended_before:
             return []
-        rows = self.all[number].history()
-        return [
-            (int(row["round"]), float(row[self.metric]))
-            for row in rows
-            if row.get(self.metric) is not None
-        ]
+        measured = []
+        for row in self.all[number].history():
+            value = row.get(self.metric)
+            if value is not None:
+                measured.append((int(row["round"] or 0), float(value)))
+        return measured
 
-    # --- what happens -----------------------------------------------------------------------------------------------
+    # --- this session ---------------------------------------------------------------------------
     def begin(self) -> None:
-        """The search begins, or goes on."""
-        tags = {"kind": "sweep", "sweep": self.search.options.name, **source_tags()}
-        self._parent.start(self._described(), tags, [])
-
-    def _described(self) -> dict[str, Any]:
-        first = next(iter(self.search.drafts.values()))
-        return {
-            "sweep": self.search.options.__dict__,
-            "words": " ".join(self.search.words),
-            "choices": first["choices"],
+        """Begin or continue the sweep's own run on the tracking server."""
+        options = self.plan.options
+        choices = next(iter(self.plan.drafts.values()))["choices"]
+        facts = {
+            "sweep": options.__dict__,
+            "overrides": " ".join(self.plan.overrides),
+            "choices": choices,
         }
+        self._parent.start(facts, {"kind": "sweep", "sweep": options.name, **source_tags()}, [])
 
-    def started(self, number: int, point: Point) -> None:
-        """A trial runs."""
-        if number in self._settled:
+    def start(self, number: int, point: Point) -> None:
+        """Record that a trial starts, or starts again."""
+        if number in self._ended_before:
             return
-        record = self.all.setdefault(number, Record(number, point))
-        record.status, record.error = "running", ""
-        self._keep(record)
-        if self._tracked and number not in self._trackers:
-            tracker = Tracker(
-                self.path(number),
-                self._uri,
-                name=f"{self.folder.resolve().name} {number}",
-                say=_quiet,
-            )
-            node = self.search.node(point)
-            tags = {
-                "kind": "trial",
-                "sweep": self.search.options.name,
-                "setting": self.label(record),
-                **source_tags(),
-            }
-            chosen = {group: value_label(node["choices"][group]) for group in ("method", "data")}
-            tags |= {**chosen, "seed": node["seed"]}
-            tracker.start(node, tags, parent=self.folder)
-            self._trackers[number] = tracker
+        record = self.all.setdefault(number, TrialRecord(number, point))
+        record.status = "running"
+        record.error = ""
+        self._write(record)
+        if self._is_tracked and number not in self._trackers:
+            self._trackers[number] = self._start_tracker(record)
 
-    def measured(
-        self,
-        number: int,
-        point: Point,
-        rows: Sequence[Mapping[str, Any]],
-        seconds: float,
-        done: bool,
+    def _start_tracker(self, record: TrialRecord) -> Tracker:
+        name = f"{self.folder.resolve().name} {record.number}"
+        tracker = Tracker(self.path(record.number), self._uri, name=name, say=_ignore)
+        config = self.plan.node(record.point)
+        tags = {
+            "kind": "trial",
+            "sweep": self.plan.options.name,
+            "setting": self.label(record),
+            **source_tags(),
+            "method": value_label(config["choices"]["method"]),
+            "data": value_label(config["choices"]["data"]),
+            "seed": config["seed"],
+        }
+        tracker.start(config, tags, parent=self.folder)
+        return tracker
+
+    def add_rows(
+        self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Rows up to a measurement. A trial that took over another's state goes on from there."""
+        """Record the rows up to a measurement.
+
+        A trial that took over the state of another one continues at an earlier round: later rows go.
+        """
         record = self.all[number]
         record.point = point
-        record.rows = {
-            before: row for before, row in record.rows.items() if before < int(rows[0]["round"])
-        }
-        record.rows |= {int(row["round"]): dict(row) for row in rows}
+        first = int(rows[0]["round"] or 0)
+        record.rows = {number: row for number, row in record.rows.items() if number < first}
+        for row in rows:
+            record.rows[int(row["round"] or 0)] = dict(row)
         record.seconds += seconds
         record.score, record.deviation = last_score(record.history(), self.metric)
-        if (tracker := self._trackers.get(number)) is not None:
+        if number in self._trackers:
             for row in rows:
-                tracker.log(row)
-        if done:
+                self._trackers[number].log(row)
+        if is_done:
             record.status = "done"
 
-    def failed(self, number: int, error: str) -> None:
-        """A trial that could not go on."""
+    def fail(self, number: int, error: str) -> None:
+        """Record that a trial failed."""
         record = self.all[number]
-        record.status, record.error = "failed", error
+        record.status = "failed"
+        record.error = error
 
-    def ended(self, number: int) -> None:
-        """A trial is over: by itself, or because the scheduler or the time said so."""
+    def end(self, number: int) -> None:
+        """Record the end of a trial: its own, the scheduler's decision, or the end of the time."""
         record = self.all[number]
-        if number in self._settled:
+        if number in self._ended_before:
             return
         if record.status == "running":
             if time.monotonic() >= self.deadline:
                 return
             record.status = "stopped"
-        self._keep(record)
+        self._write(record)
         self._say(self.line(record))
-        if (tracker := self._trackers.get(number)) is not None:
-            ending = {
-                "status": record.status
-            }  # its score and its deviation are those of the last row
-            tracker.end(ending, [], status="FAILED" if record.status == "failed" else "FINISHED")
-        over = sum(each.status != "running" for each in self.all.values())
-        if (best := self.best()) is not None:
-            self._parent.log({"round": over, "best": best.score, "score": record.score})
+        if number in self._trackers:
+            # The score and its deviation are in the last row.
+            status = "FAILED" if record.status == "failed" else "FINISHED"
+            self._trackers[number].end({"status": record.status}, [], status=status)
+        best = self.best()
+        if best is not None:
+            scores = {"round": self.ended, "best": best.score, "score": record.score}
+            self._parent.log(scores)
 
-    def _keep(self, record: Record) -> None:
-        folder, over = self.path(record.number), record.status != "running"
+    def _write(self, record: TrialRecord) -> None:
+        folder = self.path(record.number)
         folder.mkdir(parents=True, exist_ok=True)
-        node = self.search.node(record.point)
-        replace_file(folder / "config.yaml", to_yaml(node).encode())
-        if over and record.rows:
-            write_history(record.history(), folder / "history.parquet")
-        if record.status == "done":
-            summary = summarise(record.history(), node["thresholds"], choices=node["choices"])
-            write_json(summary, folder / "summary.json")
-        write_json(
-            {key: value for key, value in record.__dict__.items() if key != "rows"}, folder / FILE
-        )  # last
+        if record.status != "running" and record.rows:
+            write_history(record.history(), folder / HISTORY)
+        content = {key: value for key, value in record.__dict__.items() if key != "rows"}
+        write_json(content, folder / FILE)  # last, because it says that the others are complete
 
     def finish(
         self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
     ) -> None:
-        """Nothing more happens: all that is tracked is sent, or left on disk."""
+        """Send all that is tracked, or leave it on disk for later."""
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
                 tracker.end({}, [], status="KILLED")
         self._parent.finish(summary, files, status)
-        until = time.monotonic() + FINISH_TIMEOUT_S
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
         for tracker in self._trackers.values():
-            tracker.wait(max(0.0, until - time.monotonic()))
-        if self._tracked:  # what came before its parent, or did not come at all; a server that is away is asked once
-            all(replay(self.path(number), self._uri, say=_quiet) for number in self.all)
+            tracker.wait(max(0.0, deadline - time.monotonic()))
+        if not self._is_tracked:
+            return
+        for number in self.all:  # those that came before their parent, or did not arrive
+            if not replay(self.path(number), self._uri, say=_ignore):
+                break  # the server is away, so it is not asked for the others
 
-    # --- to look at ---------------------------------------------------------------------------------------------
+    # --- for reports ----------------------------------------------------------------------------
     def path(self, number: int) -> Path:
-        """The folder of a trial."""
+        """Return the folder of a trial's own files."""
         return self.folder / "trials" / f"{number:04d}"
 
-    def better(self, record: Record) -> tuple[bool, float]:
-        """What trials are ordered by, the best first: those that were not given up, then the score."""
-        worst = float("inf")
-        score = (
-            worst
-            if record.score is None
-            else record.score * (-1 if self.search.options.mode == "max" else 1)
-        )
-        return record.status not in ("done", "running"), score
+    def run_folders(self, number: int) -> list[Path]:
+        """Return the folders of a trial's runs, in the order of the seeds."""
+        return run_folders(self.folder, number, self.plan.seeds())
 
-    def ordered(self) -> list[Record]:
-        """The best first."""
-        return sorted(self.all.values(), key=self.better)
+    @property
+    def ended(self) -> int:
+        """Return the number of trials that do not run any more."""
+        return sum(record.status != "running" for record in self.all.values())
 
-    def best(self) -> Record | None:
-        """The best of those that have a score."""
+    def rank(self, record: TrialRecord) -> tuple[bool, float]:
+        """Return the sort key of a trial: the best first, stopped and failed ones last."""
+        is_partial = record.status not in ("done", "running")
+        if record.score is None:
+            return is_partial, float("inf")
+        sign = -1 if self.plan.options.mode == "max" else 1
+        return is_partial, sign * record.score
+
+    def ordered(self) -> list[TrialRecord]:
+        """Return all trials, the best first."""
+        return sorted(self.all.values(), key=self.rank)
+
+    def best(self) -> TrialRecord | None:
+        """Return the best trial with a score, None if there is none."""
         return next((record for record in self.ordered() if record.score is not None), None)
 
-    def as_good(self, best: Record) -> int:
-        """How many others have the same score and were not given up either."""
-        return sum(self.better(each) == self.better(best) for each in self.all.values()) - 1
+    def count_equal(self, best: TrialRecord) -> int:
+        """Return how many other trials have the same rank."""
+        return sum(self.rank(record) == self.rank(best) for record in self.all.values()) - 1
 
-    def label(self, record: Record) -> str:
-        """A setting in a line."""
-        names = dict(zip(self.search.space, short_names(list(self.search.space)), strict=True))
-        setting = self.search.setting(record.point)
+    def label(self, record: TrialRecord) -> str:
+        """Return a trial's setting in one line: "lr=0.1 mu=1"."""
+        space = list(self.plan.space)
+        names = dict(zip(space, short_names(space), strict=True))
+        setting = self.plan.setting(record.point)
         return " ".join(f"{names[key]}={value_label(value)}" for key, value in setting.items())
 
-    def line(self, record: Record) -> str:
-        """A trial in a line."""
-        parts = [f"trial {record.number}", self.label(record)]
-        if record.score is not None:
-            parts.append(f"{self.metric} {plus_minus(record.score, record.deviation)}")
-        parts.append(f"{record.rounds} rounds in {format_duration(record.seconds)}")
+    def line(self, record: TrialRecord) -> str:
+        """Return the line about a trial that has ended."""
+        outcome = describe_outcome(
+            self.metric, record.score, record.deviation, record.rounds, record.seconds
+        )
         if record.status == "failed":
-            parts.append(f"failed: {record.error}")
+            outcome = f"failed: {record.error}"
         elif record.status == "stopped":
-            parts.append("stopped early")
-        return " · ".join(parts)
+            outcome += ", stopped early"
+        return f"trial {record.number} ({self.ended}/{self.total}) {self.label(record)}: {outcome}"
 
     def status(self) -> str:
-        """The search in a line."""
-        over = sum(record.status != "running" for record in self.all.values())
-        parts = [f"{over}/{self.total} trials", f"{len(self.all) - over} running"]
-        if (best := self.best()) is not None:
-            parts.append(
-                f"best {self.metric} {plus_minus(best.score, best.deviation)} (trial {best.number})"
-            )
+        """Return the state of the sweep in one line."""
+        parts = [f"{self.ended}/{self.total} trials", f"{len(self.all) - self.ended} running"]
+        best = self.best()
+        if best is not None:
+            score = plus_minus(best.score, best.deviation)
+            parts.append(f"best {self.metric} {score} (trial {best.number})")
         return " · ".join(parts)
 
 
-def plus_minus(value: float | None, deviation: float | None) -> str:
-    """0.8123 ± 0.0040."""
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"
+def _ignore(text: str) -> None:
+    """Print nothing: the parent's tracker reports what MLflow did not take."""
 
 
-def _quiet(text: str) -> None:
-    """What MLflow did not take is said once, for the whole search."""
-
-
-class Watch:
-    """The line below the trials: a live one in a terminal, one now and then in a log."""
+class StatusLine:
+    """The state of the sweep: a live line in a terminal, a line now and then in a log."""
 
     def __init__(self, console: Console, quiet: bool, clock: Callable[[], float] = time.monotonic):
         from rich.status import Status
 
-        self._console, self._quiet, self._clock, self._at = console, quiet, clock, clock()
-        self._live = (
-            Status("starting", console=console, spinner="dots")
-            if console.is_terminal and not quiet
-            else None
-        )
+        self._console = console
+        self._is_quiet = quiet
+        self._clock = clock
+        self._printed_at = clock()
+        self._live = None
+        if console.is_terminal and not quiet:
+            self._live = Status("starting", console=console, spinner="dots")
 
     def __enter__(self) -> Self:
         if self._live:
@@ -328,9 +330,9 @@ class Watch:
             self._live.stop()
 
     def show(self, text: str) -> None:
-        """The state of the search."""
+        """Show a new state."""
         if self._live:
             self._live.update(text)
-        elif not self._quiet and self._clock() - self._at >= LOG_INTERVAL_S:
-            self._at = self._clock()
+        elif not self._is_quiet and self._clock() - self._printed_at >= LOG_INTERVAL_S:
+            self._printed_at = self._clock()
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a search found: a table, the best configuration as a file that `raysim run` takes, two pictures and a page."""
+"""The results of a sweep: a table, the best configuration for `raysim run`, two pictures, a page."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
-from raysim.commands.sweep.records import Record, Records, plus_minus
-from raysim.commands.sweep.space import Choice, Interval, Range
+from raysim.commands.sweep.records import TrialRecord, TrialRecords
+from raysim.commands.sweep.space import Choice, Interval, ValueRange
 from raysim.experiment.config_files import to_yaml
 from raysim.experiment.many_runs import short_names, value_label
+from raysim.experiment.run_table import plus_minus
 from raysim.primitives.files import replace_file
 from raysim.results.figures import figure_file
 from raysim.results.history import write_json
+from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
 from raysim.results.progress import format_duration
 from raysim.results.report import RunGroup, load_run
@@ -31,296 +33,323 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
 
 TABLE, BEST = "trials.csv", "best.yaml"
-_SHOWN = 20  # trials of the printed table
-_DRAWN = 8  # trials whose curves are on the page
-_FAINT = "#c3c8cd"  # trials that were given up
+MAX_PRINTED_TRIALS = 20
+MAX_CURVES = 8  # on the page
+STOPPED_COLOUR = "#c3c8cd"
+TICKS = 5  # of an axis, about
+LOGARITHMIC_RATIO = (
+    30  # of a list's largest and smallest number, from which its axis is set_log_scale
+)
+PALEST = 0.08  # of the colour map, because its very end can hardly be seen on the page
+Picture: TypeAlias = Path | io.BytesIO
+
+STATUS_TEXTS = {"done": "", "running": "unfinished", "stopped": "stopped early"}
 
 
-def write(records: Records, numbers: Mapping[str, object]) -> list[Path]:
-    """Write all results into the search's folder; their paths. numbers: what the summary says besides."""
-    folder, best = records.folder, records.best()
-    columns = _columns(records)
-    table = pa.table(columns)
-    for name, save in ((TABLE, pc.write_csv), ("trials.parquet", pq.write_table)):
-        sink = pa.BufferOutputStream()
-        save(table, sink)
-        replace_file(folder / name, sink.getvalue().to_pybytes())
-    files = [folder / TABLE, folder / "trials.parquet"]
+def write(records: TrialRecords, numbers: Mapping[str, object]) -> list[Path]:
+    """Write all results into the sweep's folder; return their paths.
+
+    numbers: what else the summary says.
+    """
+    folder = records.folder
+    best = records.best()
+    files = _write_tables(records)
     winner: dict[str, object] = {}
     if best is not None:
-        replace_file(folder / BEST, _best(records, best).encode())
+        replace_file(folder / BEST, _best_config(records, best).encode())
         files.append(folder / BEST)
-        setting = records.search.setting(best.point)
         winner = {
             "best_trial": best.number,
             "best": best.score,
             "best_deviation": best.deviation,
-            "setting": setting,
+            "setting": records.plan.setting(best.point),
         }
         for name, draw in (("parallel.png", draw_parallel), ("slices.png", draw_slices)):
             draw(records, folder / name)
             files.append(folder / name)
-        if (page := _page(records)) is not None:
+        page = _write_page(records)
+        if page is not None:
             files.append(page)
-    states = [record.status for record in records.all.values()]
-    counts = {name: states.count(name) for name in ("done", "stopped", "failed", "running")}
-    write_json(
-        {"metric": records.metric, **winner, "trials": counts, **numbers}, folder / "summary.json"
-    )
-    return [*files, folder / "summary.json"]
+    statuses = [record.status for record in records.all.values()]
+    counts = {name: statuses.count(name) for name in ("done", "stopped", "failed", "running")}
+    summary = {"metric": records.metric, **winner, "trials": counts, **numbers}
+    write_json(summary, folder / SUMMARY)
+    return [*files, folder / SUMMARY]
 
 
-def _columns(records: Records) -> dict[str, list[Any]]:
-    """A column for each thing known of the trials, the best trial first."""
-    ordered, space = records.ordered(), records.search.space
+# --- tables -------------------------------------------------------------------------------------
+def _write_tables(records: TrialRecords) -> list[Path]:
+    table = pa.table(_columns(records))
+    files = []
+    for name, save in ((TABLE, pc.write_csv), ("trials.parquet", pq.write_table)):
+        sink = pa.BufferOutputStream()
+        save(table, sink)
+        files.append(records.folder / name)
+        replace_file(files[-1], sink.getvalue().to_pybytes())
+    return files
+
+
+def _columns(records: TrialRecords) -> dict[str, list[Any]]:
+    """Return the columns of trials.csv; the best trial comes first.
+
+    folder: of the trial's run; with several seeds, that of the first one.
+    """
+    ordered = records.ordered()
+    settings = [records.plan.setting(record.point) for record in ordered]
     columns: dict[str, list[Any]] = {"trial": [record.number for record in ordered]}
-    for key in space:
-        values = [records.search.setting(record.point).get(key) for record in ordered]
-        plain = all(
-            isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
-        )
-        columns[key] = (
-            values if plain else [None if value is None else value_label(value) for value in values]
-        )
-    columns[records.metric] = [record.score for record in ordered]
-    columns[f"{records.metric}_std"] = [record.deviation for record in ordered]
-    columns["rounds"] = [record.rounds for record in ordered]
-    columns["seconds"] = [record.seconds for record in ordered]
-    columns["status"] = [record.status for record in ordered]
-    columns["folder"] = [
-        str(records.path(record.number).relative_to(records.folder)) for record in ordered
-    ]
-    columns["error"] = [record.error for record in ordered]
+    for key in records.plan.space:
+        values = [setting.get(key) for setting in settings]
+        if not all(_is_number(value) for value in values):
+            values = [None if value is None else value_label(value) for value in values]
+        columns[key] = values
+    folders = [records.run_folders(record.number)[0] for record in ordered]
+    return {
+        **columns,
+        records.metric: [record.score for record in ordered],
+        f"{records.metric}_std": [record.deviation for record in ordered],
+        "rounds": [record.rounds for record in ordered],
+        "seconds": [record.seconds for record in ordered],
+        "status": [record.status for record in ordered],
+        "folder": [str(folder.relative_to(records.folder)) for folder in folders],
+        "error": [record.error for record in ordered],
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Column]:
+    """Return the columns for a person; a value that a setting does not have is a dash."""
+    keys = list(records.plan.space)
+    titles = ["trial", *short_names(keys), records.metric, "rounds", "time", ""]
+    rows = []
+    for record in records.ordered()[:most]:
+        setting = records.plan.setting(record.point)
+        values = [value_label(setting[key]) if key in setting else "–" for key in keys]
+        score = plus_minus(record.score, record.deviation)
+        status = STATUS_TEXTS.get(record.status, record.status)
+        time = format_duration(record.seconds)
+        rows.append([str(record.number), *values, score, str(record.rounds), time, status])
+    numbers: list[float | None] = [None] * len(rows)  # aligns all texts to the right
+    columns = []
+    for index, title in enumerate(titles):
+        columns.append(Column(title, [row[index] for row in rows], numbers))
     return columns
 
 
-def _table(records: Records, most: int | None = None) -> list[Column]:
-    """A row for each trial, the best first; a value that a setting does not have is a dash."""
-    keys = list(records.search.space)
-    rows = [["trial", *short_names(keys), records.metric, "rounds", "time", ""]]
-    for record in records.ordered()[:most]:
-        setting = records.search.setting(record.point)
-        values = [value_label(setting[key]) if key in setting else "–" for key in keys]
-        state = {"done": "", "running": "unfinished", "stopped": "stopped early"}.get(
-            record.status, record.status
-        )
-        shown = plus_minus(record.score, record.deviation)
-        rows.append(
-            [
-                str(record.number),
-                *values,
-                shown,
-                str(record.rounds),
-                format_duration(record.seconds),
-                state,
-            ]
-        )
-    head, *body = rows
-    numbers: list[float | None] = [None] * len(body)  # puts all texts to the right
-    return [
-        Column(title, [row[place] for row in body], numbers) for place, title in enumerate(head)
-    ]
+def table(records: TrialRecords, width: int = 0) -> str:
+    """Return the best trials as text. width: of a line in characters; 0: any."""
+    text = format_table(_printed_columns(records, MAX_PRINTED_TRIALS), width)
+    left_out = len(records.all) - MAX_PRINTED_TRIALS
+    if left_out > 0:
+        text += f"\nand {left_out} more in {records.folder / TABLE}"
+    return text
 
 
-def table(records: Records, width: int = 0) -> str:
-    """The best trials as text. width: of a line."""
-    more = len(records.all) - _SHOWN
-    return format_table(_table(records, _SHOWN), width) + (
-        f"\nand {more} more in {records.folder / TABLE}" if more > 0 else ""
-    )
+# --- files --------------------------------------------------------------------------------------
+def _write_page(records: TrialRecords) -> Path | None:
+    """Write report.html: all trials as a table, the pictures, and the curves of the best trials.
 
-
-def _page(records: Records) -> Path | None:
-    """Write report.html: all trials as a table, the pictures, and the curves of the best; None where none is done."""
-    done = [
-        record
-        for record in records.ordered()
-        if (records.path(record.number) / "summary.json").is_file()
-    ]
-    if not done:
+    Return None if no trial is done.
+    """
+    groups: list[RunGroup] = []
+    for record in records.ordered():
+        folders = records.run_folders(record.number)
+        if len(groups) < MAX_CURVES and all((path / SUMMARY).is_file() for path in folders):
+            title = f"trial {record.number}: {records.label(record)}"
+            groups.append(RunGroup(title, [load_run(path) for path in folders]))
+    if not groups:
         return None
-    groups = [
-        RunGroup(
-            f"trial {record.number}: {records.label(record)}",
-            [load_run(records.path(record.number))],
-        )
-        for record in done[:_DRAWN]
-    ]
     about = "All trials, the best first; behind ± is the sample deviation over seeds (divisor n-1)."
-    sections = [ReportSection("Trials", about, _table(records))]
-    for name, draw, title in (
+    sections = [ReportSection("Trials", about, _printed_columns(records))]
+    pictures = (
         ("slices", draw_slices, "Score by key"),
         ("parallel", draw_parallel, "All keys together"),
-    ):
-        draw(records, dark := io.BytesIO(), dark=True)
-        sections.append(
-            ReportSection(
-                title, "", (), ((records.folder / f"{name}.png").read_bytes(), dark.getvalue())
-            )
-        )
+    )
+    for name, draw, title in pictures:
+        dark = io.BytesIO()
+        draw(records, dark, dark=True)
+        light = (records.folder / f"{name}.png").read_bytes()
+        sections.append(ReportSection(title, "", (), (light, dark.getvalue())))
     return write_report(groups, records.folder, f"sweep {records.folder.resolve().name}", sections)
 
 
-def _best(records: Records, best: Record) -> str:
-    node = {**records.search.node(best.point), "out": None, "resume": None}
-    what = f"{records.metric} {plus_minus(best.score, best.deviation)} after {best.rounds} rounds"
-    return (
-        f"# {records.label(best)}: {what}. Use: {rerun_command(node, Path(BEST))}\n{to_yaml(node)}"
-    )
+def _best_config(records: TrialRecords, best: TrialRecord) -> str:
+    config = {**records.plan.node(best.point), "out": None, "resume": None}
+    score = plus_minus(best.score, best.deviation)
+    comment = f"{records.label(best)}: {records.metric} {score} after {best.rounds} rounds"
+    return f"# {comment}. Use: {rerun_command(config, Path(BEST))}\n{to_yaml(config)}"
 
 
-# --- pictures -------------------------------------------------------------------------------------------------------
-class _Axis:
-    """Where the values of a key lie between 0 and 1, and what to write beside them."""
+# --- pictures -----------------------------------------------------------------------------------
+class KeyAxis:
+    """An axis for the values of a key.
 
-    def __init__(self, key: str, name: str, found: Range, used: Sequence[object]):
-        self.key, self.name, self.found = key, name, found
-        numbers = found.values if isinstance(found, Choice) else (found.low, found.high)
-        self.numeric = all(
-            isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers
-        )
-        self.log = found.log if isinstance(found, Interval) else self.numeric and _spread(numbers)
-        if not isinstance(found, Choice) or not self.numeric:
-            self.values: tuple[object, ...] = numbers
+    name: what is written next to it. values: of the space. used: the values of the trials.
+    """
+
+    def __init__(self, key: str, name: str, values: ValueRange, used: Sequence[object]):
+        self.key = key
+        self.name = name
+        self.range = values
+        numbers = values.values if isinstance(values, Choice) else (values.low, values.high)
+        self.is_numeric = all(_is_number(value) for value in numbers)
+        if isinstance(values, Interval):
+            self.is_logarithmic = values.log
         else:
-            self.values = tuple(sorted(found.values, key=lambda value: float(str(value))))
-        ends = (
-            [float(str(value)) for value in (*numbers, *used)]
-            if self.numeric
-            else [0.0, len(numbers) - 1.0]
-        )
+            self.is_logarithmic = self.is_numeric and _spans_magnitudes(numbers)
+        self.values: tuple[object, ...] = numbers
+        if isinstance(values, Choice) and self.is_numeric:
+            self.values = tuple(sorted(values.values, key=lambda value: float(str(value))))
+        ends = [0.0, len(numbers) - 1.0]
+        if self.is_numeric:
+            ends = [float(str(value)) for value in (*numbers, *used)]
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
-        """A value as a number: its own, or its place in the list."""
-        return float(str(value)) if self.numeric else float(self.values.index(value))
+        """Return a value as a number: itself, or its index in the list."""
+        return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
-    def place(self, value: object) -> float:
-        """Between 0 and 1."""
-        low, high, at = self.low, self.high, self.number(value)
-        if self.log:
-            low, high, at = math.log(low), math.log(high), math.log(at)
-        return (at - low) / (high - low) if high > low else 0.5
+    def position(self, value: object) -> float:
+        """Return where a value lies, from 0 (the lowest) to 1 (the highest)."""
+        low, high, number = self.low, self.high, self.number(value)
+        if self.is_logarithmic:
+            low, high, number = math.log(low), math.log(high), math.log(number)
+        return (number - low) / (high - low) if high > low else 0.5
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and labels."""
-        if isinstance(self.found, Choice):
-            return [(self.place(value), value_label(value)) for value in self.values]
-        if self.log:
-            first, last = (
-                math.ceil(math.log10(self.low) - 1e-9),
-                math.floor(math.log10(self.high) + 1e-9),
-            )
-            numbers = [10.0**power for power in range(first, last + 1)]
-            numbers = numbers if len(numbers) > 1 else [self.low, self.high]
-            return [(self.place(number), f"{number:.3g}") for number in numbers]
-        return [
-            (self.place(number), f"{number:.6g}") for number in _round_numbers(self.low, self.high)
-        ]
+        """Return positions with their labels."""
+        if isinstance(self.range, Choice):
+            return [(self.position(value), value_label(value)) for value in self.values]
+        if not self.is_logarithmic:
+            numbers = _round_numbers(self.low, self.high)
+            return [(self.position(number), f"{number:.6g}") for number in numbers]
+        first = math.ceil(math.log10(self.low) - 1e-9)
+        last = math.floor(math.log10(self.high) + 1e-9)
+        numbers = [10.0**power for power in range(first, last + 1)]
+        if len(numbers) < 2:
+            numbers = [self.low, self.high]
+        return [(self.position(number), f"{number:.3g}") for number in numbers]
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """About five round numbers between two."""
+    """Return about five round numbers from low to high."""
     from matplotlib.ticker import MaxNLocator
 
-    rounding = 1e-9 * (high - low)
-    found = [
-        float(x)
-        for x in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-        if low - rounding <= x <= high + rounding
-    ]
-    return found if len(found) > 1 else [low, high]
+    tolerance = 1e-9 * (high - low)
+    ticks = MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    numbers = [float(tick) for tick in ticks if low - tolerance <= tick <= high + tolerance]
+    return numbers if len(numbers) > 1 else [low, high]
 
 
-def _spread(values: Sequence[Any]) -> bool:
-    """Whether a list of numbers is better seen by orders of magnitude."""
-    return bool(min(values) > 0 and max(values) >= 30 * min(values))
+def _spans_magnitudes(values: Sequence[Any]) -> bool:
+    return bool(min(values) > 0 and max(values) >= LOGARITHMIC_RATIO * min(values))
 
 
-def _axes(records: Records) -> list[_Axis]:
-    space = records.search.space
-    names = short_names(list(space))
-    settings = [records.search.setting(record.point) for record in records.all.values()]
-    return [
-        _Axis(key, name, found, [setting[key] for setting in settings if key in setting])
-        for (key, found), name in zip(space.items(), names, strict=True)
-    ]
+def _axes(records: TrialRecords) -> list[KeyAxis]:
+    space = records.plan.space
+    settings = [records.plan.setting(record.point) for record in records.all.values()]
+    axes = []
+    for name, (key, values) in zip(short_names(list(space)), space.items(), strict=True):
+        used = [setting[key] for setting in settings if key in setting]
+        axes.append(KeyAxis(key, name, values, used))
+    return axes
 
 
-def _scored(records: Records) -> list[Record]:
-    """Those that can be drawn, the best last, so that it lies on top."""
-    return [
-        each for each in records.ordered() if each.score is not None and math.isfinite(each.score)
-    ][::-1]
+def _scored(records: TrialRecords) -> list[TrialRecord]:
+    """Return the trials that can be drawn; the best comes last, so that it lies on top."""
+    scored = []
+    for record in reversed(records.ordered()):
+        if record.score is not None and math.isfinite(record.score):
+            scored.append(record)
+    return scored
 
 
-def _title(records: Records) -> str:
+def _title(records: TrialRecords) -> str:
     best = records.best()
-    assert best is not None, "pictures are made of trials with a score"
-    shown = plus_minus(best.score, best.deviation)
-    return f"Best {records.metric} {shown} (trial {best.number}: {records.label(best)})"
+    assert best is not None, "pictures show trials with a score"
+    score = plus_minus(best.score, best.deviation)
+    return f"Best {records.metric} {score} (trial {best.number}: {records.label(best)})"
 
 
-def _colours(records: Sequence[Record], dark: bool) -> tuple[Colormap, float, float]:
-    """A map of scores to colours, of which the best stands out from the page; and the scores that it spans."""
+def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
+    """Return a map from scores to colours, with the lowest and the highest score that it spans.
+
+    The best score has the colour that is furthest from the page's. Stopped trials do not count
+    unless there are no others.
+    """
     from matplotlib import colormaps
 
+    scores = [record.score for record in records if record.score is not None]
     full = [
         record.score
         for record in records
         if record.status != "stopped" and record.score is not None
     ]
-    scores = full or [record.score for record in records if record.score is not None]
+    scores = full or scores
     return colormaps["viridis" if dark else "viridis_r"], min(scores), max(scores)
 
 
-def draw_parallel(records: Records, path: Path | io.BytesIO, *, dark: bool = False) -> None:
-    """Write parallel coordinates: a line per trial through its values to its score, the best trial thick."""
+def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
+    """Draw parallel coordinates: a line per trial through its values to its score.
+
+    The line of the best trial is thick, those of stopped trials are grey.
+    """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    axes, trials = _axes(records), _scored(records)
+    axes = _axes(records)
+    trials = _scored(records)
     colours, low, high = _colours(trials, dark)
-    ends = [trial.score for trial in trials if trial.score is not None]
-    bottom, top = min(ends), max(ends)
-    with figure_file(
-        path, _title(records), (max(7.0, 2.2 * (len(axes) + 1)), 5.0), dark=dark
-    ) as figure:
+    scores = [trial.score for trial in trials if trial.score is not None]
+    bottom, top = min(scores), max(scores)
+    size = (max(7.0, 2.2 * (len(axes) + 1)), 5.0)
+    with figure_file(path, _title(records), size, dark=dark) as figure:
         ax = figure.subplots()
         for trial in trials:
-            setting, score = records.search.setting(trial.point), float(trial.score or 0.0)
-            ys = [
-                axis.place(setting[axis.key]) if axis.key in setting else math.nan for axis in axes
-            ]
-            ys.append((score - bottom) / (top - bottom) if top > bottom else 0.5)
-            stopped, best = trial.status == "stopped", trial is trials[-1]
+            setting = records.plan.setting(trial.point)
+            score = float(trial.score or 0.0)
+            heights = []
+            for axis in axes:
+                value = setting.get(axis.key, math.nan)
+                heights.append(axis.position(value) if axis.key in setting else math.nan)
+            heights.append((score - bottom) / (top - bottom) if top > bottom else 0.5)
+            is_best = trial is trials[-1]
+            is_stopped = trial.status == "stopped"
             share = (score - low) / (high - low) if high > low else 1.0
-            colour = _FAINT if stopped else colours(0.08 + 0.92 * share)
             ax.plot(
-                range(len(ys)), ys, color=colour, linewidth=3.2 if best else 1.2, marker="o",
-                markersize=6 if best else 3.5, zorder=1 if stopped else 3,
-            )  # fmt: skip
+                range(len(heights)),
+                heights,
+                color=STOPPED_COLOUR if is_stopped else colours(PALEST + (1 - PALEST) * share),
+                linewidth=3.2 if is_best else 1.2,
+                marker="o",
+                markersize=6 if is_best else 3.5,
+                zorder=1 if is_stopped else 3,
+            )
         ax.set(xlim=(-0.25, len(axes) + 0.6), ylim=(-0.05, 1.05), yticks=[])
         ax.set_xticks(range(len(axes) + 1), [*(axis.name for axis in axes), records.metric])
         ax.tick_params(axis="x", length=0, pad=8)
         for index, axis in enumerate(axes):
-            _scale(ax, index, axis.ticks())
-        span = top - bottom
-        ticks = (
-            [((each - bottom) / span, f"{each:.6g}") for each in _round_numbers(bottom, top)]
-            if span
-            else []
-        )
-        _scale(ax, len(axes), ticks or [(0.5, f"{top:.6g}")])
+            _draw_scale(ax, index, axis.ticks())
+        _draw_scale(ax, len(axes), _score_ticks(bottom, top))
         ax.spines[:].set_visible(False)
         if high > low:
-            shades = ScalarMappable(Normalize(low - (high - low) * 0.08 / 0.92, high), colours)
+            lowest = low - (high - low) * PALEST / (1 - PALEST)
+            shades = ScalarMappable(Normalize(lowest, high), colours)
             figure.colorbar(shades, ax=ax, label=records.metric, fraction=0.03, pad=0.01)
         if any(trial.status == "stopped" for trial in trials):
             figure.supxlabel("grey: stopped early", fontsize=10)
 
 
-def _scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
+def _score_ticks(bottom: float, top: float) -> list[tuple[float, str]]:
+    if top == bottom:
+        return [(0.5, f"{top:.6g}")]
+    numbers = _round_numbers(bottom, top)
+    return [((number - bottom) / (top - bottom), f"{number:.6g}") for number in numbers]
+
+
+def _draw_scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
     from matplotlib import rcParams
 
     ink, paper = rcParams["text.color"], rcParams["axes.facecolor"]
@@ -331,46 +360,62 @@ def _scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
         ax.text(x + 0.05, y, text, fontsize=8.5, va="center", bbox=box, zorder=4)
 
 
-def draw_slices(records: Records, path: Path | io.BytesIO, *, dark: bool = False) -> None:
-    """Write the score against each key alone, with its deviation over seeds; open circles were stopped early."""
-    axes, trials, hues = _axes(records), _scored(records), DARK if dark else LIGHT
-    across = min(2, len(axes))
-    down = -(-len(axes) // across)
-    with figure_file(
-        path, _title(records), (max(7.0, 3.6 * across), 3.2 * down + 0.6), dark=dark
-    ) as figure:
-        panels = list(figure.subplots(down, across, sharey=True, squeeze=False).flat)
+def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
+    """Draw the score against each key, with its deviation over seeds.
+
+    The best trial is a star; open circles are trials that were stopped early.
+    """
+    axes = _axes(records)
+    trials = _scored(records)
+    columns = min(2, len(axes))
+    rows = -(-len(axes) // columns)
+    size = (max(7.0, 3.6 * columns), 3.2 * rows + 0.6)
+    with figure_file(path, _title(records), size, dark=dark) as figure:
+        panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
         for panel in panels[len(axes) :]:
             panel.set_axis_off()
         for index, (ax, axis) in enumerate(zip(panels, axes, strict=False)):
-            for trial in trials:
-                setting = records.search.setting(trial.point)
-                if axis.key not in setting:
-                    continue
-                best, stopped = trial is trials[-1], trial.status == "stopped"
-                x, y = axis.number(setting[axis.key]), float(trial.score or 0.0)
-                ax.errorbar(
-                    x, y, yerr=trial.deviation, fmt="*" if best else "o",
-                    markersize=13 if best else 6, color=hues[1] if best else hues[0], alpha=1.0 if best else 0.75,
-                    markerfacecolor="none" if stopped else None, elinewidth=1.2, capsize=2,
-                )  # fmt: skip
-            if axis.log:
-                set_log_scale(ax, "x")
-            if axis.numeric and isinstance(axis.found, Choice):
-                ax.set_xticks(
-                    [axis.number(value) for value in axis.values],
-                    [value_label(value) for value in axis.values],
-                )
-                ax.minorticks_off()
-            if not axis.numeric:
-                ax.set_xticks(
-                    range(len(axis.values)),
-                    [value_label(value) for value in axis.values],
-                    rotation=35,
-                    ha="right",
-                )
-                ax.set_xlim(-0.5, len(axis.values) - 0.5)
+            _draw_points(ax, axis, records, trials, DARK if dark else LIGHT)
+            _label_values(ax, axis)
             ax.set_xlabel(axis.name)
             ax.grid(True)
-            if index % across == 0:
+            if index % columns == 0:
                 ax.set_ylabel(records.metric)
+
+
+def _draw_points(
+    ax: Axes,
+    axis: KeyAxis,
+    records: TrialRecords,
+    trials: Sequence[TrialRecord],
+    colours: Sequence[str],
+) -> None:
+    for trial in trials:
+        setting = records.plan.setting(trial.point)
+        if axis.key not in setting:
+            continue
+        is_best = trial is trials[-1]
+        ax.errorbar(
+            axis.number(setting[axis.key]),
+            float(trial.score or 0.0),
+            yerr=trial.deviation,
+            fmt="*" if is_best else "o",
+            markersize=13 if is_best else 6,
+            color=colours[1] if is_best else colours[0],
+            alpha=1.0 if is_best else 0.75,
+            markerfacecolor="none" if trial.status == "stopped" else None,
+            elinewidth=1.2,
+            capsize=2,
+        )
+
+
+def _label_values(ax: Axes, axis: KeyAxis) -> None:
+    labels = [value_label(value) for value in axis.values]
+    if axis.is_logarithmic:
+        set_log_scale(ax, "x")
+    if axis.is_numeric and isinstance(axis.range, Choice):
+        ax.set_xticks([axis.number(value) for value in axis.values], labels)
+        ax.minorticks_off()
+    if not axis.is_numeric:
+        ax.set_xticks(range(len(labels)), labels, rotation=35, ha="right")
+        ax.set_xlim(-0.5, len(labels) - 0.5)

@@ -1,4 +1,4 @@
-"""What a finished search gives to Python: the setting, score, history and folder of each trial."""
+"""The result of a sweep for Python: the setting, score, history and folder of each trial."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysim.commands.sweep.records import Record, Records
+from raysim.commands.sweep.records import TrialRecord, TrialRecords
 from raysim.primitives.checks import finite_values, one_of
 
 if TYPE_CHECKING:
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial of a search.
+    """A trial of a sweep.
 
-    config: the searched keys. metrics: the last row of the history, `{}` if there is none. error: the reason of a trial
-    that failed, None for any other. path: the trial's folder. history: all rows; with several seeds, their means.
+    config: the searched keys. metrics: the last row of the history, `{}` if there is none. error:
+    the reason of a trial that failed, None for any other. path: the folder of the trial's run; with
+    several seeds, that of the first one. history: all rows; with several seeds, their means.
     """
 
     number: int
@@ -30,7 +31,7 @@ class TrialResult:
 
     @property
     def metrics_dataframe(self) -> pd.DataFrame:
-        """Return the history as a table, a row for each round."""
+        """Return the history as a table with a row for each round."""
         import pandas as pd
 
         return pd.DataFrame(list(self.history))
@@ -38,9 +39,9 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The trials of a search in their order.
+    """The trials of a sweep in their order.
 
-    metric: the column that the search compared. mode: "max" or "min".
+    metric: the column that the sweep compared. mode: "max" or "min".
     """
 
     trials: tuple[TrialResult, ...]
@@ -53,8 +54,8 @@ class SweepResult:
     def __iter__(self) -> Iterator[TrialResult]:
         return iter(self.trials)
 
-    def __getitem__(self, place: int) -> TrialResult:
-        return self.trials[place]
+    def __getitem__(self, index: int) -> TrialResult:
+        return self.trials[index]
 
     @property
     def errors(self) -> list[str]:
@@ -63,25 +64,26 @@ class SweepResult:
 
     @property
     def num_errors(self) -> int:
-        """Return how many trials failed."""
+        """Return the number of trials that failed."""
         return len(self.errors)
 
     @property
     def num_terminated(self) -> int:
-        """Return how many trials did not fail."""
+        """Return the number of trials that did not fail."""
         return len(self) - self.num_errors
 
     def get_best_result(self, metric: str | None = None, mode: str | None = None) -> TrialResult:
-        """Return the trial whose last row has the best value of a column; None: as in the search.
+        """Return the trial whose last row has the best value of a column; None: as in the sweep.
 
-        Raises ValueError if no trial has a value.
+        Raise `ValueError` if no trial has a value.
         """
-        name, direction = metric or self.metric, one_of("mode", mode or self.mode, ("max", "min"))
-        scored = [
-            (values[0], trial)
-            for trial in self.trials
-            if (values := finite_values([trial.metrics.get(name)]))
-        ]
+        name = metric or self.metric
+        direction = one_of("mode", mode or self.mode, ("max", "min"))
+        scored: list[tuple[float, TrialResult]] = []
+        for trial in self.trials:
+            values = finite_values([trial.metrics.get(name)])
+            if values:
+                scored.append((values[0], trial))
         if not scored:
             raise ValueError(
                 f"metric={name}: no trial has a value of this column. Name one of its history."
@@ -90,31 +92,33 @@ class SweepResult:
         return choose(scored, key=lambda pair: pair[0])[1]
 
     def get_dataframe(self) -> pd.DataFrame:
-        """Return a table with a row for each trial: its last measurements, its setting as config/KEY, its folder."""
+        """Return a table with a row for each trial.
+
+        Its last row of the history, its setting as config/KEY, its error and its folder.
+        """
         import pandas as pd
 
-        rows = [
-            {
-                "trial": trial.number,
-                **trial.metrics,
-                **{f"config/{key}": value for key, value in trial.config.items()},
-                "error": trial.error,
-                "path": trial.path,
-            }
-            for trial in self.trials
-        ]
+        rows = []
+        for trial in self.trials:
+            setting = {f"config/{key}": value for key, value in trial.config.items()}
+            end = {"error": trial.error, "path": trial.path}
+            rows.append({"trial": trial.number, **trial.metrics, **setting, **end})
         return pd.DataFrame(rows)
 
 
-def collect_results(records: Records, mode: str) -> SweepResult:
-    """Return what the records of a search say."""
+def collect_results(records: TrialRecords, mode: str) -> SweepResult:
+    """Return the result of the recorded trials."""
     trials = [_trial_result(records, records.all[number]) for number in sorted(records.all)]
     return SweepResult(tuple(trials), records.metric, mode)
 
 
-def _trial_result(records: Records, record: Record) -> TrialResult:
+def _trial_result(records: TrialRecords, record: TrialRecord) -> TrialResult:
     history = tuple(record.history())
-    metrics = history[-1] if history else {}
-    setting = records.search.setting(record.point)
-    path = str(records.path(record.number).resolve())
-    return TrialResult(record.number, setting, metrics, record.error or None, path, history)
+    return TrialResult(
+        number=record.number,
+        config=records.plan.setting(record.point),
+        metrics=history[-1] if history else {},
+        error=record.error or None,
+        path=str(records.run_folders(record.number)[0].resolve()),
+        history=history,
+    )

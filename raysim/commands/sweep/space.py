@@ -1,4 +1,7 @@
-"""Search spaces: what values a key may take, and the points that a search looks at; neither Ray nor Hydra."""
+"""Search spaces: the values that a key may take, and the points that a sweep tries.
+
+Imports neither Ray nor Hydra.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,34 @@ import numpy as np
 
 from raysim.primitives.errors import Refused
 
-Point: TypeAlias = dict[str, object]  # a value of each key; plain data
+Point: TypeAlias = dict[str, object]  # a value for each key, as plain data
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A list of values, in the order in which they were given."""
+    """A list of values, in the user's order."""
 
     values: tuple[object, ...]
 
     def draw(self, generator: np.random.Generator) -> object:
-        """Any of them."""
+        """Return a random value; all are equally likely."""
         return self.values[int(generator.integers(len(self.values)))]
 
     def corners(self) -> list[object]:
-        """Values that should be tried before a search begins: all."""
+        """Return the values to check before a sweep begins: all of them."""
         return list(self.values)
 
-    def nearest(self, value: object) -> object:
-        """The value itself, if it is one of them."""
+    def clip(self, value: object) -> object:
+        """Return the value if it is in the list, else the first one of the list."""
         return value if value in self.values else self.values[0]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """All numbers from low to high, or all whole ones; with `log`, each order of magnitude is as likely."""
+    """All numbers from low to high.
+
+    log: whether each order of magnitude is equally likely. whole: whether only integers are drawn.
+    """
 
     low: float
     high: float
@@ -45,83 +51,91 @@ class Interval:
     whole: bool = False
 
     def draw(self, generator: np.random.Generator) -> int | float:
-        """A number in between, of four digits, which is as much as a person wants to read or repeat."""
-        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        """Return a random number with four digits, which a person can read and repeat."""
+        low, high = self.low, self.high
+        if self.whole:  # so that both ends are as likely as the others
+            low, high = low - 0.5, high + 0.5
         if self.log:
             low = max(low, self.low / 2)
-            drawn = math.exp(generator.uniform(math.log(low), math.log(high)))
-        else:
-            drawn = generator.uniform(low, high)
-        return self.nearest(drawn)
+            return self.clip(math.exp(generator.uniform(math.log(low), math.log(high))))
+        return self.clip(generator.uniform(low, high))
 
     def corners(self) -> list[object]:
-        """Values that should be tried before a search begins: both ends."""
-        return [self.nearest(self.low), self.nearest(self.high)]
+        """Return the values to check before a sweep begins: both ends."""
+        return [self.clip(self.low), self.clip(self.high)]
 
-    def nearest(self, value: object) -> int | float:
-        """A number put back into the interval, whole or rounded to four digits."""
+    def clip(self, value: object) -> int | float:
+        """Return the nearest number of the interval: an integer, or one of four digits."""
         number = min(max(float(str(value)), self.low), self.high)
         if self.whole:
             return round(number)
         return min(max(float(f"{number:.4g}"), self.low), self.high)
 
 
-Range: TypeAlias = Choice | Interval
-Space: TypeAlias = Mapping[str, Range]
+ValueRange: TypeAlias = Choice | Interval
+Space: TypeAlias = Mapping[str, ValueRange]
 
 
-def checked(key: str, found: Range) -> Range:
-    """Refuses a range that no search can draw from."""
-    if isinstance(found, Choice):
-        if not found.values:
-            raise Refused(f"{key} has no values to choose from: name some, such as {key}=a,b")
-        return found
-    if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
+def check_range(key: str, values: ValueRange) -> ValueRange:
+    """Return the range. Raise `Refused` if no value can be drawn from it."""
+    if isinstance(values, Choice):
+        if not values.values:
+            raise Refused(f"{key}: it has no values to choose from. Name some, such as {key}=a,b")
+        return values
+    low, high = values.low, values.high
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise Refused(f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first")
+    if values.log and low <= 0:
         raise Refused(
-            f"{key}=interval({found.low:g}, {found.high:g}) is empty: write the lower end first"
+            f"{key}=tag(log, interval({low:g}, {high:g})): the lower end has no logarithm. "
+            "Set it above 0, or leave tag(log, ...) out"
         )
-    if found.log and found.low <= 0:
-        raise Refused(
-            f"{key}=tag(log, interval({found.low:g}, {found.high:g})) has no logarithm at its lower end: "
-            "set that above 0, or leave tag(log, ...) out"
-        )
-    return found
+    return values
 
 
-def random_points(space: Space, number: int, generator: np.random.Generator) -> list[Point]:
-    """Independent draws; the first ones of a longer list are those of a shorter one."""
-    return [{key: found.draw(generator) for key, found in space.items()} for _ in range(number)]
+def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
+    """Return independent draws; a longer list begins with a shorter one of the same generator."""
+    points = []
+    for _ in range(count):
+        points.append({key: values.draw(generator) for key, values in space.items()})
+    return points
 
 
-def grid(space: Space) -> list[Point]:
-    """All combinations, the last key fastest. Raises Refused where a key has a range instead of a list."""
+def grid_points(space: Space) -> list[Point]:
+    """Return all combinations; the last key changes fastest.
+
+    Raise `Refused` if a key has an interval instead of a list.
+    """
     lists = []
-    for key, found in space.items():
-        if isinstance(found, Interval):
+    for key, values in space.items():
+        if isinstance(values, Interval):
+            ends = f"{values.low:g},{values.high:g}"
             raise Refused(
-                f"sweep.search=grid needs a list of values of {key}, which has a range: "
-                f"write {key}={found.low:g},{found.high:g}, or set sweep.search=random"
+                f"{key}: sweep.search=grid needs a list of values, not an interval. "
+                f"Write {key}={ends}, or set sweep.search=random"
             )
-        lists.append(found.values)
-    return [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
+        lists.append(values.values)
+    return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
 
 
-def covering(space: Space) -> list[Point]:
-    """A few points in which each value of each list, and both ends of each range, occur."""
-    corners = {key: found.corners() for key, found in space.items()}
-    longest = max((len(each) for each in corners.values()), default=0)
-    return [
-        {key: each[index % len(each)] for key, each in corners.items()} for index in range(longest)
-    ]
+def corner_points(space: Space) -> list[Point]:
+    """Return a few points that hold each value of each list, and both ends of each interval."""
+    corners = {key: values.corners() for key, values in space.items()}
+    count = max((len(values) for values in corners.values()), default=0)
+    points = []
+    for index in range(count):
+        points.append({key: values[index % len(values)] for key, values in corners.items()})
+    return points
 
 
-def nearest(space: Space, point: Mapping[str, object]) -> Point:
-    """A point put back into the space."""
-    return {
-        key: space[key].nearest(value) if key in space else value for key, value in point.items()
-    }
+def clip_point(space: Space, point: Mapping[str, object]) -> Point:
+    """Return the nearest point of the space; values of other keys stay."""
+    clipped = dict(point)
+    for key in space.keys() & point.keys():
+        clipped[key] = space[key].clip(point[key])
+    return clipped
 
 
-def distinct(points: Sequence[Point]) -> list[Point]:
-    """Each point once, in order of first appearance."""
+def distinct_points(points: Sequence[Point]) -> list[Point]:
+    """Return each point once, in the order of first appearance."""
     return list({json.dumps(point, sort_keys=True): point for point in points}.values())

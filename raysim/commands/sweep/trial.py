@@ -1,120 +1,114 @@
-"""One trial of a search: the runs of a setting, one per seed, round by round; their mean is its history."""
+"""One trial of a sweep: the runs of a setting, one for each seed, made round by round together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from raysim.experiment.config_files import Node, to_yaml
-from raysim.experiment.execute import build
+from raysim.experiment import run_table
+from raysim.experiment.config_files import Node
 from raysim.experiment.many_runs import FINAL, mean_row
-from raysim.experiment.recorder import Follower
-from raysim.experiment.run_folder import last_checkpoint
-from raysim.experiment.settings import Experiment
-from raysim.primitives.files import replace_file
+from raysim.experiment.runner import StartEvents, SteppedRun
 from raysim.results.history import Row, metric_of
-from raysim.results.observers import CurrentRun
-from raysim.simulation import checkpoint
-from raysim.simulation.events import Event, RunStoppedError
-from raysim.training.run_spec import Checkpoint
+from raysim.simulation.events import RunStoppedError
+
+
+def run_name(number: int, seed: int) -> str:
+    """Return the name of a trial's run: "0003_seed-0"."""
+    return f"{number:04d}_seed-{seed}"
+
+
+def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
+    """Return the folders of a trial's runs, in the order of the seeds. folder: of the sweep."""
+    return [run_table.run_folder(folder, run_name(number, seed)) for seed in seeds]
 
 
 class Trial:
-    """The runs of a setting, one per seed. folders: where each keeps its checkpoints."""
+    """The runs of a setting, one for each seed; the mean of their rows is what counts.
 
-    def __init__(
-        self,
-        experiments: Sequence[Experiment],
-        folders: Sequence[Path],
-        streams: Sequence[Iterator[Event]],
-        metric: str,
-    ):
-        settings = experiments[0].spec.settings
-        self.metric, self.rounds, self.checkpoint_every = (
-            metric,
-            settings.rounds,
-            settings.checkpoint.every,
-        )
-        self.runs = [
-            Follower(CurrentRun(folder, self.rounds), events)
-            for folder, events in zip(folders, streams, strict=True)
-        ]
-        self.done = 0  # rounds reported
+    metric: the column of the history whose measurements Ray Tune sees.
+    """
 
-    def advance(self) -> list[dict[str, int | float | None]]:
-        """Return mean rows up to the next one with the metric, or to the end. Raises RunStoppedError."""
-        rows = []
-        while self.done < self.rounds:
-            self.done += 1
-            rows.append(mean_row([run.until(self.done) for run in self.runs], self.metric))
+    def __init__(self, runs: Sequence[SteppedRun], metric: str):
+        self.runs = list(runs)
+        self.metric = metric
+        self.rounds = min(run.rounds for run in runs)
+        self.rounds_done = 0
+
+    def advance(self) -> list[Row]:
+        """Return the mean rows up to the next measurement of the metric, or to the last round.
+
+        The rows are on the disk when this returns. Raise `RunStoppedError` if the metric is not measured
+        until the last round.
+        """
+        rows: list[Row] = []
+        while self.rounds_done < self.rounds:
+            self.rounds_done += 1
+            seed_rows = [run.until(self.rounds_done) for run in self.runs]
+            rows.append(mean_row(seed_rows, self.metric))
             if rows[-1].get(self.metric) is not None:
                 break
         else:
-            raise RunStoppedError(self._unmeasured(rows))
-        if self.done == self.rounds:
-            for run in self.runs:
+            raise RunStoppedError(self._explain_unmeasured(rows))
+        for run in self.runs:
+            if self.is_finished:
                 run.to_the_end()
+            else:
+                run.write_history()
         return rows
 
-    def _unmeasured(self, rows: Sequence[Row]) -> str:
+    def _explain_unmeasured(self, rows: Sequence[Row]) -> str:
         last = rows[-1] if rows else {}
-        finals = [f"{metric_of(rows)}{suffix}" for suffix in FINAL]
-        names = [name for name in finals if last.get(name) is not None]
-        names += [
-            name
-            for name, value in last.items()
-            if value is not None and name not in (*names, "round")
-        ]
-        return f"{self.metric} is not measured here: set sweep.metric to one of {', '.join(names)}"
+        usual = [f"{metric_of(rows)}{suffix}" for suffix in FINAL]
+        columns = dict.fromkeys([*usual, *last])
+        measured = [name for name in columns if name != "round" and last.get(name) is not None]
+        return (
+            f"sweep.metric={self.metric} is not measured in this sweep. "
+            f"Set it to one of {', '.join(measured)}"
+        )
 
     @property
-    def finished(self) -> bool:
-        """Whether all rounds were reported."""
-        return self.done == self.rounds
+    def is_finished(self) -> bool:
+        """Return whether all rounds were reported."""
+        return self.rounds_done == self.rounds
 
-    def save(self) -> None:
-        """Where a checkpoint is due after the last reported round: follow the runs until it is written."""
-        every = self.checkpoint_every
-        if not every or self.done % every or self.finished:
-            return
+    def write_due_checkpoint(self) -> None:
+        """Follow the runs until the checkpoint of the last reported round is written, if it is due."""
         for run in self.runs:
-            if checkpoint.version_of(last_checkpoint(run.run.folder, Checkpoint())) < self.done:
-                run.next_event()  # a checkpoint follows its round at once
+            run.write_due_checkpoint(self.rounds_done)
 
     def close(self) -> None:
-        """Stop what still runs."""
+        """Stop the runs where they are."""
         for run in self.runs:
             run.close()
 
 
-def folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
-    """Where the run of each seed lies."""
-    return [folder] if len(seeds) == 1 else [folder / f"seed-{seed}" for seed in seeds]
+def open_trial(
+    number: int,
+    configs: Sequence[Node],
+    metric: str,
+    start_events: StartEvents,
+    *,
+    folder: Path,
+    allow: Sequence[str] = (),
+    accepts_changes: bool = False,
+) -> Trial:
+    """Begin or continue a trial. Raise `RunFailedError` for a run that cannot be made.
 
-
-def prepared(
-    nodes: Sequence[Node], folder: Path, allow: Sequence[str], every: int | None
-) -> list[tuple[Experiment, Path, str]]:
-    """The experiments of a setting, the folder of each (which is made), and its last checkpoint there ("": none).
-
-    every: rounds between checkpoints, where not as the configuration says. Raises Refused.
+    configs: a configuration for each seed. folder: of the sweep.
     """
-    runs = []
-    for node, run_folder in zip(
-        nodes, folders(folder, [node["seed"] for node in nodes]), strict=True
-    ):
-        experiment = build(node, allow)
-        run_folder.mkdir(parents=True, exist_ok=True)
-        replace_file(run_folder / "config.yaml", to_yaml(experiment.config).encode())
-        if every is not None:
-            settings = replace(experiment.spec.settings, checkpoint=Checkpoint(every))
-            experiment = replace(experiment, spec=replace(experiment.spec, settings=settings))
-        runs.append(
-            (
-                experiment,
-                run_folder,
-                last_checkpoint(run_folder, experiment.spec.settings.checkpoint),
+    runs: list[SteppedRun] = []
+    try:
+        for config in configs:
+            name = run_name(number, config["seed"])
+            placed = run_table.configure_run(config, folder, name)
+            log = run_table.log_file(folder, name)
+            run = SteppedRun(
+                placed, log, start_events, allow=allow, accepts_changes=accepts_changes
             )
-        )
-    return runs
+            runs.append(run)
+    except BaseException:
+        for run in runs:
+            run.close()
+        raise
+    return Trial(runs, metric)

@@ -66,7 +66,7 @@ def test_every_stored_study_can_be_planned_and_all_kept_runs_are_of_one(tmp_path
             for word in words[1:]
             if word not in seeds and not word.startswith(("out=", "resume="))
         ]
-        cells = plan([*one, *seeds, f"out={tmp_path / 'new'}"]).cells
+        cells = plan([*one, *seeds, f"out={tmp_path / 'new'}"]).runs
         assert len(seeds) == 1 and cells, words
         for cell in cells:
             planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(

@@ -1,0 +1,65 @@
+"""A study in MLflow: a run of its own, to which its runs belong, with the report and the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from raysim.commands.study.plan import Study
+from raysim.primitives.files import parse_json
+from raysim.results.tracking import Tracker, source_tags
+
+FILES = (
+    "report.html",
+    "study.csv",
+    "differences.csv",
+    "study.json",
+    "study.tex",
+    "study.png",
+    "study.yaml",
+)
+
+
+@contextmanager
+def track(study: Study, say: Callable[[str], None]) -> Iterator[None]:
+    """Begin or continue the study's own run; send its files when the block ends.
+
+    Does nothing if no run of the study is tracked. say: called with a line about a server that does
+    not answer.
+    """
+    tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]
+    if not tracked:
+        yield
+        return
+    folder = study.folder
+    uri = tracked[0].config["tracking"]["uri"] or ""
+    tracker = Tracker(folder, uri, say=say, command="raysim study")
+    overrides = {key: " ".join(texts) for key, texts in study.overrides.items()}
+    tracker.start(overrides, {"kind": "study", "study": folder.resolve().name, **source_tags()})
+    tracker.known()
+    status = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        files = [folder / name for name in FILES if (folder / name).is_file()]
+        tracker.finish({"runs": len(study.runs), **_means(folder)}, files, status)
+
+
+def _means(folder: Path) -> Mapping[str, object]:
+    """Return the mean of every metric by setting: {"final": {"fedavg": 0.8}}."""
+    path = folder / "study.json"
+    if not path.is_file():
+        return {}
+    means: dict[str, dict[str, float]] = {}
+    for row in parse_json(path.read_bytes())["settings"]:
+        metrics = {name: value for name, value in row.items() if isinstance(value, dict)}
+        setting = " ".join(str(value) for name, value in row.items() if name not in metrics)
+        for name, value in metrics.items():
+            if value["mean"] is not None:
+                means.setdefault(name, {})[setting] = value["mean"]
+    return means

@@ -1,0 +1,337 @@
+"""The plan of a sweep: its options, its space, and the configuration of every run as plain data.
+
+All files are read and all options composed before the sweep starts, so files that change meanwhile
+change nothing. A sweep that is continued is planned again from its sweep.yaml. Imports no torch, so
+that a wrong override is refused at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from raysim.commands.sweep.overrides import sort_overrides
+from raysim.commands.sweep.space import (
+    Choice,
+    Interval,
+    Point,
+    ValueRange,
+    corner_points,
+    distinct_points,
+    grid_points,
+    random_points,
+)
+from raysim.experiment import run_table
+from raysim.experiment.compose import complete_draft, draft
+from raysim.experiment.config_files import Node
+from raysim.experiment.groups import find_groups
+from raysim.experiment.instantiate import build_object, format_value
+from raysim.experiment.many_runs import check_free, dated_folder
+from raysim.primitives.checks import above, at_least
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import user_path
+from raysim.primitives.streams import stream
+
+DEFAULT_TRIALS = 16
+DRAWS_PER_TRIAL = 20  # a small space gives the same setting again and again
+CHANGEABLE_OPTIONS = ("trials", "minutes", "concurrent")  # when a sweep is continued
+CHANGEABLE_GROUPS = (
+    "out",
+    "resume",
+    "runtime",
+    "tracking",
+    "checkpoint",
+)  # no result depends on it
+WHY_NOT_SEARCHED = {
+    "seed": "sweep.seeds=N repeats each setting with N seeds",
+    "out": "each run has its own folder",
+    "resume": "each run has its own folder",
+    "runtime": "no result depends on it",
+    "tracking": "no result depends on it",
+    "checkpoint": "no result depends on it",
+}
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """`sweep.*`: how to search, and with what.
+
+    trials: how many settings (null: all of a grid, else 16). metric: a column of the history, of
+    which the last value counts (null: accuracy_global where there is a central test set, else
+    accuracy, or the error of values, of which the least is best). seeds: runs of each setting,
+    whose mean counts. concurrent: trials at a time (null: as many as fit). workers: of each trial's
+    runs (0: they run in the trial's own process). grace, reduction: ASHA's first rung in rounds,
+    and it lets a part of 1/reduction through. interval: rounds between PBT's exchanges. minutes:
+    no trial runs for longer.
+    """
+
+    name: str = "default"
+    search: Literal["random", "grid", "optuna"] = "random"
+    scheduler: Literal["none", "asha", "pbt"] = "none"
+    trials: int | None = None
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+    seeds: int = 1
+    concurrent: int | None = None
+    workers: int = 0
+    grace: int = 5
+    reduction: float = 3.0
+    interval: int = 5
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        least_values = {
+            "trials": 1,
+            "seeds": 1,
+            "concurrent": 1,
+            "workers": 0,
+            "grace": 1,
+            "interval": 1,
+        }
+        for key, least in least_values.items():
+            value = getattr(self, key)
+            if value is not None:
+                at_least(f"sweep.{key}", value, least)
+        above("sweep.reduction", self.reduction, 1, "3 lets a third of the trials through")
+        if self.minutes is not None:
+            above("sweep.minutes", self.minutes, 0)
+        if self.scheduler == "pbt" and self.search == "optuna":
+            raise ValueError(
+                "sweep.search=optuna: sweep.scheduler=pbt changes the values itself. "
+                "Set sweep.search=random"
+            )
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep, composed and checked, as plain data.
+
+    drafts: the configuration for each combination of searched groups, whose values are the key, as
+    JSON. inactive: for the same keys, the searched keys that these options do not have.
+    """
+
+    options: SweepOptions
+    space: dict[str, ValueRange]
+    drafts: dict[str, Node]
+    inactive: dict[str, list[str]] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """Return the first seed of each setting, which is the seed of the sweep's draws as well."""
+        return int(self._first_draft()["seed"])
+
+    @property
+    def out(self) -> str:
+        """Return the folder that out= names, or ""."""
+        return str(self._first_draft()["out"] or "")
+
+    def setting(self, point: Mapping[str, object]) -> Point:
+        """Return a point without the keys that its options do not have."""
+        inactive = self.inactive[self._draft_name(point)]
+        return {key: value for key, value in point.items() if key not in inactive}
+
+    def node(self, point: Mapping[str, object], seed: int | None = None) -> Node:
+        """Return the resolved configuration of a run at a point; reads no file."""
+        name = self._draft_name(point)
+        chosen = json.loads(name)
+        values = self.setting(point)
+        values = {key: value for key, value in values.items() if key not in chosen}
+        if seed is not None:
+            values["seed"] = seed
+        return complete_draft(self.drafts[name], values)
+
+    def seeds(self) -> range:
+        """Return the seeds of each setting."""
+        return range(self.seed, self.seed + self.options.seeds)
+
+    def points(self) -> list[Point]:
+        """Return the settings of a grid or a random search, which are known before it starts."""
+        if self.options.search == "grid":
+            points = distinct_points([self.setting(point) for point in grid_points(self.space)])
+            if self.options.trials not in (None, len(points)):
+                raise Refused(
+                    f"sweep.trials={self.options.trials}: this grid has {len(points)} trials. "
+                    "Leave it out"
+                )
+            return points
+        count = DRAWS_PER_TRIAL * self.trials
+        drawn = random_points(self.space, count, stream(self.seed, "sweep"))
+        return distinct_points([self.setting(point) for point in drawn])[: self.trials]
+
+    @property
+    def trials(self) -> int:
+        """Return the number of settings that a random or an Optuna search tries."""
+        return self.options.trials or DEFAULT_TRIALS
+
+    def samples(self) -> list[Point]:
+        """Return a few points that show whether all values are allowed.
+
+        They hold each value of each list, both ends of each interval, and each combination of
+        options.
+        """
+        corners = corner_points(self.space)
+        points = list(corners)
+        for corner, name in zip(itertools.cycle(corners), self.drafts, strict=False):
+            points.append(corner | json.loads(name))
+        return distinct_points([self.setting(point) for point in points])
+
+    def fingerprint(self) -> str:
+        """Return a checksum of all that the trials depend on, to notice changed files."""
+        options = {
+            key: value
+            for key, value in asdict(self.options).items()
+            if key not in CHANGEABLE_OPTIONS
+        }
+        drafts = {}
+        for name, node in self.drafts.items():
+            ignored = ("choices", *CHANGEABLE_GROUPS)
+            drafts[name] = {key: value for key, value in node.items() if key not in ignored}
+        space = {key: repr(values) for key, values in self.space.items()}
+        text = json.dumps([options, space, drafts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _first_draft(self) -> Node:
+        return next(iter(self.drafts.values()))
+
+    def _draft_name(self, point: Mapping[str, object]) -> str:
+        groups_searched = json.loads(next(iter(self.drafts)))
+        return _name({key: point[key] for key in groups_searched})
+
+
+def _name(chosen: Mapping[str, object]) -> str:
+    return json.dumps(chosen, sort_keys=True)
+
+
+def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
+    """Return the sweep that the overrides describe. Raise `Refused` for one that cannot be."""
+    parsed = sort_overrides(overrides, conf)
+    space = parsed.space
+    options = build_object(SweepOptions, parsed.options, "sweep")
+    if not space:
+        raise Refused(
+            "sweep: no key has several values. Choose a space with sweep=NAME, or give values, such "
+            "as method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
+        )
+    group_names = find_groups([user_path(folder).absolute() for folder in conf]).files
+    _check_space(space, set(group_names))
+    chosen = {
+        key: values.values
+        for key, values in space.items()
+        if key in group_names and isinstance(values, Choice)
+    }
+    keys = [key for key in space if key not in chosen]
+    if options.scheduler == "pbt":
+        _check_changeable(space, set(chosen))
+    drafts: dict[str, Node] = {}
+    inactive: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for combination in itertools.product(*chosen.values()):
+        choices = dict(zip(chosen, combination, strict=True))
+        texts = [f"{key}={format_value(value)}" for key, value in choices.items()]
+        name = _name(choices)
+        drafts[name], reasons = draft([*parsed.fixed, *texts], conf, keys)
+        inactive[name] = list(reasons)
+    for key in keys:
+        if all(key in missing for missing in inactive.values()):
+            raise Refused(reasons[key])
+    result = SweepPlan(options, space, drafts, inactive, tuple(overrides))
+    if options.search != "optuna":
+        result.points()  # refuses a grid with an interval
+    return result
+
+
+def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None:
+    for key, values in space.items():
+        reason = WHY_NOT_SEARCHED.get(key.partition(".")[0])
+        if reason:
+            raise Refused(f"{key} is not searched: {reason}")
+        if key in group_names and isinstance(values, Interval):
+            raise Refused(f"{key}: its values are names of options. Write {key}=a,b")
+
+
+def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
+    """Raise `Refused` for a key that cannot change during a run, as PBT would change it."""
+    for key in space:
+        if key in chosen or key.partition(".")[0] not in ("method", "local"):
+            raise Refused(
+                f"{key}: sweep.scheduler=pbt changes values during a run, which this key cannot. "
+                "Search keys of method.* or local.*, or leave the scheduler out"
+            )
+
+
+# --- the folder ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep and its folder.
+
+    is_new: whether nothing may be in the folder. is_dated: whether the folder's name is the time of
+    the start.
+    """
+
+    plan: SweepPlan
+    folder: Path
+    conf: tuple[str, ...] = ()
+    is_new: bool = False
+    is_dated: bool = False
+
+
+def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
+    """Return what the overrides of `raysim sweep` ask for. Raise `Refused`."""
+    conf = tuple(str(user_path(root).absolute()) for root in conf)
+    values = dict(override.partition("=")[::2] for override in overrides)
+    has_resume = "resume" in values
+    folder = user_path(values.get("out", ""))
+    if has_resume and run_table.is_continued(overrides, "sweep", folder):
+        return _continue_sweep(folder, overrides, conf)
+    overrides = [override for override in overrides if override != "resume=latest"]
+    sweep_plan = plan(overrides, conf)
+    if sweep_plan.out:
+        folder = user_path(sweep_plan.out)
+    else:
+        folder = dated_folder(Path("runs"), f"sweep-{sweep_plan.options.name}")
+    if not has_resume:
+        check_free(folder)
+    is_dated = not sweep_plan.out
+    return SweepRequest(sweep_plan, folder, conf, is_new=not has_resume, is_dated=is_dated)
+
+
+def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
+    """Return the sweep of a folder, with more trials or time if asked for; all else must be equal."""
+    stored = run_table.load_plan(folder, "sweep")
+    merged = {override.partition("=")[0]: override for override in stored["overrides"]}
+    changeable = (*CHANGEABLE_GROUPS, *(f"sweep.{option}" for option in CHANGEABLE_OPTIONS))
+    for override in overrides:
+        key = override.partition("=")[0]
+        is_changeable = key in changeable or key in ("runtime.address", "tracking.uri")
+        if override not in stored["overrides"] and not is_changeable:
+            raise Refused(
+                f"{override}: this cannot change in a sweep that has begun. "
+                "Leave it out, or start a sweep in a new folder"
+            )
+        if key not in ("out", "resume"):
+            merged[key] = override
+    conf = conf or tuple(stored["conf"])
+    sweep_plan = plan(list(merged.values()), conf)
+    if sweep_plan.fingerprint() != stored.get("fingerprint"):
+        raise Refused(
+            f"out={folder}: the configuration files, or raysim itself, have changed since this sweep "
+            "began, so that its trials would differ. Restore them, or start a sweep in a new folder"
+        )
+    return SweepRequest(sweep_plan, folder, conf)
+
+
+def store(request: SweepRequest, folder: Path) -> None:
+    """Write sweep.yaml."""
+    sweep_plan = request.plan
+    overrides = []
+    for override in sweep_plan.overrides:
+        if override.partition("=")[0] not in ("out", "resume"):
+            overrides.append(override)
+    facts = {"fingerprint": sweep_plan.fingerprint()}
+    run_table.store_plan(folder, "sweep", overrides, request.conf, facts)

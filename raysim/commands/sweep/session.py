@@ -1,0 +1,291 @@
+"""`raysim sweep` from its overrides to its results: check, join Ray, search, report."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raysim.runtime import ray as cluster  # before Ray: it sets what Ray reads when it is imported
+
+# isort: split
+import ray
+
+from raysim.commands.sweep import report
+from raysim.commands.sweep.plan import SweepOptions, SweepPlan, SweepRequest, read_request, store
+from raysim.commands.sweep.records import ENDED, StatusLine, TrialRecords
+from raysim.commands.sweep.results import SweepResult, collect_results
+from raysim.commands.sweep.space import Choice, ValueRange
+from raysim.commands.sweep.tune import multiply, search, trial_task
+from raysim.experiment.execute import build
+from raysim.experiment.many_runs import how_to_go_on, join_ray, new_folder, value_label
+from raysim.experiment.recorder import say, warn
+from raysim.experiment.run_folder import check_writable
+from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
+from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.files import lock_folder, make_folder
+from raysim.primitives.output import lossy_output
+from raysim.results.progress import format_duration
+from raysim.results.rerun import rerun_command
+from raysim.runtime.placement import Resources, format_resources, worker_capacity, worker_resources
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TERMINAL_SIZE = (120, 24)  # where the terminal's is not known
+
+
+def sweep(
+    overrides: str | Sequence[str] | SweepRequest,
+    *,
+    quiet: bool = False,
+    allow: Sequence[str] = (),
+    console: Console | None = None,
+) -> SweepResult:
+    """Search to the end, as `raysim sweep` does; return the trials.
+
+        result = raysim.sweep("method=fedprox method.fedprox.mu=0.01,0.1,1 out=sweeps/mu")
+        result.get_best_result().config, result.get_best_result().metrics
+
+    overrides: those after `raysim sweep` on the command line, in one text or a list.
+
+    Raise `Refused` for a sweep that cannot be made (nothing was written), and `Interrupted`.
+    """
+    from rich.console import Console
+
+    since = time.monotonic()
+    console = console or Console(quiet=quiet)
+    if isinstance(overrides, SweepRequest):
+        request = overrides
+    else:
+        texts = shlex.split(overrides) if isinstance(overrides, str) else overrides
+        request = read_request(texts)
+    folder = request.folder
+    experiments = _build_samples(request.plan, allow)
+    spec = experiments[0].spec
+    check_writable(folder, spec.settings.checkpoint)
+    runtime = _cluster_options(experiments[0].execution.runtime)
+    with ExitStack() as stack:
+        stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
+        join_ray(runtime, stack)
+        with errors_as_refusals():
+            options = request.plan.options
+            resources, slots = _room(options, runtime, spec.device, spec.threads)
+            if request.is_new:
+                folder = stack.enter_context(new_folder(folder, request.is_dated))
+            else:
+                stack.enter_context(lock_folder(make_folder(folder)))
+            store(request, folder)
+        plan = _choose_metric(request.plan, experiments[0])
+        session = SweepSession(plan, folder, experiments, resources, slots, console, quiet)
+        return session.run(allow, since)
+
+
+# --- before the search --------------------------------------------------------------------------
+def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
+    """Build a few of the runs. Raise `Refused` for values that no run can have."""
+    if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
+        raise Refused(
+            "sweep.search=optuna needs Optuna. Run pip install optuna, or set sweep.search=random"
+        )
+    experiments = [build(plan.node(point), allow) for point in plan.samples()]
+    if experiments[0].spec.settings.checkpoint.folder:
+        raise Refused(
+            "checkpoint.folder is for one run, and a sweep has many. "
+            "Leave it out: each run's checkpoints are in its own folder"
+        )
+    return experiments
+
+
+def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
+    """Return the cluster to join; without runtime=cluster, one that is started on this machine."""
+    return replace(runtime, address=runtime.address if runtime.name == "cluster" else "local")
+
+
+def _room(
+    options: SweepOptions, runtime: RuntimeOptions, device: str, threads: int
+) -> tuple[dict[str, float], int]:
+    """Return what a worker reserves (without workers: a trial), and how many trials fit at once.
+
+    Raise `ValueError` if a trial does not fit on the cluster.
+    """
+    resources = worker_resources(runtime, device, threads)
+    nodes = cluster.node_resources()
+    workers = options.workers or 1
+    bundle = multiply(resources, options.seeds) if options.workers else resources
+    bundles = worker_capacity(nodes, bundle)
+    if bundles is None:
+        return resources, options.concurrent or os.cpu_count() or 1
+    if bundles >= workers:
+        return resources, bundles // workers
+    needs = format_resources(bundle)
+    if options.workers:
+        needs = f"{workers} workers of {needs} each"
+        if options.seeds > 1:
+            needs += f" ({options.seeds} seeds side by side)"
+        advice = f"set sweep.workers={bundles}"
+    elif "GPU" in resources:
+        advice = "set device=cpu"
+    else:
+        advice = "lower runtime.threads or runtime.cpus"
+    available = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
+    raise ValueError(
+        f"a trial needs {needs}, the cluster has {format_resources(available)}: {advice}"
+    )
+
+
+def _choose_metric(plan: SweepPlan, experiment: Experiment) -> SweepPlan:
+    """Return the plan with the metric that is compared, and whether its most or least is best."""
+    options = plan.options
+    if options.metric is not None:
+        return plan
+    metric = experiment.spec.task.metric
+    has_central_test = bool(len(experiment.spec.data.central))
+    name = f"{metric.name}_global" if has_central_test else metric.name
+    mode = options.mode if metric.higher else "min"
+    return replace(plan, options=replace(options, metric=name, mode=mode))
+
+
+# --- the search ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SweepSession:
+    """A sweep on a Ray that is joined, in a folder that is locked.
+
+    experiments: a few of its runs, built. resources: of a worker (without workers: of a trial).
+    slots: the number of trials that fit at once.
+    """
+
+    plan: SweepPlan
+    folder: Path
+    experiments: Sequence[Experiment]
+    resources: Resources
+    slots: int
+    console: Console
+    quiet: bool
+
+    def run(self, allow: Sequence[str], since: float) -> SweepResult:
+        """Make the trials that have not ended, write the results and return them.
+
+        since: of time.monotonic(), when the command began. Raise `Interrupted`.
+        """
+        options = self.plan.options
+        points = self.plan.points() if options.search != "optuna" else []
+        count = len(points) or self.plan.trials
+        slots = max(1, min(self.slots, options.concurrent or self.slots, count))
+        records = self._records(count)
+        self._introduce(records, slots)
+        records.begin()
+        if options.minutes:
+            records.deadline = time.monotonic() + 60 * options.minutes
+        rounds = max(experiment.spec.settings.rounds for experiment in self.experiments)
+        task = trial_task(records, self.experiments[0], self.resources, allow)
+        status = "KILLED"
+        try:
+            with StatusLine(self.console, self.quiet) as line, errors_as_refusals():
+                search(self.plan, records, points, rounds, task, line)
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            command = how_to_go_on("sweep", self.folder, allow)
+            raise Interrupted(
+                f"stopped after {records.ended} of {count} trials: {command}"
+            ) from None
+        finally:
+            numbers = {
+                "wall_seconds": time.monotonic() - since,
+                "work_seconds": sum(record.seconds for record in records.all.values()),
+                "trials_at_once": slots,
+            }
+            files = report.write(records, numbers)
+            records.finish(numbers, files, status)
+        width = shutil.get_terminal_size(TERMINAL_SIZE).columns
+        self._print(f"\n{report.table(records, width)}\n")
+        self._print(_closing_line(records, numbers))
+        return collect_results(records, options.mode)
+
+    def _print(self, text: str) -> None:
+        say(self.console, text)
+
+    def _records(self, count: int) -> TrialRecords:
+        tracking = self.experiments[0].execution.tracking
+        return TrialRecords(
+            self.plan,
+            self.folder,
+            str(self.plan.options.metric),
+            count,
+            self._print,
+            tracked=tracking.name == "mlflow",
+            uri=tracking.uri or "",
+        )
+
+    def _introduce(self, records: TrialRecords, slots: int) -> None:
+        """Print what is searched, how, and on what; then the warnings."""
+        options = self.plan.options
+        spec = self.experiments[0].spec
+        scheduler = {
+            "none": "",
+            "asha": f", ASHA from round {options.grace}",
+            "pbt": f", PBT every {options.interval} rounds",
+        }[options.scheduler]
+        seeds = f" x {options.seeds} seeds" if options.seeds > 1 else ""
+        place = f"{options.workers} workers each" if options.workers else "each in a process"
+        reserved = format_resources(self.resources) or "nothing reserved"
+        space = [f"{key}: {_describe(values)}" for key, values in self.plan.space.items()]
+        lines = {
+            "sweep": f"{records.total} trials{seeds}, {options.search}{scheduler}",
+            "space": ", ".join(space),
+            "run": f"{spec.settings.rounds} rounds of {spec.data.title}; "
+            f"{options.mode}imum of {records.metric}",
+            "trials": f"{slots} at once, {place} of {reserved}, device {spec.device}",
+            "folder": str(records.folder),
+        }
+        for key, text in lines.items():
+            self._print(f"{key:<10}{text}")
+        ended = sum(record.status in ENDED for record in records.all.values())
+        if ended:
+            self._print(f"continuing: {ended} of {records.total} trials have ended")
+        texts = [text for experiment in self.experiments for text in experiment.warnings]
+        for text in dict.fromkeys(texts):
+            warn(self.console, text)
+        self._report_wait()
+
+    def _report_wait(self) -> None:
+        """Print that the first trial has to wait for other runs, if it has to."""
+        options = self.plan.options
+        count = options.seeds * options.workers if options.workers else 1
+        needs = multiply(self.resources, count)
+        free = ray.available_resources()
+        left = {name: free.get(name, 0.0) for name in needs}
+        if any(left[name] < amount for name, amount in needs.items()):
+            self._print(
+                f"waiting: a trial needs {format_resources(needs)}, other runs leave {format_resources(left)}"
+            )
+
+
+def _describe(values: ValueRange) -> str:
+    if isinstance(values, Choice):
+        return "|".join(value_label(value) for value in values.values)
+    return f"{values.low:g} to {values.high:g}{' (log)' if values.log else ''}"
+
+
+def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
+    """Return the last line: the time, the command that trains the best setting, the folder."""
+    best = records.best()
+    if best is None:
+        return f"no trial has a score: the reasons are in {records.folder / report.TABLE}"
+    command = rerun_command(records.plan.node(best.point), records.folder / report.BEST)
+    equal = records.count_equal(best)
+    also = f" ({equal} other{'s' if equal > 1 else ''} scored the same)" if equal else ""
+    slots = int(numbers["trials_at_once"])
+    work, wall = format_duration(numbers["work_seconds"]), format_duration(numbers["wall_seconds"])
+    return (
+        f"{work} of work in {wall}, {slots} trial{'s' if slots > 1 else ''} at once; "
+        f"{command} trains the best{also}; results are in {records.folder}"
+    )

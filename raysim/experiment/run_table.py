@@ -1,0 +1,109 @@
+"""The folder that `raysim study` and `raysim sweep` write, and how either of them continues.
+
+study.yaml, sweep.yaml   the plan: the overrides that the command was given, and its --conf folders
+runs/NAME/               a folder for each run, as `raysim run` writes it
+logs/NAME.txt            what that run printed, with the traceback of an error
+
+Imports no torch, so that a wrong override is refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from raysim.experiment.config_files import Node, load_yaml, to_yaml
+from raysim.experiment.many_runs import asked_to_continue, not_a_folder_of
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import replace_file
+from raysim.results.progress import format_duration
+
+RUNS, LOGS = "runs", "logs"
+OLD_PLANS = {"sweep": "sweep.json"}  # plans of earlier versions, whose folders cannot be continued
+
+
+def run_folder(folder: Path, name: str) -> Path:
+    """Return the folder of a run."""
+    return folder / RUNS / name
+
+
+def log_file(folder: Path, name: str) -> Path:
+    """Return the file that holds what a run printed."""
+    return folder / LOGS / f"{name}.txt"
+
+
+def plan_file(folder: Path, command: str) -> Path:
+    """Return the file that holds the plan. command: "study" or "sweep"."""
+    return folder / f"{command}.yaml"
+
+
+def configure_run(config: Node, folder: Path, name: str) -> Node:
+    """Return a run's configuration with its place: its own folder, which it continues if it has begun."""
+    placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
+    checkpoint_folder = config["checkpoint"].get("folder")
+    if checkpoint_folder:
+        own_folder = f"{checkpoint_folder.rstrip('/')}/{name}"
+        placed["checkpoint"] = {**config["checkpoint"], "folder": own_folder}
+    return placed
+
+
+def store_plan(
+    folder: Path,
+    command: str,
+    overrides: Sequence[str],
+    conf: Sequence[str],
+    facts: Mapping[str, object] | None = None,
+) -> None:
+    """Write the plan and create the folder of the logs. facts: what else the command reads again."""
+    (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
+    replace_file(plan_file(folder, command), to_yaml(content).encode())
+
+
+def load_plan(folder: Path, command: str) -> Node:
+    """Read the plan of a folder. Raise `Refused` where it is broken."""
+    path = plan_file(folder, command)
+    plan = load_yaml(path)
+    if not {"overrides", "conf"} <= plan.keys():
+        raise Refused(
+            f"{path}: this is not the plan of a {command}. Restore it, or use a new folder"
+        )
+    return plan
+
+
+def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
+    """Return whether the overrides continue a folder that holds a plan.
+
+    With out=DIR resume=latest and the overrides of a new study or sweep, a folder that is absent or
+    empty begins one. Raise `Refused` for any other folder without a plan.
+    """
+    if not asked_to_continue(overrides, command):
+        return False
+    if plan_file(folder, command).is_file():
+        return True
+    old_plan = OLD_PLANS.get(command)
+    if old_plan and (folder / old_plan).is_file():
+        raise Refused(
+            f"out={folder}: an earlier version of raysim wrote this {command} ({old_plan}), and "
+            "this version cannot continue it. Start a new one in another folder"
+        )
+    keys = {override.partition("=")[0] for override in overrides}
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if keys <= {"out", "resume"} or not is_new:
+        raise not_a_folder_of(command, folder, plan_file(folder, command).name)
+    return False
+
+
+def describe_outcome(
+    metric: str, value: float | None, deviation: float | None, rounds: int, seconds: float
+) -> str:
+    """Return the end of the line about a run: "accuracy 0.8123 ± 0.0040 after 20 rounds in 12 s"."""
+    score = "unknown" if value is None else plus_minus(value, deviation)
+    return f"{metric} {score} after {rounds} rounds in {format_duration(seconds)}"
+
+
+def plus_minus(value: float | None, deviation: float | None) -> str:
+    """Return a value with its deviation: "0.8123 ± 0.0040"; "–" for None."""
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"

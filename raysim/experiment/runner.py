@@ -1,0 +1,217 @@
+"""Execute the runs of a study or a sweep: each in its own folder, with its own log.
+
+A run that has finished is not made again, and one that has begun continues at its last checkpoint.
+A study makes a run at once (`attempt`); a sweep makes it round by round (`SteppedRun`), because Ray
+Tune decides after each measurement whether it goes on. Both write the same files.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from raysim.experiment.config_files import Node, to_yaml
+from raysim.experiment.execute import begin_folder, build, explain_errors, run
+from raysim.experiment.recorder import (
+    Follower,
+    OnRound,
+    current_run,
+    run_observers,
+    say,
+    users_observers,
+    warn,
+)
+from raysim.experiment.run_folder import CONFIG, last_checkpoint, place
+from raysim.experiment.settings import Experiment
+from raysim.primitives.errors import Refused, errors_as_refusals, first_line
+from raysim.primitives.files import lock_folder, replace_file
+from raysim.results.history import Row, read_history, write_history
+from raysim.results.observers import HISTORY
+from raysim.simulation import checkpoint
+from raysim.simulation.events import Event, RunStoppedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOG_WIDTH = 120  # characters in a line of a log
+LOCK_TIMEOUT_S = 30.0  # for the process of a killed sweep to end and release a run's folder
+# Starts a run's events in a folder, from a checkpoint's address ("": from round 0).
+StartEvents: TypeAlias = Callable[[Experiment, Path, str], Iterator[Event]]
+
+
+class RunFailedError(Exception):
+    """A run failed. The text is one sentence; the run's log holds the traceback."""
+
+
+@contextmanager
+def record_failure(log: Path) -> Iterator[None]:
+    """Write an error into a run's log and raise `RunFailedError` with one sentence."""
+    try:
+        yield
+    except (Refused, RunStoppedError) as error:
+        text = str(error).strip()  # with the traceback of a client's error, if there is one
+        _append(log, f"raysim: {text}\n")
+        raise RunFailedError(first_line(error)) from error
+    except Exception as error:  # the other runs go on
+        _append(log, traceback.format_exc())
+        raise RunFailedError(f"{type(error).__name__}: {first_line(error)} (see {log})") from error
+
+
+def _append(log: Path, text: str) -> None:
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+@contextmanager
+def log_console(log: Path) -> Iterator[Console]:
+    """Give a console that writes at the end of a run's log."""
+    from rich.console import Console
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as stream:
+        yield Console(file=stream, width=LOG_WIDTH)
+
+
+def attempt(
+    config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
+) -> str:
+    """Make a run to its end; return "", or the sentence that says why it failed."""
+    try:
+        with record_failure(log), log_console(log) as console:
+            run(config, allow=allow, console=console, on_round=on_round)
+    except RunFailedError as error:
+        return str(error)
+    return ""
+
+
+class SteppedRun:
+    """A run in its own folder that is made round by round, as far as the caller asks.
+
+    config: with `out` and `resume=latest`, as `configure_run` returns it. accepts_changes: whether
+    the values of a run that has begun may differ from its folder's, as in population-based training.
+    Raise `RunFailedError` for a run that cannot be made.
+    """
+
+    def __init__(
+        self,
+        config: Node,
+        log: Path,
+        start_events: StartEvents,
+        *,
+        allow: Sequence[str] = (),
+        accepts_changes: bool = False,
+    ):
+        self.log = log
+        self._session = ExitStack()
+        with record_failure(log), ExitStack() as session:
+            console = session.enter_context(log_console(log))
+            experiment = build(config, allow)
+            self.folder = Path(config["out"])
+            with self._locked(), explain_errors(self.folder):
+                if accepts_changes:
+                    replace_file(self.folder / CONFIG, to_yaml(experiment.config).encode())
+                self._follower = self._follow(experiment, start_events, console, session)
+            self._session = session.pop_all()
+        self._settings = experiment.spec.settings
+
+    def _follow(
+        self,
+        experiment: Experiment,
+        start_events: StartEvents,
+        console: Console,
+        session: ExitStack,
+    ) -> Follower:
+        with errors_as_refusals():
+            where = place(experiment)
+        say(console, where.note)
+        current = current_run(experiment, self.folder)
+        self.is_finished = where.finished
+        if where.finished:
+            current.rows = read_history(self.folder / HISTORY)
+            return Follower(current, iter(()))
+        for warning in experiment.warnings:
+            warn(console, warning)
+        with errors_as_refusals():
+            events = start_events(experiment, self.folder, where.resume)
+            session.callback(_close_events, events)
+            started = next(events)
+            begin_folder(experiment, where)
+        observers = run_observers(experiment, self.folder, console, quiet=False, is_trial=True)
+        own_observers = users_observers(None, experiment.observers)
+        return Follower(current, chain([started], events), [*observers, *own_observers])
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of rounds of the whole run."""
+        return self._settings.rounds
+
+    def until(self, number: int) -> Row:
+        """Follow the run up to a round and return the round's row."""
+        with self._recorded():
+            return self._follower.until(number)
+
+    def to_the_end(self) -> None:
+        """Finish a run whose last round is made: write its results."""
+        if self.is_finished:
+            return
+        with self._recorded():
+            self._follower.to_the_end()
+        self.is_finished = True
+
+    def write_history(self) -> None:
+        """Write the rows so far, because the caller may end the run without another step."""
+        with self._recorded():
+            write_history(self._follower.run.rows, self.folder / HISTORY)
+
+    def write_due_checkpoint(self, number: int) -> None:
+        """Follow the run until the checkpoint of a round is written, if one is due there."""
+        every = self._settings.checkpoint.every
+        if self.is_finished or not every or number % every:
+            return
+        with self._recorded():
+            if (
+                checkpoint.version_of(last_checkpoint(self.folder, self._settings.checkpoint))
+                < number
+            ):
+                self._follower.next_event()  # a checkpoint follows its round at once
+
+    def close(self) -> None:
+        """Stop the run where it is; nothing is written."""
+        self._session.close()
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        with record_failure(self.log), self._locked(), explain_errors(self.folder):
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the run's folder while a step works in it.
+
+        Ray Tune may move a paused trial to another process without a word to this one, so the lock
+        is not kept between steps.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        with ExitStack() as lock:
+            while True:
+                try:
+                    lock.enter_context(lock_folder(self.folder))
+                    break
+                except Refused:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.1)
+            yield
+
+
+def _close_events(events: Iterator[Event]) -> None:
+    """Stop a run's workers. Events are generators, which have `close`; their type does not say so."""
+    close = getattr(events, "close", None)
+    if close is not None:
+        close()
