@@ -77,10 +77,10 @@ from raysim.simulation.events import Event, ProcessLostError, RunStoppedError, T
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
 from raysim.simulation.server import default_weighting
+from raysim.training.batch_plan import layer_needing_two_rows
 from raysim.training.initial_weights import read_initial_weights
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, declare_run, sample_flops
 from raysim.training.step_mode import check_step_mode, default_lanes, uses_graph
-from raysim.training.trainer import layer_needing_two_rows
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import Refused
-from raysim.training.trainer import Clients, RunningJob, Trainer
+from raysim.training.job_loop import JobHandler
+from raysim.training.trainer import RunningJob, Trainer
 from raysim.vectors.layout import Home
 
 
@@ -39,7 +40,7 @@ class Lane:
 
     @property
     def client(self) -> RunningJob:
-        """The client at work."""
+        """The job in it."""
         assert self.work is not None, f"lane {self.row} has no client"
         return self.work
 
@@ -51,7 +52,7 @@ class Lane:
 
     @property
     def ctx(self) -> Context:
-        """The context of the client at work."""
+        """The context of the job in it."""
         return self.client.ctx
 
     @property
@@ -102,13 +103,13 @@ class LaneLoop(ABC, Generic[L]):
         turns = zip_longest(*self._assign(numbers))
         return [place for turn in turns for place in turn if place is not None]
 
-    def train(self, clients: Clients) -> None:
+    def train(self, jobs: JobHandler) -> None:
         """Train all clients. Raises LanesError if a step cannot be computed in this way."""
-        waiting = self._assign(clients.numbers)
+        waiting = self._assign(jobs.numbers)
         try:
             while True:
                 for lane in self.lanes:
-                    self._fill(lane, waiting[lane.row], clients)
+                    self._fill(lane, waiting[lane.row], jobs)
                 busy = [lane for lane in self.lanes if lane.work is not None]
                 if busy:
                     self.step_lanes(busy)
@@ -134,33 +135,33 @@ class LaneLoop(ABC, Generic[L]):
             places[(number + number // self.count) % self.count].append(place)
         return places
 
-    def _fill(self, lane: L, waiting: list[int], clients: Clients) -> None:
+    def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
         """End the lane's client if it is done, and begin the next one that is ready."""
         while lane.batch is None:
             try:
                 if lane.work is not None:
-                    self._end(lane, clients)
+                    self._end(lane, jobs)
                     continue
-                index = next(filter(clients.ready, waiting), None)
+                index = next(filter(jobs.is_ready, waiting), None)
                 if index is None:
                     return
                 lane.index = index
                 waiting.remove(index)
-                self._begin(lane, clients)
+                self._begin(lane, jobs)
             except (Exception, SystemExit) as error:  # one client must not take the others down
-                clients.fail(lane.index, error)
+                jobs.fail(lane.index, error)
                 lane.work = lane.batch = None
 
-    def _begin(self, lane: L, clients: Clients) -> None:
+    def _begin(self, lane: L, jobs: JobHandler) -> None:
         self.enter(lane)
-        lane.work = clients.begin(lane.index)
+        lane.work = jobs.begin(lane.index)
         lane.step = 0
         self.start(lane)
         lane.batch = next(lane.work.batches, None)
 
-    def _end(self, lane: L, clients: Clients) -> None:
+    def _end(self, lane: L, jobs: JobHandler) -> None:
         self.enter(lane)
         self.finish(lane)
         self.trainer.end(lane.client)
-        clients.end(lane.index, lane.client)
+        jobs.end(lane.index, lane.client)
         lane.work = None

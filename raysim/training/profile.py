@@ -1,55 +1,45 @@
-"""Where a worker's time goes: its own calls and methods are timed, from outside, in a run that asks for it."""
+"""Time a worker's calls and their parts from outside, in a run with `profile=true`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from raysim.primitives.spans import Spans, Track
 
-# The calls of a coordinator, and what they are where nothing inside says otherwise.
-_CALLS = {
-    **dict.fromkeys(
-        ("ready", "store_constants", "release", "contribute", "train", "train_apart"), "other"
-    ),
+# The kind of time that each call of a coordinator takes, unless a part of it says otherwise.
+WORKER_CALLS = {
+    "ready": "other",
+    "store_constants": "other",
+    "release": "other",
+    "contribute": "other",
+    "train": "other",
+    "train_apart": "other",
     "combine": "sums",
-    **dict.fromkeys(("evaluate", "scored_tensors", "predictions"), "evaluation"),
+    "evaluate": "evaluation",
+    "scored_tensors": "evaluation",
+    "predictions": "evaluation",
 }
-_WITHIN_WORKER = {
-    **dict.fromkeys(("_receive", "_with_extras", "_state", "_copied", "_arrive"), "copies"),
-    "_add": "sums",
-}
-_WITHIN_TRAINER = {
-    "gather": "gathering",
-    "look_ahead": "gathering",
-    "load": "copies",
-    "steps": "steps",
-}
-_WITHIN_LANES = {"step_lanes": "steps"}
 
 
 @dataclass(frozen=True)
 class WorkerTrack:
-    """Where the time of a worker's calls went, and when each call began and ended (seconds since the epoch)."""
+    """Where the time of a worker's calls went, and their starts and ends in epoch seconds."""
 
     track: Track
     calls: list[tuple[float, float]]
 
 
-def watch_worker(worker: object, trainer: object, loop: object, device: torch.device) -> Spans:
-    """Time what a worker, its trainer and its loop do from now on.
+def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.device) -> Spans:
+    """Time methods of some objects from now on.
 
-    On a GPU, which works asynchronously, every span waits for the end of the work.
+    parts: objects, and the kind of time that each of their methods takes. On a GPU, which works
+    asynchronously, every span waits for the end of the work.
     """
-    waits = device.type == "cuda"
-    spans = Spans(whole=("evaluation",), settle=torch.cuda.synchronize if waits else lambda: None)
-    parts = (
-        (worker, _CALLS),
-        (worker, _WITHIN_WORKER),
-        (trainer, _WITHIN_TRAINER),
-        (loop, _WITHIN_LANES),
-    )
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    spans = Spans(whole=("evaluation",), settle=settle)
     for owner, kinds in parts:
         for name, kind in kinds.items():
             if hasattr(owner, name):
@@ -58,13 +48,13 @@ def watch_worker(worker: object, trainer: object, loop: object, device: torch.de
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """The share of the last moments in which a GPU was at work, as its driver says; None where nobody knows."""
+    """Return the share of the last moments in which a GPU was busy, as its driver reports it.
+
+    None: the device is no GPU, or its driver does not report it.
+    """
     if device.type != "cuda":
         return None
     try:
         return torch.cuda.utilization(device) / 100
-    except (
-        ImportError,
-        RuntimeError,
-    ):  # its driver's package is not installed, or the driver does not tell
+    except (ImportError, RuntimeError):  # the driver's package is not installed, or fails
         return None

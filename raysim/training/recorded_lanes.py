@@ -108,7 +108,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Put the networks into the modes that a lane's stages have set."""
-        self.trainer.training(True)
+        self.trainer.set_training(True)
         set_modes(self.trainer.vector.networks, modes)
 
     # --- an iteration ------------------------------------------------------------------------
@@ -199,7 +199,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         with ExitStack() as stack:
             stack.enter_context(GpuKernels(self.trainer.modules))
             stack.enter_context(NoReading())
-            ctx = RecordedContext(lane.ctx, tables, rate, self.reads, self.trainer.second, stack)
+            ctx = RecordedContext(
+                lane.ctx, tables, rate, self.reads, self.trainer.frozen_networks.vector, stack
+            )
             ctx.views = self.trainer.views(ctx)
             loss = self.trainer.step(ctx, batch, lane.stages)
         written = next(iter([*ctx.upload, *ctx.report]), None)

@@ -1,4 +1,4 @@
-"""The client states of a worker's clients: on its device within a budget, beyond it in ordinary memory."""
+"""Keep the states of a worker's clients: on its device within a budget, else in memory."""
 
 from __future__ import annotations
 
@@ -11,100 +11,107 @@ import torch
 from torch import Tensor
 
 from raysim.api.client_state import ClientState, StoredState, size
-from raysim.training.transfer import Copies, up
+from raysim.training.transfer import MemoryCopies, to_device
 
 
 @dataclass(eq=False)
 class StateHandle:
-    """What a job left of its client's state, where it lies: whoever holds this sees it move."""
+    """A handle to the client state that a job left.
+
+    The state may move between the device and ordinary memory; all holders of the handle see the
+    move.
+    """
 
     job: int
-    state: ClientState[Tensor] | None  # None: it has left the device
-    stored: StoredState | None = None  # once it was copied down
+    state: ClientState[Tensor] | None  # None: it is not on the device any more
+    stored: StoredState | None = None  # None: it was not copied to ordinary memory yet
 
     @property
     def size(self) -> int:
-        """Bytes of all its tensors."""
-        held = self.stored if self.state is None else self.state
-        assert held is not None, "a state is on the device or in ordinary memory"
-        return size(held)
+        """Return the bytes of all tensors."""
+        current = self.stored if self.state is None else self.state
+        assert current is not None, "a state is on the device or in ordinary memory"
+        return size(current)
 
-    def arrays(self, copies: Copies) -> StoredState:
-        """In ordinary memory; copied at most once. Call `copies.wait` before reading it."""
+    def copy_to_memory(self, copies: MemoryCopies) -> StoredState:
+        """Return the state in ordinary memory. Call `copies.wait` before reading it."""
         if self.stored is None:
             assert self.state is not None, "a state is on the device or in ordinary memory"
-            self.stored = self.state.each(copies.take)
+            self.stored = self.state.each(copies.copy)
         return self.stored
 
     def read(self) -> StoredState:
-        """In ordinary memory; waits."""
-        copies = Copies(torch.device("cpu") if self.state is None else self.state.personal.device)
-        stored = self.arrays(copies)
+        """Return the state in ordinary memory; wait for the copy."""
+        device = torch.device("cpu") if self.state is None else self.state.personal.device
+        copies = MemoryCopies(device)
+        stored = self.copy_to_memory(copies)
         copies.wait()
         return stored
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To other processes the arrays travel."""
-        return _arrived, (self.read(),)
+        """Pickle as the arrays: another process gets a `StoredState`."""
+        return _unpickle, (self.read(),)
 
 
-def _arrived(state: StoredState) -> StoredState:
+def _unpickle(state: StoredState) -> StoredState:
     return state
 
 
 class ResidentStates:
-    """The last state of each client, those that were used last on the device. budget: bytes there."""
+    """The last state of each client of a worker.
+
+    budget: bytes on the device; states that were not used for longest leave it first.
+    """
 
     def __init__(self, device: torch.device, budget: float = math.inf):
         self.device, self.budget = device, budget
-        self.copies = Copies(device)
-        self._last: dict[int, StateHandle] = {}
-        self._near: dict[
-            int, int
-        ] = {}  # by client: bytes on the device; who was used last comes last
+        self.copies = MemoryCopies(device)
+        self._handles: dict[int, StateHandle] = {}  # by client
+        # Bytes on the device, by client; the client that was used last is the last one.
+        self._device_bytes: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[int]:
-        """The clients whose states are here."""
-        return iter(self._last)
+        """Iterate over the clients that have a state here."""
+        return iter(self._handles)
 
     def __len__(self) -> int:
-        return len(self._last)
+        return len(self._handles)
 
     def get(self, client: int, job: int) -> ClientState[Tensor] | None:
-        """The state that a job left, on the device; None if it is not here."""
-        left = self._last.get(client)
-        if left is None or left.job != job:
+        """Return the state that a job left, on the device; None if it is not here."""
+        handle = self._handles.get(client)
+        if handle is None or handle.job != job:
             return None
-        if left.state is None:
-            assert left.stored is not None, "a state is on the device or in ordinary memory"
-            left.state = left.stored.each(lambda array: up(array, self.device))
-        state = left.state
-        self._use(client, left)
+        if handle.state is None:
+            assert handle.stored is not None, "a state is on the device or in ordinary memory"
+            handle.state = handle.stored.each(lambda array: to_device(array, self.device))
+        state = handle.state
+        self._mark_used(client, handle)
         return state
 
     def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
-        """Keep what a job left."""
-        left = self._last[client] = StateHandle(job, state)
-        self._use(client, left)
-        return left
+        """Keep the state that a job left."""
+        handle = self._handles[client] = StateHandle(job, state)
+        self._mark_used(client, handle)
+        return handle
 
     def drop(self, client: int) -> None:
-        """Forget a client."""
-        self._last.pop(client, None)
-        self._near.pop(client, None)
+        """Forget the state of a client."""
+        self._handles.pop(client, None)
+        self._device_bytes.pop(client, None)
 
-    def _use(self, client: int, left: StateHandle) -> None:
-        """Count a client's state as used; those idle for longest leave the device."""
+    def _mark_used(self, client: int, handle: StateHandle) -> None:
+        """Note that a state is used now; move idle states to memory if the budget is exceeded."""
         if self.budget == math.inf:
             return
-        assert left.state is not None, "what is used is on the device"
-        self._near.pop(client, None)
-        self._near[client] = size(left.state)
-        total = sum(self._near.values())
-        for idle in list(self._near)[:-1]:
+        assert handle.state is not None, "a state in use is on the device"
+        self._device_bytes.pop(client, None)
+        self._device_bytes[client] = size(handle.state)
+        total = sum(self._device_bytes.values())
+        for idle in list(self._device_bytes)[:-1]:
             if total <= self.budget:
                 break
-            total -= self._near.pop(idle)
-            self._last[idle].arrays(self.copies)
-            self._last[idle].state = None
+            total -= self._device_bytes.pop(idle)
+            self._handles[idle].copy_to_memory(self.copies)
+            self._handles[idle].state = None
         self.copies.wait()

@@ -1,4 +1,7 @@
-"""Between a device and ordinary memory, with few waits; on a CPU, where both are the same, nothing is copied."""
+"""Copy tensors between a device and ordinary memory with few waits.
+
+On a CPU both are the same memory, and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from raysim.data.dataset import Dataset
 from raysim.vectors.optimizer import widest
 
 
-def apart(device: torch.device) -> bool:
-    """Whether what lies on the device has to be copied before Python or NumPy can read it."""
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether Python and NumPy can read tensors of the device only in a copy."""
     return device.type != "cpu"
 
 
-def _say_once() -> None:
-    """Have PyTorch warn, unheard, that an array is read-only, as it does once in a process.
+def _silence_read_only_warning() -> None:
+    """Trigger and suppress PyTorch's warning about read-only arrays, which comes once a process.
 
-    Those out of an object store are; tensors over them are only read.
+    Arrays from an object store are read-only; the tensors over them are only read.
     """
     array = np.zeros(1)
     array.flags.writeable = False
@@ -31,73 +34,72 @@ def _say_once() -> None:
         torch.from_numpy(array)
 
 
-_say_once()
+_silence_read_only_warning()
 
 
-def up(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor on the device, for which nobody waits; on a CPU a view. It may be trained on, whoever asked for it."""
-    with torch.inference_mode(False):  # evaluation asks in that mode for what training uses later
-        value = torch.from_numpy(array)
-        return (
-            value.pin_memory().to(device, non_blocking=True)
-            if device.type == "cuda"
-            else value.to(device)
-        )
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return the array as a tensor on the device, without waiting; on a CPU a view.
 
-
-_on_device: WeakValueDictionary[tuple[str, torch.device], Tensor] = (
-    WeakValueDictionary()
-)  # by file and part
-
-
-def on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of a data set: one copy on a device for all workers of this process; on a CPU views.
-
-    Workers of other processes, as Ray's are, have copies of their own: memory of a GPU that another process lends is
-    gone when that process dies, and workers may die. One worker with several lanes fills a GPU with one copy.
+    Training can use the tensor, even if evaluation asked for it in inference mode.
     """
-    found = []
+    with torch.inference_mode(False):
+        tensor = torch.from_numpy(array)
+        if device.type == "cuda":
+            return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+
+
+# The tensors of data sets, by file and part, and by device.
+_dataset_tensors: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakValueDictionary()
+
+
+def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels of a data set on the device; on a CPU views.
+
+    All workers of this process share one copy. Workers in other processes, such as Ray's, have
+    their own: GPU memory that another process lends is lost when that process dies.
+    """
+    tensors = []
     for part, array in (("inputs", dataset.inputs), ("labels", dataset.labels)):
         key = f"{dataset.path}, {part}", device
-        tensor = _on_device.get(key)
+        tensor = _dataset_tensors.get(key)
         if tensor is None:
-            tensor = _on_device[key] = up(array, device)
-        found.append(tensor)
-    return found[0], found[1]
+            tensor = _dataset_tensors[key] = to_device(array, device)
+        tensors.append(tensor)
+    return tensors[0], tensors[1]
 
 
-def numbers(values: Sequence[Tensor]) -> list[float]:
-    """Scalars as Python's numbers, for which the device is waited for once."""
-    if not values or not apart(values[0].device):
+def read_scalars(values: Sequence[Tensor]) -> list[float]:
+    """Return scalar tensors as Python numbers; wait for the device once."""
+    if not values or not has_own_memory(values[0].device):
         return [float(value) for value in values]
     device = values[0].device
-    found: list[float] = torch.stack(
-        [value.to(device, widest(device)) for value in values]
-    ).tolist()
-    return found
+    stacked = torch.stack([value.to(device, widest(device)) for value in values])
+    scalars: list[float] = stacked.tolist()
+    return scalars
 
 
-class Copies:
-    """Copies down to ordinary memory, made while the device works on; they are there once `wait` has returned."""
+class MemoryCopies:
+    """Copies to ordinary memory, made while the device works; complete after `wait`."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def take(self, value: Tensor) -> np.ndarray:
-        """What will be a copy of a tensor, which stays as it is from now on; of one that lies there, a view."""
-        if not apart(value.device):
-            return value.numpy()
+    def copy(self, tensor: Tensor) -> np.ndarray:
+        """Start to copy a tensor that will not change; return the array. On a CPU it is a view."""
+        if not has_own_memory(tensor.device):
+            return tensor.numpy()
         if self._stream is None:
-            return value.cpu().numpy()
-        place = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            return tensor.cpu().numpy()
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            place.copy_(value, non_blocking=True)
-        value.record_stream(self._stream)
-        return place.numpy()
+            target.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return target.numpy()
 
     def wait(self) -> None:
-        """Until all are there."""
+        """Wait until all copies are complete."""
         if self._stream is not None:
             self._stream.synchronize()

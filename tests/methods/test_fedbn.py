@@ -171,7 +171,7 @@ def personalised(
 ) -> tuple[Worker, Mapping[str, Tensor]]:
     """Return a worker after `personalise` for client 0, and its tensors from before."""
     worker = Worker(study(method, model=model))
-    worker.trainer.training(False)
+    worker.trainer.set_training(False)
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     client = PersonalModel(

@@ -55,8 +55,8 @@ from raysim.methods.local import LocalTraining
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.load import Loads
 from raysim.simulation.schedule import Buffered, Synchronous
+from raysim.training.client_vector import copy_client_state
 from raysim.training.run_spec import build_networks, declare_run
-from raysim.training.trainer import copy_client_state
 from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector, plan_layout
 

@@ -48,8 +48,8 @@ from raysim.methods.partialfed import PartialFed, model_layers
 from raysim.models import ModelRecipe
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
+from raysim.training.client_vector import copy_client_state
 from raysim.training.run_spec import build_networks, declare_run
-from raysim.training.trainer import copy_client_state
 from raysim.training.worker import Worker
 
 EVERYBODY = Synchronous(6)

@@ -127,7 +127,7 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
             worker.vector.shared.copy_(found.coordinator.server.vector)
             if layout.personal:
                 worker.vector.personal.copy_(Worker(here).vector.personal)
-        worker.trainer.training(False)
+        worker.trainer.set_training(False)
         inputs, labels = worker.trainer.gather(tests.rows(client))
         with torch.no_grad():
             hits.append(

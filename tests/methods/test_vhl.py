@@ -263,7 +263,7 @@ def test_evaluation_scores_the_classes_of_the_data() -> None:
     found = run(study, rounds=1)
     worker = Worker(study)
     worker.vector.shared.copy_(found.coordinator.server.vector)
-    worker.trainer.training(False)
+    worker.trainer.set_training(False)
     inputs, labels = worker.trainer.gather(study.data.central)
     model: Any = worker.vector.networks["model"]
     with torch.no_grad():

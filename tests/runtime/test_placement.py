@@ -423,7 +423,7 @@ def _where(actor: Any) -> tuple[str, str, int]:
     return (
         ray.get_runtime_context().get_node_id(),
         str(worker.spec.data.dataset_path),
-        len(worker._resident),
+        len(worker.states.resident),
     )
 
 

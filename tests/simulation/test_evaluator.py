@@ -130,7 +130,7 @@ def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     worker = several(study, 1).members[0]
     for head in (True, False):
         before = worker.vector.data.clone()
-        worker.trainer.adapt(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
+        worker.trainer.finetune(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
         moved = {entry.path: worker.vector.data[entry.start : entry.stop] != before[entry.start : entry.stop]
                  for entry in worker.layout.entries if entry.start is not None}  # fmt: skip
         seen.append({path: changed.any() for path, changed in moved.items()})
@@ -150,7 +150,7 @@ def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_o
     for before, client, version in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)):
         worker.vector.data.copy_(start)
         torch.manual_seed(before)
-        worker.trainer.adapt(client, rows, version, Finetune(1))
+        worker.trainer.finetune(client, rows, version, Finetune(1))
         found[before, client, version] = worker.vector.data.clone()
     assert torch.equal(found[0, 0, 1], found[1, 0, 1])
     assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(
@@ -208,7 +208,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
     assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
     worker = several(study, 1).members[0]
     worker.vector.shared.copy_(found.coordinator.server.vector)
-    worker.trainer.training(False)
+    worker.trainer.set_training(False)
     with torch.no_grad():
         losses = [torch.nn.functional.cross_entropy(worker.vector.networks["model"](x), y, reduction="sum")
                   for client in range(4) for x, y in worker.trainer.client_samples(client)]  # fmt: skip

@@ -216,18 +216,14 @@ def test_a_client_that_diverges_is_told_what_to_lower() -> None:
     (failure,) = run(run_spec(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert "the loss is not finite from step 2 of" in failure.error
     assert "learning rate 0.05" in failure.error
-    assert failure.error.endswith(
-        "set local.clip, or look at method 'diverging', which writes gradients"
-    )
+    assert "local.clip" in failure.error and "method 'diverging'" in failure.error
 
 
 def test_a_loss_that_is_not_finite_from_the_start_is_no_matter_of_the_rate() -> None:
     spec = run_spec(Infinite(), FedBN(), model=NORMED)
     failure = run(spec, ALL, rounds=1, tolerate=1.0).failures[0]
     assert "the loss is not finite from step 1 of" in failure.error
-    assert failure.error.endswith(
-        "before anything was learnt: look at the loss, the data or method 'infinite'"
-    )
+    assert "method 'infinite'" in failure.error and "local.lr" not in failure.error
 
 
 def test_an_upload_that_is_not_a_number_names_the_method_that_sends_it() -> None:

@@ -76,7 +76,7 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
             coordinator.client_states.accepted_jobs,
         )
         at_work = {client for client, (_, last) in places.items() if accepted.get(client) != last}
-        resident = [client for worker in runtime.members for client in worker._resident]
+        resident = [client for worker in runtime.members for client in worker.states.resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
         stored = {
@@ -92,7 +92,7 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
 def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
     runtime = several(study("fedbn"), 3)
     ran(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
-    resident = [client for worker in runtime.members for client in worker._resident]
+    resident = [client for worker in runtime.members for client in worker.states.resident]
     assert sorted(resident) == sorted(set(resident)) and len(resident) > 3
 
 

@@ -24,7 +24,8 @@ from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.fleet import Lognormal
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.run_spec import RunSpec
-from raysim.training.worker import Worker, mean_over_rows
+from raysim.training.updates import mean_over_rows
+from raysim.training.worker import Worker
 
 STILL = replace(LOCAL, lr=1e-30, momentum=0.0, weight_decay=0.0, batch=11)
 ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last one is small
@@ -70,7 +71,7 @@ def unequal() -> FederatedData:
 def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
     """The loss of each client's rows at the initial model."""
     worker = Worker(spec)
-    worker.trainer.training(False)
+    worker.trainer.set_training(False)
     found = {}
     for client in range(len(ENDS)):
         inputs, labels = worker.trainer.gather(spec.data.partition.train.rows(client))

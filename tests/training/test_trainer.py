@@ -1,4 +1,4 @@
-"""How a trainer gathers data: small jobs and several batches at once, in chunks, augmented on named streams."""
+"""Tests of the trainer: how it gathers data, keeps optimizers and loads frozen networks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.methods.fedprox import FedProx
 from raysim.primitives.streams import stream
-from raysim.training import trainer as module
+from raysim.training import client_data
+from raysim.training.batch_plan import cut_batches, usual_batch_sizes
 from raysim.training.trainer import Trainer
 from raysim.training.worker import Worker
 
@@ -30,16 +31,15 @@ JOBS = [
 ]
 
 
-class Watched:
-    """A trainer that goes through a client's samples once, and the rows and inputs that it gathers."""
+class GatherLog:
+    """A trainer, and the rows and inputs that it gathers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
-        self.trainer: Trainer = Worker(
-            run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)
-        ).trainer
+        spec = run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)
+        self.trainer: Trainer = Worker(spec).trainer
         self.samples = len(self.trainer.partition.rows(0))
         self.gathered: list[tuple[np.ndarray, Tensor]] = []
-        original = self.trainer.gather
+        original = self.trainer.data.gather
 
         def gather(
             rows: np.ndarray, generator: np.random.Generator | None = None
@@ -48,76 +48,71 @@ class Watched:
             self.gathered.append((rows, inputs.clone()))
             return inputs, labels
 
-        monkeypatch.setattr(self.trainer, "gather", gather)
+        monkeypatch.setattr(self.trainer.data, "gather", gather)
 
-    def sizes(self, job: Job) -> list[int]:
-        """Train; how many rows were gathered at once."""
+    def train(self, job: Job) -> list[int]:
+        """Train a job; return the number of rows of each gathering."""
         self.gathered.clear()
         vector = self.trainer.vector
         self.trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, EMPTY_STATE)
         return [len(rows) for rows, _ in self.gathered]
 
 
-def test_as_many_small_jobs_are_prepared_as_fit_into_a_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched(monkeypatch, data=equal_clients())
-    monkeypatch.setattr(module, "_CHUNK", 2 * watched.samples * ROW)
-    watched.trainer.look_ahead(JOBS)
-    assert [watched.trainer.prepared(job) for job in JOBS] == [True, True, False, False]
-    assert [len(rows) for rows, _ in watched.gathered] == [2 * watched.samples]
-    assert watched.sizes(JOBS[0]) == [] and watched.sizes(JOBS[2]) == [watched.samples]
+class TestChunks:
+    def test_small_jobs_are_prepared_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = GatherLog(monkeypatch, data=equal_clients())
+        monkeypatch.setattr(client_data, "CHUNK_FLOATS", 2 * log.samples * ROW)
+        prepared = log.trainer.prepared
+        prepared.prepare(JOBS)
+        assert [prepared.has(job) for job in JOBS] == [True, True, False, False]
+        assert [len(rows) for rows, _ in log.gathered] == [2 * log.samples]
+        assert log.train(JOBS[0]) == [] and log.train(JOBS[2]) == [log.samples]
+
+    def test_batches_of_a_job_are_gathered_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = GatherLog(monkeypatch, data=equal_clients())
+        assert log.train(JOBS[0]) == [log.samples]
+        monkeypatch.setattr(client_data, "CHUNK_FLOATS", 16 * ROW)
+        assert log.train(JOBS[0])[0] == 16
+        monkeypatch.setattr(client_data, "CHUNK_FLOATS", 1)
+        sizes = log.train(JOBS[0])
+        assert sizes[:2] == [8, 8] and sum(sizes) == log.samples
+
+    def test_client_samples_come_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = GatherLog(monkeypatch, data=equal_clients())
+        monkeypatch.setattr(client_data, "CHUNK_FLOATS", 10 * ROW)
+        sizes = [len(labels) for _, labels in log.trainer.client_samples(1)]
+        assert sizes[:2] == [10, 10] and max(sizes) == 10
+        rows = np.concatenate([rows for rows, _ in log.gathered])
+        assert np.array_equal(rows, log.trainer.partition.rows(1))
+
+    def test_augmentation_has_one_stream_a_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = GatherLog(monkeypatch, data=FLIPPED)
+        log.trainer.prepared.prepare(JOBS)
+        assert not log.trainer.prepared.has(JOBS[2]), "an augmentation needs to see the job first"
+        assert log.train(JOBS[2]) == [log.samples]
+        ((rows, inputs),) = log.gathered
+        pipeline, pixels = log.trainer.data.pipeline, log.trainer.data.inputs[rows]
+        augmented = pipeline.augment_images(pixels, stream(SEED, "augment", 2, 3))
+        assert torch.equal(inputs, pipeline.normalise(augmented))
+        assert not torch.equal(inputs, pipeline.normalise(pixels))
+
+    def test_chunk_is_a_million_floats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = GatherLog(monkeypatch, data=equal_clients(1, 30_000))
+        log.trainer.planner.local = replace(log.trainer.local, batch=1000)
+        assert log.train(JOBS[0]) == [16_000, 8_000], "of 64 floats each"
 
 
-def test_batches_are_gathered_as_many_at_once_as_fit_into_a_chunk_and_one_at_least(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched(monkeypatch, data=equal_clients())
-    assert watched.sizes(JOBS[0]) == [watched.samples]
-    monkeypatch.setattr(module, "_CHUNK", 16 * ROW)
-    assert watched.sizes(JOBS[0])[0] == 16
-    monkeypatch.setattr(module, "_CHUNK", 1)
-    assert watched.sizes(JOBS[0])[:2] == [8, 8] and sum(watched.sizes(JOBS[0])) == watched.samples
-
-
-def test_a_clients_own_samples_come_in_order_in_batches_that_fit_into_a_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched(monkeypatch, data=equal_clients())
-    monkeypatch.setattr(module, "_CHUNK", 10 * ROW)
-    sizes = [len(labels) for _, labels in watched.trainer.client_samples(1)]
-    assert sizes[:2] == [10, 10] and max(sizes) == 10
-    assert np.array_equal(
-        np.concatenate([rows for rows, _ in watched.gathered]), watched.trainer.partition.rows(1)
-    )
-
-
-def test_a_participation_is_augmented_on_a_stream_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched(monkeypatch, data=FLIPPED)
-    watched.trainer.look_ahead(JOBS)
-    assert not watched.trainer.prepared(JOBS[2]), "an augmentation needs to see the job first"
-    assert watched.sizes(JOBS[2]) == [watched.samples]
-    ((rows, inputs),) = watched.gathered
-    own, pixels = watched.trainer.pipeline, watched.trainer.inputs[rows]
-    assert torch.equal(
-        inputs, own.normalise(own.augment_images(pixels, stream(SEED, "augment", 2, 3)))
-    )
-    assert not torch.equal(inputs, own.normalise(pixels))
-
-
-def test_a_last_batch_of_one_sample_is_dropped_where_asked_and_never_the_only_one() -> None:
+def test_last_batch_of_one_sample_can_be_dropped() -> None:
     order = np.arange(5)
-    assert [part.tolist() for part in module._cut(order, 4, True)] == [[0, 1, 2, 3]]
-    assert [part.tolist() for part in module._cut(order, 4, False)] == [[0, 1, 2, 3], [4]]
-    assert [part.tolist() for part in module._cut(order[:1], 4, True)] == [[0]]
+    assert [part.tolist() for part in cut_batches(order, 4, True)] == [[0, 1, 2, 3]]
+    assert [part.tolist() for part in cut_batches(order, 4, False)] == [[0, 1, 2, 3], [4]]
+    assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_are_full_batches_and_the_rest_that_most_clients_have() -> None:
-    assert module._usual_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
-    assert module._usual_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
-    assert module._usual_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
+def test_usual_batch_sizes_are_full_and_commonest_rest() -> None:
+    assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
+    assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
+    assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
 
 
 class Continuing(Method):
@@ -131,10 +126,10 @@ class Continuing(Method):
 
 @pytest.mark.parametrize("by_setting", [True, False])
 @pytest.mark.parametrize("by_method", [True, False])
-def test_optimizer_is_kept_once_whoever_asks(by_setting: bool, by_method: bool) -> None:
+def test_optimizer_is_kept_for_settings_and_methods(by_setting: bool, by_method: bool) -> None:
     methods = [FedProx(0.1), Continuing()] if by_method else [FedProx(0.1)]
     spec = run_spec(*methods, local=replace(LOCAL, keep_optimizer=by_setting))
-    assert Worker(spec).trainer.keeps == (by_setting or by_method)
+    assert Worker(spec).trainer.keeps_optimizer == (by_setting or by_method)
 
 
 class Compared(Method):
@@ -185,9 +180,3 @@ def test_frozen_networks_have_the_private_part_of_begin() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps
-
-
-def test_a_chunk_is_a_million_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, data=equal_clients(1, 30_000))
-    watched.trainer.local = replace(watched.trainer.local, batch=1000)
-    assert watched.sizes(JOBS[0]) == [16_000, 8_000], "of 64 floats each"

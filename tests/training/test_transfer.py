@@ -1,4 +1,4 @@
-"""What a job copies from its device and waits for; counted on a CPU that is treated as if it were apart."""
+"""Tests of copies between device and memory, on a CPU that is treated like a device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
 from raysim.training import trainer, transfer
 from raysim.training.resident import ResidentStates
-from raysim.training.transfer import up
+from raysim.training.run_spec import StateBudget
+from raysim.training.transfer import to_device
 from raysim.training.worker import Worker
 
+CPU = torch.device("cpu")
 WAITS = {getattr(Tensor, name) for name in ("item", "tolist", "__float__", "__int__", "__bool__")}
 JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range(4))]
 
 
-class Seen(TorchFunctionMode):
-    """Counts calls that wait for a device, and copies down from it."""
+class CallCounter(TorchFunctionMode):
+    """Counts calls that wait for a device, and copies to memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,108 +45,104 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def seen(*methods: Method, groups: bool = True) -> tuple[Counter[str], Any]:
-    """What a call that trains four clients asks of the device."""
+def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str], Any]:
+    """Train four clients; return the counted calls and what the worker returned."""
     spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))
     worker, coordinator = Worker(spec), coordinate(spec)
     published = coordinator.server.published()
     states = [None] * len(JOBS) if coordinator.client_states.stateful else []
-    with Seen() as counter:
-        found = worker.train(JOBS, [(0, 1), (2, 3)] if groups else [], 1, published, *states)
-    return counter.count, found
+    groups = [(0, 1), (2, 3)] if is_summed else []
+    with CallCounter() as counter:
+        result = worker.train(JOBS, groups, 1, published, *states)
+    return counter.count, result
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the CPU as a device with memory of its own."""
     for module in (transfer, trainer):
-        monkeypatch.setattr(module, "apart", lambda device: True)
+        monkeypatch.setattr(module, "has_own_memory", lambda device: True)
 
 
-@pytest.mark.usefixtures("apart")
-def test_a_summed_job_waits_once_and_only_its_groups_sum_comes_down() -> None:
-    assert seen()[0] == {"waits": 4, "copies": 2}
+class TestCopiesAndWaits:
+    @pytest.mark.usefixtures("own_memory")
+    def test_summed_jobs_wait_once_and_copy_only_sums(self) -> None:
+        assert count_calls()[0] == {"waits": 4, "copies": 2}
+
+    @pytest.mark.usefixtures("own_memory")
+    def test_single_updates_are_copied_once_each(self) -> None:
+        assert count_calls(is_summed=False)[0] == {"waits": 4, "copies": 4}
+
+    @pytest.mark.usefixtures("own_memory")
+    @pytest.mark.parametrize(
+        ("method", "uploads"),
+        [(Scaffold(), 1), (Moon(out=8), 0), (Ditto(), 0)],
+        ids=["scaffold", "moon", "ditto"],
+    )
+    def test_client_state_is_copied_when_it_is_read(self, method: Method, uploads: int) -> None:
+        count, result = count_calls(method, is_summed=False)
+        assert count == {"waits": 4, "copies": 4 * (1 + uploads)}
+        handle = result[1]
+        with CallCounter() as counter:
+            arrays = handle.read()
+        assert counter.count["copies"] >= 2 and isinstance(arrays.personal, np.ndarray)
+        with CallCounter() as counter:
+            assert handle.read() is arrays
+        assert not counter.count["copies"], "it was copied before"
+
+    @pytest.mark.parametrize(
+        "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
+    )
+    def test_own_memory_changes_no_bit(
+        self, methods: tuple[Method, ...], request: pytest.FixtureRequest
+    ) -> None:
+        local = replace(LOCAL, epochs=2)
+        on_cpu = run(run_spec(*methods, local=local), rounds=2)
+        request.getfixturevalue("own_memory")
+        on_device = run(run_spec(*methods, local=local), rounds=2)
+        assert (on_device.bits, on_device.history) == (on_cpu.bits, on_cpu.history)
+
+    def test_workers_of_one_process_share_the_data(self) -> None:
+        first, second = Worker(run_spec()).trainer, Worker(run_spec()).trainer
+        assert first.data.inputs is second.data.inputs and first.labels is second.labels
+
+    def test_published_vector_is_not_copied_on_a_cpu(self) -> None:
+        vector = np.arange(4, dtype=np.float32)
+        published = Published(0, vector, np.empty(0, np.int64))
+        assert to_device(published.vector, CPU).data_ptr() == vector.ctypes.data
+
+    def test_tensor_of_inference_mode_can_be_trained_on(self) -> None:
+        # On a GPU a received version stays on the device for training and scoring.
+        with torch.inference_mode():
+            tensor = to_device(np.ones(2, np.float32), CPU)
+        assert not tensor.is_inference()
 
 
-@pytest.mark.usefixtures("apart")
-def test_single_updates_come_down_once_each() -> None:
-    assert seen(groups=False)[0] == {"waits": 4, "copies": 4}
+class TestResidentStates:
+    @staticmethod
+    def state(value: float) -> ClientState[Tensor]:
+        """Return a state of 108 bytes."""
+        return ClientState(torch.full((25,), value), torch.zeros(1, dtype=torch.int64), {})
 
+    def test_idle_states_leave_the_device_and_return(self) -> None:
+        resident = ResidentStates(CPU, budget=2 * 108)
+        handles = {
+            client: resident.put(client, client, self.state(float(client))) for client in range(3)
+        }
 
-@pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize(
-    ("method", "uploads"),
-    [(Scaffold(), 1), (Moon(out=8), 0), (Ditto(), 0)],
-    ids=["scaffold", "moon", "ditto"],
-)
-def test_what_a_client_keeps_stays_where_it_is_until_somebody_needs_it(
-    method: Method, uploads: int
-) -> None:
-    count, found = seen(method, groups=False)
-    assert count == {"waits": 4, "copies": 4 * (1 + uploads)}
-    with Seen() as counter:
-        arrays = found[1].read()
-    assert counter.count["copies"] >= 2 and isinstance(arrays.personal, np.ndarray)
-    with Seen() as counter:
-        assert found[1].read() is arrays
-    assert not counter.count["copies"], "copied once"
+        def on_device() -> set[int]:
+            return {client for client in handles if handles[client].state is not None}
 
+        assert on_device() == {1, 2} and sorted(resident) == [0, 1, 2]
+        returned = resident.get(0, 0)
+        assert returned is not None and returned.personal.tolist() == [0.0] * 25
+        assert on_device() == {0, 2}
+        assert handles[1].read().personal.tolist() == [1.0] * 25 and handles[1].size == 108
+        assert resident.get(1, 7) is None, "the state of another job"
+        resident.drop(1)
+        assert resident.get(1, 1) is None and sorted(resident) == [0, 2]
 
-@pytest.mark.parametrize(
-    "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
-)
-def test_a_device_that_is_apart_changes_no_bit(
-    methods: tuple[Method, ...], request: pytest.FixtureRequest
-) -> None:
-    local = replace(LOCAL, epochs=2)
-    here = run(run_spec(*methods, local=local), rounds=2)
-    request.getfixturevalue("apart")
-    there = run(run_spec(*methods, local=local), rounds=2)
-    assert (there.bits, there.history) == (here.bits, here.history)
-
-
-def test_workers_of_one_process_share_one_copy_of_the_data() -> None:
-    one, other = Worker(run_spec()), Worker(run_spec())
-    assert one.trainer.inputs is other.trainer.inputs and one.trainer.labels is other.trainer.labels
-
-
-# --- client states -------------------------------------------------------------------------------------------------
-def state(value: float) -> ClientState[Tensor]:
-    """100 bytes and 8."""
-    return ClientState(torch.full((25,), value), torch.zeros(1, dtype=torch.int64), {})
-
-
-def test_states_that_were_idle_for_longest_leave_the_device_and_come_back() -> None:
-    resident = ResidentStates(torch.device("cpu"), 2 * 108)
-    left = {client: resident.put(client, client, state(float(client))) for client in range(3)}
-    near = {client for client in left if left[client].state is not None}
-    assert near == {1, 2} and sorted(resident) == [0, 1, 2]
-    back = resident.get(0, 0)
-    assert back is not None and back.personal.tolist() == [0.0] * 25
-    assert {client for client in left if left[client].state is not None} == {0, 2}
-    assert left[1].read().personal.tolist() == [1.0] * 25 and left[1].size == 108
-    assert resident.get(1, 7) is None, "the state of another job"
-    resident.drop(1)
-    assert resident.get(1, 1) is None and sorted(resident) == [0, 2]
-
-
-def test_a_budget_of_the_device_changes_no_bit() -> None:
-    from dataclasses import replace
-
-    from raysim.training.run_spec import StateBudget
-
-    asked = run_spec(Scaffold())
-    tight = replace(asked, settings=replace(asked.settings, state=StateBudget(device=1e-9)))
-    assert run(tight, rounds=3).bits == run(asked, rounds=3).bits
-
-
-def test_a_published_vector_is_read_where_it_lies() -> None:
-    vector = np.arange(4, dtype=np.float32)
-    published = Published(0, vector, np.empty(0, np.int64))
-    assert transfer.up(published.vector, torch.device("cpu")).data_ptr() == vector.ctypes.data
-
-
-def test_what_is_asked_for_while_scoring_may_be_trained_on_later() -> None:
-    # On a GPU what was received is kept on the device, whoever asked for it first.
-    with torch.inference_mode():
-        value = up(np.ones(2, np.float32), torch.device("cpu"))
-    assert not value.is_inference()
+    def test_device_budget_changes_no_bit(self) -> None:
+        spec = run_spec(Scaffold())
+        settings = replace(spec.settings, state=StateBudget(device=1e-9))
+        assert run(replace(spec, settings=settings), rounds=3).bits == run(spec, rounds=3).bits

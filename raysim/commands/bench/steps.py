@@ -125,7 +125,7 @@ def fedbss_and_its_parts() -> tuple[float, float]:
     local = Local(lr=0.01, batch=BATCH, epochs=3)
     fedbss, plain = _ran(FedBSS(0), local=local), _ran(local=local)
     trainer = Worker(plain.spec).trainer
-    trainer.training(False)
+    trainer.set_training(False)
     since = time.perf_counter()
     with torch.no_grad():
         for client in range(2):

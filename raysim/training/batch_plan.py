@@ -1,0 +1,157 @@
+"""Decide the batches of a job before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raysim.api.context import Context, Plan
+from raysim.api.declarations import Local
+from raysim.api.declare import Declarations
+from raysim.api.setup import Declared
+from raysim.models.single_rows import refusing_layer
+from raysim.primitives.streams import stream
+
+
+def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
+    """Return consecutive batches.
+
+    drop_single: drop a last batch of one sample, unless it is the only batch.
+    """
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    if drop_single and len(batches) > 1 and len(batches[-1]) == 1:
+        batches.pop()
+    return batches
+
+
+def make_plan(
+    local: Local,
+    samples: int,
+    selected: Sequence[np.ndarray],
+    generator: np.random.Generator,
+    drop_single: bool,
+) -> Plan:
+    """Shuffle the selected samples and cut them into batches.
+
+    selected: the ascending positions of each epoch, or of each phase of a budget of steps.
+    """
+    batches: list[np.ndarray] = []
+    for part, positions in enumerate(selected):
+        count = _batches_in_part(local, part, len(selected), len(positions))
+        if local.sampling == "replacement":
+            size = min(local.batch, len(positions))
+            for _ in range(count):
+                batches.append(positions[generator.integers(len(positions), size=size)])
+            continue
+        part_batches: list[np.ndarray] = []
+        while len(part_batches) < count:
+            order = generator.permutation(positions)
+            part_batches += cut_batches(order, local.batch, drop_single)
+            if local.epochs is not None:
+                break  # a dropped batch of one sample is not replaced
+        batches += part_batches[:count]
+    return Plan(np.concatenate(batches), tuple(map(len, batches)), samples)
+
+
+def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
+    """Return the batches of one epoch, or of one phase; phases are as even as possible."""
+    if local.epochs is not None:
+        return -(-positions // local.batch)
+    assert local.steps is not None, "a run has epochs or steps"
+    return local.steps * (part + 1) // parts - local.steps * part // parts
+
+
+def layer_needing_two_rows(declarations: Declarations) -> str:
+    """Return the layer of a model that cannot train on a batch of one row; "" if there is none.
+
+    A method that adds rows to each batch makes every model fit.
+    """
+    if any(declared.adds_rows for declared in declarations.methods):
+        return ""
+    return refusing_layer(declarations.networks["model"], declarations.task.example)
+
+
+def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
+    """Return the batch sizes that many clients have at once.
+
+    Full batches are one; the rest of the samples is another if most clients have the same rest.
+    counts: samples of each client.
+    """
+    rests = np.bincount(counts[counts > 0] % batch, minlength=1)
+    commonest = int(rests.argmax())
+    if commonest and 2 * rests[commonest] > rests.sum():
+        return frozenset({batch, commonest})
+    return frozenset({batch})
+
+
+class BatchPlanner:
+    """Makes the plans of jobs.
+
+    selector: the method that selects samples; None: all samples are taken. drop_single: see
+    `cut_batches`. needs_two_rows: whether the model cannot train on a batch of one row.
+    """
+
+    def __init__(
+        self,
+        local: Local,
+        seed: int,
+        selector: Declared | None,
+        drop_single: bool,
+        needs_two_rows: bool,
+    ):
+        self.local, self.seed, self.selector = local, seed, selector
+        self.drop_single, self.needs_two_rows = drop_single, needs_two_rows
+
+    def plan(self, ctx: Context) -> Plan:
+        """Return the batches of a job, of the samples that a method selects or of all."""
+        if self.selector is not None:
+            selected = self._select(self.selector, ctx)
+            if selected:
+                generator = stream(self.seed, "batches", ctx.client, ctx.participation)
+                return make_plan(self.local, ctx.samples, selected, generator, self.drop_single)
+        return self.plan_all(ctx.samples, ctx.client, ctx.participation)
+
+    def plan_all(self, samples: int, client: int, participation: int) -> Plan:
+        """Return the batches of a job that takes all samples in every epoch."""
+        selected = [np.arange(samples)] * (self.local.epochs or 1)
+        generator = stream(self.seed, "batches", client, participation)
+        return make_plan(self.local, samples, selected, generator, self.drop_single)
+
+    def plan_finetuning(self, samples: int, epochs: int, client: int, version: int) -> Plan:
+        """Return the batches in which a scored model is fine-tuned."""
+        local = replace(self.local, epochs=epochs, steps=None)
+        selected = [np.arange(samples)] * epochs
+        generator = stream(self.seed, "finetune", client, version)
+        return make_plan(local, samples, selected, generator, self.drop_single)
+
+    def _select(self, selector: Declared, ctx: Context) -> list[np.ndarray]:
+        """Return the positions that a method selects for each epoch; [] if it takes all samples.
+
+        They are ascending, so that the shuffle depends on what was selected and not on how it was
+        ranked. Epochs of one sample are left out if the model cannot train on it.
+        """
+        assert selector.select is not None, "only methods that select are asked"
+        parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
+        selected: list[np.ndarray] = []
+        for part in range(1, parts + 1):
+            positions = selector.select(ctx.view(selector.method), part, parts)
+            if positions is None:
+                break
+            selected.append(np.sort(positions))
+        if 0 < len(selected) < parts:
+            raise ValueError(
+                f"method '{selector.method}' selects samples for {len(selected)} of {parts} "
+                "epochs. Let `select` return positions for all epochs of a job, or None for all."
+            )
+        if not self.needs_two_rows:
+            return selected
+        fitting = [positions for positions in selected if len(positions) > 1]
+        if selected and not fitting:
+            raise ValueError(
+                f"method '{selector.method}' selects one sample for every epoch, and the model "
+                "cannot train on one sample. Let `select` return at least two positions, or set "
+                "model.norm=group."
+            )
+        return fitting

@@ -1,0 +1,51 @@
+"""Put what clients receive onto the device of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raysim.api.messages import Arrays, Published
+from raysim.training.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A published version as tensors on a device; on a CPU views of the published arrays."""
+
+    base: Tensor  # [layout.shared]
+    counters: Tensor  # [layout.shared_counters] int64
+    download: Mapping[str, Tensor]  # what methods send besides, by "method.name"
+
+
+class Receiver:
+    """Receives versions and keeps the last one on the device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._constants: dict[str, Tensor] = {}
+        self._last_key: tuple[int, str] | None = None
+        self._last: Broadcast | None = None
+
+    def store_constants(self, constants: Arrays) -> None:
+        """Keep what every client receives once, by "method.name"."""
+        self._constants = self.tensors(constants)
+
+    def receive(self, published: Published) -> Broadcast:
+        """Return a version on the device."""
+        key = published.version, published.mark
+        if self._last is None or self._last_key != key or self.device.type == "cpu":
+            self._last_key = key
+            self._last = Broadcast(
+                to_device(published.vector, self.device),
+                to_device(published.counters, self.device),
+                self.tensors(published.extras) | self._constants,
+            )
+        return self._last
+
+    def tensors(self, arrays: Arrays) -> dict[str, Tensor]:
+        """Return arrays as tensors on the device."""
+        return {name: to_device(array, self.device) for name, array in arrays.items()}

@@ -1,0 +1,151 @@
+"""Read samples of the data set as normalised tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.context import Batch, Plan
+from raysim.api.declarations import Task
+from raysim.api.messages import Job
+from raysim.data.batches import Pipeline
+from raysim.data.partition import CSR
+from raysim.primitives.streams import stream
+from raysim.training.batch_plan import BatchPlanner
+from raysim.training.transfer import to_device
+
+# Floats that are gathered and normalised at once: enough to amortise the calls, small enough for
+# the cache.
+CHUNK_FLOATS = 1 << 20
+
+
+class ClientData:
+    """The samples of all clients, on the device of a worker.
+
+    inputs [n, ...] (images: uint8 [n, c, h, w]) and labels [n, ...]: as stored. partition: maps
+    clients to rows of training samples.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        partition: CSR,
+        pipeline: Pipeline,
+        seed: int,
+    ):
+        self.task, self.inputs, self.partition, self.seed = task, inputs, partition, seed
+        self.labels = labels.to(task.dtype) if labels.is_floating_point() else labels
+        self.pipeline = pipeline
+        self.row_floats = int(np.prod(task.shape))
+
+    def gather(
+        self, rows: np.ndarray, generator: np.random.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return normalised inputs and labels of rows of the data set.
+
+        generator: augment the inputs with its numbers; None: do not.
+        """
+        index = to_device(rows, self.inputs.device)
+        stored = self.inputs.index_select(0, index)
+        if generator is not None:
+            stored = self.pipeline.augment_images(stored, generator)
+        return self.pipeline.normalise(stored, self.task.dtype), self.labels.index_select(0, index)
+
+    def gather_parts(self, rows: np.ndarray, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield normalised inputs and labels of rows in order, `size` rows at a time."""
+        for start in range(0, len(rows), size):
+            yield self.gather(rows[start : start + size])
+
+    def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a client's training samples in order, in batches for evaluation."""
+        size = max(1, min(1024, CHUNK_FLOATS // self.row_floats))
+        return self.gather_parts(self.partition.rows(client), size)
+
+    def class_counts(self, client: int) -> Tensor:
+        """Return the client's training samples of each class: int64 [C], on the CPU."""
+        rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
+        labels = self.labels.index_select(0, rows).cpu()
+        return torch.bincount(labels, minlength=self.task.num_classes)
+
+    def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
+        """Yield the batches of a plan; several are gathered and normalised at once.
+
+        rows: the rows of the data set to which the plan's positions refer. purpose, keys: name the
+        random stream of the augmentation.
+        """
+        rows = rows[plan.positions]
+        generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None
+        start = first = 0
+        while first < plan.steps:
+            last, stop = first, start
+            while last < plan.steps and (
+                last == first or (stop - start + plan.sizes[last]) * self.row_floats <= CHUNK_FLOATS
+            ):
+                stop += plan.sizes[last]
+                last += 1
+            inputs, labels = self.gather(rows[start:stop], generator)
+            sizes = plan.sizes[first:last]
+            for x, y in zip(inputs.split(sizes), labels.split(sizes), strict=True):
+                yield Batch(x, y, x, y)
+            start, first = stop, last
+
+
+class PreparedBatches:
+    """Batches of small jobs that were planned and gathered together, before the jobs begin.
+
+    Small jobs spend more time on the calls than on the data.
+    """
+
+    def __init__(self, data: ClientData, planner: BatchPlanner):
+        self.data, self.planner = data, planner
+        self._prepared: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
+
+    def has(self, job: Job) -> bool:
+        """Return whether the batches of a job are prepared."""
+        return job.number in self._prepared
+
+    def pop(self, job: Job) -> tuple[Plan, list[Batch]] | None:
+        """Remove and return the batches of a job; None if they are not prepared."""
+        return self._prepared.pop(job.number, None)
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Prepare the first of these jobs, and as many more as fit into one chunk.
+
+        Nothing is prepared if a method or an augmentation needs to see the job first, or if one job
+        fills a chunk.
+        """
+        if self.planner.selector is not None or self.data.pipeline.augment:
+            return
+        fitting = self._jobs_in_chunk([job for job in jobs if not self.has(job)])
+        if len(fitting) < 2:
+            return
+        plans: list[tuple[int, Plan]] = []
+        rows: list[np.ndarray] = []
+        for job in fitting:
+            client_rows = self.data.partition.rows(job.client)
+            plan = self.planner.plan_all(len(client_rows), job.client, job.participation)
+            plans.append((job.number, plan))
+            rows.append(client_rows[plan.positions])
+        inputs, labels = self.data.gather(np.concatenate(rows))
+        sizes = [size for _, plan in plans for size in plan.sizes]
+        parts = zip(inputs.split(sizes), labels.split(sizes), strict=True)
+        for number, plan in plans:
+            batches = [Batch(x, y, x, y) for x, y in islice(parts, plan.steps)]
+            self._prepared[number] = plan, batches
+
+    def _jobs_in_chunk(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the first jobs whose samples fit into one chunk together."""
+        fitting: list[Job] = []
+        free_rows = CHUNK_FLOATS / self.data.row_floats
+        for job in jobs:
+            free_rows -= self.planner.local.budget(len(self.data.partition.rows(job.client)))
+            if free_rows < 0:
+                break
+            fitting.append(job)
+        return fitting

@@ -1,0 +1,29 @@
+"""Load a client's model into the vector of a worker, and copy its personal part out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from raysim.api.client_state import ClientState
+from raysim.vectors.layout import Vector
+
+
+def load_vector(vector: Vector, base: Tensor, counters: Tensor, state: ClientState[Tensor]) -> None:
+    """Put a received vector and a client's personal part into a vector.
+
+    base: [layout.shared]. counters: [layout.shared_counters] int64, the received integer buffers.
+    """
+    vector.shared.copy_(base)
+    if len(counters):
+        vector.counters[: len(counters)].copy_(counters)
+    if vector.layout.has_personal:
+        vector.personal.copy_(state.personal)
+        vector.counters[len(counters) :].copy_(state.counters)
+
+
+def copy_client_state(vector: Vector, methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
+    """Return a client's state: a copy of the vector's personal part, and what methods keep."""
+    counters = vector.counters[vector.layout.shared_counters :]
+    return ClientState(vector.personal.clone(), counters.clone(), methods)

@@ -1,0 +1,53 @@
+"""Make further sets of a run's networks, which are not trained, and load them for a job."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from raysim.api.context import Context
+from raysim.training.client_vector import load_vector
+from raysim.vectors.layout import Vector
+
+
+class FrozenNetworks:
+    """Sets of networks in eval mode without gradients, by name.
+
+    A set is made on first demand and reused by later jobs.
+    """
+
+    def __init__(self, vector: Vector):
+        self._trained = vector
+        self._vectors: dict[str, Vector] = {}
+        self._owners: dict[str, Context] = {}  # the job for which a set was loaded last
+
+    def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
+        """Return the networks of a set, loaded once per job; see `Context.frozen`."""
+        if self._owners.get(name) is not ctx:
+            # Tensors that are made or loaded in inference mode can never be loaded again.
+            with torch.inference_mode(False):
+                self._load(ctx, name, values)
+        return self._vectors[name].networks
+
+    def vector(self, name: str) -> Vector:
+        """Return the vector of a set, with the values that were loaded last."""
+        if name not in self._vectors:
+            trained = self._trained
+            networks = {key: copy.deepcopy(net).eval() for key, net in trained.networks.items()}
+            vector = Vector(networks, trained.layout, trained.data.device, trained.data.dtype)
+            for parameter in vector.parameters.values():
+                parameter.requires_grad_(False)
+            self._vectors[name] = vector
+        return self._vectors[name]
+
+    def _load(self, ctx: Context, name: str, values: Tensor | None) -> None:
+        vector = self.vector(name)
+        if values is None:
+            counters = self._trained.counters[: self._trained.layout.shared_counters]
+            load_vector(vector, ctx.base, counters, ctx.start)
+        else:
+            vector.data.copy_(values)
+        self._owners[name] = ctx

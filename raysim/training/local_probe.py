@@ -1,0 +1,47 @@
+"""Probe a client's local model, before it is averaged, next to the received one."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+
+from raysim.api.context import Context
+from raysim.api.messages import Probe
+from raysim.models import Classifier
+from raysim.primitives.streams import stream
+from raysim.training.probe import balanced_rows
+from raysim.training.trainer import Trainer
+
+PROBE_FEATURES = 200  # rows whose features a probe keeps
+
+
+def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
+    """Score the local and the received model of a job in eval mode.
+
+    rows: balanced rows of the data set. score_batch: rows at once.
+    """
+    trainer.set_training(False)
+    received = cast("Classifier", ctx.frozen()["model"])
+    labels, scores, local_features, received_features = [], [], [], []
+    with torch.inference_mode():
+        for inputs, targets in trainer.data.gather_parts(rows, score_batch):
+            labels.append(targets)
+            scores.append(ctx.model(inputs))
+            local_features.append(ctx.model.features(inputs))
+            received_features.append(received.features(inputs))
+    label, score = torch.cat(labels), torch.cat(scores)
+    per_class = max(1, PROBE_FEATURES // trainer.task.num_classes)
+    generator = stream(trainer.seed, "probe.features")
+    kept = balanced_rows(label.cpu().numpy(), per_class, generator)
+    return Probe(
+        client=ctx.client,
+        version=ctx.version,
+        labels=label.cpu().numpy()[kept],
+        seen=(ctx.class_counts() > 0).numpy(),
+        accuracy=float((score.argmax(1) == label).double().mean()),
+        features=torch.cat(local_features).cpu().float().numpy()[kept],
+        received=torch.cat(received_features).cpu().float().numpy()[kept],
+        probabilities=score.softmax(1).cpu().float().numpy()[kept],
+    )

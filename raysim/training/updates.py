@@ -1,0 +1,182 @@
+"""Turn a trained job into the update, or the failure, that its worker returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.composition import STEP_HOOKS, failing_method_name
+from raysim.api.context import Context
+from raysim.api.messages import Failure, Job, Probe, Update
+from raysim.api.mistakes import check_report, said, traced
+from raysim.training.attack import check_norm
+from raysim.training.run_spec import RunSpec
+from raysim.training.trainer import RunningJob, Trainer
+from raysim.training.transfer import MemoryCopies, read_scalars, to_device
+from raysim.vectors.optimizer import widest
+
+_NO_COUNTERS = np.empty(0, np.int64)  # one object for all updates is pickled once per call
+
+
+class NotFiniteError(FloatingPointError):
+    """A client would send or keep values that are not finite.
+
+    entry: the full name of an upload, which names its method; "": parameters or loss.
+    """
+
+    def __init__(self, text: str, entry: str = ""):
+        super().__init__(text)
+        self.method = entry.partition(".")[0]
+
+
+def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the mean of batches' mean losses, weighted by their rows; nan without a batch."""
+    if not rows:
+        return losses.new_full((), nan)
+    weights = to_device(np.array(rows, np.int64), losses.device)
+    wide = widest(losses.device)
+    return torch.dot(losses.to(wide), weights.to(wide)) / sum(rows)
+
+
+class UpdateBuilder:
+    """Builds the updates and failures of a worker's jobs.
+
+    copies: through which values leave the device; the caller waits for them. worker: its name.
+    """
+
+    def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
+        self.spec, self.trainer, self.copies, self.worker = spec, trainer, copies, worker
+        self.vector, self.layout = trainer.vector, trainer.vector.layout
+
+    def update(
+        self,
+        job: Job,
+        running: RunningJob,
+        base: Tensor,
+        seconds: float,
+        is_summed: bool,
+        probe: Probe | None,
+    ) -> Update:
+        """Return the update of a trained job; the delta replaces the vector's shared part.
+
+        base: [layout.shared], the received vector. seconds: wall time of the job. is_summed:
+        whether the worker adds the delta to a sum; then the update has none. Raises NotFiniteError
+        or ValueError for an update that must not be aggregated.
+        """
+        ctx, plan = running.ctx, running.ctx.plan
+        loss_rows = running.loss_rows()
+        check_report(ctx.report, "job")
+        delta = self.vector.shared.sub_(base)
+        loss = self._check(job, ctx.losses, loss_rows, delta, ctx.upload)
+        return Update(
+            job=job.number,
+            client=job.client,
+            version=job.version,
+            samples=plan.samples,
+            trained=len(plan.positions),
+            steps=plan.steps,
+            loss=loss,
+            seconds=seconds,
+            counters=self._counters(),
+            extras={key: self.copies.copy(value) for key, value in ctx.upload.items()},
+            moves=self._moves(ctx),
+            report=ctx.report,
+            probe=probe,
+            loss_rows=sum(loss_rows),
+            delta=None if is_summed else self.copies.copy(delta.clone()),
+        )
+
+    def failure(self, job: Job, error: BaseException) -> Failure:
+        """Return the failure of a job that raised an error."""
+        client = self.spec.data.label(job.client)
+        text = f"{client}, version {job.version}, worker {self.worker}: {said(error)}"
+        method = failing_method_name(error)
+        if isinstance(error, NotFiniteError):
+            method = error.method
+        return Failure(
+            job.number, job.client, job.version, self.worker, method, text, traced(error)
+        )
+
+    def _check(
+        self,
+        job: Job,
+        losses: Tensor,
+        loss_rows: Sequence[int],
+        delta: Tensor,
+        upload: Mapping[str, Tensor],
+    ) -> float:
+        """Return the mean loss over the rows; wait for the device once.
+
+        Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
+        """
+        # A finite norm or sum has finite terms. Personal entries count, too: the client's next job
+        # would start from them.
+        trained = self.layout.trained
+        scalars = [
+            mean_over_rows(losses, loss_rows),
+            torch.linalg.vector_norm(delta[:trained]),
+            self.vector.data[trained:].sum(),
+            *(value.sum() for value in upload.values()),
+        ]
+        loss, norm, rest, *sums = read_scalars(scalars)
+        is_loss_finite = isfinite(loss) or not len(losses)
+        # Finite values may have an infinite sum.
+        is_vector_finite = isfinite(norm) and isfinite(rest)
+        is_vector_finite = is_vector_finite or bool(self.vector.data.isfinite().all())
+        if not (is_loss_finite and is_vector_finite):
+            raise NotFiniteError(self._describe_divergence(losses, job))
+        check_norm(norm, self.spec.settings.faults.norm)
+        for (key, value), total in zip(upload.items(), sums, strict=True):
+            if not (isfinite(total) or bool(value.isfinite().all())):
+                raise NotFiniteError(
+                    f"the upload {key} is not finite. Decrease local.lr or set local.clip.", key
+                )
+        return loss
+
+    def _counters(self) -> np.ndarray:
+        """Return the shared integer buffers as trained."""
+        if not self.layout.shared_counters:
+            return _NO_COUNTERS
+        return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
+
+    def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
+        """Return what `Update.moves` says, for methods that read single updates."""
+        if not self.trainer.declarations.reads_updates:
+            return ()
+        movements = ctx.optimizers.movements()
+        return tuple(
+            (part.start, part.stop, steps * factor * ctx.rate) for part, steps, factor in movements
+        )
+
+    def _describe_divergence(self, losses: Tensor, job: Job) -> str:
+        """Describe where values stopped being finite, and what to change."""
+        rate = self.spec.settings.local.rate(job.version)
+        steps = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        place = "the parameters are not finite"
+        if steps:
+            place = f"the loss is not finite from step {steps[0] + 1} of {len(losses)}"
+        methods = self.trainer.declarations.methods
+        if steps and steps[0] == 0 and job.version == 0:
+            # Nothing has moved yet, so the learning rate is not the cause.
+            suspects = ["the loss", "the data"] + [
+                f"method '{declared.method}'"
+                for declared in methods
+                if any(declared.has_hook(hook) for hook in STEP_HOOKS)
+            ]
+            listed = f"{', '.join(suspects[:-1])} or {suspects[-1]}"
+            return f"{place}, before the first step. Check {listed}."
+        foreign = {
+            method.name
+            for method in self.spec.methods
+            if not type(method).__module__.startswith("raysim.")
+        }
+        advice = "Decrease local.lr or set local.clip"
+        for declared in methods:
+            changes_gradient = "gradient" in declared.hooks or "perturb" in declared.hooks
+            if declared.method in foreign and changes_gradient:
+                advice += f", or check method '{declared.method}', which writes gradients"
+        return f"{place} (learning rate {rate:g}). {advice}."

@@ -1,0 +1,74 @@
+"""Find the client state from which a job or an evaluation starts on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raysim.api.client_state import ClientState, StoredState
+from raysim.api.declare import Declarations
+from raysim.api.state_values import pack
+from raysim.data.partition import CSR
+from raysim.training.client_vector import copy_client_state
+from raysim.training.resident import ResidentStates, StateHandle
+from raysim.training.transfer import to_device
+from raysim.vectors.layout import Vector
+
+
+class WorkerStates:
+    """The client states of a worker: initial, resident or sent with a call.
+
+    partition: the training samples of each client. device_bytes: see `ResidentStates`.
+    """
+
+    def __init__(
+        self, vector: Vector, declarations: Declarations, partition: CSR, device_bytes: float
+    ):
+        self.device = vector.data.device
+        self.resident = ResidentStates(self.device, device_bytes)
+        # The state of a client that never trained, without what methods keep.
+        self.initial = copy_client_state(vector, {})
+        self._dtype = vector.data.dtype
+        self._partition = partition
+        self._stateful = [
+            declared for declared in declarations.methods if declared.keeps_client_state
+        ]
+
+    def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
+        """Return the client state that a job left; -1: the initial state.
+
+        sent: the state, if it came with the call.
+        """
+        if job < 0:
+            return self._initial_of(client)
+        resident = self.resident.get(client, job)
+        if resident is not None:
+            return resident
+        assert sent is not None, f"client {client}: the state of job {job} is not here"
+        return sent.each(lambda array: to_device(array, self.device))
+
+    def put(self, client: int, job: int, state: ClientState[Tensor]) -> StateHandle:
+        """Keep the state that a job left."""
+        return self.resident.put(client, job, state)
+
+    def release(self, clients: Sequence[int]) -> None:
+        """Forget the states of clients whose newest state is on another worker."""
+        for client in clients:
+            self.resident.drop(client)
+
+    def _initial_of(self, client: int) -> ClientState[Tensor]:
+        if not self._stateful:
+            return self.initial
+        samples = len(self._partition.rows(client))
+        methods: dict[str, Tensor] = {}
+        for declared in self._stateful:
+            for name, tensor in pack(declared.client_states(samples)).items():
+                methods[name] = tensor.to(self.device, self._stored_dtype(name, tensor))
+        return ClientState(self.initial.personal, self.initial.counters, methods)
+
+    def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of the run for floating tensors; numbers and integers keep theirs."""
+        is_number = name.endswith("#float")
+        return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype
