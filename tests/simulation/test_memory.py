@@ -72,7 +72,7 @@ def test_stateless_runs_keep_nothing_per_client() -> None:
     coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
     assert coordinator.client_states._stored == {} and not set(
-        coordinator.runtime.members[0]._resident
+        coordinator.runtime.members[0].states.resident
     )  # type: ignore[attr-defined]
 
 
@@ -85,7 +85,7 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
     seen = set(np.flatnonzero(coordinator.planner.participations).tolist())
     assert len(seen) <= 12
     assert (
-        set(coordinator.runtime.members[0]._resident)
+        set(coordinator.runtime.members[0].states.resident)
         == seen
         == set(coordinator.client_states.accepted_jobs)
     )  # type: ignore[attr-defined]
