@@ -1,4 +1,4 @@
-"""Where a run's wall time went: a table, a picture, numbers, and a trace that Perfetto and Chrome open."""
+"""Show where the wall time of a run went: a table, a picture, numbers, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,105 +14,96 @@ from raysim.results.theme import INK, LIGHT, theme
 from raysim.simulation.events import Profiled
 
 PROFILE, TRACE, PICTURE = "profile.json", "trace.json", "profile.png"
-_COLUMNS = 5  # processes that a table has room for
-_IDLE = {"messages": "#c9cdd2", "waiting": "#e9ebee"}  # no work, so no colour
+_MAX_COLUMNS = 5  # processes that a table has room for
+_IDLE_COLOURS = {"messages": "#c9cdd2", "waiting": "#e9ebee"}  # grey, because they are no work
 
 
 def shares(profile: Profiled) -> dict[str, dict[str, float]]:
-    """By process: the share of wall time of each kind."""
-    wall = max(profile.stop - profile.start, 1e-9)
-    return {
-        track.name: {kind: track.seconds.get(kind, 0.0) / wall for kind in KINDS}
-        for track in profile.tracks
-    }
+    """Map each process to the share of wall time of each kind of work."""
+    wall_s = max(profile.stop - profile.start, 1e-9)
+    shares_by_process = {}
+    for track in profile.tracks:
+        shares_by_process[track.name] = {
+            kind: track.seconds.get(kind, 0.0) / wall_s for kind in KINDS
+        }
+    return shares_by_process
 
 
 def table(profile: Profiled) -> str:
-    """Return the shares as text, a column for each process; of many workers one for their mean."""
-    found = shares(profile)
-    if len(found) > _COLUMNS:
-        first, *workers = found.values()
-        mean = {kind: sum(own[kind] for own in workers) / len(workers) for kind in KINDS}
-        found = {"coordinator": first, f"mean of {len(workers)} workers": mean}
-    rows = [(kind, *(f"{own[kind]:.1%}" for own in found.values())) for kind in KINDS]
+    """Return the shares as text, a column for each process; many workers share one column."""
+    by_process = shares(profile)
+    if len(by_process) > _MAX_COLUMNS:
+        coordinator, *workers = by_process.values()
+        mean = {}
+        for kind in KINDS:
+            mean[kind] = sum(worker[kind] for worker in workers) / len(workers)
+        by_process = {"coordinator": coordinator, f"mean of {len(workers)} workers": mean}
+    rows = []
+    for kind in KINDS:
+        rows.append((kind, *(f"{process[kind]:.1%}" for process in by_process.values())))
     title = f"share of {profile.stop - profile.start:.2f} s of wall time"
-    return f"{title}\n{format_table(text_columns(('', *found), rows), terminal_width())}"
+    return f"{title}\n{format_table(text_columns(('', *by_process), rows), terminal_width())}"
 
 
 def trace(profile: Profiled) -> dict[str, object]:
-    """The spans as events of Chrome's trace format, a thread for each process of the run; times in microseconds."""
+    """Return the spans in Chrome's trace format: a thread for each process, microseconds."""
     events: list[Mapping[str, object]] = []
     for place, track in enumerate(profile.tracks):
-        named = {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": 1,
-            "tid": place,
-            "args": {"name": _title(track)},
-        }
-        events.append(named)
-        events += [
-            {
+        thread = {"pid": 1, "tid": place}
+        arguments = {"name": _thread_name(track)}
+        events.append({"name": "thread_name", "ph": "M", **thread, "args": arguments})
+        for span in track.spans:
+            event = {
                 "name": span.name,
                 "cat": span.kind,
                 "ph": "X",
                 "ts": round((span.start - profile.start) * 1e6, 1),
                 "dur": round((span.stop - span.start) * 1e6, 1),
-                "pid": 1,
-                "tid": place,
+                **thread,
             }
-            for span in track.spans
-        ]
+            events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _title(track: Track) -> str:
-    more = track.count - len(track.spans)
-    return f"{track.name}, {more} later spans are not shown" if more > 0 else track.name
+def _thread_name(track: Track) -> str:
+    omitted = track.count - len(track.spans)
+    return f"{track.name}, {omitted} later spans are not shown" if omitted > 0 else track.name
 
 
 def draw(profile: Profiled, path: Path, title: str = "") -> None:
-    """A bar for each process, of which every kind has its share."""
+    """Write a picture with a bar for each process, divided into kinds of work."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = shares(profile)
+    by_process = shares(profile)
     with matplotlib.rc_context(theme(INK)):
-        figure = Figure(figsize=(8.0, 2.0 + 0.36 * len(found)), layout="constrained")
+        figure = Figure(figsize=(8.0, 2.0 + 0.36 * len(by_process)), layout="constrained")
         ax = figure.subplots()
-        left = dict.fromkeys(found, 0.0)
+        left = [0.0] * len(by_process)
         for index, kind in enumerate(KINDS):
-            widths = [own[kind] for own in found.values()]
-            colour = _IDLE.get(kind, LIGHT[index % len(LIGHT)])
-            ax.barh(
-                list(found), widths, left=list(left.values()), color=colour, height=0.7, label=kind
-            )
-            left = {name: left[name] + own[kind] for name, own in found.items()}
+            widths = [process[kind] for process in by_process.values()]
+            colour = _IDLE_COLOURS.get(kind, LIGHT[index % len(LIGHT)])
+            ax.barh(list(by_process), widths, left=left, color=colour, height=0.7, label=kind)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
         ax.invert_yaxis()
-        ax.set(
-            xlim=(0, 1),
-            xlabel=f"share of {profile.stop - profile.start:.1f} s of wall time",
-            title=title,
-        )
+        wall_s = profile.stop - profile.start
+        ax.set(xlim=(0, 1), xlabel=f"share of {wall_s:.1f} s of wall time", title=title)
         figure.legend(loc="outside lower center", ncols=5)
         figure.savefig(path, format="png", dpi=150)
 
 
 def write(profile: Profiled, folder: Path, title: str = "", prefix: str = "") -> list[Path]:
-    """Write numbers, trace and picture; the picture's path last."""
+    """Write numbers, trace and picture into a folder; return their paths, the picture's last."""
     paths = [folder / f"{prefix}{name}" for name in (PROFILE, TRACE, PICTURE)]
-    seconds = {
-        track.name: {kind: track.seconds.get(kind, 0.0) for kind in KINDS}
-        for track in profile.tracks
+    seconds = {}
+    for track in profile.tracks:
+        seconds[track.name] = {kind: track.seconds.get(kind, 0.0) for kind in KINDS}
+    numbers = {
+        "wall_seconds": profile.stop - profile.start,
+        "seconds": seconds,
+        "shares": shares(profile),
     }
-    write_json(
-        {
-            "wall_seconds": profile.stop - profile.start,
-            "seconds": seconds,
-            "shares": shares(profile),
-        },
-        paths[0],
-    )
+    write_json(numbers, paths[0])
     replace_file(paths[1], json.dumps(trace(profile)).encode())
     draw(profile, paths[2], title)
     return paths

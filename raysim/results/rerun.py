@@ -1,4 +1,4 @@
-"""The command that repeats a run from its stored configuration."""
+"""Build the command that repeats a run from its stored configuration."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-TARGET = "_target_"  # of a class, as Hydra has it
+TARGET = "_target_"  # Hydra's key for the path of a class
 
 
-def rerun_command(config: object, path: Path, *words: str) -> str:
-    """`raysim run --config PATH`, with the packages whose classes the configuration names."""
-    foreign = dict.fromkeys(name for name in _packages(config) if name != "raysim")
-    return " ".join(
-        [
-            "raysim run --config",
-            shlex.quote(str(path)),
-            *(f"--allow {name}" for name in foreign),
-            *words,
-        ]
-    )
+def rerun_command(config: object, path: Path, *overrides: str) -> str:
+    """Return `raysim run --config PATH`, allowing the packages whose classes the config names."""
+    packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")
+    parts = ["raysim run --config", shlex.quote(str(path))]
+    parts += [f"--allow {name}" for name in packages]
+    return " ".join([*parts, *overrides])
 
 
 def _packages(node: object) -> Iterator[str]:
+    """Yield the top-level package of every class that a configuration names."""
     if isinstance(node, dict):
-        if isinstance(target := node.get(TARGET), str):
+        target = node.get(TARGET)
+        if isinstance(target, str):
             yield target.partition(".")[0]
         for value in node.values():
             yield from _packages(value)

@@ -1,7 +1,7 @@
-"""What a study may claim: means with deviations, paired differences with intervals and tests, Holm's correction.
+"""Compare methods over seeds: means, paired differences with intervals and tests, Holm's correction.
 
-Pure functions of numbers. The pairs are runs of one seed: they share data, split, starting model and cohorts, so a
-paired test sees the difference of two methods without the seeds' own scatter.
+Pure functions of numbers. A pair is two runs of one seed: they share data, split, starting model
+and cohorts, so a paired test sees the difference of two methods without the scatter of the seeds.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-MIN_PAIRS, MIN_RANKED_PAIRS = (
-    3,
-    6,
-)  # pairs for the t-test; for Wilcoxon, whose smallest p at 5 pairs is 0.0625
+MIN_PAIRS = 3  # for the t-test
+MIN_RANKED_PAIRS = 6  # for Wilcoxon's test, whose smallest p at 5 pairs is 0.0625
 LEVEL = 0.95
-ROUNDING = 1e-9  # a deviation below this share of the values is that of rounding
+ROUNDING = 1e-9  # a deviation below this share of the values comes from rounding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of paired values, mean(left - right): `low` and `high` bound its 95 % interval; None where nothing is tested."""
+    """The mean difference left - right of paired values, with its interval and tests.
+
+    `low` to `high` is the 95 % interval. A number is None if it was not computed.
+    """
 
     pairs: int
     mean: float | None
@@ -29,59 +30,60 @@ class Difference:
     low: float | None = None
     high: float | None = None
     p: float | None = None  # paired t-test, two-sided
-    holm: float | None = None  # p, corrected for all comparisons
+    holm: float | None = None  # p, corrected for the number of comparisons
     wilcoxon: float | None = None  # signed-rank test, two-sided
     note: str = ""  # why there is no test
 
 
 def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation (divisor n-1) of some runs; None where there are too few."""
+    """Return mean and standard deviation (divisor n-1); None for what needs more values."""
     mean = float(np.mean(values)) if values else None
-    return mean, float(np.std(values, ddof=1)) if len(values) > 1 else None
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return mean, deviation
 
 
 def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
-    """Compare values of the same seeds: Student's paired t-test and interval, and Wilcoxon's signed-rank test."""
+    """Compare values of the same seeds: Student's paired t-test with interval, and Wilcoxon's test."""
     from scipy import stats
 
     differences = np.asarray(left, float) - np.asarray(right, float)
+    pairs = len(differences)
     mean, deviation = mean_deviation([float(value) for value in differences])
-    difference = Difference(len(differences), mean, deviation)
-    if len(differences) < MIN_PAIRS:
+    difference = Difference(pairs, mean, deviation)
+    if pairs < MIN_PAIRS:
         return replace(difference, note=f"n too small: a test needs {MIN_PAIRS} seeds")
+
     assert deviation is not None and mean is not None
-    if deviation <= (nothing := ROUNDING * max(np.abs(left).max(), np.abs(right).max())):
-        return replace(
-            difference,
-            note="equal in every pair"
-            if abs(mean) <= nothing
-            else "no test: every pair differs alike",
-        )
-    half = (
-        stats.t.ppf((1 + LEVEL) / 2, len(differences) - 1) * deviation / np.sqrt(len(differences))
-    )
-    ranked = len(differences) >= MIN_RANKED_PAIRS
+    negligible = ROUNDING * max(np.abs(left).max(), np.abs(right).max())
+    if deviation <= negligible:
+        is_equal = abs(mean) <= negligible
+        note = "equal in every pair" if is_equal else "no test: every pair differs alike"
+        return replace(difference, note=note)
+
+    quantile = stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
+    half_width = float(quantile * deviation / np.sqrt(pairs))
+    wilcoxon = None
+    if pairs >= MIN_RANKED_PAIRS:
+        wilcoxon = float(stats.wilcoxon(differences).pvalue)
     return replace(
         difference,
-        low=mean - float(half),
-        high=mean + float(half),
+        low=mean - half_width,
+        high=mean + half_width,
         p=float(stats.ttest_rel(left, right).pvalue),
-        wilcoxon=float(stats.wilcoxon(differences).pvalue) if ranked else None,
+        wilcoxon=wilcoxon,
     )
 
 
 def holm_correction(values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction of the p-values that there are (Holm 1979); None stays None.
+    """Return Holm's step-down correction of p-values (Holm 1979); None stays None.
 
     The k-th lowest of m becomes the largest of (m - i + 1) p_i over i <= k, at most 1.
     """
-    order = sorted(
-        (index for index, value in enumerate(values) if value is not None),
-        key=lambda i: values[i] or 0.0,
-    )
+    p_values = {index: value for index, value in enumerate(values) if value is not None}
+    order = sorted(p_values, key=lambda index: p_values[index])
     corrected: list[float | None] = [None] * len(values)
     highest = 0.0
     for place, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(order) - place) * (values[index] or 0.0)))
+        highest = max(highest, min(1.0, (len(order) - place) * p_values[index]))
         corrected[index] = highest
     return corrected
