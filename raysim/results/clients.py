@@ -1,8 +1,9 @@
-"""What each client of a run has and scores: two small tables in the run's folder.
+"""Store what each client of a run has and scores: two small tables in the run's folder.
 
-split.parquet     a row per client and class that it has: client, label, training samples
-clients.parquet   a row per client: its user's name if it has one, training samples, test samples, and the accuracies of
-                  the last evaluation; `unseen` marks clients that are never trained (`evaluate.unseen`)
+split.parquet     a row for each client and class that it has: client, label, training samples
+clients.parquet   a row for each client: its user's name if it has one, training samples, test
+                  samples, and the accuracies of the last evaluation; `unseen` marks clients that
+                  are never trained (`evaluate.unseen`)
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ USER = "user"  # the column of the users' names
 
 @dataclass(frozen=True, eq=False)
 class ClientLabels:
-    """Training samples by client and class; an entry for each pair that has some."""
+    """Training samples by client and class: an entry for each pair that has some."""
 
     client: Ints
     label: Ints
     samples: Ints
-    clients: int  # with those that have no sample
+    clients: int  # including those without samples
     classes: list[str]
 
     @property
@@ -41,122 +42,132 @@ class ClientLabels:
         return np.bincount(self.client, self.samples, self.clients).astype(np.int64)
 
 
-# --- the split ------------------------------------------------------------------------------------------------------
+# --- the split ------------------------------------------------------------------------------------
 def client_labels(data: FederatedData) -> ClientLabels:
-    """Who has how much of what; its memory grows with the samples, not with clients x classes."""
-    (groups, names), train = data.open().groups(), data.partition.all_train
-    cells, samples = np.unique(
-        train.owners * len(names) + groups[train.indices], return_counts=True
-    )
-    client, label = np.divmod(cells, len(names))
+    """Count the samples of each client and class.
+
+    Memory grows with the samples, not with clients x classes.
+    """
+    groups, names = data.open().groups()
+    train = data.partition.all_train
+    pairs = train.owners * len(names) + groups[train.indices]
+    occurring, samples = np.unique(pairs, return_counts=True)
+    client, label = np.divmod(occurring, len(names))
     return ClientLabels(client, label, samples.astype(np.int64), len(train), list(names))
 
 
 def write_split(split: ClientLabels, folder: Path) -> None:
-    """Write split.parquet."""
-    content = json.dumps({"clients": split.clients, "classes": split.classes})
-    columns = {"client": split.client, "label": split.label, "samples": split.samples}
-    _write(pa.table(columns).replace_schema_metadata({"raysim": content}), folder / SPLIT_FILE)
+    """Write split.parquet; names of classes and the number of clients are in its metadata."""
+    metadata = json.dumps({"clients": split.clients, "classes": split.classes})
+    table = pa.table({"client": split.client, "label": split.label, "samples": split.samples})
+    _write_table(table.replace_schema_metadata({"raysim": metadata}), folder / SPLIT_FILE)
 
 
 def read_split(folder: Path) -> ClientLabels | None:
-    """The split of a run's folder; None where it stored none. Raises ValueError where the file is broken."""
-    if (table := _read(folder / SPLIT_FILE, ("client", "label", "samples"))) is None:
+    """Read the split of a run's folder; None if it stored none.
+
+    Raises `ValueError` if the file is broken.
+    """
+    path = folder / SPLIT_FILE
+    table = _read_table(path, ("client", "label", "samples"))
+    if table is None:
         return None
     try:
-        content = parse_json((table.schema.metadata or {})[b"raysim"])
-        clients, classes = int(content["clients"]), [str(name) for name in content["classes"]]
-        client, label, samples = (_whole(table, name) for name in ("client", "label", "samples"))
-        split = ClientLabels(client, label, samples, clients, classes)
-        ends = [
-            (split.client, clients),
-            (split.label, len(classes)),
-            (split.samples, np.iinfo(np.int64).max),
-        ]
-        if (
-            any(len(v) and not (v.min() >= 0 and v.max() < end) for v, end in ends)
-            or not split.samples.all()
-        ):
+        metadata = parse_json((table.schema.metadata or {})[b"raysim"])
+        clients = int(metadata["clients"])
+        classes = [str(name) for name in metadata["classes"]]
+        client, label, samples = (_integers(table, name) for name in ("client", "label", "samples"))
+        is_valid = _is_within(client, clients) and _is_within(label, len(classes))
+        if not is_valid or not (samples > 0).all():
             raise ValueError("it names clients or classes that it does not have")
-    except (KeyError, TypeError, ValueError) as problem:
-        raise _broken(folder / SPLIT_FILE) from problem
-    return split
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(path) from error
+    return ClientLabels(client, label, samples, clients, classes)
 
 
-# --- the clients ----------------------------------------------------------------------------------------------------
+def _is_within(values: Ints, end: int) -> bool:
+    return not len(values) or bool(values.min() >= 0 and values.max() < end)
+
+
+# --- the clients ----------------------------------------------------------------------------------
 def write_clients(data: FederatedData, scores: ClientScores | None, folder: Path) -> None:
-    """Write clients.parquet; an accuracy is null where a client was not scored."""
+    """Write clients.parquet; an accuracy is null if the client was not scored."""
     train, tests = data.partition.all_train.counts, data.partition.test.counts
-    count = max(len(train), len(tests))  # a pooled run trains one client, and scores all
+    count = max(len(train), len(tests))  # a pooled run trains one client and scores all
     columns: dict[str, Any] = {"client": np.arange(count)}
     if data.users is not None:
         columns[USER] = data.users
-    for name, sizes in (("samples", train), ("tests", tests)):
-        columns[name] = np.pad(sizes, (0, count - len(sizes)))
+    columns["samples"] = np.pad(train, (0, count - len(train)))
+    columns["tests"] = np.pad(tests, (0, count - len(tests)))
     if data.partition.unseen is not None:
         columns["unseen"] = np.isin(columns["client"], data.partition.unseen)
-    for name, values in (scores.columns if scores else {}).items():
-        each = np.full(count, np.nan)
-        if scores is not None:
-            each[scores.clients] = values
-        columns[name] = pa.array(each, from_pandas=True)
-    _write(pa.table(columns), folder / CLIENTS_FILE)
+    if scores is not None:
+        for name, values in scores.columns.items():
+            column = np.full(count, np.nan)
+            column[scores.clients] = values
+            columns[name] = pa.array(column, from_pandas=True)
+    _write_table(pa.table(columns), folder / CLIENTS_FILE)
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
-    """The columns of clients.parquet but the users' names, nan where a client was not scored.
+    """Read the numbers of clients.parquet; nan if a client was not scored.
 
-    None where the run stored none. Raises ValueError where the file is broken.
+    Returns None if the run stored none. Raises `ValueError` if the file is broken.
     """
-    if (table := _read(folder / CLIENTS_FILE, ("client", "samples", "tests"))) is None:
+    path = folder / CLIENTS_FILE
+    table = _read_table(path, ("client", "samples", "tests"))
+    if table is None:
         return None
     try:
-        names = [name for name in table.column_names if name != USER]
-        return {name: _numbers(table[name]) for name in names}
-    except pa.ArrowException as problem:
-        raise _broken(folder / CLIENTS_FILE) from problem
+        return {name: _floats(table[name]) for name in table.column_names if name != USER}
+    except pa.ArrowException as error:
+        raise _unreadable(path) from error
 
 
 def read_users(folder: Path) -> list[str] | None:
-    """Return the users' names by client; None where the run stored none. Raise ValueError where the file is broken."""
-    table = _read(folder / CLIENTS_FILE, ("client",))
+    """Read the users' names by client; None if the run stored none.
+
+    Raises `ValueError` if the file is broken.
+    """
+    table = _read_table(folder / CLIENTS_FILE, ("client",))
     if table is None or USER not in table.column_names:
         return None
     return [str(name) for name in table[USER].to_pylist()]
 
 
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+# --- files ----------------------------------------------------------------------------------------
+def _write_table(table: pa.Table, path: Path) -> None:
+    with open_draft(path) as file:
+        pq.write_table(table, file)
+
+
+def _read_table(path: Path, names: tuple[str, ...]) -> pa.Table | None:
+    """Read a table that must have these columns; None if there is no such file."""
+    if not path.exists():
+        return None
+    try:
+        table = pq.read_table(pa.BufferReader(regular_file(path).read_bytes()))
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path) from error
+    if not set(names) <= set(table.column_names):
+        raise _unreadable(path)
+    return table
+
+
+def _integers(table: pa.Table, name: str) -> Ints:
+    if not pa.types.is_integer(table.schema.field(name).type) or table[name].null_count:
+        raise ValueError(f"{name} is no column of whole numbers")
+    return np.asarray(table[name].to_numpy(), np.int64)
+
+
+def _floats(column: pa.ChunkedArray) -> np.ndarray:
     """Return a column as floats; True is 1."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     return np.asarray(column.cast(pa.float64()).to_numpy())
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-def _write(table: pa.Table, path: Path) -> None:
-    with open_draft(path) as file:
-        pq.write_table(table, file)
-
-
-def _read(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    if not path.exists():
-        return None
-    try:
-        table = pq.read_table(pa.BufferReader(regular_file(path).read_bytes()))
-    except (pa.ArrowException, OSError) as problem:
-        raise _broken(path) from problem
-    if not set(names) <= set(table.column_names):
-        raise _broken(path)
-    return table
-
-
-def _whole(table: pa.Table, name: str) -> Ints:
-    if not pa.types.is_integer(table.schema.field(name).type) or table[name].null_count:
-        raise ValueError(f"{name} is no column of whole numbers")
-    return np.asarray(table[name].to_numpy(), np.int64)
-
-
-def _broken(path: Path) -> ValueError:
+def _unreadable(path: Path) -> ValueError:
     return ValueError(
         f"{path} cannot be read; restore the file, or delete it and the report goes without it."
     )

@@ -1,4 +1,4 @@
-"""What a run reports: its history, a row per aggregation, and the numbers that sum it up."""
+"""Store the history of a run, a row per aggregation, and compute the numbers of its summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysim.primitives.kinds import LOWER_IS_BETTER
 Row: TypeAlias = Mapping[str, int | float | None]
 Values: TypeAlias = Sequence[int | float | None]
 
-# The order of columns in a history; what methods add follows in the order of its first appearance.
+# The order of columns in a history; columns of methods follow in the order of their first value.
 COLUMNS = {
     "round": pa.int64(),
     "virtual_seconds": pa.float64(),
@@ -38,57 +38,68 @@ COLUMNS = {
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
 
+# --- reading and writing --------------------------------------------------------------------------
 def column(rows: Sequence[Row], key: str) -> list[int | float | None]:
-    """One column of a history; None where a row lacks the key."""
+    """Return one column of a history; None for rows without the key."""
     return [row.get(key) for row in rows]
 
 
 def last_measured(rows: Sequence[Row], key: str) -> Row | None:
-    """The last row that has a value of a column."""
-    return next((row for row in reversed(rows) if row.get(key) is not None), None)
-
-
-def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
-    """int64 where the column is declared so, or where a new column holds nothing but integers; else float64."""
-    if kind is None:
-        whole = all(isinstance(value, (int, np.integer)) for value in values if value is not None)
-        kind = pa.int64() if whole and any(value is not None for value in values) else pa.float64()
-    cast = int if kind == pa.int64() else float
-    return pa.array([None if value is None else cast(value) for value in values], kind)
+    """Return the last row that has a value of a column, or None."""
+    for row in reversed(rows):
+        if row.get(key) is not None:
+            return row
+    return None
 
 
 def write_history(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as Parquet, atomically; a missing value is null, nan stays nan."""
-    usual = [name.replace("accuracy", metric_of(rows)) for name in COLUMNS]
-    names = dict.fromkeys([*usual, *(key for row in rows for key in row)])
-    table = pa.table({name: _array(column(rows, name), COLUMNS.get(name)) for name in names})
+    columns = {}
+    for name in _column_names(rows):
+        columns[name] = _array(column(rows, name), COLUMNS.get(name))
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
+    pq.write_table(pa.table(columns), sink)
     replace_file(Path(path), sink.getvalue().to_pybytes())
 
 
-def read_history(path: Path) -> list[dict[str, int | float | None]]:
-    """Rows in order, with every column in every row.
+def _column_names(rows: Sequence[Row]) -> list[str]:
+    metric = metric_of(rows)
+    names = [name.replace("accuracy", metric) for name in COLUMNS]
+    return list(dict.fromkeys([*names, *(key for row in rows for key in row)]))
 
-    Raises `ValueError` where the file is no Parquet file, has no column `round`, or holds anything but numbers.
+
+def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
+    """Return an Arrow array; without a kind, int64 if all values are integers, else float64."""
+    if kind is None:
+        measured = [value for value in values if value is not None]
+        is_whole = all(isinstance(value, (int, np.integer)) for value in measured)
+        kind = pa.int64() if is_whole and measured else pa.float64()
+    cast = int if kind == pa.int64() else float
+    return pa.array([None if value is None else cast(value) for value in values], kind)
+
+
+def read_history(path: Path) -> list[dict[str, int | float | None]]:
+    """Return the rows in order, with every column in every row.
+
+    Raises `ValueError` if the file is no Parquet file, has no column `round`, or holds anything
+    but numbers.
     """
     try:
         table = pq.read_table(pa.BufferReader(regular_file(Path(path)).read_bytes()))
-    except (pa.ArrowException, OSError) as problem:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} is no readable history; restore the file or run the study again."
-        ) from problem
+        ) from error
     if "round" not in table.column_names:
         raise ValueError(
             f"{path} has no column 'round', so it is no history; name the folder of a raysim run."
         )
-    for column in table.schema:
-        if not any(
-            check(column.type)
-            for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
-        ):
+    for schema_field in table.schema:
+        kind = schema_field.type
+        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        if not is_number and not pa.types.is_null(kind):
             raise ValueError(
-                f"{path} has {column.type} in the column {column.name!r}, so it is no history."
+                f"{path} has {kind} in the column {schema_field.name!r}, so it is no history."
             )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
         raise ValueError(f"{path} has rows without a round, so it is no history; restore the file.")
@@ -96,43 +107,47 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
     return rows
 
 
+# --- summary --------------------------------------------------------------------------------------
 def metric_of(rows: Sequence[Row]) -> str:
-    """What the models of a history are scored with: "accuracy", "mae", ..."""
-    found = (key for row in rows for key in row if f"{key}_worst" in row and f"{key}_global" in row)
-    return next(found, "accuracy")
+    """Return the name of a history's metric: "accuracy", "mae", ..."""
+    for row in rows:
+        for key in row:
+            if f"{key}_worst" in row and f"{key}_global" in row:
+                return key
+    return "accuracy"
 
 
 def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
-    """Mean of the k best values (of all, where there are fewer); None where there are none."""
+    """Return the mean of the k best values, or of all if there are fewer; None without values."""
     best = sorted(finite_values(values), reverse=higher)[:k]
     return float(np.mean(best)) if best else None
 
 
 def last_mean_std(values: Values, k: int = 10) -> tuple[float | None, float | None]:
-    """Mean and standard deviation (divisor k) of the last k known values; over rounds, not over seeds."""
+    """Return mean and standard deviation (divisor k) of the last k values, over rounds."""
     last = finite_values(values)[-k:]
     return (float(np.mean(last)), float(np.std(last))) if last else (None, None)
 
 
 def threshold_name(threshold: float) -> str:
-    """At least two decimals: 0.8 is "0.80", 0.925 is "0.925"."""
+    """Return a threshold with at least two decimals: 0.8 is "0.80", 0.925 is "0.925"."""
     return f"{threshold:.2f}" if round(threshold, 2) == threshold else f"{threshold:g}"
 
 
 def rounds_to(
     values: Values, thresholds: Sequence[float], higher: bool = True
 ) -> dict[str, int | None]:
-    """First round (1-based) whose value is as good as each threshold, by `threshold_name`; None where none is."""
+    """Map each threshold's name to the first round (from 1) that reaches it; None if none does."""
 
-    def reached(value: float | None, threshold: float) -> bool:
-        return value is not None and (value >= threshold if higher else value <= threshold)
+    def first_round(threshold: float) -> int | None:
+        for number, value in enumerate(values, 1):
+            if value is None:
+                continue
+            if value >= threshold if higher else value <= threshold:
+                return number
+        return None
 
-    return {
-        threshold_name(threshold): next(
-            (index for index, value in enumerate(values, 1) if reached(value, threshold)), None
-        )
-        for threshold in thresholds
-    }
+    return {threshold_name(threshold): first_round(threshold) for threshold in thresholds}
 
 
 def _scores(
@@ -148,61 +163,62 @@ def _scores(
 
 
 def summarise(
-    rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **more: object
+    rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **facts: object
 ) -> dict[str, object]:
-    """What `summary.json` holds: last known value of every column, scores of the metric, and `more` as it is.
+    """Return the content of `summary.json`: last value of each column, scores, and `facts`.
 
-    Scores are those of `accuracy`, or of `accuracy_global` where no client has a test of its own; where both exist
-    the second come again with the suffix `_global`; likewise of another metric. `failures` and `worker_deaths` are the
-    last round's, `failures_total` and `worker_deaths_total` the run's.
+    Scores are those of `accuracy`, or of `accuracy_global` if clients have no tests of their own.
+    If both exist, the scores of `accuracy_global` have the suffix `_global`. The same holds for
+    other metrics. `failures` and `worker_deaths` are those of the last round, `failures_total` and
+    `worker_deaths_total` those of the run.
     """
     metric = metric_of(rows)
-    usual = [name.replace("accuracy", metric) for name in COLUMNS]
-    names = dict.fromkeys([*usual, *(key for row in rows for key in row)])
+    higher = metric not in LOWER_IS_BETTER
+    names = _column_names(rows)
     columns = {name: column(rows, name) for name in names}
-    final = {name: (last_measured(rows, name) or {}).get(name) for name in names}
-    local, central, higher = (
-        columns[metric],
-        columns[f"{metric}_global"],
-        metric not in LOWER_IS_BETTER,
-    )
-    summary: dict[str, object] = {"rounds": final.pop("round") or 0, **final}
+    last_values = {name: (last_measured(rows, name) or {}).get(name) for name in names}
+    client_scores, central_scores = columns[metric], columns[f"{metric}_global"]
+    has_client_scores = bool(finite_values(client_scores))
+
+    summary: dict[str, object] = {"rounds": last_values.pop("round") or 0, **last_values}
     for name in ("failures", "worker_deaths"):
         if name in columns:
             summary[f"{name}_total"] = sum(int(value) for value in finite_values(columns[name]))
-    summary.update(_scores(local if finite_values(local) else central, thresholds, higher))
-    if finite_values(local) and finite_values(central):
-        summary.update(_scores(central, thresholds, higher, "_global"))
-    return {**summary, "metric": metric, **more}
+    scored = client_scores if has_client_scores else central_scores
+    summary.update(_scores(scored, thresholds, higher))
+    if has_client_scores and finite_values(central_scores):
+        summary.update(_scores(central_scores, thresholds, higher, "_global"))
+    return {**summary, "metric": metric, **facts}
 
 
-def _plain(value: object) -> object:
-    """What JSON can say: NumPy scalars as numbers, paths as text, nan and infinities as null."""
+# --- JSON -----------------------------------------------------------------------------------------
+def _as_json(value: object) -> object:
+    """Convert to what JSON can hold: NumPy scalars to numbers, paths to text, nan to null."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return _as_json(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return (
-        value
-        if value is None or isinstance(value, (bool, int, float))
-        else without_password(str(value))
-    )
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return without_password(str(value))
 
 
-_FLAT = re.compile(
-    r"\[\n *([^][{}]*?)\n *\]"
-)  # a list of numbers or words; in a string a newline has two characters
+# A list of numbers or words. A newline inside a string is two characters, so it never matches.
+_FLAT_LIST = re.compile(r"\[\n *([^][{}]*?)\n *\]")
 
 
 def write_json(obj: object, path: Path) -> None:
-    """Write indented JSON atomically, without passwords; nan and infinities become null, what JSON cannot say text.
+    """Write indented JSON atomically, without passwords; nan and infinities become null.
 
-    A list of numbers or words is one line: a column of a hundred rounds would be a hundred.
+    A list of numbers or words is one line, or a column of 100 rounds would be 100 lines.
     """
-    text = json.dumps(_plain(obj), indent=2, allow_nan=False)
-    text = _FLAT.sub(lambda found: "[" + re.sub(r",\n *", ", ", found[1]) + "]", text)
-    replace_file(Path(path), f"{text}\n".encode())
+
+    def one_line(match: re.Match[str]) -> str:
+        return "[" + re.sub(r",\n *", ", ", match[1]) + "]"
+
+    text = json.dumps(_as_json(obj), indent=2, allow_nan=False)
+    replace_file(path, f"{_FLAT_LIST.sub(one_line, text)}\n".encode())

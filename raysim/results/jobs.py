@@ -1,6 +1,6 @@
-"""jobs.parquet: every job of a run on virtual time, a row each; a folder of Parquet files that are read as one table.
+"""Store every job of a run on virtual time in jobs.parquet, a folder of Parquet files.
 
-Columns are the fields of `JobRecord`, in the order in which rounds ended them.
+Columns are the fields of `JobRecord`; rows are in the order in which rounds ended the jobs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +21,17 @@ from raysim.simulation.events import JobRecord
 
 JOBS = "jobs.parquet"
 FATES = ("aggregated", "failed", "discarded", "lost", "in flight")
-_CODES = {fate: code for code, fate in enumerate(FATES)}
-_KINDS = dict.fromkeys(JobRecord._fields, "i") | {"start": "d", "finish": "d", "fate": "b"}
-_PART = 1 << 18  # rows of a file, about; a checkpoint writes the last file anew, and no other one
+_FATE_CODES = {fate: code for code, fate in enumerate(FATES)}
+_TYPE_CODES = dict.fromkeys(JobRecord._fields, "i") | {"start": "d", "finish": "d", "fate": "b"}
+_FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a run, a value for each; see `JobRecord`. fate: positions in `FATES`."""
+    """The jobs of a run as arrays with one value for each; see `JobRecord`.
+
+    fate: positions in `FATES`.
+    """
 
     client: np.ndarray
     version: np.ndarray
@@ -41,40 +45,44 @@ class Jobs:
         return len(self.client)
 
     def __getitem__(self, chosen: np.ndarray) -> Jobs:
-        """Some of them: a mask or positions."""
+        """Return some of the jobs, chosen by a mask or by positions."""
         return Jobs(**{name: values[chosen] for name, values in self.__dict__.items()})
 
-    def fated(self, *fates: str) -> np.ndarray:
-        """Which of them ended so: bool for each."""
-        return np.isin(self.fate, [_CODES[fate] for fate in fates])
+    def has_fate(self, *fates: str) -> np.ndarray:
+        """Return a mask of the jobs that ended in one of these ways."""
+        return np.isin(self.fate, [_FATE_CODES[fate] for fate in fates])
+
+    fated = has_fate  # the name in version 0.1
 
 
 def read_jobs(folder: Path) -> Jobs | None:
-    """The jobs of a run's folder; None where it has none. Raises ValueError where a file is broken."""
-    paths = _parts(Path(folder))
+    """Read the jobs of a run's folder; None if it has none.
+
+    Raises `ValueError` if a file is broken.
+    """
+    paths = _job_files(Path(folder))
     if not paths:
         return None
-    ends = np.cumsum([0, *(_rows(path) for path in paths)])
+    ends = np.cumsum([0, *(_row_count(path) for path in paths)])
     names = Jobs.__dataclass_fields__
-    found = {
-        name: np.empty(ends[-1], _KINDS[name]) for name in names
-    }  # one file at a time, for there may be many
+    columns = {name: np.empty(ends[-1], _TYPE_CODES[name]) for name in names}
+    # One file at a time: all of them as tables would need much memory.
     for path, begin, end in zip(paths, ends[:-1], ends[1:], strict=True):
-        table = _read(path)
+        table = _read_table(path)
         for name in names:
-            found[name][begin:end] = _column(table, name)
-    return Jobs(**found)
+            columns[name][begin:end] = _column(table, name)
+    return Jobs(**columns)
 
 
-def _parts(folder: Path) -> list[Path]:
+def _job_files(folder: Path) -> list[Path]:
     return sorted((folder / JOBS).glob("part-*.parquet"))
 
 
-def _rows(path: Path) -> int:
+def _row_count(path: Path) -> int:
     try:
         return int(pq.read_metadata(path).num_rows)
-    except (pa.ArrowException, OSError) as problem:
-        raise _unreadable(path) from problem
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path) from error
 
 
 def _unreadable(path: Path) -> ValueError:
@@ -83,68 +91,76 @@ def _unreadable(path: Path) -> ValueError:
     )
 
 
-def _read(path: Path) -> pa.Table:
+def _read_table(path: Path) -> pa.Table:
     try:
-        return pq.read_table(pa.BufferReader(path.read_bytes())).select(list(_KINDS))
-    except (pa.ArrowException, KeyError) as problem:
-        raise _unreadable(path) from problem
+        return pq.read_table(pa.BufferReader(path.read_bytes())).select(list(_TYPE_CODES))
+    except (pa.ArrowException, KeyError) as error:
+        raise _unreadable(path) from error
 
 
 def _column(table: pa.Table, name: str) -> np.ndarray:
     values = table[name]
     if name == "fate":
         values = pc.index_in(values.cast(pa.string()), value_set=pa.array(FATES))
-    return np.asarray(values.to_numpy(), np.dtype(_KINDS[name]))
+    return np.asarray(values.to_numpy(), np.dtype(_TYPE_CODES[name]))
 
 
 class JobWriter:
-    """Adds to jobs.parquet; in memory it has the rows of the last file alone."""
+    """Writes jobs.parquet; only the rows of the last file are in memory."""
 
     def __init__(self, folder: Path):
-        self.folder, self._number = folder, 0
-        self._columns = {name: array(kind) for name, kind in _KINDS.items()}
+        self.folder = folder
+        self._file_number = 0
+        self._columns = _empty_columns()
 
     @classmethod
-    def of(cls, folder: Path, rounds: int) -> JobWriter | None:
-        """For a run that has made so many rounds, whose jobs stay; None where it made them without this file."""
-        paths, writer = _parts(folder), cls(folder / JOBS)
+    def open(cls, folder: Path, rounds: int) -> JobWriter | None:
+        """Return a writer for a run that has made so many rounds, whose jobs are kept.
+
+        Returns None if these rounds were made without this file.
+        """
+        paths = _job_files(folder)
+        writer = cls(folder / JOBS)
         if rounds and not paths:
             return None
         writer.folder.mkdir(exist_ok=True)
         for path in reversed(paths):
-            table = _read(path)
+            table = _read_table(path)
             table = table.filter(pc.less_equal(table["round"], rounds))
             if len(table):
-                writer._number = int(path.stem.removeprefix("part-"))
-                writer._take(table)
+                writer._file_number = int(path.stem.removeprefix("part-"))
+                writer._load(table)
                 break
             path.unlink()
         return writer
 
+    def _load(self, table: pa.Table) -> None:
+        for name, values in self._columns.items():
+            values.frombytes(_column(table, name).tobytes())
+
     def add(self, jobs: Iterable[JobRecord]) -> None:
-        """Of a round."""
+        """Add the jobs of a round."""
         columns = dict(zip(JobRecord._fields, zip(*jobs, strict=True), strict=False))
         if not columns:
             return
-        columns["fate"] = tuple(_CODES[fate] for fate in columns["fate"])
+        columns["fate"] = tuple(_FATE_CODES[fate] for fate in columns["fate"])
         for name, values in columns.items():
             self._columns[name].extend(values)
-        if len(self._columns["client"]) >= _PART:
+        if len(self._columns["client"]) >= _FILE_ROWS:
             self.write()
 
     def write(self) -> None:
-        """Write the last file; a full one is never touched again."""
-        arrays = {
-            name: pa.array(np.array(own, own.typecode)) for name, own in self._columns.items()
-        }
+        """Write the last file; a full file is never written again."""
+        arrays = {}
+        for name, values in self._columns.items():
+            arrays[name] = pa.array(np.array(values, values.typecode))
         arrays["fate"] = pa.DictionaryArray.from_arrays(arrays["fate"], pa.array(FATES))
-        with open_draft(self.folder / f"part-{self._number:06d}.parquet") as file:
+        with open_draft(self.folder / f"part-{self._file_number:06d}.parquet") as file:
             pq.write_table(pa.table(arrays), file)
-        if len(self._columns["client"]) >= _PART:
-            self._number += 1
-            self._columns = {name: array(kind) for name, kind in _KINDS.items()}
+        if len(self._columns["client"]) >= _FILE_ROWS:
+            self._file_number += 1
+            self._columns = _empty_columns()
 
-    def _take(self, table: pa.Table) -> None:
-        """Go on in a file that has these rows."""
-        for name, own in self._columns.items():
-            own.frombytes(_column(table, name).tobytes())
+
+def _empty_columns() -> dict[str, array[Any]]:
+    return {name: array(code) for name, code in _TYPE_CODES.items()}

@@ -256,7 +256,7 @@ class JobFiles(Observer):
 
     def on_start(self, run: CurrentRun) -> None:
         """Of an earlier session, keep the jobs of the rounds that the checkpoint holds: later ones come again."""
-        self._writer = JobWriter.of(run.folder, len(run.rows))
+        self._writer = JobWriter.open(run.folder, len(run.rows))
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Add this round's."""

@@ -527,7 +527,7 @@ def result_columns(groups: Sequence[RunGroup], limit: int = 4) -> list[Column]:
     limit: number of threshold columns.
     """
     runs = [run for group in groups for run in group.runs]
-    spans = []
+    spans: list[range] = []
     for group in groups:
         start = spans[-1].stop if spans else 0
         spans.append(range(start, start + len(group.runs)))

@@ -66,7 +66,7 @@ def has_events(jobs: Jobs) -> bool:
     """Whether jobs were stale, lost, discarded or failed, or clients waited for others most of the time."""
     if not len(jobs) or jobs.finish.max() <= 0:
         return False
-    if jobs.staleness.any() or jobs.fated("failed", "discarded", "lost").any():
+    if jobs.staleness.any() or jobs.has_fate("failed", "discarded", "lost").any():
         return True
     rounds, members = np.unique(jobs.round, return_inverse=True)
     longest = np.zeros(len(rounds))
@@ -76,7 +76,7 @@ def has_events(jobs: Jobs) -> bool:
 
 def _counted(jobs: Jobs) -> str:
     """Such as 1,204 jobs: 1,000 aggregated, 204 lost."""
-    counts = {fate: int(jobs.fated(fate).sum()) for fate in FATES}
+    counts = {fate: int(jobs.has_fate(fate).sum()) for fate in FATES}
     return f"{len(jobs):,} jobs: {', '.join(f'{count:,} {fate}' for fate, count in counts.items() if count)}"
 
 
@@ -109,7 +109,7 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     """Clients by kind, the fastest first; all of them where they are few. Always the same ones for the same jobs."""
     clients, members = np.unique(jobs.client, return_inverse=True)
-    whole = (~jobs.fated("lost")).astype(
+    whole = (~jobs.has_fate("lost")).astype(
         float
     )  # a lost job is shorter than its client would have needed
     whole[np.bincount(members, whole)[members] == 0] = 1.0
@@ -199,7 +199,7 @@ def _bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: fl
         corners = ((left, top), (right, top), (right, bottom), (left, bottom))
         return list(np.stack([np.stack([x / size, height], -1) for x, height in corners], 1))
 
-    taken = jobs.fated("aggregated")
+    taken = jobs.has_fate("aggregated")
     if taken.any():
         stale = jobs.staleness[taken]
         most = max(1.0, float(np.ceil(np.quantile(stale, 0.98))))
@@ -218,7 +218,7 @@ def _bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: fl
             bar.locator = _whole_numbers(6)
             bar.outline.set_visible(False)
     for fate, (marker, colour) in _UNUSED.items():
-        chosen = jobs.fated(fate)
+        chosen = jobs.has_fate(fate)
         if not chosen.any():
             continue
         label, line = (fate, "-") if marker else (f"{fate} at the end", ":")
@@ -267,7 +267,7 @@ def _fleet(
     edges = np.linspace(0, end, _BINS + 1)
     everyone = active_clients(jobs, edges)
     ax.stairs(everyone, edges / size, color=colours[0], linewidth=1.4, baseline=None, label="all")
-    vain = jobs.fated("lost", "discarded", "failed")
+    vain = jobs.has_fate("lost", "discarded", "failed")
     if vain.any():
         part = active_clients(jobs[vain], edges)
         ax.stairs(
@@ -333,7 +333,7 @@ def thin_curve(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np
 def _staleness(
     ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
 ) -> None:
-    stale = jobs.staleness[jobs.fated("aggregated")]
+    stale = jobs.staleness[jobs.has_fate("aggregated")]
     width = int(stale.max()) // 40 + 1
     edges = np.arange(0, stale.max() + width + 1, width)
     counts, _ = np.histogram(stale, edges)

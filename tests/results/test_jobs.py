@@ -40,7 +40,7 @@ def written(folder: Path) -> list[JobRecord]:
 
 def write(folder: Path, rounds: range, kept: int = 0) -> None:
     """Write the jobs of some rounds, with a checkpoint after each."""
-    writer = JobWriter.of(folder, kept)
+    writer = JobWriter.open(folder, kept)
     assert writer is not None
     for number in rounds:
         writer.add(ends(number))
@@ -54,7 +54,7 @@ def all_of(rounds: range) -> list[JobRecord]:
 @pytest.fixture(params=[1 << 18, 3, 2, 1])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows of a file."""
-    monkeypatch.setattr(jobs_file, "_PART", request.param)
+    monkeypatch.setattr(jobs_file, "_FILE_ROWS", request.param)
     return int(request.param)
 
 
@@ -73,8 +73,8 @@ def test_the_columns_are_read_as_arrays(tmp_path: Path, part: int) -> None:
     for name in ("client", "version", "start", "finish", "round", "staleness"):
         assert getattr(found, name).tolist() == [getattr(job, name) for job in wanted]
     for fate in FATES:
-        assert found.fated(fate).tolist() == [job.fate == fate for job in wanted]
-    assert found[found.fated("lost", "failed")].client.tolist() == [
+        assert found.has_fate(fate).tolist() == [job.fate == fate for job in wanted]
+    assert found[found.has_fate("lost", "failed")].client.tolist() == [
         job.client for job in wanted if job.fate in ("lost", "failed")
     ]
 
@@ -89,7 +89,7 @@ def test_a_continued_run_keeps_the_rounds_of_its_checkpoint_and_goes_on(
 
 
 def test_a_run_that_was_continued_without_the_file_gets_none(tmp_path: Path) -> None:
-    assert JobWriter.of(tmp_path, 3) is None
+    assert JobWriter.open(tmp_path, 3) is None
     assert read_jobs(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +111,7 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
         [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
     )
     found = ran(coordinator)
-    writer = JobWriter.of(tmp_path, 0)
+    writer = JobWriter.open(tmp_path, 0)
     assert writer is not None
     writer.add([*found.jobs, *found.finished.jobs])
     writer.write()
@@ -127,7 +127,7 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
         key: sum(int(row[key] or 0) for row in found.rows)
         for key in ("clients", "lost", "discarded")
     }
-    counts = {fate: int(jobs.fated(fate).sum()) for fate in FATES}
+    counts = {fate: int(jobs.has_fate(fate).sum()) for fate in FATES}
     assert counts["aggregated"] == rows["clients"] and counts["failed"] == 0
     assert 0 < counts["lost"] == rows["lost"] and 0 < counts["discarded"] == rows["discarded"]
     _check_the_rest(jobs, found.rows[-1]["virtual_seconds"] or 0.0)
@@ -135,7 +135,7 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
 
 def _check_the_rest(jobs: Jobs, end: float) -> None:
     """Of jobs that were taken: when, and how stale; of those under way: that they began in time."""
-    taken, left = jobs[jobs.fated("aggregated")], jobs[jobs.fated("in flight")]
+    taken, left = jobs[jobs.has_fate("aggregated")], jobs[jobs.has_fate("in flight")]
     assert (taken.staleness == taken.round - 1 - taken.version).all()
     assert (taken.finish <= end).all() and (left.start <= end).all()
     assert (left.round == jobs.round.max()).all()

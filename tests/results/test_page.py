@@ -247,7 +247,7 @@ def test_the_colour_of_a_map_of_classes_is_the_pages_own(tmp_path: Path) -> None
 def test_a_page_shows_runs_on_virtual_time_where_that_says_something(tmp_path: Path) -> None:
     run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
     for folder, stale in ((run.folder, 1), (other.folder, 0)):
-        writer = JobWriter.of(folder, 0)
+        writer = JobWriter.open(folder, 0)
         assert writer is not None
         writer.add(
             [
