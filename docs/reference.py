@@ -72,7 +72,9 @@ def prose(text: str) -> str:
         line if line.startswith("    ") else line.replace("``", "`").replace("<", "&lt;")
         for line in lines
     )
-    return "\n".join(re.sub(r"^(Choices .*[^.:])$", r"## \1\n", line) for line in plain)
+    return "\n".join(
+        re.sub(r"^((?:Choices|Departures) .*[^.:])$", r"## \1\n", line) for line in plain
+    )
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
