@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.methods.recombination import by_coordinate
+from raysim.methods.recombination import combine_by_coordinate
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -48,4 +48,4 @@ class CoordinateMedian(Method):
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the median of the updates that have a weight."""
-        return by_coordinate(coordinate_median, aggregation, server)
+        return combine_by_coordinate(coordinate_median, aggregation, server)

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.norm_clipping import clip_factor
-from raysim.methods.recombination import counting
+from raysim.methods.recombination import weighted_rows
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.extras import import_optional
 from raysim.vectors.gram import combination
@@ -171,7 +171,7 @@ class DPFedAvg(Method):
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """The noisy mean of clipped updates, and the next C."""
-        rows, bound = counting(aggregation, server), float(server.state["bound"])
+        rows, bound = weighted_rows(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
         total, random = combination(rows, factors, server.group), server.stream("noise")
         within = float(sum(factor == 1.0 for factor in factors))

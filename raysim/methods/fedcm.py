@@ -1,17 +1,22 @@
-"""FedCM: every local step mixes its gradient with the mean direction of the previous round.
+"""FedCM: mix the gradient of every local step with the mean direction of the previous round.
 
-Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum" (2021), Algorithm 1:
+The server sends the direction that the model moved, per step, and all clients use it as a common
+momentum.
+
+Source: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum" (2021),
+Algorithm 1:
 
     v <- alpha g + (1 - alpha) Delta                                   every local step
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         p_i: normalised weights
 
-Choices where the sources differ or are silent
-- Delta starts at 0 (paper), so the first round moves alpha times as far; warm_start=True is plain SGD in round 1, as in
-  FedBR's code.
-- Weight decay is part of g; with local.clip the part of it that mixing takes away is clipped too. With local momentum
-  the mix comes first and momentum sees v; FedBR's code shifts the momentum buffer in place, which is another method.
-- K_i is what the client really stepped, each group of parameters for itself (FedBR's projector, DANN's discriminator);
-  eta_l is the rate of the round that moved.
+Departures from the paper
+- Delta starts at 0, as in the paper, so the first round moves alpha times as far. With
+  warm_start=True round 1 is plain SGD, as in FedBR's code.
+- Weight decay is part of g; with local.clip the part of it that mixing removes is clipped too.
+  With local momentum the gradient is mixed first and momentum sees v. FedBR's code shifts the
+  momentum buffer in place, which is another method.
+- K_i is the number of steps that the client really made, separately for each group of parameters
+  (FedBR's projector, DANN's discriminator); eta_l is the rate of the round that moved.
 - The server's own rate is 1; `method=fedcm+fedavgm` has others.
 """
 
@@ -32,41 +37,43 @@ if TYPE_CHECKING:
 
 
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:
-    """alpha g + (1 - alpha) Delta, all [d]."""
+    """Return alpha g + (1 - alpha) Delta, all [d]."""
     return alpha * gradient + (1.0 - alpha) * server_direction
 
 
 def server_direction(
     global_params: Tensor, client_params: Tensor, lr: float, num_steps: Tensor, weights: Tensor
 ) -> Tensor:
-    """Delta: the weighted mean over the clients of (x - y_i) / (lr K_i).
+    """Return Delta, the weighted mean over the clients of (x - y_i) / (lr K_i): [d].
 
-    ``global_params`` [d], ``client_params`` [m, d], ``num_steps`` [m] above 0, ``weights`` [m], normalised here.
+    global_params: [d]. client_params: [m, d]. num_steps: [m], above 0. weights: [m], normalised
+    here.
     """
-    exact = weights.double()
-    shares = exact / exact.sum() / (num_steps.double() * lr)
+    weights = weights.double()
+    factors = weights / weights.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)
-    for params, share in zip(client_params, shares.tolist(), strict=True):
-        total.add_(global_params - params, alpha=share)
+    for params, factor in zip(client_params, factors.tolist(), strict=True):
+        total.add_(global_params - params, alpha=factor)
     return total
 
 
 class FedCM(Method):
-    """alpha is the fresh gradient's part; 1 is FedAvg."""
+    """alpha: the share of the new gradient; 1 is FedAvg. warm_start: skip mixing in round 1."""
 
     name = "fedcm"
     paper = "Xu et al., 2021"
     weighting = "uniform"
 
     def __init__(self, alpha: float = 0.1, warm_start: bool = False):
-        self.alpha, self.warm_start = between("method.fedcm.alpha", alpha, 0.0, 1.0), warm_start
+        self.alpha = between("method.fedcm.alpha", alpha, 0.0, 1.0)
+        self.warm_start = warm_start
 
     def setup(self, run: Setup) -> None:
-        """Keep Delta, zero, on the server; it travels down."""
+        """Keep Delta on the server, zero at first, and send it to clients."""
         run.require(
             run.local.optimizer == "sgd",
-            f"local.optimizer={run.local.optimizer}: method 'fedcm' reads Delta off the movement of "
-            "the parameters, which only SGD allows. Set local.optimizer=sgd.",
+            f"local.optimizer={run.local.optimizer}: method 'fedcm' computes Delta from the "
+            "movement of the parameters, which only SGD allows. Set local.optimizer=sgd.",
         )
         run.corrects("mix")
         run.read_updates()
@@ -76,9 +83,11 @@ class FedCM(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Apply `update_direction` in place.
 
-        The optimizer adds the whole weight decay later, of which only alpha is due.
+        The optimizer adds the whole weight decay later, but only its share alpha is part of v; the
+        rest is subtracted here.
         """
-        if self.alpha == 1 or (self.warm_start and job.version == 0):
+        is_plain_round = self.warm_start and job.version == 0
+        if self.alpha == 1 or is_plain_round:
             return
         grad.mul_(self.alpha).add_(job.received["direction"][at], alpha=1 - self.alpha)
         decay = job.local.weight_decay
@@ -86,13 +95,13 @@ class FedCM(Method):
             grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute Delta, each stretch of parameters by the steps that were made there."""
+        """Compute Delta; each stretch of parameters has its own number of steps."""
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         shares = (weights / weights.sum()).tolist()
-        for share, update, delta in zip(
-            shares, aggregation.updates, aggregation.deltas, strict=True
-        ):
-            for start, stop, travelled in update.moves:
-                direction[start:stop].sub_(delta[start:stop], alpha=share / travelled)
+        updates = zip(shares, aggregation.updates, aggregation.deltas, strict=True)
+        for share, update, delta in updates:
+            # steps_times_rate is eta_l K_i of this stretch.
+            for start, stop, steps_times_rate in update.moves:
+                direction[start:stop].sub_(delta[start:stop], alpha=share / steps_times_rate)
         server.state["direction"] = direction

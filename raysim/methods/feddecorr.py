@@ -1,13 +1,18 @@
-"""FedDecorr: penalise the correlation between feature coordinates within each batch.
+"""FedDecorr: penalise the correlation between features within each batch.
 
-Shi, Liang, Zhang, Tan and Bai, "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated
-Learning" (ICLR 2023): loss = cross-entropy + beta |K|_F^2 / D^2, K the correlation matrix of the D features in front of
-the classifier.
+The penalty keeps the features of a client from collapsing into a few dimensions.
 
-Choices where the sources differ or are silent
-- The authors' code, the default, leaves out the diagonal and does not divide Z^T Z by the n rows, so that its penalty
-  is about n times the printed one ("paper"). FedBR's tables use a third form ("fedbr").
-- A smaller last batch counts less under "authors", because of that factor n.
+Source: Shi, Liang, Zhang, Tan and Bai, "Towards Understanding and Mitigating Dimensional Collapse
+in Heterogeneous Federated Learning" (ICLR 2023). With K the correlation matrix of the D
+features in front of the classifier,
+
+    loss = cross-entropy + beta |K|_F^2 / D^2
+
+Departures from the paper
+- The default is the authors' code, which leaves out the diagonal and does not divide Z^T Z by the
+  n rows, so that its penalty is about n times as large. variant="paper" is as printed, "fedbr" a
+  third form, which FedBR's tables use.
+- With "authors" a smaller last batch counts less, because of that factor n.
 """
 
 from __future__ import annotations
@@ -28,19 +33,23 @@ Variant = Literal["authors", "paper", "fedbr"]
 
 
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
-    """The penalty of features (n, D), D >= 2; 0 for a single row. ValueError for another variant than the three."""
+    """Return the penalty on features [n, D], D >= 2; 0 for a single row.
+
+    Raises ValueError for an unknown variant.
+    """
     one_of("method.feddecorr.variant", variant, get_args(Variant))
     rows, columns = features.shape
     if rows == 1:
         return features.new_zeros(())
     centred = features - features.mean(dim=0)
-    variance = centred.square().sum(dim=0) / (rows - 1 if variant != "paper" else rows)
-    # The square root of 0 has no gradient, hence a small number inside it; "fedbr" has it outside, and is clamped.
-    scale = (
-        variance.clamp_min(1e-16).sqrt() + 1e-4 if variant == "fedbr" else (variance + 1e-8).sqrt()
-    )
-    normal = centred / scale
-    gram = normal.T @ normal
+    degrees_of_freedom = rows if variant == "paper" else rows - 1
+    variance = centred.square().sum(dim=0) / degrees_of_freedom
+    # The square root of 0 has no gradient: a small number is added inside, or it is clamped.
+    deviation = (variance + 1e-8).sqrt()
+    if variant == "fedbr":
+        deviation = variance.clamp_min(1e-16).sqrt() + 1e-4
+    normalised = centred / deviation
+    gram = normalised.T @ normalised
     if variant == "authors":
         off_diagonal = gram.square().sum() - gram.diagonal().square().sum()
         return off_diagonal / (rows * columns * (columns - 1))
@@ -48,16 +57,17 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
 
 
 class FedDecorr(Method):
-    """beta weighs the penalty on the features of the batch that is trained on."""
+    """beta: the weight of the penalty. variant: its form."""
 
     name = "feddecorr"
     paper = "Shi et al., ICLR 2023"
 
     def __init__(self, beta: float = 0.1, variant: Variant = "authors"):
-        self.beta, self.variant = at_least("method.feddecorr.beta", beta, 0.0), variant
+        self.beta = at_least("method.feddecorr.beta", beta, 0.0)
+        self.variant = variant
 
     def setup(self, run: Setup) -> None:
-        """Need features."""
+        """Require features."""
         run.needs("features")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:

@@ -1,22 +1,25 @@
-"""FedDyn: each client's loss gets a linear and a quadratic term, so that local minima agree with the global one.
+"""FedDyn: add a linear and a quadratic term to each client's loss, so that local minima agree.
 
-Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic Regularization" (ICLR 2021),
-Algorithm 1, with P the participants of a round and N all clients:
+Each client keeps the sum of its past corrections, and the server corrects the mean by a drift.
+
+Source: Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic
+Regularization" (ICLR 2021), Algorithm 1. With P the participants of a round and N all clients:
 
     local gradient at theta:   grad F_k(theta) - g_k + alpha (theta - x^t)
-    g_k     <- g_k - alpha (theta_k - x^t)              0 at the start; stays where a client sits out
+    g_k     <- g_k - alpha (theta_k - x^t)              0 at first; unchanged for absent clients
     h       <- h - (alpha / N) sum_{k in P} (theta_k - x^t)
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
-Choices where the sources differ or are silent
-- The mean is uniform; under other weights h moves by |P| / N of the weighted mean. The authors' code scales alpha by
-  the client's share of the data; the paper, and this file, do not.
-- Weight decay and momentum act on the corrected gradient; g_k holds neither.
-- alpha = 0 switches everything off and is FedAvg. The limit of alpha to 0 is so for clients alone: h / alpha does not
-  depend on alpha.
-- g_k and h cover all shared trainable parameters, extra networks among them, in whatever stage they are trained.
-  Buffers are averaged.
-- x^t is the vector that the client received, whatever another method (PartialFed) lets training start from.
+Departures from the paper
+- The mean is uniform, as in the paper; under other weights h moves by |P| / N of the weighted mean.
+  The authors' code scales alpha by the client's share of the data; this file does not.
+- Weight decay and momentum act on the corrected gradient; g_k contains neither.
+- alpha = 0 is FedAvg. It is not the limit of a small alpha, because h / alpha does not depend on
+  alpha.
+- g_k and h cover all shared trainable parameters, extra networks included, in all stages. Buffers
+  are averaged.
+- x^t is the vector that the client received, also if another method (PartialFed) starts training
+  from a different one.
 """
 
 from __future__ import annotations
@@ -33,30 +36,28 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-_OTHERS = "FedDyn's server needs the plain mean of this round's updates, and it takes another step"
-
 
 def regularised_gradient(
     grad: Tensor, params: Tensor, received: Tensor, correction: Tensor, alpha: float
 ) -> Tensor:
-    """grad - g_k + alpha (params - received), all [d]."""
+    """Return grad - g_k + alpha (params - received), all [d]."""
     return grad - correction + alpha * (params - received)
 
 
 def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alpha: float) -> Tensor:
-    """g_k - alpha (trained - received), all [d]."""
+    """Return the next g_k: g_k - alpha (trained - received), all [d]."""
     return correction - alpha * (trained - received)
 
 
 def updated_drift(
     drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float
 ) -> Tensor:
-    """h after a round whose participants moved by ``mean_change`` [d] on average; ``clients`` counts all of the run."""
+    """Return the next h [d]; mean_change: the participants' mean update [d]; clients: N."""
     return drift - alpha * participants / clients * mean_change
 
 
 class FedDyn(Method):
-    """alpha weighs the regularisation; 0 is FedAvg."""
+    """alpha: the weight of the regularisation; 0 is FedAvg."""
 
     name = "feddyn"
     paper = "Acar et al., ICLR 2021"
@@ -66,9 +67,11 @@ class FedDyn(Method):
         self.alpha = at_least("method.feddyn.alpha", alpha, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep g_k on each client and h on the server, both zero."""
+        """Keep g_k on each client and h on the server, both zero at first."""
         for other in ("fedcda", "fedasync", "ca2fl", "ace"):
-            run.excludes(other, _OTHERS)
+            run.excludes(
+                other, "it takes another step, and FedDyn needs the plain mean of the updates"
+            )
         run.owns("step")
         if not self.alpha:
             run.skip("gradient", "end", "step")
@@ -79,14 +82,16 @@ class FedDyn(Method):
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Apply `regularised_gradient` in place."""
-        params, received, correction = job.params[at], job.broadcast[at], job.state["gradient"][at]
+        params, received = job.params[at], job.broadcast[at]
+        correction = job.state["gradient"][at]
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))
 
     def end(self, job: LocalJob) -> None:
         """Update g_k."""
-        correction, trained = job.state["gradient"], job.layout.trained
-        received, params = job.broadcast[:trained], job.params[:trained]
-        job.state["gradient"] = updated_gradient(correction, params, received, self.alpha)
+        size = job.layout.trained
+        trained, received = job.params[:size], job.broadcast[:size]
+        correction = job.state["gradient"]
+        job.state["gradient"] = updated_gradient(correction, trained, received, self.alpha)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean update minus h / alpha; h is updated first."""

@@ -1,21 +1,29 @@
-"""FedExP: stretch the mean update, the more so the less the clients' updates agree.
+"""FedExP: make the server's step longer, the more the clients' updates disagree.
 
-Jhunjhunwala, Wang and Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation" (ICLR 2023), Algorithm 1.
-With D_i what client i moved, p_i its normalised weight, and D = sum_i p_i D_i,
+The step is the mean update times a factor of at least 1, which depends on how much longer single
+updates are than their mean.
+
+Source: Jhunjhunwala, Wang and Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation"
+(ICLR 2023), Algorithm 1. With D_i the update of client i, p_i its normalised weight, and
+D = sum_i p_i D_i,
 
     eta_t = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + epsilon)))        x_{t+1} = x_t + eta_t D
 
-What is evaluated is (x_{t+1} + x_t) / 2, for the iterates oscillate; training goes on from x_{t+1}.
+The mean (x_{t+1} + x_t) / 2 is evaluated, because iterates oscillate; training continues from
+x_{t+1}.
 
-Choices where paper and code disagree or are silent
-- epsilon as printed; the released code takes M epsilon 0.998^(2t) for M participants (epsilon_scale="count",
-  epsilon_decay=0.996004).
-- Both sums have the run's weights; paper and code weigh uniformly, and their clients are of equal size.
-- Trainable parameters only. Buffers are averaged, which the code leaves undone, and are those of the newest model.
-- D is the update in front of other methods' mixing (InCo). A divisor that is not the sum of the weights (FedBuff's)
-  scales the step, not the ratio.
-- A client sends |D_i|^2 beside its update, so that updates may be summed before they are seen.
-- The code's variant with server momentum, without the maximum, is not offered.
+Departures from the paper
+- epsilon is as printed. The released code has M epsilon 0.998^(2t) for M participants:
+  epsilon_scale="count" with epsilon_decay=0.996004.
+- Both sums have the run's weights; in paper and code, clients are of equal size and weights are
+  uniform.
+- Only trainable parameters count. Buffers are averaged, which the code omits, and those of the
+  newest model are evaluated.
+- D is the mean update before other methods (InCo) change it. A divisor that is not the sum of the
+  weights (FedBuff) scales the step, not the ratio.
+- A client uploads |D_i|^2 with its update, so that updates can be summed before the server has
+  them.
+- The code's variant with server momentum, which has no maximum, is left out.
 """
 
 from __future__ import annotations
@@ -36,13 +44,16 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 SCALES = ("one", "count")
-_BLOCK = 8192  # entries squared and summed in float32 at once: too few for BLAS to use threads, or to lose digits
+# Entries squared and summed in float32 at once: too few for BLAS to use threads, or to lose digits.
+_BLOCK = 8192
 
 
 def extrapolation(mean_square: float, square: float, epsilon: float, minimum: float = 1.0) -> float:
-    """eta of sum_i p_i |D_i|^2, |D|^2 and epsilon; ``minimum`` where nobody moved."""
+    """Return eta for sum_i p_i |D_i|^2, |D|^2 and epsilon; `minimum` if no client moved."""
     divisor = 2.0 * (square + epsilon)
-    return max(minimum, mean_square / divisor) if divisor else minimum
+    if not divisor:
+        return minimum
+    return max(minimum, mean_square / divisor)
 
 
 def server_step_size(
@@ -53,11 +64,12 @@ def server_step_size(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> float:
-    """eta of the updates ``deltas`` [M, D]; ``weights`` [M] at least 0, normalised inside, None: uniform.
+    """Return eta for updates `deltas` [M, D].
 
-    ``epsilon_scale`` "count" takes M times epsilon. ValueError for weights without a mean.
+    weights: [M], at least 0, normalised here; None: uniform. epsilon_scale="count": M times
+    epsilon. Raises ValueError for weights that have no mean.
     """
-    shares = _shares(deltas, weights)
+    shares = _normalised(deltas, weights)
     factor = len(deltas) if epsilon_scale == "count" else 1
     mean_square = float(shares @ deltas.double().square().sum(dim=1))
     square = float(weighted_sum(deltas, shares).double().square().sum())
@@ -73,7 +85,7 @@ def server_step(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> Tensor:
-    """``params`` [D] plus eta times the mean update; see ``server_step_size``."""
+    """Return `params` [D] plus eta times the mean update; see `server_step_size`."""
     eta = server_step_size(
         deltas=deltas,
         epsilon=epsilon,
@@ -81,17 +93,18 @@ def server_step(
         epsilon_scale=epsilon_scale,
         minimum=minimum,
     )
-    return params + eta * weighted_sum(deltas, _shares(deltas, weights))
+    return params + eta * weighted_sum(deltas, _normalised(deltas, weights))
 
 
-def _shares(deltas: Tensor, weights: Tensor | None) -> Tensor:
-    """Normalised weights, float64 [M]."""
-    raw = torch.ones(len(deltas)) if weights is None else weights
-    return raw.double() / weight_total(raw)
+def _normalised(deltas: Tensor, weights: Tensor | None) -> Tensor:
+    """Return normalised weights, float64 [M]."""
+    if weights is None:
+        weights = torch.ones(len(deltas))
+    return weights.double() / weight_total(weights)
 
 
 def squared_norm(values: np.ndarray) -> float:
-    """|values|^2 of a float vector [d], in one pass: float32 within blocks, float64 over them."""
+    """Return |values|^2 of a vector [d] in one pass: float32 within blocks, float64 over them."""
     cut = len(values) // _BLOCK * _BLOCK
     blocks, rest = values[:cut].reshape(-1, _BLOCK), values[cut:]
     sums = blocks[:, None, :] @ blocks[:, :, None]
@@ -99,7 +112,11 @@ def squared_norm(values: np.ndarray) -> float:
 
 
 class FedExP(Method):
-    """epsilon bounds the stretch; minimum=0 exposes the raw ratio. Decays per version."""
+    """epsilon: bounds the step size. epsilon_scale: "count" multiplies it by the participants.
+
+    epsilon_decay: factor on epsilon after each version. minimum: the least step size; 0 shows the
+    ratio itself.
+    """
 
     name = "fedexp"
     paper = "Jhunjhunwala et al., ICLR 2023"
@@ -114,7 +131,9 @@ class FedExP(Method):
         above("method.fedexp.epsilon", epsilon, 0.0, "it bounds the step")
         in_range("method.fedexp.epsilon_decay", epsilon_decay, above=0.0, most=1.0)
         one_of("method.fedexp.epsilon_scale", epsilon_scale, SCALES)
-        self.epsilon, self.epsilon_scale, self.epsilon_decay = epsilon, epsilon_scale, epsilon_decay
+        self.epsilon = epsilon
+        self.epsilon_scale = epsilon_scale
+        self.epsilon_decay = epsilon_decay
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
     def setup(self, run: Setup) -> None:
@@ -131,7 +150,7 @@ class FedExP(Method):
         job.upload["square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta D, with eta of the update in front of other methods' changes."""
+        """Return eta D; eta is computed from the update before other methods changed it."""
         assert aggregation.combined is not None, "a step has a combined direction"
         eta = self._step_size(aggregation.combined, aggregation, server.version)
         server.report["step_size"] = eta

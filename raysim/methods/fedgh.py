@@ -1,34 +1,44 @@
-"""FedGH: where two clients' updates oppose each other, remove from both what lies along the other, then average.
+"""FedGH: remove the conflicts between clients' updates before they are averaged.
 
-Zhang, Sun and Chen, "Tackling the Non-IID Issue in Heterogeneous Federated Learning by Gradient Harmonization" (IEEE
-SPL 2024). For each pair (i, j) in turn that conflicts, with G the updates as they came and g the running ones,
+Two updates conflict if their inner product is negative. The server projects each of the two so
+that it no longer opposes the other one.
+
+Source: Zhang, Sun and Chen, "Tackling the Non-IID Issue in Heterogeneous Federated Learning by
+Gradient Harmonization" (IEEE SPL 2024). For each pair (i, j) in turn that conflicts, with G the
+updates of the clients and g the changed ones,
 
     g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
-All g stay in the span of G: a matrix of coefficients and the Gram matrix suffice, and one weighted sum at the end.
+All g stay in the span of G: a matrix of coefficients and the Gram matrix suffice, and one weighted
+sum at the end.
 
-"fedgh_hierarchical" is another algorithm, which FedLD's code runs and tables under the name FedGH: per tensor, with r a
-running mean of past aggregates, sort by <g, r>, let the first meet the last, the second the last but one, ...; a pair
-that conflicts is projected as above, each on what the other was; its sum takes its place; again, until two are left.
-(The FedGH with a global header for heterogeneous models is a third, unrelated one.)
+"fedgh_hierarchical" is another algorithm, which FedLD's code contains and reports under the name
+FedGH (Zeng et al., MICCAI 2024). For each tensor, with r a running mean of past aggregates: sort
+updates by <g, r>; pair the first with the last, the second with the last but one, and so on;
+project a pair that conflicts as above, each on the other's original; replace the pair by its sum;
+repeat until two are left. A third FedGH, with a global header for heterogeneous models, is
+unrelated.
 
-Choices where the paper is silent, and where it and the code disagree
-- No code of the authors exists, and the listing was not at hand: pairs (0, 1), (0, 2), ... by client id, and an
-  inner product of the original updates below 0 as conflict. In "current" each line asks its own running numerator, as
-  PCGrad does, and never removes what agrees. Order and test matter once an update is in two conflicts; the history
-  counts conflicts and projections.
-- Lengths are not restored: updates shrink. One vector per client, of trainable parameters, unless per tensor.
-- The hierarchy's last two are not sorted (code): a is the sum that was made first, b the other. With s = <a, b> from
-  before either changed, a <- a - s / (|b|^2 + eps) b, then b <- b - s / (|a|^2 + eps) a with the new a. The code
-  does not compute s again. If a and b are almost opposite, the new a is short and b can grow: at most by
-  |s| / (2 sqrt(eps)). Two alone stay in the order of acceptance.
-- The hierarchy is uniform (code) unless weighting or another method says otherwise: an update then counts with its
-  weight over the mean weight, in sums and in eps alike.
+Departures from the paper
+- No code of the authors exists, and the listing was not available. Pairs are (0, 1), (0, 2), ... by
+  client number, and a conflict is a negative inner product of the original updates. With
+  conflict_test="current" each of the two lines is applied if its own running product is negative,
+  as in PCGrad, and never removes agreement. Order and test matter once an update has two
+  conflicts. The history counts conflicts and projections.
+- Lengths are not restored: updates become shorter. All trainable parameters of a client form one
+  vector, unless granularity="tensor".
+- The hierarchy's last two are not sorted, as in the code: a is the sum that was made first. With
+  s = <a, b> computed before either changed, a <- a - s / (|b|^2 + eps) b, and then with the new a
+  b <- b - s / (|a|^2 + eps) a. If a and b are almost opposite, the new a is short and b can grow,
+  at most by |s| / (2 sqrt(eps)). If an aggregation has only two updates, they stay in the order of
+  acceptance.
+- The hierarchy is uniform, as in the code, unless weighting or another method says otherwise. Then
+  an update counts with its weight over the mean weight, in sums and compared with eps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
@@ -39,7 +49,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.methods.recombination import parameters_of, recombined
+from raysim.methods.recombination import parameters_of, recombine
 from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
 
@@ -49,48 +59,60 @@ if TYPE_CHECKING:
 
 ConflictTest: TypeAlias = Literal["original", "current"]
 Order: TypeAlias = Literal["lexicographic", "random"]
-Pairs: TypeAlias = Sequence[Sequence[int]]
+Pairs: TypeAlias = Iterable[Sequence[int]]
 
 
 @dataclass
-class _Tally:
-    """Pairs that conflicted, and projections made."""
+class _ConflictCounts:
+    """Pairs that conflicted, and projections made, in one aggregation."""
 
     conflicts: int = 0
     projections: int = 0
 
+    def report(self, server: ServerView) -> None:
+        """Add both to the history's row."""
+        server.report["conflicts"] = float(self.conflicts)
+        server.report["projections"] = float(self.projections)
 
-def _harmonized(
-    products: np.ndarray, order: Pairs | None, conflict_test: str, tally: _Tally
+
+# --- FedGH --------------------------------------------------------------------------------------
+def _harmonize(
+    products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Coefficients float64 [m, m] of the harmonised updates (rows) in the original ones, of their Gram matrix."""
+    """Return coefficients float64 [m, m] of each harmonised update (a row) in the original ones.
+
+    products: the Gram matrix [m, m] of the original updates. pairs: None: all, in order.
+    """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
-    mixture = np.eye(len(products))
-    pairs = combinations(range(len(products)), 2) if order is None else order
-    current = conflict_test == "current"
+    if pairs is None:
+        pairs = combinations(range(len(products)), 2)
+    coefficients = np.eye(len(products))
+    is_current = conflict_test == "current"
     for i, j in pairs:
-        if not current and not products[i, j] < 0:
+        if not is_current and not products[i, j] < 0:
             continue
-        made = 0
-        for changed_row, other in ((i, j), (j, i)):
-            inner = mixture[changed_row] @ products[other]
-            if products[other, other] > 0 and (inner < 0 or not current):
-                mixture[changed_row, other] -= inner / products[other, other]
-                made += 1
-        tally.conflicts += made > 0
-        tally.projections += made
-    return mixture
+        projections = 0
+        for row, other in ((i, j), (j, i)):
+            inner = coefficients[row] @ products[other]
+            if products[other, other] > 0 and (inner < 0 or not is_current):
+                coefficients[row, other] -= inner / products[other, other]
+                projections += 1
+        counts.conflicts += projections > 0
+        counts.projections += projections
+    return coefficients
 
 
 def harmonized_gradients(
     *, gradients: Tensor, order: Pairs | None = None, conflict_test: str = "original"
 ) -> Tensor:
-    """The harmonised rows of ``gradients`` [m, d] -> [m, d]; rows without a conflict keep their bits.
+    """Return the harmonised rows of `gradients` [m, d]; rows without a conflict keep their bits.
 
-    ``order``: pairs [i, j], by default (0, 1), (0, 2), ..., (1, 2), ...; ``conflict_test``: "original" or "current".
+    order: pairs [i, j]; None: (0, 1), (0, 2), ..., (1, 2), ... conflict_test: "original" or
+    "current".
     """
-    mixture = _harmonized(gram(gradients.unbind()).numpy(), order, conflict_test, _Tally())
-    return torch.from_numpy(mixture).to(gradients.dtype) @ gradients
+    products = gram(gradients.unbind()).numpy()
+    coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
+    return torch.from_numpy(coefficients).to(gradients.dtype) @ gradients
 
 
 def harmonized_aggregate(
@@ -100,18 +122,21 @@ def harmonized_aggregate(
     order: Pairs | None = None,
     conflict_test: str = "original",
 ) -> Tensor:
-    """The weighted mean of ``harmonized_gradients`` without forming them: ``gradients`` [m, d], ``weights`` [m] -> [d].
+    """Return the weighted mean [d] of `harmonized_gradients`, which are never formed.
 
-    ValueError for weights without a mean.
+    gradients: [m, d]. weights: [m]. Raises ValueError for weights that have no mean.
     """
-    mixture = _harmonized(gram(gradients.unbind()).numpy(), order, conflict_test, _Tally())
-    return weighted_sum(gradients, weights.double() @ torch.from_numpy(mixture)) / weight_total(
-        weights
-    )
+    products = gram(gradients.unbind()).numpy()
+    coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
+    mixed = weights.double() @ torch.from_numpy(coefficients)
+    return weighted_sum(gradients, mixed) / weight_total(weights)
 
 
 class FedGH(Method):
-    """order: of the pairs. conflict_test: of updates as they came, or line by line of the running ones."""
+    """order: of the pairs. conflict_test: compare original updates, or the changed ones.
+
+    granularity: harmonise whole models or each tensor separately.
+    """
 
     name = "fedgh"
     paper = "Zhang et al., IEEE SPL 2024"
@@ -125,40 +150,39 @@ class FedGH(Method):
         one_of("method.fedgh.order", order, get_args(Order))
         one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
         one_of("method.fedgh.granularity", granularity, GRANULARITIES)
-        self.order, self.conflict_test, self.granularity = order, conflict_test, granularity
+        self.order = order
+        self.conflict_test = conflict_test
+        self.granularity = granularity
 
     def setup(self, run: Setup) -> None:
         """Warn of aggregations of one update: a conflict takes two."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """The weighted mean of the harmonised updates; without a conflict FedAvg's, bit for bit."""
+        """Return the weighted mean of the harmonised updates; without a conflict FedAvg's bits."""
         updates = aggregation.updates
-        places = sorted(
-            range(len(updates)), key=lambda index: (updates[index].client, updates[index].job)
+        by_client = sorted(
+            range(len(updates)), key=lambda number: (updates[number].client, updates[number].job)
         )
-        pairs = list(combinations(places, 2))
+        pairs = list(combinations(by_client, 2))
         if self.order == "random":
             pairs = [pairs[index] for index in server.stream("order").permutation(len(pairs))]
-        tally = _Tally()
+        counts = _ConflictCounts()
 
-        def change(products: Tensor) -> Tensor:
-            return torch.from_numpy(_harmonized(products.numpy(), pairs, self.conflict_test, tally))
+        def coefficients(products: Tensor) -> Tensor:
+            changed = _harmonize(products.numpy(), pairs, self.conflict_test, counts)
+            return torch.from_numpy(changed)
 
-        direction = recombined(aggregation, server, self.granularity, change)
-        _report(server, tally)
+        direction = recombine(aggregation, server, self.granularity, coefficients)
+        counts.report(server)
         return direction
 
 
-def _report(server: ServerView, tally: _Tally) -> None:
-    """Columns of the history."""
-    server.report["conflicts"] = float(tally.conflicts)
-    server.report["projections"] = float(tally.projections)
-
-
-# --- FedLD's FedGH --------------------------------------------------------------------------------------------------
-def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) -> np.ndarray:
-    """Coefficients float64 [m] of the sum at the root, in m updates that count with ``factors`` [m] each.
+# --- FedLD's FedGH ------------------------------------------------------------------------------
+def _harmonize_in_tree(
+    products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
+) -> np.ndarray:
+    """Return coefficients float64 [m] of the tree's root in m updates, weighted by `factors` [m].
 
     products: the Gram matrix [m + 1, m + 1] of the updates and of r, which is last.
     """
@@ -168,7 +192,7 @@ def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) 
         return float(a @ inside @ b)
 
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
-        """Return ``a`` minus ``direction`` times the overlap over the direction's squared length."""
+        """Return `a` minus `direction` times the overlap over the direction's square."""
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
         return changed
@@ -177,8 +201,8 @@ def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) 
         """Return the sum of the two updates, which are projected first if they conflict."""
         overlap = inner(a, b)
         if overlap < 0:
-            tally.conflicts += 1
-            tally.projections += 2
+            counts.conflicts += 1
+            counts.projections += 2
             changed_a = subtract(a, overlap, b)
             # The last pair keeps the overlap from before either changed, as the released code does.
             changed_b = subtract(b, overlap, changed_a if is_last_pair else a)
@@ -186,32 +210,38 @@ def _tree(products: np.ndarray, factors: np.ndarray, eps: float, tally: _Tally) 
         total: np.ndarray = a + b
         return total
 
-    items = list(np.diag(factors))
-    while len(items) > 1:
-        if len(items) > 2:
-            items.sort(key=lambda item: float(item @ towards), reverse=True)
-        half = len(items) // 2
-        pairs = zip(items[:half], items[: -half - 1 : -1], strict=True)
-        items = [meet(a, b, len(items) == 2) for a, b in pairs] + items[half : len(items) - half]
-    root: np.ndarray = items[0]
+    rows = list(np.diag(factors))
+    while len(rows) > 1:
+        is_last_pair = len(rows) == 2
+        if not is_last_pair:
+            rows.sort(key=lambda row: float(row @ towards), reverse=True)
+        half = len(rows) // 2
+        middle = rows[half : len(rows) - half]
+        pairs = zip(rows[:half], rows[: -half - 1 : -1], strict=True)
+        rows = [meet(a, b, is_last_pair) for a, b in pairs] + middle
+    root: np.ndarray = rows[0]
     return root
 
 
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:
-    """FedLD's FedGH of one tensor: ``gradients`` [m, d], r ``reference`` [d], ``eps`` added to divisors -> [d]."""
+    """Return FedLD's FedGH of one tensor [d].
+
+    gradients: [m, d]. reference: r [d]. eps: added to divisors.
+    """
     products = gram([*gradients.unbind(), reference]).numpy()
-    coefficients = _tree(products, np.ones(len(gradients)), eps, _Tally())
+    factors = np.ones(len(gradients))
+    coefficients = _harmonize_in_tree(products, factors, eps, _ConflictCounts())
     return weighted_sum(gradients, torch.from_numpy(coefficients)) / len(gradients)
 
 
-_KEPT = 0.99  # of the running mean, at every aggregation
-REFERENCE = "reference"
+# The share of the running mean r that each aggregation keeps.
+_MOMENTUM = 0.99
 
 
 class HierarchicalFedGH(Method):
-    """Harmonises pair by pair, per tensor, sorted by past aggregates; eps keeps divisors away from 0."""
+    """eps: added to divisors, so that none is 0."""
 
     name = "fedgh_hierarchical"
     paper = "Zeng et al., MICCAI 2024 (code)"
@@ -227,25 +257,37 @@ class HierarchicalFedGH(Method):
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """The mean in the first round, which r starts from; then the root of every tensor's tree."""
-        rows, weights = parameters_of(aggregation, server), aggregation.weights
-        tally, reference = _Tally(), server.state.get(REFERENCE)
+        """Return the mean, which becomes r, in round 0; then the root of each tensor's tree."""
+        counts = _ConflictCounts()
+        reference = server.state.get("reference")
         if reference is None:
-            direction = combination(rows, weights, server.group)
+            rows = parameters_of(aggregation, server)
+            direction = combination(rows, aggregation.weights, server.group)
+            direction.div_(aggregation.divisor)
+            server.state["reference"] = direction.clone()
         else:
-            mean = sum(weights) / len(weights)
-            factors = np.array(weights) / mean
-            direction = torch.empty_like(reference)
-            for part in stretches(server.layout, "tensor"):
-                blocks = [row[part] for row in rows]
-                coefficients = _tree(
-                    gram([*blocks, reference[part]]).numpy(), factors, self.eps, tally
-                )
-                direction[part] = combination(blocks, (coefficients * mean).tolist(), server.group)
-        direction.div_(aggregation.divisor)
-        new = (
-            direction.clone() if reference is None else _KEPT * reference + (1 - _KEPT) * direction
-        )
-        server.state[REFERENCE] = new
-        _report(server, tally)
+            direction = self._harmonize_tensors(aggregation, server, reference, counts)
+            direction.div_(aggregation.divisor)
+            server.state["reference"] = _MOMENTUM * reference + (1 - _MOMENTUM) * direction
+        counts.report(server)
+        return direction
+
+    def _harmonize_tensors(
+        self,
+        aggregation: Aggregation,
+        server: ServerView,
+        reference: Tensor,
+        counts: _ConflictCounts,
+    ) -> Tensor:
+        """Return the weighted sum [layout.trained] of the updates, harmonised in each tensor."""
+        rows, weights = parameters_of(aggregation, server), aggregation.weights
+        mean_weight = sum(weights) / len(weights)
+        factors = np.array(weights) / mean_weight
+        direction = torch.empty_like(reference)
+        for part in stretches(server.layout, "tensor"):
+            blocks = [row[part] for row in rows]
+            products = gram([*blocks, reference[part]]).numpy()
+            coefficients = _harmonize_in_tree(products, factors, self.eps, counts)
+            mixed = (coefficients * mean_weight).tolist()
+            direction[part] = combination(blocks, mixed, server.group)
         return direction

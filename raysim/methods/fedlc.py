@@ -1,18 +1,25 @@
-"""FedLC: lower the logits of a client's rare classes in training, so that it has to learn a larger margin for them.
+"""FedLC: lower the logits of a client's rare classes in training.
 
-Zhang, Li, Li, Xu, Wu, Ding and Wu, "Federated Learning with Label Distribution Skew via Logits Calibration" (ICML
-2022). With n_c the client's samples of class c, and m_c = tau n_c^(-1/4),
+The client then has to learn a larger margin for its rare classes, so that frequent ones do not
+displace them.
+
+Source: Zhang, Li, Li, Xu, Wu, Ding and Wu, "Federated Learning with Label Distribution Skew via
+Logits Calibration" (ICML 2022). With n_c the client's samples of class c and
+m_c = tau n_c^(-1/4),
 
     loss = mean_b -log( exp(z_y - m_y) / sum_c exp(z_c - m_c) )        over the classes with n_c > 0
 
-Choices where the paper and the public re-implementations disagree or are silent
-- The sum includes the true class ("all", re-implementations), or the loss has no lower bound; "others" is as printed.
-- Classes that a client lacks are left out, the limit of their margin; count_floor > 0 bounds the margin instead.
-- A client with one class has loss 0 and no gradient, so what it sends is what it received, but for weight decay, other
-  methods' terms, and BatchNorm's statistics. History: `fedlc.one_class`, the share of such clients.
-- Outputs that are no classes of the data (VHL's) have no margin.
-- With soft targets (Mixup) "all" is the cross-entropy with them, "others" the mix of both labels' losses. FedMix has a
-  loss of its own and is refused.
+Departures from the paper
+- The sum includes the true class ("all", as in public re-implementations); without it, as printed
+  ("others"), the loss has no lower bound.
+- Classes that a client lacks are left out, which is the limit of their margin; count_floor > 0
+  bounds the margin instead.
+- A client with one class has loss 0 and no gradient. Only weight decay, other methods' terms and
+  BatchNorm's statistics change its model. The history has the share of such clients as
+  `fedlc.one_class`.
+- Outputs that are not classes of the data (VHL's) have no margin.
+- With soft targets (Mixup), "all" is the cross-entropy with them, and "others" mixes the losses of
+  both labels. FedMix has its own loss and is refused.
 """
 
 from __future__ import annotations
@@ -35,29 +42,33 @@ DENOMINATORS = ("all", "others")
 
 
 def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float = 0.0) -> Tensor:
-    """m_c of ``class_counts`` [C], at least ``count_floor`` each: float64 [C], infinite where that leaves 0."""
+    """Return m_c for `class_counts` [C]: float64 [C], infinite for a count of 0.
+
+    count_floor: the least count of a class.
+    """
     counts = class_counts.double().clamp(min=count_floor)
     return torch.where(counts > 0, tau * counts.pow(-0.25), torch.inf)
 
 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is subtracted from logits: ``margins`` in ``dtype``, an infinite one as a number that no softmax notices.
+    """Return what is subtracted from logits: `margins` in `dtype`, infinite ones as large numbers.
 
-    Infinity would do the same to a softmax; but 0 times it, as with soft targets, is nan.
+    A softmax treats both alike, but 0 times infinity, as with soft targets, is nan.
     """
     return margins.clamp(max=torch.finfo(dtype).max / 4).to(dtype)
 
 
-def others_loss(calibrated: Tensor, labels: Tensor, several: Tensor) -> Tensor:
-    """The printed loss, the mean over the batch: the sum leaves the true class ``labels`` int64 (B,) out.
+def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tensor:
+    """Return the printed loss, the mean over the batch, whose sum leaves out the true class.
 
-    ``calibrated``: logits (B, C) less their shifts. ``several``: whether two margins are finite, else it is 0.
+    calibrated: logits [B, C] minus their shifts. labels: int64 [B]. has_several: bool, whether two
+    margins are finite; otherwise the loss is 0.
     """
-    true = labels.unsqueeze(1)
-    losses = calibrated.scatter(1, true, -torch.inf).logsumexp(dim=1) - calibrated.gather(
-        1, true
-    ).squeeze(1)
-    return (losses * several).mean()  # not after the mean: a sum of shifts is infinite
+    true_class = labels.unsqueeze(1)
+    without_true = calibrated.scatter(1, true_class, -torch.inf).logsumexp(dim=1)
+    losses = without_true - calibrated.gather(1, true_class).squeeze(1)
+    # Before the mean, because a sum of shifts may be infinite.
+    return (losses * has_several).mean()
 
 
 def calibrated_cross_entropy(
@@ -69,9 +80,10 @@ def calibrated_cross_entropy(
     denominator: str = "all",
     count_floor: float = 0.0,
 ) -> Tensor:
-    """The loss, the mean over the batch: ``logits`` (B, C), ``labels`` int64 (B,), ``class_counts`` [C].
+    """Return the loss, the mean over the batch.
 
-    Every label needs a finite margin. No gradient reaches the logits of classes that are left out.
+    logits: [B, C]. labels: int64 [B], of classes with a finite margin. class_counts: [C]. No
+    gradient reaches the logits of classes that are left out.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
     calibrated = logits - shifts(margins, logits.dtype)
@@ -81,7 +93,10 @@ def calibrated_cross_entropy(
 
 
 class FedLC(Method):
-    """tau scales the margins. Replaces the loss, for "others" is no cross-entropy; terms read the raw logits."""
+    """tau: the scale of the margins. denominator: "all" or "others". count_floor: see above.
+
+    It replaces the task loss; the terms of other methods see the logits without shifts.
+    """
 
     name = "fedlc"
     paper = "Zhang et al., ICML 2022"
@@ -98,7 +113,7 @@ class FedLC(Method):
         self.count_floor = at_least("method.fedlc.count_floor", count_floor, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Need classes; replace the task loss."""
+        """Require classes; replace the task loss."""
         run.needs("classes")
         run.owns("loss")
 
@@ -111,19 +126,20 @@ class FedLC(Method):
         margins = F.pad(margins, (0, job.num_classes - len(margins)))
         device = job.params.device
         job.scratch["shifts"] = shifts(margins, job.params.dtype).to(device)
-        job.scratch["several"] = (margins.isfinite().sum() > 1).to(device)
+        job.scratch["has_several"] = (margins.isfinite().sum() > 1).to(device)
         job.report["one_class"] = float((counts > 0).sum() == 1)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the cross-entropy of the calibrated logits, or the printed form."""
-        calibrated, batch = out.logits - job.scratch["shifts"], out.batch
+        calibrated = out.logits - job.scratch["shifts"]
+        batch = out.batch
         if self.denominator == "all":
             return F.cross_entropy(calibrated, batch.targets)
-        several = job.scratch["several"]
+        has_several = job.scratch["has_several"]
         if batch.pair is None:
-            return others_loss(calibrated, batch.targets, several)
+            return others_loss(calibrated, batch.targets, has_several)
         first, second, lam = batch.pair
         share = lam.to(calibrated)
-        first_loss = others_loss(calibrated, first, several)
-        second_loss = others_loss(calibrated, second, several)
+        first_loss = others_loss(calibrated, first, has_several)
+        second_loss = others_loss(calibrated, second, has_several)
         return share * first_loss + (1 - share) * second_loss

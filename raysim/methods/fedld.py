@@ -1,29 +1,37 @@
-"""FedLD: smaller margins on the clients, and updates rewritten in their principal directions on the server.
+"""FedLD: train with smaller margins on clients, and rebuild updates from their common directions.
 
-Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Federated Learning via Loss Decomposition" (MICCAI
-2024), eq. 3 (client) and 4-7 (server). Client, with f the logits:
+A client's loss penalises large logits. The server replaces each update by one of the same length
+that lies in the principal directions of all updates.
+
+Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Federated Learning via
+Loss Decomposition" (MICCAI 2024), eq. (3) (client) and (4)-(7) (server). With f the logits:
 
     loss = cross-entropy + lam mean_b log(1 + |f_b|^2)
 
-Server: of m updates g_i as rows of G, (lambda_l, e_l) the eigenpairs of G G^T / m in descending order, L of them kept,
-and v_l = G^T e_l / |G^T e_l|, the mean of the updates gives way to the mean of
+With m updates g_i as the rows of G, (lambda_l, e_l) the L largest eigenpairs of G G^T / m, and
+v_l = G^T e_l / |G^T e_l|, the server averages
 
-    g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2),  so that |g_i'| = |g_i|
+    g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
-As <g_i, v_l> = sqrt(m lambda_l) e_l[i], that mean is a weighted sum of the updates with coefficients from their Gram
-matrix. The three parts are independent methods; "fedld" is the first and the last of them.
+so that |g_i'| = |g_i|. As <g_i, v_l> = sqrt(m lambda_l) e_l[i], that mean is a weighted sum of the
+updates, with coefficients from their Gram matrix. The three parts are independent methods; "fedld"
+is the first and the last of them.
 
-Choices where paper and code disagree or are silent
-- The code penalises softmax probabilities of the whole batch in one logarithm ("batch_softmax"); the printed lam were
-  tuned with it. "logit_l2", "threshold" and the damped loss are variants of eq. 3 that the paper only names.
-- Read literally, eq. 7 has w_l = 1 ("none"), and updates grow; the code's lambda_l over the sum of all ("sum") shrinks
-  them. The default is the one that keeps lengths, as the paper claims.
-- Eq. 6's orientation of v_l has no effect: everything is even in v_l.
-- One vector per client, of trainable parameters; the code treats every tensor for itself ("tensor"), buffers too.
-- Weights as everywhere (paper: n_i / n); the code's mean is unweighted.
-- At least one component is kept: the code's int(0.8 m) is 0 for m = 1. Eigenvalues up to tol lambda_1 and projections
-  up to tol |g_i| count as 0, where the code divides 0 by 0 or makes noise as long as an update.
-- Every round has this rule: the code starts with its third, and trains nothing in its first.
+Departures from the paper
+- The code penalises softmax probabilities of the whole batch in one logarithm ("batch_softmax");
+  the printed lam were tuned with it. "logit_l2", "threshold" and the damped loss are variants of
+  eq. (3) that the paper only names.
+- Read literally, eq. (7) has w_l = 1 ("none"), and updates grow. The code divides lambda_l by the
+  sum of all eigenvalues ("sum"), and updates shrink. The default keeps lengths, as the paper
+  claims.
+- The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
+- All trainable parameters of a client form one vector; the code treats each tensor separately
+  ("tensor"), buffers too.
+- Weights are the run's, as in the paper (n_i / n); the code's mean is unweighted.
+- At least one component is kept; the code's int(0.8 m) is 0 for m = 1. Eigenvalues up to
+  tol lambda_1 and projections up to tol |g_i| count as 0. The code divides 0 by 0 there, or makes
+  noise as long as an update.
+- The rule applies in every round. The code starts with its third and trains nothing in its first.
 - Soft targets (Mixup) count as their heaviest class where a margin needs a label.
 """
 
@@ -38,7 +46,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
-from raysim.methods.recombination import recombined
+from raysim.methods.recombination import recombine
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.gram import GRANULARITIES, Granularity, gram
 
@@ -48,17 +56,19 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-Kind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
+PenaltyKind: TypeAlias = Literal["marg_log", "batch_softmax", "logit_l2", "threshold"]
 Normalization: TypeAlias = Literal["l2", "sum", "none"]
 
 
-# --- client ---------------------------------------------------------------------------------------------------------
+# --- client -------------------------------------------------------------------------------------
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """rho_b = f_b[y_b] - max_c!=y_b f_b[c] of ``logits`` (B, C), C >= 2, and ``labels`` int64 (B,): (B,)."""
+    """Return rho_b = f_b[y_b] - max_{c != y_b} f_b[c]: [B].
+
+    logits: [B, C], C >= 2. labels: int64 [B].
+    """
     classes = torch.arange(logits.shape[1], device=logits.device)
-    is_label = (
-        labels.unsqueeze(1) == classes
-    )  # F.one_hot would ask the device for the largest label
+    # F.one_hot would wait for the device to know the largest label.
+    is_label = labels.unsqueeze(1) == classes
     others = logits.masked_fill(is_label, -torch.inf).amax(dim=1)
     return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - others
 
@@ -66,59 +76,69 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 def margin_control_penalty(
     *, logits: Tensor, lam: float, kind: str, labels: Tensor | None = None, threshold: float = 0.0
 ) -> Tensor:
-    """lam times the penalty on ``logits`` (B, C); ``labels`` int64 (B,) and ``threshold`` for kind "threshold" alone.
+    """Return lam times the penalty on `logits` [B, C].
 
-    ValueError for another kind than the four, and for kind "threshold" without labels.
+    labels (int64 [B]) and threshold have an effect only with kind="threshold". Raises ValueError
+    for an unknown kind, and for kind="threshold" without labels.
     """
-    one_of("method.fedld_margin.kind", kind, get_args(Kind))
+    one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))
     if kind == "batch_softmax":
         return lam * logits.softmax(dim=1).square().sum().log1p()
     if kind == "threshold":
         if labels is None:
             raise ValueError(
-                "kind=threshold needs labels: margins are those of the labelled classes"
+                "method.fedld_margin.kind=threshold: margins need labels. Pass labels."
             )
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)
-    return lam * (squares.log1p() if kind == "marg_log" else squares).mean()
+    if kind == "marg_log":
+        squares = squares.log1p()
+    return lam * squares.mean()
 
 
 def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """(1 - sigmoid(rho_b / T)) f_b; gradients flow through the factor too."""
-    return torch.sigmoid(-margins(logits, labels) / temperature).unsqueeze(1) * logits
+    """Return (1 - sigmoid(rho_b / T)) f_b [B, C]; the factor has a gradient, too."""
+    factors = torch.sigmoid(-margins(logits, labels) / temperature)
+    return factors.unsqueeze(1) * logits
 
 
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the damped ``logits`` (B, C), the mean over the batch; ``labels`` int64 (B,)."""
+    """Return the cross-entropy of the damped `logits` [B, C], the mean over the batch."""
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
 
 
 def _heaviest(targets: Tensor) -> Tensor:
-    return targets if targets.ndim == 1 else targets.argmax(dim=1)
+    """Return labels [B]; of soft targets [B, C] the heaviest class."""
+    if targets.ndim == 1:
+        return targets
+    return targets.argmax(dim=1)
 
 
 class MarginControl(Method):
-    """lam weighs the penalty on large logits; threshold: the margin up to which kind "threshold" leaves them alone."""
+    """lam: the weight of the penalty on large logits. kind: its form.
+
+    threshold: with kind="threshold", the margin up to which there is no penalty.
+    """
 
     name = "fedld_margin"
     paper = "Zeng et al., MICCAI 2024"
 
-    def __init__(self, lam: float = 0.03, kind: Kind = "marg_log", threshold: float = 0.0):
+    def __init__(self, lam: float = 0.03, kind: PenaltyKind = "marg_log", threshold: float = 0.0):
         self.lam = at_least("method.fedld_margin.lam", lam, 0.0)
-        one_of("method.fedld_margin.kind", kind, get_args(Kind))
+        self.kind = one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))
         if threshold and kind != "threshold":
             raise ValueError(
-                f"method.fedld_margin.threshold={threshold} has no part in kind={kind}: set kind=threshold, or "
-                "threshold=0"
+                f"method.fedld_margin.threshold={threshold} has no effect with kind={kind}. Set "
+                "kind=threshold, or threshold=0."
             )
-        self.kind, self.threshold = kind, threshold
+        self.threshold = threshold
 
     def setup(self, run: Setup) -> None:
-        """Need classes."""
+        """Require classes."""
         run.needs("classes")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the penalty on the raw logits."""
+        """Add the penalty on the logits."""
         if not self.lam:
             return loss
         labels = _heaviest(out.batch.targets) if self.kind == "threshold" else None
@@ -132,7 +152,7 @@ class MarginControl(Method):
 
 
 class DampedMargin(Method):
-    """Multiplies the logits of the training loss by what falls with their margin, faster for a small temperature."""
+    """temperature: how fast the factor on the logits falls with their margin; small is fast."""
 
     name = "fedld_damped"
     paper = "Zeng et al., MICCAI 2024"
@@ -141,7 +161,7 @@ class DampedMargin(Method):
         self.temperature = above("method.fedld_damped.temperature", temperature, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Need classes; replace the task loss."""
+        """Require classes; replace the task loss."""
         run.needs("classes")
         run.owns("loss")
 
@@ -152,33 +172,40 @@ class DampedMargin(Method):
         return job.task.objective.loss(damped, targets)
 
 
-# --- server ---------------------------------------------------------------------------------------------------------
+# --- server -------------------------------------------------------------------------------------
 def num_principal_components(*, num_clients: int, fraction: float) -> int:
-    """L: the fraction of m, rounded down, at least 1."""
+    """Return L: the fraction of m, rounded down, at least 1."""
     return max(1, math.floor(fraction * num_clients + 1e-9))
 
 
 def _coefficients(products: Tensor, components: int, normalization: str, tol: float) -> Tensor:
-    """Of the revised updates (rows) in the original ones, float64 [m, m], of their Gram matrix [m, m]."""
+    """Return coefficients float64 [m, m] of each revised update (a row) in the original ones.
+
+    products: the Gram matrix [m, m] of the original updates.
+    """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
-    values, vectors = torch.linalg.eigh(products)  # of G G^T: m lambda_l, ascending
-    principal = (values > tol * values[-1]) & (torch.arange(len(values), 0, -1) <= components)
-    eigenvalues, directions = values[principal], vectors[:, principal]
+    # The eigenvalues of G G^T are m lambda_l, ascending.
+    values, vectors = torch.linalg.eigh(products)
+    rank = torch.arange(len(values), 0, -1)
+    is_principal = (values > tol * values[-1]) & (rank <= components)
+    eigenvalues, directions = values[is_principal], vectors[:, is_principal]
+    if normalization == "l2":
+        w = eigenvalues / eigenvalues.norm()
+    elif normalization == "sum":
+        w = eigenvalues / values.sum()
+    else:
+        w = eigenvalues / eigenvalues
     lengths, norms = eigenvalues.sqrt(), products.diagonal().sqrt()
-    shares = (
-        eigenvalues
-        / {"l2": eigenvalues.norm(), "sum": values.sum(), "none": eigenvalues}[normalization]
-    )
     projections = directions * lengths
     signs = torch.where(projections.abs() > tol * norms[:, None], projections.sign(), 0.0)
-    coefficients: Tensor = (norms[:, None] * signs * shares / lengths) @ directions.T
+    coefficients: Tensor = (norms[:, None] * signs * w / lengths) @ directions.T
     return coefficients
 
 
 def revise_gradients(
     *, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
 ) -> Tensor:
-    """g_i' of every row of ``gradients`` [m, d] -> [m, d]; ``normalization`` "l2", "sum" or "none"."""
+    """Return g_i' [m, d] for `gradients` [m, d]; normalization: "l2", "sum" or "none"."""
     coefficients = _coefficients(gram(gradients.unbind()), num_components, normalization, tol)
     return coefficients.to(gradients.dtype) @ gradients
 
@@ -191,16 +218,19 @@ def principal_gradient_aggregate(
     normalization: str = "l2",
     tol: float = 1e-8,
 ) -> Tensor:
-    """The weighted mean of ``revise_gradients`` without forming them: ``gradients`` [m, d], ``weights`` [m] -> [d].
+    """Return the weighted mean [d] of `revise_gradients`, which are never formed.
 
-    ValueError for weights without a mean.
+    gradients: [m, d]. weights: [m]. Raises ValueError for weights that have no mean.
     """
     coefficients = _coefficients(gram(gradients.unbind()), num_components, normalization, tol)
     return weighted_sum(gradients, weights.double() @ coefficients) / weight_total(weights)
 
 
 class PrincipalGradient(Method):
-    """fraction: of the updates at hand, how many components are kept. tol: what counts as zero."""
+    """fraction: L over the number of updates. normalization: w. tol: what counts as zero.
+
+    granularity: rebuild whole models or each tensor separately.
+    """
 
     name = "fedld_principal"
     paper = "Zeng et al., MICCAI 2024"
@@ -215,7 +245,9 @@ class PrincipalGradient(Method):
         in_range("method.fedld_principal.fraction", fraction, above=0.0, most=1.0)
         one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
         one_of("method.fedld_principal.granularity", granularity, GRANULARITIES)
-        self.fraction, self.normalization, self.granularity = fraction, normalization, granularity
+        self.fraction = fraction
+        self.normalization = normalization
+        self.granularity = granularity
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
     def setup(self, run: Setup) -> None:
@@ -223,12 +255,11 @@ class PrincipalGradient(Method):
         run.warn_if_single("the revised update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """The weighted mean of the revised updates."""
-        components = num_principal_components(
-            num_clients=len(aggregation.updates), fraction=self.fraction
-        )
+        """Return the weighted mean of the revised updates."""
+        num_updates = len(aggregation.updates)
+        components = num_principal_components(num_clients=num_updates, fraction=self.fraction)
 
-        def change(products: Tensor) -> Tensor:
+        def coefficients(products: Tensor) -> Tensor:
             return _coefficients(products, components, self.normalization, self.tol)
 
-        return recombined(aggregation, server, self.granularity, change)
+        return recombine(aggregation, server, self.granularity, coefficients)

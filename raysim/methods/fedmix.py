@@ -1,23 +1,34 @@
-"""FedMix: Mixup with means of other clients' samples, as its first-order Taylor expansion; NaiveMix mixes with them.
+"""FedMix: mix a client's samples with means of other clients' samples, without mixing the inputs.
 
-Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated Learning" (ICLR 2021),
-Proposition 1 and the local update. A sample (x, y) meets a pair (xbar, ybar) of means; with u = (1 - lam) x,
+The loss is the first-order Taylor expansion of Mixup's, so that the means enter by a gradient.
+NaiveMix mixes inputs with the means themselves.
 
-    l1 = (1 - lam) CE(f(u), y)    l2 = lam CE(f(u), ybar)    l3 = lam <grad_u l1, xbar>    loss = mean of l1 + l2 + l3
-    NaiveMix: x~ = (1 - lam) x + lam xbar,  loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
+Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
+Learning" (ICLR 2021), Proposition 1 and the local update. A sample (x, y) meets a pair
+(xbar, ybar) of means; with u = (1 - lam) x,
 
-Choices where the sources differ or are silent
-- l3 is a mean over the batch of the samples' own products (paper). The public implementations divide by the batch size
-  twice, which all but removes the term: taylor_scale="public".
-- Its factor is lam (1 - lam), as in the algorithm and by Taylor's theorem; the paper's formula prints lam.
-- The pool of pairs is built once, of all clients with samples; a step draws from it without replacement, a pair per
-  sample (FedBR's comparison) or one for the batch ("one", original). A mean is of `samples_per_mean` samples, drawn
-  with replacement (FedBR's code); the original averages all samples of a client.
-- fresh=True draws means of clients' raw data at every step, as FedBR's code does. No client could: it is there to
-  reproduce numbers, and what it would move is not counted.
-- With BatchNorm a row's gradient is that of the whole batch's loss. The reported task loss is l1 + l2 + l3.
+    l1 = (1 - lam) CE(f(u), y)    l2 = lam CE(f(u), ybar)    l3 = lam <grad_u l1, xbar>
+    FedMix:    loss = mean of l1 + l2 + l3
+    NaiveMix:  x~ = (1 - lam) x + lam xbar
+               loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
-The gradient of l3 is a second derivative, which fused attention kernels do not have; Cct7 writes its attention out.
+Departures from the paper
+- l3 is the mean over the batch of the samples' own products, as in the paper. The public
+  implementations divide by the batch size twice, which makes the term very small:
+  taylor_scale="public".
+- The factor of l3 is lam (1 - lam), as in the algorithm and by Taylor's theorem; the paper's
+  formula prints lam.
+- The pool of pairs is built once, from all clients with samples. A step draws from it without
+  replacement, a pair for each sample (FedBR's comparison) or one for the batch (pairs="one", the
+  original). A mean is over `samples_per_mean` samples, drawn with replacement (FedBR's code); the
+  original averages all samples of a client.
+- fresh=True draws means of the raw data of clients in each step, as FedBR's code does. It is for
+  reproducing numbers only: no client has other clients' data, and the traffic is not counted.
+- With BatchNorm a row's gradient is that of the whole batch's loss. The reported task loss is
+  l1 + l2 + l3.
+
+The gradient of l3 is a second derivative, which fused attention kernels lack; Cct7 computes its
+attention without them.
 """
 
 from __future__ import annotations
@@ -49,9 +60,9 @@ if TYPE_CHECKING:
 def mean_pairs(
     inputs: Tensor, labels: Tensor, num_classes: int, indices: Tensor
 ) -> dict[str, Tensor]:
-    """Row r: the means of the samples ``indices[r]`` and of their one-hot labels.
+    """Return means of samples and of their one-hot labels: "inputs" [R, ...], "targets" [R, C].
 
-    ``inputs`` (n, ...), ``labels`` int64 (n,), ``indices`` int64 (R, M) -> {"inputs" (R, ...), "targets" (R, C)}.
+    inputs: [n, ...]. labels: int64 [n]. indices: int64 [R, M], the samples of each mean.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {"inputs": inputs[indices].mean(dim=1), "targets": targets[indices].mean(dim=1)}
@@ -60,12 +71,16 @@ def mean_pairs(
 def label_terms(
     logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """l1 and l2, means over the batch: ``logits`` (B, C), ``labels`` int64 (B,), ``mean_targets`` (B or 1, C or fewer).
+    """Return l1 and l2, means over the batch.
 
-    Outputs beyond those of ``mean_targets`` have no share in them.
+    logits: [B, C]. labels: int64 [B]. mean_targets: [B or 1, at most C]; further outputs have the
+    target 0.
     """
-    targets = F.pad(mean_targets, (0, logits.shape[1] - mean_targets.shape[1])).expand_as(logits)
-    return (1 - lam) * F.cross_entropy(logits, labels), lam * F.cross_entropy(logits, targets)
+    added_outputs = logits.shape[1] - mean_targets.shape[1]
+    targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
+    local = (1 - lam) * F.cross_entropy(logits, labels)
+    mean_target = lam * F.cross_entropy(logits, targets)
+    return local, mean_target
 
 
 def loss_terms(
@@ -77,15 +92,14 @@ def loss_terms(
     lam: float,
     taylor_scale: str = "paper",
 ) -> dict[str, Tensor]:
-    """l1, l2, l3 and their sum, as "local", "mean_target", "taylor" and "total", all with gradient.
+    """Return l1, l2, l3 and their sum: "local", "mean_target", "taylor" and "total".
 
-    ``logits`` (B, C) = f(u) of ``inputs`` u (B, ...), which require gradient; ``mean_inputs`` (B or 1, ...).
+    logits: [B, C], f(u) of inputs u [B, ...], which require a gradient. mean_inputs: [B or 1, ...].
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
-    taylor = (
-        lam * (gradient * mean_inputs).sum()
-    )  # the mean over the batch: l1 is one, so the rows carry 1/B
+    # The rows of the gradient have the factor 1/B of l1, so this sum is the mean over the batch.
+    taylor = lam * (gradient * mean_inputs).sum()
     if taylor_scale == "public":
         taylor = taylor / len(inputs)
     return {
@@ -99,27 +113,29 @@ def loss_terms(
 def raw_rows(
     partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Rows of the data set, int64 [steps, rows, samples]: a client that has any for each row, samples of it for each.
+    """Draw rows of the data set, int64 [steps, rows, samples], uniformly with replacement.
 
-    Both uniformly with replacement.
+    Each of `rows` has a client of its own, and `samples` of that client.
     """
-    clients = generator.choice(_owners(partition), size=(steps, rows, 1))
+    clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
     first = partition.offsets[clients]
-    places = generator.integers(partition.offsets[clients + 1] - first, size=(steps, rows, samples))
-    found: np.ndarray = partition.indices[first + places]
-    return found
+    counts = partition.offsets[clients + 1] - first
+    positions = generator.integers(counts, size=(steps, rows, samples))
+    data_rows: np.ndarray = partition.indices[first + positions]
+    return data_rows
 
 
+# Cached, because all jobs of a run have the same partition.
 @functools.lru_cache(maxsize=2)
-def _owners(partition: CSR) -> np.ndarray:
-    """int64: the clients that have samples; looked for once, for all jobs."""
+def _clients_with_samples(partition: CSR) -> np.ndarray:
     return np.flatnonzero(partition.counts)
 
 
 class FedMix(Method):
-    """lam: how much of the means is mixed in; 0 is FedAvg. means: pairs that each client sends before round 0.
+    """lam: the share of the means; 0 is FedAvg. means: pairs that each client sends before round 0.
 
-    pairs: one for "each" sample of a step or "one" for all. naive: NaiveMix. taylor_scale, fresh: see above.
+    pairs: one for "each" sample of a step or "one" for all. naive: NaiveMix. taylor_scale, fresh:
+    see above.
     """
 
     name = "fedmix"
@@ -138,10 +154,13 @@ class FedMix(Method):
         self.lam = between("method.fedmix.lam", lam, 0.0, 1.0)
         self.means = int(at_least("method.fedmix.means", means, 1))
         self.samples_per_mean = int(at_least("method.fedmix.samples_per_mean", samples_per_mean, 1))
-        self.pairs, self.naive, self.taylor_scale, self.fresh = pairs, naive, taylor_scale, fresh
+        self.pairs = pairs
+        self.naive = naive
+        self.taylor_scale = taylor_scale
+        self.fresh = fresh
 
     def setup(self, run: Setup) -> None:
-        """Own the loss, and collect and send the pool unless pairs are of raw data."""
+        """Replace the task loss; collect and send the pool, unless fresh pairs are drawn."""
         run.needs("classes", "numbers")
         run.targets("integer")
         if not self.lam:
@@ -153,9 +172,9 @@ class FedMix(Method):
         pool = self.means * run.clients
         run.require(
             self.pairs == "one" or run.local.batch <= pool,
-            f"local.batch={run.local.batch} is more than the pool of {pool} mean pairs from "
-            f"{run.clients} clients with samples. Set method.fedmix.means="
-            f"{-(-run.local.batch // max(1, run.clients))} (now {self.means}) or more.",
+            f"method.fedmix.means={self.means}: {run.clients} clients make {pool} pairs, fewer "
+            f"than local.batch={run.local.batch}. Set method.fedmix.means="
+            f"{-(-run.local.batch // max(1, run.clients))} or more.",
         )
         run.gather(self.own_means, self.join_means)
         run.send("inputs", floats=pool * math.prod(run.task.shape), once=True)
@@ -163,16 +182,16 @@ class FedMix(Method):
         run.draw("chosen", self.draw_pairs)
 
     def cost(self, job: Participation) -> float:
-        """Return as much again as a pass, for the second derivative.
+        """Return one more pass, for the second derivative.
 
-        In forward passes a step is 1 and a backward pass of 2. The gradient of the inputs adds 1,
-        and differentiating it 2, which makes 6 for 3.
+        In forward passes, a step costs 1 and its backward pass 2. The gradient of the inputs adds
+        1, and differentiating it adds 2: together 6 instead of 3.
         """
         return job.trained if self.lam and not self.naive else 0.0
 
     # --- the pool ------------------------------------------------------------------------------
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return pairs of means of the client's own samples, drawn with replacement."""
+        """Return pairs of means of the client's samples, which are drawn with replacement."""
         size = (self.means, self.samples_per_mean)
         drawn = client.generator.integers(len(client.inputs), size=size)
         indices = torch.from_numpy(drawn).to(client.inputs.device)
@@ -180,20 +199,20 @@ class FedMix(Method):
         return {name: value.cpu().numpy() for name, value in means.items()}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Make the pool: all clients' pairs, one after another."""
+        """Make the pool of all clients' pairs."""
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw rows of the pool [R] for each step, different ones within a step."""
+        """Draw different rows of the pool [R] for each step."""
         generator, pool = job.stream("pairs"), len(job.received["inputs"])
-        rows = self._largest(job)
+        rows = self._most_pairs(job)
         chosen = [generator.choice(pool, size=rows, replace=False) for _ in job.plan.sizes]
         return torch.from_numpy(np.stack(chosen)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Return u, by which the loss is differentiated, or NaiveMix's x~."""
+        """Return u, which requires a gradient, or NaiveMix's x~."""
         pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
         scaled = (1 - self.lam) * batch.inputs
@@ -202,36 +221,36 @@ class FedMix(Method):
         return replace(batch, inputs=scaled.requires_grad_())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return l1 + l2, and l3 unless the inputs were mixed themselves."""
+        """Return l1 + l2 + l3, or NaiveMix's loss."""
         batch = out.batch
-        pair = {name: job.scratch[name] for name in ("inputs", "targets")}
+        mean_inputs, mean_targets = job.scratch["inputs"], job.scratch["targets"]
         if self.naive:
-            local, mean_target = label_terms(out.logits, batch.targets, pair["targets"], self.lam)
+            local, mean_target = label_terms(out.logits, batch.targets, mean_targets, self.lam)
             return local + mean_target
         terms = loss_terms(
             out.logits,
             batch.inputs,
             batch.targets,
-            pair["inputs"],
-            pair["targets"],
+            mean_inputs,
+            mean_targets,
             self.lam,
             self.taylor_scale,
         )
         return terms["total"]
 
-    def _largest(self, job: LocalJob) -> int:
-        """Return the most pairs that a step of the job needs."""
+    def _most_pairs(self, job: LocalJob) -> int:
+        """Return the largest number of pairs that a step of the job needs."""
         return max(job.plan.sizes) if self.pairs == "each" else 1
 
     def _pooled_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return this step's pairs: "inputs" and "targets" of one row per sample, or one row."""
+        """Return this step's "inputs" and "targets", a row for each sample or one row."""
         chosen = job.drawn("chosen")[: len(batch.inputs)]
         return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
 
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return the same of raw data, whose rows are drawn at the first step."""
+        """Return means of raw data; its rows are drawn at the job's first step."""
         if job.step == 0:
-            size = job.plan.steps, self._largest(job), self.samples_per_mean
+            size = job.plan.steps, self._most_pairs(job), self.samples_per_mean
             job.scratch["rows"] = raw_rows(job.partition, *size, job.stream("pairs"))
         rows = job.scratch["rows"][job.step, : len(batch.inputs)]
         inputs, labels = job.gather(rows.flatten())

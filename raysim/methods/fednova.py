@@ -1,8 +1,11 @@
-"""FedNova: divide each update by the local steps behind it, so that more steps weigh no more.
+"""FedNova: divide each update by the number of local steps behind it.
 
-Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous
-Federated Optimization" (NeurIPS 2020). With D_i the movement of client i in tau_i local steps, p_i
-its normalised weight, and a_i the plain steps that its tau_i steps are worth:
+A client that makes more steps then has no larger influence, and the model converges to the
+minimum of the weighted objective.
+
+Source: Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization" (NeurIPS 2020). With D_i the update of client i after tau_i
+local steps, p_i its normalised weight, and a_i the number of plain steps that have the same effect:
 
     x <- x + (sum_j p_j a_j) sum_i p_i D_i / a_i
 
@@ -10,14 +13,14 @@ its normalised weight, and a_i the plain steps that its tau_i steps are worth:
     a_i = (tau_i - rho (1 - rho^tau_i) / (1 - rho)) / (1 - rho)          momentum rho
     a_i = sum_{k < tau_i} (1 - eta mu)^k                                 proximal term mu, rate eta
 
-Choices where the source is silent
-- a_i is how far tau_i steps move under a constant gradient of 1, divided by the learning rate. That
-  gives all formulas above, and covers a proximal term with momentum, and Nesterov's momentum.
-- tau_i counts the steps really made: smaller batches and selected samples (FedBSS) count. Where
-  parts of the model make different numbers of steps, the largest number of a shared part counts.
+Departures from the paper
+- a_i is the movement of tau_i steps under a constant gradient of 1, divided by the learning rate.
+  That gives all formulas above, and covers a proximal term with momentum, and Nesterov's momentum.
+- tau_i counts the steps really made, with smaller batches and selected samples (FedBSS). If parts
+  of the model make different numbers of steps, the largest number of a shared part counts.
 - Weight decay and clipping are left out of a_i, and momentum starts at 0 in each job.
-- Buffers are averaged as in FedAvg. With another divisor than the sum of weights (FedBuff) the
-  same factors apply.
+- Buffers are averaged as in FedAvg. A divisor other than the sum of weights (FedBuff) does not
+  change the factors.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 def effective_steps(
     steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False
 ) -> float:
-    """Return a_i: how far some SGD steps move under a constant gradient of 1, at the rate 1.
+    """Return a_i: the movement of SGD steps under a constant gradient of 1, with rate 1.
 
     pull: eta mu of a proximal term.
     """
@@ -58,16 +61,16 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
     """Return (sum_j p_j a_j) / a_i of each update: exactly 1 where all a_i are equal."""
     total = sum(weights)
     factors = []
-    for own_steps in steps:
-        ratios = [
-            weight * (other / own_steps) for weight, other in zip(weights, steps, strict=True)
-        ]
-        factors.append(sum(ratios) / total)
+    for update_steps in steps:
+        weighted_steps = 0.0
+        for weight, other_steps in zip(weights, steps, strict=True):
+            weighted_steps += weight * (other_steps / update_steps)
+        factors.append(weighted_steps / total)
     return factors
 
 
 class FedNova(Method):
-    """mu: that of the proximal term in the local loss, `method.fedprox.mu`; 0 without one."""
+    """mu: the mu of a proximal term in the local loss (`method.fedprox.mu`); 0 without one."""
 
     name = "fednova"
     paper = "Wang et al., NeurIPS 2020"
@@ -76,14 +79,16 @@ class FedNova(Method):
         self.mu = at_least("method.fednova.mu", mu, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let each job upload a_i; refuse optimizers whose steps have no such number."""
+        """Let each job upload a_i; refuse optimizers other than SGD."""
         run.require(
             run.local.optimizer == "sgd",
-            f"local.optimizer={run.local.optimizer}: method 'fednova' counts steps of SGD. Set local.optimizer=sgd.",
+            f"local.optimizer={run.local.optimizer}: method 'fednova' counts steps of SGD. Set "
+            "local.optimizer=sgd.",
         )
         if self.mu == 0 and "fedprox" in run.methods:
             run.warn(
-                "method.fednova.mu=0 ignores the proximal term of method 'fedprox'. Set it to method.fedprox.mu."
+                "method.fednova.mu=0: the proximal term of method 'fedprox' is not counted. Set "
+                "method.fednova.mu to method.fedprox.mu."
             )
         run.warn_of_second_correction("scaffold")
         run.warn_if_single("it does what FedAvg does")

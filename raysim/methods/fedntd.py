@@ -1,12 +1,21 @@
-"""FedNTD: distil the received model into the local one on the classes that are not the true one.
+"""FedNTD: keep the received model's knowledge of the classes that are not a sample's own.
 
-Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning"
-(NeurIPS 2022): loss = cross-entropy + beta L_NTD, where L_NTD is tau^2 times the KL divergence of the local from the
-received model's softmax at temperature tau over the other C - 1 classes.
+The local model is distilled from the received one, with the true class left out, so that it
+forgets less of what it does not train on.
 
-Choices where the sources differ or are silent
-- The teacher is the whole received model in eval mode; in the authors' code it is in train mode for the first client.
-- With Mixup (nothing published): lam L_NTD(., y) + (1 - lam) L_NTD(., y_pi), on the mixed inputs.
+Source: Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True
+Distillation in Federated Learning" (NeurIPS 2022):
+
+    loss = cross-entropy + beta L_NTD
+
+L_NTD is tau^2 times the KL divergence of the local from the received model's softmax, at
+temperature tau, over the other C - 1 classes.
+
+Departures from the paper
+- The teacher is the whole received model in eval mode; in the authors' code it is in train mode
+  for the first client.
+- With Mixup, for which nothing is published: lam L_NTD(., y) + (1 - lam) L_NTD(., y_pi), on the
+  mixed inputs.
 """
 
 from __future__ import annotations
@@ -30,19 +39,22 @@ if TYPE_CHECKING:
 def not_true_distillation_loss(
     logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float
 ) -> Tensor:
-    """tau^2 KL(teacher || student) without the true class, the mean over the batch.
+    """Return tau^2 KL(teacher || student) without the true class, the mean over the batch.
 
-    ``logits`` and ``global_logits`` (B, C), the latter without gradient; ``labels`` int64 (B,). C = 2 gives 0.
+    logits: [B, C], the student's. global_logits: [B, C], the teacher's; they get no gradient.
+    labels: int64 [B]. The loss is 0 for C = 2.
     """
-    places = torch.arange(logits.shape[1] - 1, device=logits.device)
-    others = places + (places >= labels.unsqueeze(1))
-    student = F.log_softmax(logits.gather(1, others) / temperature, dim=1)
-    teacher = F.log_softmax(global_logits.detach().gather(1, others) / temperature, dim=1)
+    index = torch.arange(logits.shape[1] - 1, device=logits.device)
+    other_classes = index + (index >= labels.unsqueeze(1))
+    student_logits = logits.gather(1, other_classes)
+    teacher_logits = global_logits.detach().gather(1, other_classes)
+    student = F.log_softmax(student_logits / temperature, dim=1)
+    teacher = F.log_softmax(teacher_logits / temperature, dim=1)
     return temperature**2 * (teacher.exp() * (teacher - student)).sum(dim=1).mean()
 
 
 class FedNTD(Method):
-    """beta weighs the distillation; temperature is its tau."""
+    """beta: the weight of the distillation. temperature: tau."""
 
     name = "fedntd"
     paper = "Lee et al., NeurIPS 2022"
@@ -52,7 +64,7 @@ class FedNTD(Method):
         self.temperature = above("method.fedntd.temperature", temperature, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Need classes."""
+        """Require classes."""
         run.needs("classes")
 
     def cost(self, job: Participation) -> float:

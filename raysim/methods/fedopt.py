@@ -1,7 +1,11 @@
-"""FedOpt: the mean client update as a gradient for a server optimiser (FedAvgM, FedAdagrad, FedAdam, FedYogi).
+"""FedOpt: use the mean update as the gradient of an optimizer on the server.
 
-Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated Optimization" (ICLR 2021),
-Algorithms 1 and 2; FedAvgM: Hsu, Qi and Brown (arXiv 1909.06335). With D the mean update (new minus old),
+The optimizers are FedAvgM (momentum), FedAdagrad, FedAdam and FedYogi.
+
+Source: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated
+Optimization" (ICLR 2021), Algorithms 1 and 2; for FedAvgM Hsu, Qi and Brown, "Measuring the
+Effects of Non-Identical Data Distribution for Federated Visual Classification" (2019). With D the
+mean update:
 
     FedAvgM      u <- beta u + D               x <- x + eta u       (Nesterov: x + eta (D + beta u))
     adaptive     m <- beta1 m + (1 - beta1) D  x <- x + eta m / (sqrt(v) + tau)
@@ -9,14 +13,15 @@ Algorithms 1 and 2; FedAvgM: Hsu, Qi and Brown (arXiv 1909.06335). With D the me
       FedAdam    v <- beta2 v + (1 - beta2) D^2
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-Choices where paper and code disagree or are silent
-- No bias correction (Algorithm 2); ``step`` asks for the TensorFlow form, which leaves tau uncorrected. PyTorch's Adam
-  divides sqrt(v) before adding epsilon and is a different rule.
+Departures from the paper
+- Without bias correction, as in Algorithm 2; bias_correction=True is TensorFlow's form, which does
+  not correct tau. PyTorch's Adam divides sqrt(v) before it adds epsilon, which is a different rule.
 - v starts at tau^2 (the paper allows any v0 >= tau^2); the code starts at 0.
-- beta2 = 0.99 (paper; the code has 0.999). FedAvgM is the plain heavy ball unless ``nesterov``.
-- No weight decay on the server, and buffers never pass through the optimiser.
+- beta2 = 0.99, as in the paper; the code has 0.999. FedAvgM is without Nesterov's momentum unless
+  nesterov=True.
+- There is no weight decay on the server, and buffers are averaged.
 
-All tensors are those of the CPU, where the server is.
+All tensors are on the CPU, where the server is.
 """
 
 from __future__ import annotations
@@ -47,10 +52,13 @@ def fedavgm_step(
     momentum: float,
     nesterov: bool = False,
 ) -> dict[str, Tensor]:
-    """One step of server momentum, all [D]: {"params", "momentum_buffer"}; ``delta`` points towards improvement."""
-    into, buffer = torch.empty_like(params), momentum_buffer.clone()
-    run_compiled(_fedavgm, [into, delta, buffer], [server_lr, momentum], nesterov)
-    return {"params": params + into, "momentum_buffer": buffer}
+    """Return "params" and "momentum_buffer" after a step of server momentum; all tensors are [D].
+
+    delta: the mean update, which points towards improvement.
+    """
+    step, buffer = torch.empty_like(params), momentum_buffer.clone()
+    run_compiled(_fedavgm, [step, delta, buffer], [server_lr, momentum], nesterov)
+    return {"params": params + step, "momentum_buffer": buffer}
 
 
 def fedadagrad_step(
@@ -63,8 +71,9 @@ def fedadagrad_step(
     beta1: float = 0.0,
     tau: float = 1e-3,
 ) -> dict[str, Tensor]:
-    """One FedAdagrad step, all [D]: {"params", "first_moment", "second_moment"}."""
-    return _adapted(params, delta, first_moment, second_moment, server_lr, beta1, tau)
+    """Return "params", "first_moment" and "second_moment" after a FedAdagrad step, all [D]."""
+    moments = (first_moment, second_moment)
+    return _adaptive_step(params, delta, *moments, server_lr, beta1, tau)
 
 
 def fedadam_step(
@@ -79,8 +88,12 @@ def fedadam_step(
     tau: float = 1e-3,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """One FedAdam step, as ``fedadagrad_step``; ``step`` (the server's, counted from 1) asks for bias correction."""
-    return _adapted(params, delta, first_moment, second_moment, server_lr, beta1, tau, beta2, step)
+    """Return what `fedadagrad_step` returns, for FedAdam.
+
+    step: number of the server's step, from 1, for bias correction; None: no correction.
+    """
+    moments = (first_moment, second_moment)
+    return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step)
 
 
 def fedyogi_step(
@@ -95,13 +108,12 @@ def fedyogi_step(
     tau: float = 1e-3,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """One FedYogi step, as ``fedadam_step``; v moves by at most (1 - beta2) delta^2."""
-    return _adapted(
-        params, delta, first_moment, second_moment, server_lr, beta1, tau, beta2, step, yogi=True
-    )
+    """Return what `fedadam_step` returns, for FedYogi."""
+    moments = (first_moment, second_moment)
+    return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step, yogi=True)
 
 
-def _adapted(
+def _adaptive_step(
     params: Tensor, delta: Tensor, first: Tensor, second: Tensor, *settings: Any, yogi: bool = False
 ) -> dict[str, Tensor]:
     step, first, second = torch.empty_like(params), first.clone(), second.clone()
@@ -119,17 +131,20 @@ def _adapt(
     *,
     yogi: bool = False,
 ) -> None:
-    """Write the step into ``arrays[0]``; the rest: the update, and both moments, which change in place.
+    """Write the step into `arrays[0]`; the others are the update and both moments.
 
-    beta2 None: FedAdagrad. step None: no bias correction.
+    The moments change in place. beta2=None: FedAdagrad. step=None: no bias correction.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    decay, gain = (1.0, 1.0) if beta2 is None else (1.0 if yogi else beta2, 1.0 - beta2)
+    decay, gain = 1.0, 1.0
+    if beta2 is not None:
+        decay = 1.0 if yogi else beta2
+        gain = 1.0 - beta2
     run_compiled(_adaptive, arrays, [server_lr, beta1, 1.0 - beta1, decay, gain, tau], yogi)
 
 
-# --- compiled: every array [d]; the first one is written, states change in place --------------------------------------
+# --- compiled: all arrays are [d]; `into` is written, buffer and moments change in place ----------
 def _fedavgm(
     into: np.ndarray,
     delta: np.ndarray,
@@ -167,7 +182,7 @@ def _adaptive(
 
 
 class FedAvgM(Method):
-    """Server momentum."""
+    """server_lr: eta. momentum: beta. nesterov: look ahead by one step of momentum."""
 
     name = "fedavgm"
     paper = "Hsu et al. 2019"
@@ -178,7 +193,7 @@ class FedAvgM(Method):
         self.nesterov = nesterov
 
     def setup(self, run: Setup) -> None:
-        """Take the server's step; keep the momentum, zero."""
+        """Replace the server's step; keep the momentum u, zero at first."""
         run.owns("step")
         run.server_state("momentum", run.zeros)
 
@@ -191,7 +206,7 @@ class FedAvgM(Method):
 
 
 class _Adaptive(Method):
-    """Two moments on the server; subclasses say how the second one moves."""
+    """A rule with two moments on the server; subclasses change the second one differently."""
 
     paper = "Reddi et al., ICLR 2021"
     server_lr: float
@@ -204,7 +219,7 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Take the server's step; keep the moments m = 0 and v = tau^2."""
+        """Replace the server's step; keep the moments, at first m = 0 and v = tau^2."""
         run.owns("step")
         run.server_state("first_moment", run.zeros)
         run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
@@ -217,12 +232,12 @@ class _Adaptive(Method):
         return step
 
     def _settings(self, step: int) -> dict[str, Any]:
-        """What `_adapt` needs; step: the server's, counted from 1."""
+        """Return the arguments of `_adapt`. step: number of the server's step, from 1."""
         return dict(vars(self))
 
 
 class FedAdagrad(_Adaptive):
-    """The second moment is a sum of squares."""
+    """The second moment is a sum of squares. server_lr: eta."""
 
     name = "fedadagrad"
 
@@ -231,7 +246,7 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """The second moment forgets. bias_correction: the TensorFlow form."""
+    """A second moment that forgets. bias_correction: use TensorFlow's form."""
 
     def __init__(
         self,
@@ -250,13 +265,13 @@ class _Decaying(_Adaptive):
 
 
 class FedAdam(_Decaying):
-    """The second moment is a moving average of squares."""
+    """The second moment is a moving average of squares. server_lr: eta."""
 
     name = "fedadam"
 
 
 class FedYogi(_Decaying):
-    """The second moment moves by at most a part of the square."""
+    """The second moment moves by at most (1 - beta2) times the square. server_lr: eta."""
 
     name = "fedyogi"
 

@@ -1,33 +1,43 @@
-"""FedPAC: a shared extractor that is drawn to global class means, and for each client a mixture of all clients' heads.
+"""FedPAC: share an extractor, and give each client a mixture of all clients' heads.
 
-Xu, Tong and Huang, "Personalized Federated Learning with Feature Alignment and Classifier Collaboration" (ICLR 2023).
-Client i has n_i samples, a share pi_ik of them in class k; f is the extractor, phi_i the head, c_k a class's prototype.
+Training draws features to the global mean of their class. The server mixes heads of clients whose
+features are distributed alike.
+
+Source: Xu, Tong and Huang, "Personalized Federated Learning with Feature Alignment and Classifier
+Collaboration" (ICLR 2023). Client i has n_i samples, a share pi_ik of them in class k; f is the
+extractor, phi_i the head, c_k the prototype of a class.
 
     h_ik = pi_ik mean_{y=k} f(x)    V_i = (sum_k pi_ik mean_{y=k} |f(x)|^2 - sum_k |h_ik|^2) / n_i
-    head phase:        CE, phi_i alone moves
-    extractor phase:   CE + lam R, f alone moves;  R = mean over batch and features of (f(x) - c_y)^2
+    head phase:        CE, only phi_i is trained
+    extractor phase:   CE + lam R, only f is trained
+                       R = mean over batch and features of (f(x) - c_y)^2
     c_k   <- sum_i n_ik mean_{y=k} f_i(x) / sum_i n_ik
     phi_i <- sum_j a_ij phi_j,  a_i = argmin a'P_i a over the simplex
              P_i,jl = V_j [j = l] + sum_k <h_ik - h_jk, h_ik - h_lk>
 
-The extractor is combined as the run says (FedAvg by default). Label counts travel up with the statistics.
+The extractor is combined as the run says (FedAvg by default). Label counts are uploaded with the
+statistics.
 
-Choices where paper and code disagree or are silent
-- The budget. The authors train the head for one epoch and then the extractor for E, so local.epochs is the sum: set it
-  to head_epochs + E. The head phase is as many steps as `head_epochs` = h passes over all of the client's samples take,
-  and at most h of h + 1 equal parts of all steps, which matters for a budget of local.steps (or epochs on some samples
-  only). local.lr is the extractor's rate. Each phase has an optimiser of its own.
-- h and V are of the received extractor, the class means that become prototypes of the trained one (code); all in eval
-  mode, without augmentation, over all samples. The code never leaves eval mode; here the extractor trains in train mode
-  and is in eval mode while it is frozen, so that the head phase leaves running statistics alone.
-- A class that nobody holds has no prototype; its samples are drawn to the client's own mean of the received extractor's
-  features, and R is 0 in the first round. The code fails there.
-- Prototypes and mixtures are over the participants of one aggregation (of a single one its own); others keep their last
-  head, and a client that never took part the initial one. Of a client that is twice in a buffer only the last
-  update counts. A client that is sent off again before its update was aggregated starts from its previous mixture.
-- P has no negative eigenvalue, so nothing is repaired (the code drops eigenvalues below 0.01 and may give up).
-- Weights up to min_weight are cut off (code), unless all of them are.
-- With Mixup, R is the mean of the two labels' R with Mixup's weights.
+Departures from the paper
+- The budget: the authors train the head for one epoch and then the extractor for E epochs, so
+  local.epochs is the sum; set it to head_epochs + E. The head phase has the steps of `head_epochs`
+  = h passes over all of the client's samples, but at most h of h + 1 equal parts of all steps. The
+  limit matters with local.steps, and if an epoch has only some samples. local.lr is the
+  extractor's rate. Each phase has its own optimizer.
+- h and V are measured with the received extractor, the class means that become prototypes with the
+  trained one, as in the code; always in eval mode, without augmentation, over all samples. The
+  code's extractor never leaves eval mode. Here it trains in train mode, and is in eval mode in the
+  head phase, which therefore does not change running statistics.
+- A class that no client holds has no prototype. Its samples are drawn to the client's own mean of
+  the received extractor's features, and R is 0 in the first round. The code fails there.
+- Prototypes and mixtures are over the participants of one aggregation; others keep their last
+  head, and a client that never took part has the initial one. Only the last update of a client
+  that is twice in a buffer counts. A client that is dispatched again before its update was
+  aggregated starts from its previous mixture.
+- P has no negative eigenvalue, so nothing is repaired. The code drops eigenvalues below 0.01 and
+  may fail to find weights.
+- Weights up to min_weight become 0, as in the code, unless all of them would.
+- With Mixup, R is the mean of the R of both labels with Mixup's weights.
 
 The mixtures of 100 participants take about 0.1 s on one core.
 """
@@ -58,7 +68,10 @@ if TYPE_CHECKING:
 
 
 class Statistics(TypedDict):
-    """Of a client's features: V_i, h_i [C, D], class means [C, D] and counts int64 [C]; zeros for absent classes."""
+    """A client's V_i, h_i [C, D], class means [C, D] and class counts int64 [C].
+
+    Absent classes have zeros.
+    """
 
     variance: float
     weighted_means: Tensor
@@ -67,14 +80,19 @@ class Statistics(TypedDict):
 
 
 def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> Statistics:
-    """The statistics of ``features`` [n, D], n >= 1, with ``labels`` int64 [n], added up in float64."""
+    """Return the statistics of `features` [n, D], n >= 1, with `labels` int64 [n], in float64."""
     return _statistics([(features, labels)], num_classes)
 
 
 def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Statistics:
-    """The same of batches. As sum_k pi_k mean_k |f|^2 is the mean of all |f|^2, three sums are enough."""
-    parts = [_sums(features, labels, num_classes) for features, labels in batches]
-    sums, counts, square = (torch.stack(column).sum(0) for column in zip(*parts, strict=True))
+    """Return the statistics of batches.
+
+    As sum_k pi_k mean_k |f|^2 is the mean of all |f|^2, three sums are enough.
+    """
+    batch_sums = [_sums(features, labels, num_classes) for features, labels in batches]
+    sums = torch.stack([row[0] for row in batch_sums]).sum(0)
+    counts = torch.stack([row[1] for row in batch_sums]).sum(0)
+    square = torch.stack([row[2] for row in batch_sums]).sum(0)
     samples = counts.sum()
     weighted = sums / samples
     variance = (square / samples - weighted.square().sum()) / samples
@@ -87,15 +105,20 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 
 
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the features by class [C, D], of ones by class [C], and of all squares; a product, for its order is fixed."""
+    """Return the sums of features by class [C, D], of samples by class [C], and of all squares."""
     values = features.double()
-    member = (labels == torch.arange(num_classes, device=labels.device).unsqueeze(1)).double()
-    return member @ values, member.sum(1), values.square().sum()
+    classes = torch.arange(num_classes, device=labels.device)
+    members = (labels == classes.unsqueeze(1)).double()
+    # A product adds up in a fixed order, which an indexed sum on a GPU does not.
+    return members @ values, members.sum(1), values.square().sum()
 
 
 def aggregate_prototypes(*, class_means: Tensor, class_counts: Tensor) -> dict[str, Tensor]:
-    """Means weighed by samples: ``class_means`` [m, C, D], ``class_counts`` [m, C] -> "prototypes" [C, D] and
-    "present" bool [C], False for a class that nobody holds."""
+    """Return "prototypes" [C, D], the means over clients weighted by samples, and "present".
+
+    class_means: [m, C, D]. class_counts: [m, C]. present: bool [C], False for a class without a
+    sample.
+    """
     counts = class_counts.double()
     total = counts.sum(0)
     sums = (class_means.double() * counts.unsqueeze(2)).sum(0)
@@ -112,13 +135,14 @@ def feature_alignment_loss(
     local_prototypes: Tensor,
     local_present: Tensor,
 ) -> Tensor:
-    """R: mean squared distance of ``features`` [B, D] to the prototypes [C, D] of their ``labels`` int64 [B].
+    """Return R, the mean squared distance of `features` [B, D] to their prototypes.
 
-    Global ones where present (bool [C]), else local ones; a class with neither contributes 0, still counted in B.
+    labels: int64 [B]. Prototypes [C, D] are the global ones where present (bool [C]), otherwise the
+    local ones. A class with neither contributes 0 to the mean over the batch.
     """
     targets = torch.where(global_present.unsqueeze(1), global_prototypes, local_prototypes).detach()
-    known = (global_present | local_present).to(features.dtype)
-    distance = (features - targets[labels]) * known[labels].unsqueeze(1)
+    has_target = (global_present | local_present).to(features.dtype)
+    distance = (features - targets[labels]) * has_target[labels].unsqueeze(1)
     return distance.square().mean()
 
 
@@ -127,14 +151,14 @@ def classifier_combination_weights(
 ) -> Tensor:
     """Return a_i, float64 [m], of ``client`` among m participants.
 
-    variances: V [m]. weighted_means: h [m, C, D]. Weights are at least 0, of sum 1; entries up to
-    ``min_weight`` are 0 unless all would be.
+    variances: V [m]. weighted_means: h [m, C, D]. Weights are at least 0, with sum 1; entries up to
+    `min_weight` are 0, unless all would be.
     """
     return _mixture(variances.double(), _coordinates(weighted_means), client, min_weight)
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return points [m, at most m], float64, with the distances of h: all that P needs of it."""
+    """Return points [m, at most m], float64, with the distances of h, which is all that P needs."""
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
     return triangle.T
@@ -143,7 +167,9 @@ def _coordinates(weighted_means: Tensor) -> Tensor:
 def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
     weights = _simplex_minimum(variances, points[client] - points, client)
     large = torch.where(weights > min_weight, weights, 0.0)
-    return large / large.sum() if bool(large.any()) else weights
+    if not bool(large.any()):
+        return weights
+    return large / large.sum()
 
 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
@@ -154,10 +180,12 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
     """
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
-    if not best > 0:  # nothing is better than no variance and no bias
-        chosen = preferred if not diagonal[preferred] > 0 else int(diagonal.argmin())
-        return one_hot(torch.tensor(chosen), len(variances)).double()
-    root = torch.cat([variances.sqrt().diag(), offsets.T]) / best.sqrt()  # A; its scale is free
+    if not best > 0:
+        # A client without variance and bias gets all the weight.
+        choice = preferred if not diagonal[preferred] > 0 else int(diagonal.argmin())
+        return one_hot(torch.tensor(choice), len(variances)).double()
+    # A, whose scale has no effect.
+    root = torch.cat([variances.sqrt().diag(), offsets.T]) / best.sqrt()
     system = torch.cat([root, torch.ones_like(variances).unsqueeze(0)])
     target = torch.zeros(len(system), dtype=torch.float64)
     target[-1] = 1.0
@@ -167,14 +195,15 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
 
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
     """Return how many of a job's steps, with batches of ``sizes``, train the head: the first."""
-    whole, rest = divmod(samples, max(sizes))
-    dropped = rest == 1 and min(sizes) > 1  # for the sake of BatchNorm
-    once = whole + (rest > 0 and not dropped)
-    return min(head_epochs * once, len(sizes) * head_epochs // (head_epochs + 1))
+    full_batches, rest = divmod(samples, max(sizes))
+    # A last batch of one sample is left out because of BatchNorm.
+    is_left_out = rest == 1 and min(sizes) > 1
+    steps_per_pass = full_batches + (rest > 0 and not is_left_out)
+    return min(head_epochs * steps_per_pass, len(sizes) * head_epochs // (head_epochs + 1))
 
 
 def _head_slices(layout: Layout) -> tuple[slice, ...]:
-    """Return where the head lies in the vector."""
+    """Return the slices of the vector that hold the head."""
     return layout.runs(layout.within(["model.head"]))
 
 
@@ -190,7 +219,7 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return whether there was an aggregation: the first one makes the prototypes."""
+    """Return whether there was an aggregation; the first one makes prototypes."""
     return view.version > 0
 
 
@@ -207,11 +236,11 @@ def _budget(local: Local) -> tuple[str, int]:
 
 
 class FedPAC(Method):
-    """lam weighs R. head_epochs: of local.epochs, for the head; head_lr_factor: on local.lr there.
+    """lam: the weight of R. head_epochs: the part of local.epochs in which the head is trained.
 
-    min_weight: shares of other clients' heads that are too small to keep. The server keeps a head
-    for each client that took part: 20 KB each for 10 classes of 512 features, 2 GB for 100,000
-    clients.
+    head_lr_factor: factor on local.lr in the head phase. min_weight: the largest weight of a
+    client's head that becomes 0. The server keeps a head for each client that took part: 20 KB
+    each for 10 classes of 512 features, 2 GB for 100,000 clients.
     """
 
     name = "fedpac"
@@ -231,12 +260,12 @@ class FedPAC(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return a budget that has an epoch or a step for the extractor after the head's."""
+        """Return a budget with at least one epoch or step for the extractor."""
         key, budget = _budget(local)
         return {key: max(budget, self.head_epochs + 1)}
 
     def setup(self, run: Setup) -> None:
-        """Keep the head on the client; it travels in addition to the update."""
+        """Keep the head on the client; it is sent and uploaded apart from the shared model."""
         run.needs("classes", "features")
         run.excludes(
             "local",
@@ -248,8 +277,8 @@ class FedPAC(Method):
         key, budget = _budget(run.local)
         run.require(
             budget > self.head_epochs,
-            f"{key}={budget} leaves nothing for the extractor after method.fedpac.head_epochs="
-            f"{self.head_epochs} for the head. Set {key}={self.head_epochs + 1} or more.",
+            f"{key}={budget}: method.fedpac.head_epochs={self.head_epochs} leaves nothing for the "
+            f"extractor. Set {key}={self.head_epochs + 1} or more.",
         )
         run.private_parameters(
             [f"model.head.{name}" for name, _ in run.model.head.named_parameters()]
@@ -291,7 +320,7 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Add two passes for the statistics; the head phase saves the extractor's backward pass."""
+        """Return two passes for the statistics, minus the head phase's saved backward passes."""
         most = job.trained * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)
         return FORWARD * 2 * job.samples + (FORWARD - 1) * head
@@ -327,7 +356,7 @@ class FedPAC(Method):
 
     @staticmethod
     def _measure(job: LocalJob) -> Statistics:
-        """Return the client's statistics; the extractor is in eval mode meanwhile."""
+        """Return the client's statistics, measured in eval mode."""
         job.model.eval()
         with torch.no_grad():
             batches = ((job.model.features(inputs), labels) for inputs, labels in job.data())
@@ -360,27 +389,29 @@ class FedPAC(Method):
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         """Compute new prototypes, and a new head for each participant."""
         rows = rows_of(aggregation, server, "memory", "heads")
-        last = {row: number for number, row in enumerate(rows)}  # the last update of each client
+        # For a client that is here twice, its last update.
+        last_updates = {row: number for number, row in enumerate(rows)}
 
         def latest(name: str) -> Tensor:
             uploads = aggregation.uploads(name)
-            return torch.stack([uploads[number] for number in last.values()])
+            return torch.stack([uploads[number] for number in last_updates.values()])
 
         means, counts = latest("class_means"), latest("class_counts")
         server.state.update(aggregate_prototypes(class_means=means, class_counts=counts))
 
         variances = latest("variance").double().flatten()
         points = _coordinates(latest("weighted_means"))
-        mixtures = [_mixture(variances, points, i, self.min_weight) for i in range(len(last))]
+        participants = range(len(last_updates))
+        mixtures = [_mixture(variances, points, i, self.min_weight) for i in participants]
         weights = torch.stack(mixtures)
         server.report["own_weight"] = float(weights.diagonal().mean())
 
         all_heads = server.state["heads"]
         mixed = weights @ latest("head").double()
-        all_heads[list(last)] = mixed.to(all_heads.dtype)
+        all_heads[list(last_updates)] = mixed.to(all_heads.dtype)
 
 
 def _head_of(client: int, server: ServerView) -> Tensor | None:
-    """Return a copy of a client's mixture of heads, once it took part."""
+    """Return a copy of a client's mixture of heads; None before its first update."""
     rows = (server.state["clients"] == client).nonzero()
     return server.state["heads"][int(rows)].clone() if len(rows) else None

@@ -1,23 +1,29 @@
-"""FedProto: clients exchange the means of their features for each class, and no parameter.
+"""FedProto: exchange the mean features of each class instead of parameters.
 
-Tan, Long, Liu, Zhou, Lu, Jiang and Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients" (AAAI
-2022), Algorithm 1. Client i has n_ij samples of class j; h is the extractor, d the number of its features.
+Each client trains its own model and draws its features to the global mean of their class, the
+prototype.
+
+Source: Tan, Long, Liu, Zhou, Lu, Jiang and Zhang, "FedProto: Federated Prototype Learning across
+Heterogeneous Clients" (AAAI 2022), Algorithm 1. Client i has n_ij samples of class j; h is the
+extractor, d the number of its features.
 
     loss   cross-entropy + lam mean over the batch of |h(x) - C_y|^2 / d
     c_ij = mean of h(x) over client i's samples of class j, after training
     C_j  = sum_i n_ij c_ij / sum_i n_ij, over the participants
 
-A client is scored with its own model (predict=head), or predicts the class of the nearest prototype
-(predict=prototype).
+A client is scored with its own model (predict=head), or predicts the class of the nearest
+prototype (predict=prototype).
 
-Choices where the source is silent
-- A sample whose class has no C_j adds 0 to the mean over the batch, and still counts in it (the authors' code).
-- c_ij is measured in eval mode, without augmentation. A class that no participant holds keeps its last C_j.
-- With predict=prototype a client compares with the C_j that it received for its last job, of the classes that it holds
-  (the authors' code has the same classes). Until it received one it predicts with its head.
-- Every client uploads all classes, zeros and a count of 0 for those that it does not hold: the size of an upload is
-  declared before the run and is the same for all clients.
-- All clients have the same network. The paper also has clients with different ones.
+Departures from the paper
+- A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
+- c_ij is measured in eval mode, without augmentation. A class that no participant holds keeps its
+  last C_j.
+- With predict=prototype a client compares with the C_j that it received for its last job, of the
+  classes that it holds, which are the same in the authors' code. Before its first job it predicts
+  with its head.
+- Each client uploads all classes, with zeros and a count of 0 for those that it does not hold: the
+  size of an upload is declared before the run and is equal for all clients.
+- All clients have the same network; the paper also has clients with different ones.
 """
 
 from __future__ import annotations
@@ -54,11 +60,12 @@ def class_means(
     for features, labels in batches:
         # A product adds up in a fixed order, which an indexed sum on a GPU does not.
         classes = torch.arange(num_classes, device=labels.device)
-        member = (labels == classes.unsqueeze(1)).double()
-        sums.append(member @ features.double())
-        counts.append(member.sum(1))
+        members = (labels == classes.unsqueeze(1)).double()
+        sums.append(members @ features.double())
+        counts.append(members.sum(1))
     count = torch.stack(counts).sum(0)
-    return torch.stack(sums).sum(0) / count.clamp_min(1).unsqueeze(1), count
+    means = torch.stack(sums).sum(0) / count.clamp_min(1).unsqueeze(1)
+    return means, count
 
 
 def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
@@ -66,15 +73,15 @@ def prototype_loss(features: Tensor, labels: Tensor, prototypes: Tensor, present
 
     features: [B, d]. labels: int64 [B]. prototypes: [C, d]. present: bool [C].
     """
-    known = present[labels].unsqueeze(1).to(features.dtype)
-    distance = (features - prototypes[labels]) * known
+    has_prototype = present[labels].unsqueeze(1).to(features.dtype)
+    distance = (features - prototypes[labels]) * has_prototype
     return distance.square().mean()
 
 
 def nearest_prototype_head(
     prototypes: Mapping[int, Tensor], num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight [C, d] and bias [C] of a linear head whose largest logit is the nearest C_j.
+    """Return weight [C, d] and bias [C] of a linear head that predicts the nearest C_j's class.
 
     |h - C_j|^2 = |h|^2 - (2 h.C_j - |C_j|^2), and the first term is the same for all classes.
     """
@@ -99,7 +106,7 @@ class FedProto(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Keep all networks on the client; class means and counts go up, prototypes come down."""
+        """Keep all networks on the client; exchange class means, counts and prototypes."""
         run.needs("classes", "features")
         run.targets("integer")
         for other in ("fedpac", "ditto"):
@@ -136,7 +143,7 @@ class FedProto(Method):
         return loss + self.lam * term
 
     def end(self, job: LocalJob) -> None:
-        """Upload the class means of the trained model's features; keep what was received."""
+        """Upload the class means of the trained model; keep the prototypes of held classes."""
         job.model.eval()
         with torch.no_grad():
             batches = ((job.model.features(inputs), labels) for inputs, labels in job.data())
@@ -157,15 +164,14 @@ class FedProto(Method):
         if not prototypes:
             return
         tensors = client.vector.named(client.vector.data, client.vector.counters)
-        head = tensors["model.head.weight"], tensors["model.head.bias"]
-        for tensor, value in zip(
-            head, nearest_prototype_head(prototypes, len(head[1])), strict=True
-        ):
-            tensor.copy_(value)
+        weight, bias = tensors["model.head.weight"], tensors["model.head.bias"]
+        new_weight, new_bias = nearest_prototype_head(prototypes, len(bias))
+        weight.copy_(new_weight)
+        bias.copy_(new_bias)
 
     # --- an aggregation -----------------------------------------------------------------------
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute the prototypes of the classes that a participant holds; others stay."""
+        """Compute the prototypes of classes that a participant holds; others do not change."""
         new = aggregate_prototypes(
             class_means=torch.stack(aggregation.uploads("class_means")),
             class_counts=torch.stack(aggregation.uploads("class_counts")),

@@ -1,20 +1,24 @@
-"""FedRep and FedPer: the extractor is shared, and every client keeps a head of its own.
+"""FedRep and FedPer: share the extractor, and let each client keep its own head.
 
-Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning" (ICML
-2021), Algorithm 1; Arivazhagan, Aggarwal, Singh and Choudhary, "Federated Learning with Personalization Layers" (2019).
+FedRep trains first the head and then the extractor in each job; FedPer trains both together.
 
-    FedRep (mode=alternate)   head_epochs of the head with the extractor fixed, then body_epochs of the extractor with
-                              the head fixed
+Source: Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations for
+Personalized Federated Learning" (ICML 2021), Algorithm 1; Arivazhagan, Aggarwal, Singh and
+Choudhary, "Federated Learning with Personalization Layers" (2019).
+
+    FedRep (mode=alternate)   head_epochs of the head with the extractor fixed, then body_epochs of
+                              the extractor with the head fixed
     FedPer (mode=joint)       head and extractor together
-    both                      extractors are averaged; a client is scored with the shared extractor and its own head
+    both                      extractors are averaged; a client is scored with the shared extractor
+                              and its own head
 
-Choices where the sources differ or are silent
-- local.epochs is the sum of both phases, and is set to it unless the user sets it; a budget of local.steps is cut in
-  the same proportion. Mode joint uses it all.
-- The extractor is in train mode during head steps too (the authors' code): dropout is on and BatchNorm's running
-  statistics move, though no parameter of the extractor does.
-- Each phase has an optimiser of its own, so neither weight decay nor momentum moves what is fixed.
-- Weights by samples, as the authors' code; the paper's clients are of equal size.
+Departures from the paper
+- local.epochs is the sum of both phases, and is set to it unless the user sets it; a budget of
+  local.steps is divided in the same proportion. Mode joint uses all of it.
+- The extractor is in train mode in head steps, too, as in the authors' code: dropout is on and
+  BatchNorm's running statistics move, although no parameter of the extractor does.
+- Each phase has its own optimizer, so neither weight decay nor momentum moves the fixed part.
+- Weights are by samples, as in the authors' code; the paper's clients are of equal size.
 - A client that never trained has the initial head.
 """
 

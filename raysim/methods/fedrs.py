@@ -1,16 +1,20 @@
-"""FedRS: shrink the logits of the classes that a client lacks, whose weights would only ever be pushed away.
+"""FedRS: scale down the logits of the classes that a client lacks.
 
-Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data" (KDD 2021). With
-s_c = 1 for a class that the client has, else alpha, the loss is the cross-entropy of
+A client only ever pushes the weights of such classes away; smaller logits limit the damage.
+
+Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution
+Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the
+cross-entropy of
 
     z_c = s_c <w_c, h>
 
-Choices where paper and code disagree or are silent
-- Two scales, as printed ("binary"); the released code's grow with the class's count, alpha + (1 - alpha) n_c / max n,
-  so that it damps rare classes too ("relative").
-- The classifier has no bias, as in the code: the method takes it off the model's head.
-- alpha = 0 leaves a class that is missing with logit 0, a term in the softmax; it does not leave it out (FedLC does).
-- Outputs that are no classes of the data keep scale 1.
+Departures from the paper
+- There are two scales, as printed ("binary"). The released code's scale grows with the class's
+  count, alpha + (1 - alpha) n_c / max n, so that it damps rare classes, too ("relative").
+- The classifier has no bias, as in the code: the method removes it from the model's head.
+- alpha = 0 gives a missing class the logit 0, which stays a term of the softmax; FedLC leaves such
+  classes out.
+- Outputs that are not classes of the data keep scale 1.
 """
 
 from __future__ import annotations
@@ -34,22 +38,25 @@ KINDS = ("binary", "relative")
 
 
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
-    """s_c of ``class_counts`` [C], of which one is above 0: float64 [C] from ``alpha`` to 1."""
+    """Return s_c for `class_counts` [C], at least one of them above 0: float64 [C], alpha to 1."""
     counts = class_counts.double()
-    shares = (counts > 0).double() if kind == "binary" else counts / counts.max()
-    return alpha + (1.0 - alpha) * shares
+    presence = (counts > 0).double() if kind == "binary" else counts / counts.max()
+    return alpha + (1.0 - alpha) * presence
 
 
 def restricted_softmax_cross_entropy(
     *, logits: Tensor, labels: Tensor, class_counts: Tensor, alpha: float, kind: str = "binary"
 ) -> Tensor:
-    """Cross-entropy of the scaled ``logits`` (B, C), which have no bias; ``labels`` int64 (B,): mean of the batch."""
+    """Return the cross-entropy of the scaled `logits` [B, C], which have no bias: a mean."""
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
 
 
 class FedRS(Method):
-    """alpha is the scale of a class that the client has no sample of; 1 is FedAvg on the model without that bias."""
+    """alpha: the scale of a class without a sample; 1 is FedAvg on the model without the bias.
+
+    kind: "binary" or "relative".
+    """
 
     name = "fedrs"
     paper = "Li and Zhan, KDD 2021"
@@ -60,12 +67,12 @@ class FedRS(Method):
         self.kind = kind
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """The head loses its bias and keeps its weights."""
+        """Remove the bias of the head."""
         cast(Classifier, model).head.register_parameter("bias", None)
         return model
 
     def setup(self, run: Setup) -> None:
-        """Need classes and a head; replace the task loss."""
+        """Require classes and a head; replace the task loss."""
         run.needs("classes", "features")
         run.owns("loss")
 

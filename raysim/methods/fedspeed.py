@@ -1,22 +1,25 @@
-"""FedSpeed: a proximal term whose bias is corrected, and gradients mixed with those a step uphill.
+"""FedSpeed: pull local models to the received one, correct the bias of this pull, and descend along
+gradients that are partly taken uphill.
 
-Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round, and Higher Generalization
-Accuracy" (ICLR 2023), Algorithm 1, for client k with x^t received and K local steps:
+Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
+and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1, for client k with x^t received and K
+local steps:
 
-    g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2      on the same batch
-    theta <- theta - lr (g - c_k + (theta - x^t) / lam)
-    c_k   <- c_k - (theta_K - x^t) / lam            stays where the client sits out; 0 before its first participation
-    sends theta_K - lam c_k;                        the server takes the plain mean
+    g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
+    theta <- theta - lr (g - c_k + (theta - x^t) / lam)       g_1 and g_2 on the same batch
+    c_k   <- c_k - (theta_K - x^t) / lam            0 at first; unchanged for absent clients
+    upload theta_K - lam c_k;                       the server takes the plain mean
 
-Choices where the sources differ or are silent
-- The paper writes alpha for the share of the second gradient and, in its experiments, for the step uphill as well; here
-  `alpha` is the share and `rho` the step, which is not normalised.
-- The proximal term and c_k are not part of the gradient uphill; nor are other corrections, weight decay and momentum,
-  which come afterwards. Methods' terms of the loss are in both gradients.
-- x^t is `ctx.base`, which PartialFed mixes. All shared parameters have a c_k, those of extra networks among them; only
-  stages with the task loss go uphill.
-- What is sent replaces the trained vector, so a method that keeps the model as trained (pfedavg, moon) has to be listed
-  before this one. Buffers are averaged as trained. BatchNorm's running statistics move in the first pass only.
+Departures from the paper
+- The paper calls both the share of the second gradient and, in its experiments, the step uphill
+  alpha. Here `alpha` is the share and `rho` the step, which is not normalised.
+- The proximal term and c_k are not part of the gradient uphill. Other corrections, weight decay and
+  momentum are not, either; they follow. Methods' terms of the loss are in both gradients.
+- x^t is `job.start`, which PartialFed mixes. All shared parameters have a c_k, also those of extra
+  networks; only stages with the task loss go uphill.
+- The upload replaces the trained vector, so a method that keeps the model as trained (pfedavg,
+  moon) must come before this one in the list. Buffers are averaged as trained. BatchNorm's running
+  statistics move in the first pass only.
 """
 
 from __future__ import annotations
@@ -36,21 +39,22 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
-CORRECTION = "fedspeed.correction"
-
 
 def mixed_gradient(grad: Tensor, uphill: Tensor, alpha: float) -> Tensor:
-    """(1 - alpha) g_1 + alpha g_2, [n]."""
+    """Return (1 - alpha) g_1 + alpha g_2: [n]."""
     return torch.lerp(grad, uphill, alpha)
 
 
 def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, lam: float) -> Tensor:
-    """c_k - (theta_K - x^t) / lam, all [d]."""
+    """Return the next c_k: c_k - (theta_K - x^t) / lam, all [d]."""
     return correction - (trained - received) / lam
 
 
 class FedSpeed(Method):
-    """lam: the larger, the weaker the proximal term. rho: the step uphill; alpha: share of the gradient there."""
+    """lam: a large value makes the proximal term weak. rho: the step uphill.
+
+    alpha: the share of the gradient uphill.
+    """
 
     name = "fedspeed"
     paper = "Sun et al., ICLR 2023"
@@ -62,14 +66,14 @@ class FedSpeed(Method):
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep c_k, zero; skip the second pass where its gradient has no share."""
+        """Keep c_k, zero at first; skip the second pass if its gradient has no share."""
         run.corrects("shift")
         run.client_state("correction", run.zeros)
         if not (self.alpha and self.rho):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return a second pass of every batch."""
+        """Return a second pass of each batch."""
         return job.trained
 
     def perturb(
@@ -88,7 +92,7 @@ class FedSpeed(Method):
         grad -= job.state["correction"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Update c_k, and correct what is sent by it."""
+        """Update c_k, and subtract lam c_k from the uploaded model."""
         trained = job.params[: job.layout.trained]
         start = job.start[: job.layout.trained]
         correction = updated_correction(job.state["correction"], trained, start, self.lam)

@@ -1,24 +1,29 @@
-"""FedSR: a stochastic representation that is kept short, and near a learned Gaussian of its class.
+"""FedSR: learn features with noise that stay short and near a common Gaussian of their class.
 
-Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for Federated Learning" (NeurIPS
-2022). A linear layer in front of the classifier makes mu and (through softplus) sigma; in training z = mu + sigma eps,
-one eps per sample, takes the place of the features, and the loss is
+Simple features of this kind carry less information about a client, and generalise to other ones.
 
-    CE + alpha_l2r mean_b |z_b| + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
+Source: Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for
+Federated Learning" (NeurIPS 2022). A linear layer in front of the classifier makes mu and (through
+softplus) sigma. In training z = mu + sigma eps, with one eps for each sample, replaces the
+features, and the loss is
 
-with the KL summed over dimensions, and r_mu, r_sigma (C x Z each) and the scale s trained along. FedL2R is the
-deterministic variant with the norm alone (probabilistic=False).
+    CE + alpha_l2r mean_b |z_b|
+       + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
 
-Choices where paper and code disagree or are silent
-- The norm (code), not its square.
-- References and scale stay on the client: the code leaves them out of what it averages; share_reference averages them.
-- Weights as everywhere; the code's mean over clients is unweighted.
-- The code draws a fresh shuffled batch per step; here local.* says how a client goes through its data.
-- eps comes from torch's generator, which a job seeds for its model as it does for dropout: however many rows and passes
-  other methods ask for, each has noise of its own.
-- A model is scored by the log of its mean softmax over `samples` draws of z (code); here the same draws of eps for all
-  inputs, made once from the seed, so that scoring touches no stream. What looks at features outside training (frozen
-  copies, probes) sees mu.
+with the KL summed over dimensions, and trained r_mu, r_sigma (C x Z each) and scale s. FedL2R is
+the deterministic variant with the norm alone (probabilistic=False).
+
+Departures from the paper
+- The penalty is the norm, as in the code, not its square.
+- References and scale stay on the client: the code leaves them out of what it averages.
+  share_reference=True averages them.
+- Weights are the run's; the code's mean over clients is unweighted.
+- The code draws a new shuffled batch in each step; here local.* decides the order of the data.
+- eps comes from torch's generator, which a job seeds for its model as it does for dropout. All rows
+  and passes that other methods need have different noise.
+- A model is scored by the log of its mean softmax over `samples` draws of z, as in the code. Here
+  all inputs have the same draws of eps, made once from the seed, so that scoring uses no random
+  stream. Other uses outside training (frozen copies, probes) see mu.
 - Soft targets (Mixup) count as their heaviest class in the KL.
 """
 
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def representation_norm_penalty(*, representations: Tensor) -> Tensor:
-    """mean_b |z_b| of ``representations`` (B, Z)."""
+    """Return mean_b |z_b| of `representations` [B, Z]."""
     penalty: Tensor = representations.norm(dim=1).mean()
     return penalty
 
@@ -58,62 +63,67 @@ def conditional_information_penalty(
     reference_std_raw: Tensor,
     scale: Tensor | float = 1.0,
 ) -> Tensor:
-    """The KL above, summed over Z, the mean over B: ``mean`` and ``std`` > 0 (B, Z), ``labels`` int64 (B,).
+    """Return the KL above, summed over Z, the mean over B.
 
-    ``reference_mean`` and ``reference_std_raw`` (C, Z), the latter in front of its softplus; ``scale`` is s, not 0.
+    mean, std: [B, Z], std > 0. labels: int64 [B]. reference_mean: [C, Z]. reference_std_raw:
+    [C, Z], before its softplus. scale: s, not 0.
     """
-    centre, spread = reference_mean[labels], F.softplus(reference_std_raw)[labels]
+    centre = reference_mean[labels]
+    spread = F.softplus(reference_std_raw)[labels]
     sigma = (scale * std).abs()
-    each = (
-        (spread / sigma).log()
-        + (sigma.square() + (scale * mean - centre).square()) / (2 * spread.square())
-        - 0.5
-    )
-    penalty: Tensor = each.sum(dim=1).mean()
+    squares = sigma.square() + (scale * mean - centre).square()
+    divergence = (spread / sigma).log() + squares / (2 * spread.square()) - 0.5
+    penalty: Tensor = divergence.sum(dim=1).mean()
     return penalty
 
 
 class Gaussian(Classifier):
-    """A classifier of samples of N(mu, sigma^2) in training, of mu elsewhere; scored over fixed noise."""
+    """A classifier of draws from N(mu, sigma^2) in training and of mu otherwise.
 
-    p = 1.0  # training draws from torch's generator: see `is_stochastic`
+    It is scored over fixed noise.
+    """
+
+    # Training draws from torch's generator; see `is_stochastic`.
+    p = 1.0
 
     def __init__(self, base: Classifier, width: int, samples: int) -> None:
         mapping = nn.Linear(base.feature_dim, 2 * width)
         super().__init__(nn.Sequential(base.extractor, mapping), width, base.num_classes)
-        # No buffer: those travel, and every process makes this one from the seed. [samples, Z]
+        # [samples, Z]. Not a buffer, which would travel: each process makes it from the seed.
         self.noise = torch.randn(samples, width)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """mu and sigma [B, Z]."""
+        """Return mu and sigma, both [B, Z]."""
         mean, raw = self.extractor(x).chunk(2, dim=1)
         return mean, F.softplus(raw)
 
     def features(self, x: Tensor) -> Tensor:
-        """z [B, Z], with what it was drawn from as its attribute `moments`."""
+        """Return z [B, Z]; its attribute `moments` has the mu and sigma that it was drawn from."""
         mean, std = self.moments(x)
+        # A view of the mean, so that the attribute is not set on `mean` itself.
         z = mean + std * torch.randn_like(mean) if self.training else mean.view_as(mean)
         z.moments = mean, std  # type: ignore[attr-defined]
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a sample in training; else the log of the mean softmax over the noise."""
+        """Return logits of a draw in training, otherwise the log of the mean softmax."""
         if self.training:
             return super().forward(x)
         mean, std = self.moments(x)
-        scores = torch.stack(
-            [self.head(mean + std * eps).log_softmax(dim=1) for eps in self.noise.to(mean)]
-        )
-        return scores.logsumexp(dim=0) - math.log(len(scores))
+        scores = []
+        for eps in self.noise.to(mean):
+            logits = self.head(mean + std * eps)
+            scores.append(logits.log_softmax(dim=1))
+        return torch.stack(scores).logsumexp(dim=0) - math.log(len(scores))
 
 
 class Reference(nn.Module):
-    """A Gaussian for each class, and the scale of what is compared with it."""
+    """A Gaussian for each class, and the scale s of the features that are compared with it."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
         self.mean = nn.Parameter(torch.zeros(classes, width))
-        self.std = nn.Parameter(torch.ones(classes, width))  # in front of its softplus
+        self.std = nn.Parameter(torch.ones(classes, width))  # before its softplus
         self.scale = nn.Parameter(torch.ones(()))
 
 
@@ -121,9 +131,9 @@ REFERENCE = "fedsr.reference"
 
 
 class FedSR(Method):
-    """alpha_l2r weighs the norm, alpha_cmi the conditional information; width: Z, None: as wide as the features.
+    """alpha_l2r: the weight of the norm. alpha_cmi: the weight of the KL.
 
-    samples: of z that a score is the mean of.
+    width: Z; None: as many as the model's features. samples: draws of z in a score.
     """
 
     name = "fedsr"
@@ -142,10 +152,11 @@ class FedSR(Method):
         self.alpha_cmi = at_least("method.fedsr.alpha_cmi", alpha_cmi, 0.0)
         self.width = None if width is None else int(at_least("method.fedsr.width", width, 1))
         self.samples = int(at_least("method.fedsr.samples", samples, 1))
-        self.probabilistic, self.share_reference = probabilistic, share_reference
+        self.probabilistic = probabilistic
+        self.share_reference = share_reference
 
     @property
-    def _informed(self) -> bool:
+    def _has_reference(self) -> bool:
         return self.probabilistic and self.alpha_cmi > 0
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
@@ -158,10 +169,10 @@ class FedSR(Method):
         return Classifier(extractor, width, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Add the reference, private unless it is shared, and train it along with the model."""
+        """Add the references and train them with the model; they stay on clients unless shared."""
         run.needs("classes", "features")
         run.needs_clients("each client has a reference of its own")
-        if self._informed:
+        if self._has_reference:
             reference = Reference(run.task.num_classes, run.model.feature_dim)
             run.network("reference", reference, private=not self.share_reference)
             run.stages((Stage(trains=("model", REFERENCE)),))
@@ -169,24 +180,26 @@ class FedSR(Method):
             run.skip("loss")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add both penalties on the z that is classified."""
+        """Add both penalties on z."""
         terms = []
         if self.alpha_l2r:
             penalty = representation_norm_penalty(representations=out.features)
             terms.append(self.alpha_l2r * penalty)
-        if self._informed:
+        if self._has_reference:
             terms.append(self.alpha_cmi * self._information(job, out))
         return loss + sum(terms)
 
     def _information(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return the divergence of the batch from the references of its classes."""
         reference = cast(Reference, job.network("reference"))
-        targets = out.batch.targets
+        labels = out.batch.targets
+        if labels.ndim > 1:
+            labels = labels.argmax(dim=1)
         mean, std = _moments(out.features)
         return conditional_information_penalty(
             mean=mean,
             std=std,
-            labels=targets if targets.ndim == 1 else targets.argmax(dim=1),
+            labels=labels,
             reference_mean=reference.mean,
             reference_std_raw=reference.std,
             scale=reference.scale,
@@ -194,7 +207,7 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """What features (B, Z) were drawn from; they may be the first rows of a larger pass."""
-    whole = features if hasattr(features, "moments") else features._base
-    mean, std = whole.moments  # type: ignore[union-attr]
+    """Return the mu and sigma of features [B, Z], which may be the first rows of a larger pass."""
+    all_rows = features if hasattr(features, "moments") else features._base
+    mean, std = all_rows.moments  # type: ignore[union-attr]
     return mean[: len(features)], std[: len(features)]

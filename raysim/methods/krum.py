@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.methods.recombination import counting
+from raysim.methods.recombination import weighted_rows
 from raysim.primitives.checks import at_least
 from raysim.vectors.gram import combination, gram
 
@@ -76,7 +76,7 @@ class Krum(Method):
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean of the chosen updates; of all of them, with FedAvg's bits."""
-        rows = counting(aggregation, server)
+        rows = weighted_rows(aggregation, server)
         selected = max(1, len(rows) - self.byzantine) if self.selected is None else self.selected
         kept = [rows[place] for place in chosen(_distances(gram(rows)), self.byzantine, selected)]
         return combination(kept, [1.0] * len(kept), server.group).div_(len(kept))

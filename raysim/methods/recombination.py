@@ -1,4 +1,8 @@
-"""What server rules share: a changed weighted sum that is never formed, and rules for each parameter by itself."""
+"""Functions that several server rules share.
+
+`recombine` makes a weighted sum of changed updates that are never formed; `combine_by_coordinate`
+applies a rule to each parameter separately.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,31 @@ from raysim.vectors.gram import Granularity, combination, gram, stretches
 
 
 def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """Of each update the part [trained] that belongs to trainable parameters; views."""
+    """Return the trainable parameters [trained] of each update, as views."""
     return [delta[: server.layout.trained] for delta in aggregation.deltas]
 
 
-def counting(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """The same of the updates that have a weight. Raises ValueError where none has."""
-    rows = [
-        row
-        for row, weight in zip(parameters_of(aggregation, server), aggregation.weights, strict=True)
-        if weight
-    ]
-    if not rows:
+def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
+    """Return the trainable parameters of the updates that have a weight above 0.
+
+    Raises ValueError if there is none.
+    """
+    rows = parameters_of(aggregation, server)
+    weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]
+    if not weighted:
         raise ValueError("all updates have the weight 0")
-    return rows
+    return weighted
 
 
-def by_coordinate(
+def combine_by_coordinate(
     rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: ServerView
 ) -> Tensor:
-    """[trained] a rule that makes one number of each column of the updates that count, [m, d] -> [d], in blocks."""
-    rows, direction = counting(aggregation, server), torch.empty_like(server.params)
+    """Return the direction [trained] that a rule makes of each column of the weighted updates.
+
+    rule: from some columns [m, d] to one number for each [d]. Columns are taken in blocks.
+    """
+    rows = weighted_rows(aggregation, server)
+    direction = torch.empty_like(server.params)
 
     def fill(part: slice) -> None:
         direction[part] = rule(torch.stack([row[part] for row in rows]))
@@ -42,24 +50,22 @@ def by_coordinate(
     return direction
 
 
-def recombined(
+def recombine(
     aggregation: Aggregation,
     server: ServerView,
     granularity: Granularity,
-    change: Callable[[Tensor], Tensor],
+    coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """[trained] the weighted sum of changed updates, over the divisor; they are never formed.
+    """Return the weighted sum [trained] of changed updates, over the divisor; none is formed.
 
-    change: from the Gram matrix of a stretch to the coefficients [m, m], float64, of each changed update (a row) in the
-    updates as they came. The identity gives FedAvg's bits.
+    coefficients: from the Gram matrix of a stretch to the coefficients float64 [m, m] of each
+    changed update (a row) in the original ones. The identity gives FedAvg's bits.
     """
-    rows, raw = (
-        parameters_of(aggregation, server),
-        torch.tensor(aggregation.weights, dtype=torch.float64),
-    )
+    rows = parameters_of(aggregation, server)
+    weights = torch.tensor(aggregation.weights, dtype=torch.float64)
     direction = torch.empty_like(server.params)
     for part in stretches(server.layout, granularity):
         blocks = [row[part] for row in rows]
-        mixed = (raw @ change(gram(blocks))).tolist()
+        mixed = (weights @ coefficients(gram(blocks))).tolist()
         combination(blocks, mixed, server.group, direction[part])
     return direction.div_(aggregation.divisor)

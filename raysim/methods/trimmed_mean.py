@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.methods.recombination import by_coordinate, counting
+from raysim.methods.recombination import combine_by_coordinate, weighted_rows
 from raysim.primitives.checks import in_range
 from raysim.vectors.gram import combination
 
@@ -60,7 +60,9 @@ class TrimmedMean(Method):
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the trimmed mean; where nothing is left out, the mean with FedAvg's bits."""
-        rows = counting(aggregation, server)
+        rows = weighted_rows(aggregation, server)
         if not trimmed(len(rows), self.share):
             return combination(rows, [1.0] * len(rows), server.group).div_(len(rows))
-        return by_coordinate(lambda block: trimmed_mean(block, self.share), aggregation, server)
+        return combine_by_coordinate(
+            lambda block: trimmed_mean(block, self.share), aggregation, server
+        )

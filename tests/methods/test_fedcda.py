@@ -1,4 +1,4 @@
-"""FedCDA: the search against brute force, the cache of client models, and the mean of what is selected."""
+"""Test FedCDA's search against brute force, its cache of models, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,22 +19,18 @@ from tiny_runs import (
     Spy,
     clients_of_sizes,
     coordinate,
-    equal_clients,
-    make_server,
-    ran,
+    even,
     run,
     run_spec,
-    tiny,
+    server_of,
+    sized,
 )
-from torch import Tensor
 
 from raysim.api.declarations import Task
 from raysim.api.messages import Published, Update
 from raysim.methods.fedcda import (
-    LIMIT,
+    MAX_COMBINATIONS,
     FedCDA,
-    cross_round_aggregate,
-    divergence,
     greedy_selection,
     select_models,
     selection_objective,
@@ -64,91 +60,59 @@ def case(
     }
 
 
-def objective(choice: Sequence[int], given: dict[str, Any]) -> float:
+def objective(choice: Sequence[int], arguments: dict[str, Any]) -> float:
     """J of a choice, straight from its definition."""
     rows = list(range(len(choice)))
-    models = torch.cat([given["fixed_models"], given["candidates"][rows, list(choice)]])
-    losses = torch.cat([given["fixed_losses"], given["candidate_losses"][rows, list(choice)]])
-    return float(selection_objective(models=models, losses=losses, smoothness=given["smoothness"]))
+    models = torch.cat([arguments["fixed_models"], arguments["candidates"][rows, list(choice)]])
+    losses = torch.cat(
+        [arguments["fixed_losses"], arguments["candidate_losses"][rows, list(choice)]]
+    )
+    return float(
+        selection_objective(models=models, losses=losses, smoothness=arguments["smoothness"])
+    )
 
 
-def combinations(given: dict[str, Any]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*(range(count) for count in given["num_candidates"].tolist())))
+def combinations(arguments: dict[str, Any]) -> list[tuple[int, ...]]:
+    return list(
+        itertools.product(*(range(count) for count in arguments["num_candidates"].tolist()))
+    )
 
 
-# --- the search -----------------------------------------------------------------------------------------------------
+# --- the search ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("smoothness", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("fixed", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_one_batch_finds_the_best_of_all_combinations(
+def test_search_in_one_batch_finds_the_best_combination(
     seed: int, fixed: int, smoothness: float
 ) -> None:
-    given = case(seed, fixed=fixed) | {"smoothness": smoothness}
-    best = min(combinations(given), key=lambda choice: objective(choice, given))
-    assert select_models(**given).tolist() == list(best)
+    arguments = case(seed, fixed=fixed) | {"smoothness": smoothness}
+    best = min(combinations(arguments), key=lambda choice: objective(choice, arguments))
+    assert select_models(**arguments).tolist() == list(best)
 
 
-def test_more_batches_never_beat_one_and_sometimes_lose() -> None:
-    gaps = []
-    for seed in range(8):
-        given = case(seed)
-        one, three = (
-            objective(greedy_selection(**given, num_batches=many).tolist(), given)
-            for many in (1, 3)
-        )
-        gaps.append(three - one)
-    assert min(gaps) >= -1e-12 and max(gaps) > 1e-3
-
-
-def test_a_batch_does_not_see_the_later_ones() -> None:
-    given = case(1)
+def test_search_of_a_batch_ignores_later_batches() -> None:
+    arguments = case(1)
     first = {
-        key: value[:2] if key.startswith(("cand", "num")) else value for key, value in given.items()
+        key: value[:2] if key.startswith(("cand", "num")) else value
+        for key, value in arguments.items()
     }
-    assert greedy_selection(**given, num_batches=2).tolist()[:2] == select_models(**first).tolist()
-
-
-def test_more_batches_than_clients_are_a_batch_each() -> None:
-    given = case(2)
-    alone, many = (greedy_selection(**given, num_batches=count).tolist() for count in (4, 9))
-    assert alone == many
-
-
-def test_the_choice_is_the_same_for_shifted_models_and_shifted_losses() -> None:
-    given = case(3)
-    choice = select_models(**given).tolist()
-    shift = torch.linspace(-30, 50, 5)
-    moved = given | {key: given[key] + shift for key in ("candidates", "fixed_models")}
-    dearer = given | {key: given[key] + 7 for key in ("candidate_losses", "fixed_losses")}
-    assert select_models(**moved).tolist() == select_models(**dearer).tolist() == choice
-
-
-def test_permuted_clients_choose_alike() -> None:
-    given = case(4)
-    order = [2, 0, 3, 1]
-    permuted = {
-        key: value[order] if key.startswith(("cand", "num")) else value
-        for key, value in given.items()
-    }
-    assert select_models(**permuted).tolist() == select_models(**given)[order].tolist()
-
-
-def test_without_smoothness_each_client_takes_its_lowest_loss() -> None:
-    given = case(5) | {"smoothness": 0.0, "num_candidates": torch.full((4,), 3)}
-    expected = given["candidate_losses"].argmin(1).tolist()
     assert (
-        select_models(**given).tolist()
-        == greedy_selection(**given, num_batches=3).tolist()
-        == expected
+        greedy_selection(**arguments, num_batches=2).tolist()[:2] == select_models(**first).tolist()
     )
 
 
-def test_of_equal_combinations_the_first_is_chosen() -> None:
-    given = case(6)
-    same = given["candidates"][:, :1].expand(4, 3, 5).clone()
-    tied = given | {
+def test_search_allows_more_batches_than_clients() -> None:
+    arguments = case(2)
+    alone, many = (greedy_selection(**arguments, num_batches=count).tolist() for count in (4, 9))
+    assert alone == many
+
+
+def test_search_prefers_the_first_of_equal_combinations() -> None:
+    arguments = case(6)
+    same = arguments["candidates"][:, :1].expand(4, 3, 5).clone()
+    tied = arguments | {
         "candidates": same,
         "candidate_losses": torch.ones(4, 3).double(),
         "num_candidates": torch.full((4,), 3),
@@ -158,13 +122,6 @@ def test_of_equal_combinations_the_first_is_chosen() -> None:
     assert select_models(**tied).tolist() == [0, 0, 0, 0], "within rounding"
     tied["candidate_losses"][:, 0] += 1e-6
     assert select_models(**tied).tolist() == [1, 1, 1, 1]
-
-
-def test_the_divergence_is_zero_for_equal_models_only() -> None:
-    models = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
-    assert float(divergence(models=models)) == 1.0
-    assert float(divergence(models=models[[0, 0]])) == 0.0
-    assert cross_round_aggregate(models=models).tolist() == [2.0, 2.0]
 
 
 # --- the server -----------------------------------------------------------------------------------------------------
@@ -224,17 +181,11 @@ def cached(at: Server, client: int) -> list[list[float]]:
     ]
 
 
-def selected(at: Server) -> Tensor:
-    """The selected model of every client seen."""
-    models = at.state["fedcda.models"]
-    return models[torch.arange(len(models)), at.state["fedcda.selected"]]
-
-
 def model(value: float, buffer: float = 0.0) -> list[float]:
     return [value] * (WIDTH - 1) + [buffer]
 
 
-def test_a_cache_holds_the_last_models_newest_first_and_that_of_an_absent_client_stays() -> None:
+def test_cache_holds_the_last_models_of_each_client() -> None:
     at = server(FedCDA(memory=2))
     step(at, [(3, model(1)), (1, model(2))])
     step(at, [(3, model(3))])
@@ -246,28 +197,7 @@ def test_a_cache_holds_the_last_models_newest_first_and_that_of_an_absent_client
     )
 
 
-def test_everybody_seen_counts_with_the_selected_model_and_nobody_else() -> None:
-    at = server(FedCDA(memory=2, batches=1, warmup_rounds=0))
-    step(at, [(0, model(1)), (1, model(1.5))])
-    step(at, [(2, model(9)), (3, model(1))])
-    step(at, [(2, model(2))])
-    assert selected(at)[:, 0].tolist() == [1, 1.5, 2, 1]
-    assert at.vector[0] == pytest.approx(5.5 / 4)
-    step(at, [(2, model(20))])
-    assert selected(at)[2, 0] == 2, "the older model is the closer one"
-    step(at, [(2, model(21))], losses={2: -1e6})
-    assert selected(at)[2, 0] == 21, "and a low loss makes up for distance"
-
-
-def test_buffers_go_with_their_model_and_are_no_part_of_the_distance() -> None:
-    at = server(FedCDA(memory=2, batches=1, warmup_rounds=1))
-    step(at, [(0, model(1, 500)), (1, model(1, 0))])
-    step(at, [(0, model(3, 0))])
-    assert selected(at).tolist() == [model(1, 500), model(1, 0)]
-    assert at.vector.tolist() == model(1, 250)
-
-
-def test_a_stale_client_contributes_the_model_it_trained() -> None:
+def test_stale_client_contributes_the_model_it_trained() -> None:
     at = server(FedCDA(warmup_rounds=1))
     step(at, [(0, model(1)), (1, model(3))])
     assert at.vector.tolist() == model(2)
@@ -280,29 +210,11 @@ def test_a_stale_client_contributes_the_model_it_trained() -> None:
     assert warm.vector[0] == pytest.approx(5.5)
 
 
-def test_a_client_that_arrives_twice_is_one_participant_with_two_more_models() -> None:
+def test_client_twice_in_a_buffer_is_one_participant() -> None:
     at = server(FedCDA(memory=3, batches=1, warmup_rounds=0))
     step(at, [(1, model(2)), (0, model(4)), (1, model(3))])
     assert cached(at, 1) == [model(3), model(2)]
     assert at.vector.tolist() == pytest.approx(model(3.5))
-
-
-def test_warm_up_averages_the_participants_or_everybodys_newest_model() -> None:
-    fedavg, newest = server(FedCDA()), server(FedCDA(warmup="selected"))
-    for at in (fedavg, newest):
-        step(at, [(0, model(1)), (1, model(3))])
-        step(at, [(1, model(8))])
-    assert fedavg.vector.tolist() == model(8)
-    assert newest.vector.tolist() == model(4.5)
-
-
-def test_the_report_has_the_mean_age_of_the_selected_models() -> None:
-    at = server(FedCDA(memory=2, batches=1, warmup_rounds=0))
-    step(at, [(0, model(1)), (1, model(1))])
-    assert at.report == {"fedcda.age": 0.0}
-    step(at, [(2, model(1))])
-    step(at, [(2, model(50))])
-    assert at.report == {"fedcda.age": (2 + 2 + 1) / 3}
 
 
 # --- the loss that a client sends -----------------------------------------------------------------------------------
@@ -312,7 +224,7 @@ def test_the_report_has_the_mean_age_of_the_selected_models() -> None:
     ("losses", "epochs", "expected"),
     [(10, 5, 8.5), (10, 1, 4.5), (10, None, 9.0), (25, None, 23.5), (3, None, 2.0), (0, 2, 0.0)],
 )
-def test_a_client_sends_the_mean_loss_of_its_last_epoch_or_last_tenth_of_steps(
+def test_upload_is_the_mean_loss_of_the_last_epoch(
     losses: int, epochs: int | None, expected: float
 ) -> None:
     local = SimpleNamespace(epochs=epochs)
@@ -324,28 +236,19 @@ def test_a_client_sends_the_mean_loss_of_its_last_epoch_or_last_tenth_of_steps(
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_with_one_model_each_and_every_client_in_every_round_it_is_uniform_fedavg() -> None:
-    everybody = Synchronous(6)
-    settings: dict[str, Any] = {"schedule": everybody, "fleet": Ideal()} | UNIFORM
-    found = run(run_spec(FedCDA(memory=1, warmup_rounds=0), model=NORMED), **settings)
-    fedavg = run(run_spec(model=NORMED), **settings)
-    for name, values in found.tensors.items():  # sums in float64 there, in float32 here
-        np.testing.assert_allclose(values, fedavg.tensors[name], rtol=1e-4, atol=1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("group", [2, 5])
-def test_a_warm_up_as_long_as_the_run_is_uniform_fedavg_bit_for_bit(group: int) -> None:
+def test_warmup_as_long_as_the_run_has_fedavgs_bits(group: int) -> None:
     settings: dict[str, Any] = {"fleet": Ideal(), "summation": group} | UNIFORM
-    found, fedavg = (
+    ended, fedavg = (
         run(run_spec(*methods, model=NORMED), Synchronous(6), **settings)
         for methods in ([FedCDA(warmup_rounds=3)], [])
     )
-    assert found.finished.model_sha256 == fedavg.finished.model_sha256
+    assert ended.finished.model_sha256 == fedavg.finished.model_sha256
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_a_killed_run_resumes_to_the_same_bits_and_caches(
+def test_killed_run_resumes_to_the_same_bits_and_caches(
     schedule: Any, place: Any, tmp_path: Path
 ) -> None:
     def study() -> Any:
@@ -365,8 +268,8 @@ def test_a_killed_run_resumes_to_the_same_bits_and_caches(
     assert on_disk == [place == "disk"] * 2
 
 
-def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_path: Path) -> None:
-    data = equal_clients(clients=12)
+def test_cache_survives_resume_and_absence(tmp_path: Path) -> None:
+    data = even(clients=12)
     study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))
     spy = Spy(study)
@@ -391,67 +294,19 @@ def test_a_cache_survives_a_resume_and_rounds_in_which_its_client_sits_out(tmp_p
         assert after[1:] == before[client][:2] if client in busy else after == before[client]
 
 
-def test_the_model_is_the_mean_of_the_selected_ones_and_the_selection_is_the_best() -> None:
-    found = run(
-        run_spec(FedCDA(batches=1, warmup_rounds=1), model=NORMED_MLP), Synchronous(3), rounds=6
-    )
-    at = found.coordinator.server
-    state, trained = at.state, found.coordinator.layout.trained
-    np.testing.assert_allclose(at.vector, selected(at).double().mean(0), rtol=1e-5, atol=1e-6)
-    busy = (state["fedcda.rounds"].amax(1) == 5).nonzero().flatten().tolist()
-    idle = [row for row in range(len(state["fedcda.clients"])) if row not in busy]
-    assert len(busy) == 3 and idle
-
-    def value(places: Sequence[int]) -> float:
-        chosen = state["fedcda.selected"].clone()
-        chosen[busy] = torch.tensor(places)
-        every = torch.arange(len(chosen))
-        models, losses = (
-            state["fedcda.models"][every, chosen],
-            state["fedcda.losses"][every, chosen],
-        )
-        return float(
-            selection_objective(models=models[:, :trained].double(), losses=losses, smoothness=1.0)
-        )
-
-    kept = [range(min(3, int(state["fedcda.pushes"][row]))) for row in busy]
-    values = [value(places) for places in itertools.product(*kept)]
-    assert len(values) > 1
-    assert value(state["fedcda.selected"][busy].tolist()) == pytest.approx(min(values), rel=1e-12)
-
-
-def test_a_buffered_schedule_caches_what_clients_trained_from_older_versions() -> None:
-    study = run_spec(FedCDA(memory=2, warmup_rounds=2))
-    spy = Spy(study)
-    found = ran(coordinate(study, Buffered(concurrency=5, size=2), runtime=spy, rounds=9))
-    published = {job.number: published for job, published in spy.sent}
-    assert max(row["staleness"] or 0 for row in found.rows) > 0
-    assert max(row["fedcda.age"] or 0 for row in found.rows) > 0
-    at = found.coordinator.server
-    running = found.in_flight
-    for client in at.state["fedcda.clients"].tolist():
-        mine = [
-            update
-            for update in spy.updates
-            if update.client == client and update.job not in running
-        ]
-        models = [published[update.job].vector + update.delta for update in mine]
-        assert cached(at, client) == [trained.tolist() for trained in models[:-3:-1]]
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_would_do(
+def test_too_large_search_is_refused_with_enough_batches(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
     with pytest.raises(
-        Refused, match=r"method.fedcda.batches=2 makes 4.8e\+06 combinations .* set it to 3"
+        Refused, match=r"^method\.fedcda\.batches=2: .* Set method\.fedcda\.batches=3"
     ):
         coordinate(run_spec(FedCDA(batches=2), data=data), schedule)
-    assert 3**9 <= LIMIT < 3**14
+    assert 3**9 <= MAX_COMBINATIONS < 3**14
     coordinate(run_spec(FedCDA(batches=3), data=data), schedule)
     coordinate(
         run_spec(FedCDA(batches=2), data=clients_of_sizes((3,) * 24)),
@@ -459,37 +314,32 @@ def test_a_search_without_bound_is_refused_before_the_start_with_batches_that_wo
     )
 
 
-def test_a_search_of_exactly_the_limit_is_taken() -> None:
-    data = clients_of_sizes((3,) * 6)
-    assert LIMIT == 10**6
+def test_search_of_exactly_the_limit_is_accepted() -> None:
+    data = sized((3,) * 6)
+    assert MAX_COMBINATIONS == 10**6
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
-    with pytest.raises(Refused, match=r"combinations of 11 models of 6 clients .* set it to 2"):
+    with pytest.raises(Refused, match=r"^method\.fedcda\.batches=1: .*batches=2"):
         coordinate(run_spec(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
-    with pytest.raises(Refused, match=r"combinations of 10 models of 12 clients .* set it to 2"):
-        coordinate(
-            run_spec(FedCDA(memory=10, batches=1), data=clients_of_sizes((3,) * 12)),
-            Synchronous(12),
-        )
+    with pytest.raises(Refused, match=r"^method\.fedcda\.batches=1: .*batches=2"):
+        coordinate(run_spec(FedCDA(memory=10, batches=1), data=sized((3,) * 12)), Synchronous(12))
 
 
-def test_a_cache_that_may_outgrow_its_budget_is_refused_with_what_fits() -> None:
+def test_cache_over_budget_is_refused_with_what_fits() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)
-    with pytest.raises(
-        ValueError, match=r"memory=3\) of 4 clients, more than method.fedcda.budget.*memory=2, or"
-    ):
+    with pytest.raises(ValueError, match=r"method\.fedcda\.budget.*memory=2"):
         server(FedCDA(budget=all_three * 0.99), counts)
     server(FedCDA(memory=2, budget=all_three * 0.99), counts)
-    with pytest.raises(ValueError, match=r"set method.fedcda.memory=1, or"):
+    with pytest.raises(ValueError, match=r"method\.fedcda\.memory=1"):
         server(FedCDA(budget=all_three / 3), counts)
-    with pytest.raises(ValueError, match=r"budget=1e-12: set method.fedcda.budget="):
+    with pytest.raises(ValueError, match=r"method\.fedcda\.budget="):
         server(FedCDA(budget=1e-12), counts)
 
 
 def test_weights_by_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="weighting=samples has no effect on method 'fedcda'"):
-        coordinate(run_spec(FedCDA(), data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
+    with pytest.raises(ValueError, match=r"^weighting=samples"):
+        coordinate(run_spec(FedCDA(), data=sized((3, 3, 3, 3))), weighting="samples")
 
 
 @pytest.mark.parametrize(
@@ -503,10 +353,3 @@ def test_weights_by_samples_are_refused() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"method.fedcda.{text}"):
         FedCDA(**settings)
-
-
-def test_a_study_keeps_one_cache_for_each_client_with_samples_that_was_seen() -> None:
-    found = run(run_spec(FedCDA(), data=tiny()), rounds=2)
-    state = found.coordinator.server.state
-    assert set(state["fedcda.clients"].tolist()) == set(found.participations)
-    assert len(state["fedcda.models"]) == len(found.participations) <= 6

@@ -21,7 +21,7 @@ from raysim.api.server_view import Aggregation
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedld import PrincipalGradient
-from raysim.methods.recombination import recombined
+from raysim.methods.recombination import recombine
 from raysim.simulation.server import Server
 from raysim.vectors import blocks, gram as module
 from raysim.vectors.gram import combination, gram, stretches
@@ -117,7 +117,7 @@ def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
 def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> None:
     target, rows = server(group=group), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
-    got = recombined(given(rows, weights), target, "model", unchanged)
+    got = recombine(given(rows, weights), target, "model", unchanged)
     target.step(updates(rows), {}, [0] * 12, {})
     assert torch.equal(got, target.params), "from zero"
 
@@ -142,7 +142,7 @@ def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
 
 def test_coefficients_apply_to_the_rows_as_they_came() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
-    got = recombined(given(rows, [1.0, 2.0, 4.0], 8.0), server(), "model", lambda products: mixture)
+    got = recombine(given(rows, [1.0, 2.0, 4.0], 8.0), server(), "model", lambda products: mixture)
     want = torch.tensor([1.0, 2.0, 4.0]).double() @ mixture @ rows.double()[:, : LAYOUT.trained] / 8
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
 
@@ -154,7 +154,7 @@ def test_per_tensor_every_tensor_has_a_gram_matrix_of_its_own() -> None:
         seen.append(products)
         return unchanged(products)
 
-    recombined(given(rows, [1.0] * 3), server(), "tensor", note)
+    recombine(given(rows, [1.0] * 3), server(), "tensor", note)
     parts = stretches(LAYOUT, "tensor")
     assert [part.stop - part.start for part in parts] == [12, 3, 3, 3], "and none of the buffers"
     for products, part in zip(seen, parts, strict=True):
