@@ -1,13 +1,18 @@
-"""RFA: the geometric median of the updates, from which the sum of their distances is least, in place of their mean.
+"""Geometric median (RFA): use the point with the least sum of distances to the updates.
 
-Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022), by the smoothed
-Weiszfeld algorithm: z starts as the weighted mean, and each of ``steps`` times
+It withstands arbitrary updates as long as they have less than half of the weight.
+
+Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP
+2022), by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and each of `steps`
+times
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 
-with a_i the weights (by samples unless the run says otherwise). A corruption of less than half of the weight moves it
-by a bounded amount only. z stays in the span of the updates: their Gram matrix and one weighted sum suffice.
-BatchNorm's statistics are averaged as ever.
+with a_i the weights (by samples unless the run says otherwise).
+
+Departures from the paper
+- z stays in the span of the updates, so that their Gram matrix and one weighted sum suffice.
+- BatchNorm's statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -28,23 +33,21 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """b [m] after ``steps``, of the updates' Gram matrix float64 [m, m] and a [m]; a itself after none."""
-    found = weights
+    """Return b [m] after `steps` steps; after none a itself.
+
+    products: the Gram matrix of the updates, float64 [m, m]. weights: a [m].
+    """
+    b = weights
     for _ in range(steps):
-        mean = found / found.sum()
+        mean = b / b.sum()
         squares = mean @ products @ mean - 2 * products @ mean + products.diagonal()
-        found = weights / squares.clamp_min(0).sqrt().clamp_min(nu)
-    return found
-
-
-def geometric_median(updates: Tensor, weights: Tensor, steps: int = 3, nu: float = 1e-5) -> Tensor:
-    """``updates`` [m, d] of ``weights`` [m] -> [d]."""
-    found = weiszfeld_weights(updates @ updates.T, weights, steps, nu)
-    return found @ updates / found.sum()
+        distances = squares.clamp_min(0).sqrt()
+        b = weights / distances.clamp_min(nu)
+    return b
 
 
 class GeometricMedian(Method):
-    """steps: of Weiszfeld's algorithm. nu: distances below it count as if they were as long."""
+    """steps: of Weiszfeld's algorithm. nu: the least distance; smaller ones count as nu."""
 
     name = "geometric_median"
     paper = "Pillutla et al., IEEE TSP 2022"

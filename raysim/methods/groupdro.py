@@ -1,14 +1,18 @@
-"""GroupDRO with clients as groups: clients with a high loss gain aggregation weight exponentially.
+"""GroupDRO: give clients with a high loss more weight, growing exponentially.
 
-Sagawa, Koh, Hashimoto and Liang, "Distributionally Robust Neural Networks for Group Shifts" (ICLR 2020), Algorithm 1,
-in the federated form of FedBR's Appendix A: q_i <- q_i exp(eta_q l_i) for the participants, who are then averaged with
-the weights q_i / sum q_j.
+Clients are the groups; the aggregate approaches the model that is best for the worst client.
 
-Choices where the sources differ or are silent
-- l_i is the task loss of the received model on the first local batch (code); batches="all" takes the
-  mean over all local steps.
-- q belongs to the client (paper), not to a worker slot; it is renormalised, which changes no weight.
-- Mixup and momentum across rounds, always on in FedBR's code, are choices of their own here.
+Source: Sagawa, Koh, Hashimoto and Liang, "Distributionally Robust Neural Networks for Group
+Shifts" (ICLR 2020), Algorithm 1, in the federated form of FedBR's Appendix A:
+
+    q_i <- q_i exp(eta_q l_i)      for the participants, who are averaged with q_i / sum q_j
+
+Departures from the paper
+- l_i is the task loss of the received model on the first local batch, as in FedBR's code;
+  batches="all" takes the mean over all local steps.
+- q belongs to the client, as in the paper, not to a worker slot. It is normalised again, which
+  changes no weight.
+- Mixup and momentum across rounds, which FedBR's code always uses, are separate choices.
 """
 
 from __future__ import annotations
@@ -29,29 +33,34 @@ if TYPE_CHECKING:
 
 
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """q after one round: ``weights`` (N,) above 0, ``losses`` (M,) of the clients ``indices`` int64 (M,).
+    """Return q after one round, with sum 1: [N].
 
-    Sums to 1. In the log domain, for exp(step_size * loss) may overflow.
+    weights: q [N], above 0. losses: [M] of the clients `indices`, int64 [M]. The computation is in
+    logarithms, because exp(step_size * loss) may overflow.
     """
-    raised = _raise(weights.log(), losses, indices, step_size).softmax(0)
-    return raised.clamp_min(torch.finfo(raised.dtype).tiny)
+    updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)
+    return updated.clamp_min(torch.finfo(updated.dtype).tiny)
 
 
 def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
-    """The weights of the participants ``indices`` int64 (M,), in their order; they sum to 1."""
-    chosen = weights[indices]
-    return chosen / chosen.sum()
+    """Return the weights of the participants `indices`, int64 [M], in their order, with sum 1."""
+    participants = weights[indices]
+    return participants / participants.sum()
 
 
-def _raise(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """log q after one round but for a common factor, in place: so who takes no part costs nothing."""
-    return log_weights.index_add_(
-        0, indices, step_size * losses.to(log_weights.dtype)
-    )  # a client may be there twice
+def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
+    """Add step_size times the losses to log q, in place, without normalising it.
+
+    Absent clients cost nothing. A client may be in `indices` twice.
+    """
+    return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))
 
 
 class GroupDRO(Method):
-    """step_size is eta_q. batches: those whose mean loss is l_i. prior: q at the start, equal or by samples."""
+    """step_size: eta_q. batches: l_i is the loss of the first batch or of all.
+
+    prior: q before the first round, uniform or by samples.
+    """
 
     name = "groupdro"
     paper = "Sagawa et al., ICLR 2020"
@@ -64,7 +73,8 @@ class GroupDRO(Method):
         prior: Literal["uniform", "samples"] = "uniform",
     ):
         self.step_size = at_least("method.groupdro.step_size", step_size, 0.0)
-        self.batches, self.prior = batches, prior
+        self.batches = batches
+        self.prior = prior
 
     def setup(self, run: Setup) -> None:
         """Keep log q of all clients on the server; each job uploads its loss."""
@@ -81,10 +91,12 @@ class GroupDRO(Method):
     def end(self, job: LocalJob) -> None:
         """Upload l_i, without the terms that methods add."""
         losses = job.losses
-        if not len(losses):  # no step had the task loss: nothing is known of this client
+        if not len(losses):  # No step had the task loss.
             losses = losses.new_zeros(1)
-        first = self.batches == "first"
-        job.upload["loss"] = losses[:1] if first else losses.mean(0, keepdim=True)
+        if self.batches == "first":
+            job.upload["loss"] = losses[:1]
+        else:
+            job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         """Update q, then weigh by it.
@@ -95,8 +107,8 @@ class GroupDRO(Method):
         losses = torch.cat(aggregation.uploads("loss"))
         log_weights = server.state["log_weights"]
         if self.step_size:
-            _raise(log_weights, losses, clients, self.step_size)
-        chosen = log_weights[clients]
-        ratios = (chosen - chosen.max()).exp().tolist()
+            _add_losses(log_weights, losses, clients, self.step_size)
+        participants = log_weights[clients]
+        ratios = (participants - participants.max()).exp().tolist()
         pairs = zip(aggregation.weights, ratios, strict=True)
         return aggregation.reweighted([weight * ratio for weight, ratio in pairs])

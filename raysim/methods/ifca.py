@@ -1,7 +1,9 @@
-"""IFCA: the server has k models; each client trains the one that has the least loss on its data.
+"""IFCA: keep k models on the server; each client trains the one with the least loss on its data.
 
-Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning" (NeurIPS 2020), Algorithm
-1, with model averaging. Client i receives all k models:
+Clients with similar data end up with the same model, which is averaged over them alone.
+
+Source: Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated
+Learning" (NeurIPS 2020), Algorithm 1, with model averaging. Client i receives all k models:
 
     j_i = argmin_j of the loss of model j on client i's training samples
     client i trains model j_i
@@ -9,12 +11,12 @@ Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federat
 
 A client is scored with the model that has the least loss on its training samples.
 
-Choices where the source is silent
+Departures from the paper
 - Losses are measured in eval mode, without augmentation; of equal losses the first model counts.
-- Model 0 is the run's model. The others are copies of it whose layers draw their initial values again, by PyTorch's own
-  rule for each layer, as models that start equal stay equal.
-- The k models lie in the one vector that travels, so that k models are sent down and k up; the paper sends one up. The
-  other k - 1 are unchanged in an update.
+- Model 0 is the run's model. The others are copies of it whose layers draw new initial values, by
+  PyTorch's rule for each layer, because equal models would stay equal.
+- The k models lie in the one vector that travels, so that k models are sent and k uploaded; the
+  paper uploads one. The other k - 1 are unchanged in an update.
 - The shared model's score is that of model 0.
 """
 
@@ -43,7 +45,10 @@ PER_PARAMETER = ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "f
 
 
 def draw_again(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with new initial values. Raises ValueError if a layer has no rule."""
+    """Return a copy of the model with new initial values.
+
+    Raises ValueError if a layer has no rule for them.
+    """
     model = copy.deepcopy(model)
     for name, layer in model.named_modules():
         if not any(True for _ in layer.parameters(recurse=False)):
@@ -70,12 +75,12 @@ def mean_loss(model: nn.Module, task: Task, batches: Iterable[tuple[Tensor, Tens
 def copy_network(
     values: Tensor, entries: Sequence[Entry], source: str, target: str, origin: Tensor
 ) -> None:
-    """Write the values that `origin` has of one network into another network's place."""
-    places = {entry.path: entry for entry in entries if entry.network == target}
+    """Copy a network's entries of the vector `origin` to another network's entries of `values`."""
+    targets = {entry.path: entry for entry in entries if entry.network == target}
     for entry in entries:
-        if entry.network == source and entry.path in places:
-            place = places[entry.path]
-            values[place.start : place.stop] = origin[entry.start : entry.stop]
+        if entry.network == source and entry.path in targets:
+            to = targets[entry.path]
+            values[to.start : to.stop] = origin[entry.start : entry.stop]
 
 
 class IFCA(Method):
@@ -158,23 +163,26 @@ class IFCA(Method):
         numbers = {name: number for number, name in enumerate(self._names)}
         direction = torch.zeros_like(server.vector)
         for entry in server.layout.entries:
-            index = numbers.get(entry.network)  # None: a network that all clients train
-            chosen = [index is None or cluster == index for cluster in clusters]
-            direction[entry.start : entry.stop] = _mean_change(entry, aggregation, server, chosen)
+            # None: a network that all clients train.
+            number = numbers.get(entry.network)
+            is_trained = [number is None or cluster == number for cluster in clusters]
+            change = _mean_change(entry, aggregation, server, is_trained)
+            direction[entry.start : entry.stop] = change
         return direction
 
 
 def _mean_change(
-    entry: Entry, aggregation: Aggregation, server: ServerView, chosen: Sequence[bool]
+    entry: Entry, aggregation: Aggregation, server: ServerView, is_trained: Sequence[bool]
 ) -> Tensor:
-    """Return the weighted mean of the chosen updates' changes of one tensor; 0 without any."""
+    """Return the weighted mean change of one tensor in the updates that trained it, else 0."""
     at = slice(entry.start, entry.stop)
     total, divisor = torch.zeros_like(server.vector[at]), 0.0
     for number, update in enumerate(aggregation.updates):
-        if not chosen[number]:
+        if not is_trained[number]:
             continue
         change = aggregation.deltas[number][at]
-        if not entry.parameter:  # statistics are averaged themselves: a stale change may not fit
+        # Statistics are averaged as values, because a stale change may not fit.
+        if not entry.parameter:
             change = change + aggregation.base(update)[at] - server.vector[at]
         total += aggregation.weights[number] * change
         divisor += aggregation.weights[number]

@@ -1,11 +1,13 @@
-"""Local training without any exchange: every client keeps a model of its own; the lower reference of federated methods.
+"""Local training: every client keeps its own model, and nothing is exchanged.
 
-"Single" in FRAug's Table 2 and "Local" in FedBR's Table 1; nothing travels in either direction.
+It is the lower reference of federated methods: "Single" in FRAug's Table 2 (ICCV 2023) and "Local"
+in FedBR's Table 1 (ICML 2023).
 
-Choices where the sources differ or are silent
-- The optimiser starts anew in every participation, as in all federated methods, so that only sharing differs;
-  keep_optimizer=True carries its buffers on.
-- A client trains when it is sampled; with schedule.cohort equal to the number of clients all train in every round.
+Departures from the papers
+- The optimizer starts again in each job, as in all federated methods, so that only sharing
+  differs; keep_optimizer=True keeps its buffers.
+- A client trains when it is sampled. All train in each round if schedule.cohort is the number of
+  clients.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LocalTraining(Method):
-    """All networks are private."""
+    """keep_optimizer: whether a client keeps its optimizer from job to job."""
 
     name = "local"
     paper = "no aggregation"

@@ -1,7 +1,14 @@
-"""The loss after an aggregation as three parts: local loss, distribution shift, aggregation (FedLD's eq. 2).
+"""Loss decomposition: split the loss after an aggregation into three parts.
 
-Zeng, Guo, Wang, Wang, Zhou and Qu (MICCAI 2024), eq. 1 and 2; a read-only probe, no training method. The paper calls
-the absolute values of the last two parts "losses"; the identity holds for the signed ones, so both are returned.
+The parts are the local loss, the shift between clients' data, and the effect of the aggregation.
+It is a measurement and does not change training.
+
+Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Federated Learning via
+Loss Decomposition" (MICCAI 2024), eqs. (1) and (2).
+
+Departures from the paper
+- The paper calls the absolute values of the last two parts "losses". The parts add up to the loss
+  only with their signs, so both are returned.
 """
 
 from __future__ import annotations
@@ -13,19 +20,21 @@ from numpy.typing import ArrayLike
 def loss_decomposition(
     *, loss_matrix: ArrayLike, global_losses: ArrayLike, weights: ArrayLike
 ) -> dict[str, float]:
-    """Of local models' losses [m, m] (row: model, column: whose data) and the shared model's [m].
+    """Return the loss and its parts: local_loss + distribution_shift + aggregation = global_loss.
 
-    weights [m] need not sum to 1. local_loss + distribution_shift + aggregation = global_loss, but for rounding.
+    loss_matrix: [m, m], the loss of the local model of a row on the data of a column.
+    global_losses: [m], the losses of the shared model. weights: [m]; they need not sum to 1.
     """
-    table = np.asarray(loss_matrix, dtype=np.float64)
-    share = np.asarray(weights, dtype=np.float64)
-    share = share / share.sum()
-    after = float(share @ np.asarray(global_losses, dtype=np.float64))
-    local = float(share @ table.diagonal())
-    everywhere = float(share @ table @ share)
-    shift, aggregation = everywhere - local, after - everywhere
+    losses = np.asarray(loss_matrix, dtype=np.float64)
+    p = np.asarray(weights, dtype=np.float64)
+    p = p / p.sum()
+    global_loss = float(p @ np.asarray(global_losses, dtype=np.float64))
+    local = float(p @ losses.diagonal())
+    on_all_data = float(p @ losses @ p)
+    shift = on_all_data - local
+    aggregation = global_loss - on_all_data
     return {
-        "global_loss": after,
+        "global_loss": global_loss,
         "local_loss": local,
         "distribution_shift": shift,
         "aggregation": aggregation,

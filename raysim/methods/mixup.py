@@ -1,13 +1,18 @@
-"""Mixup inside each client: train on convex combinations of the pairs of a batch and of their labels.
+"""Mixup: train on weighted means of two samples and of their labels.
 
-Zhang et al., "mixup: Beyond Empirical Risk Minimization" (ICLR 2018), as FedBR (ICML 2023, Appendix A) uses it:
+Each client mixes samples of its own batches only.
 
-    x~ = lam x + (1 - lam) x_pi    y~ = lam onehot(y) + (1 - lam) onehot(y_pi)    lam ~ Beta(alpha, alpha), alpha = 0.2
+Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR
+2018), as FedBR (ICML 2023, Appendix A) uses it:
 
-Choices where the sources differ or are silent
-- The partner is a random permutation of the same local batch (FedBR); DomainBed pairs batches of different domains.
-- One lam a batch, and lam itself rather than max(lam, 1 - lam).
-- Mixing comes after augmentation and normalisation; only the mixed batch is forwarded.
+    x~ = lam x + (1 - lam) x_pi    y~ = lam onehot(y) + (1 - lam) onehot(y_pi)
+    lam ~ Beta(alpha, alpha), alpha = 0.2
+
+Departures from the paper
+- The partner is a random permutation of the same local batch, as in FedBR; DomainBed pairs batches
+  of different domains.
+- There is one lam for a batch, and it is lam itself, not max(lam, 1 - lam).
+- Inputs are mixed after augmentation and normalisation; only the mixed batch is forwarded.
 """
 
 from __future__ import annotations
@@ -31,20 +36,21 @@ if TYPE_CHECKING:
 
 
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Labels as rows of probabilities: int64 (..., ) -> (..., C) one-hot in ``dtype``; floating rows pass unchanged."""
+    """Return labels int64 [...] as one-hot rows [..., C]; floating rows are unchanged."""
     if labels.is_floating_point():
         return labels
-    # A comparison, because torch's one_hot reads the largest label back from the device.
-    return (labels.unsqueeze(-1) == torch.arange(num_classes, device=labels.device)).to(dtype)
+    # torch's one_hot waits for the device to know the largest label.
+    classes = torch.arange(num_classes, device=labels.device)
+    return (labels.unsqueeze(-1) == classes).to(dtype)
 
 
 def mixed_batch(
     inputs: Tensor, labels: Tensor, num_classes: int, lam: float | Tensor, permutation: Tensor
 ) -> dict[str, Tensor]:
-    """Mix every sample with its partner: {"inputs" (B, ...), "targets" (B, C)}.
+    """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
-    ``labels`` are int64 (B,) or float rows (B, C); ``lam`` in [0, 1] is a number or a scalar tensor; ``permutation``
-    int64 (B,) names the partners.
+    labels: int64 [B] or rows of probabilities [B, C]. lam: from 0 to 1, a number or a scalar
+    tensor. permutation: int64 [B], the partners.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {
@@ -54,20 +60,22 @@ def mixed_batch(
 
 
 def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation: Tensor) -> Tensor:
-    """lam CE(logits, y) + (1 - lam) CE(logits, y_pi), the mean over the batch.
+    """Return lam CE(logits, y) + (1 - lam) CE(logits, y_pi), the mean over the batch.
 
-    ``logits`` (B, C) of the mixed inputs, ``labels`` int64 (B,). Equal to the cross-entropy with the mixed targets.
+    logits: [B, C] of the mixed inputs. labels: int64 [B]. It equals the cross-entropy with the
+    mixed targets.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
-    own, partner = (
-        F.nll_loss(log_probabilities, labels),
-        F.nll_loss(log_probabilities, labels[permutation]),
-    )
-    return lam * own + (1.0 - lam) * partner
+    first = F.nll_loss(log_probabilities, labels)
+    second = F.nll_loss(log_probabilities, labels[permutation])
+    return lam * first + (1.0 - lam) * second
 
 
 class Mixup(Method):
-    """Train on mixed inputs with soft targets; `batch.pair` has the labels of each pair."""
+    """alpha: the parameter of lam's Beta distribution.
+
+    Targets are soft; `batch.pair` has the labels of each pair and lam.
+    """
 
     name = "mixup"
     paper = "Zhang et al., ICLR 2018"

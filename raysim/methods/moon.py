@@ -1,17 +1,20 @@
-"""MOON: pull the local representation towards the received model's, away from this client's own previous model's.
+"""MOON: pull features towards the received model's, and away from the client's previous model's.
 
-Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With z the representation in
-front of the classifier, z_g that of the received and z_p that of a previous local model for the same inputs,
+This corrects local training in the space of features instead of parameters.
+
+Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With
+z the features in front of the classifier, z_g those of the received and z_p those of a previous
+local model for the same inputs:
 
     l_con = -log exp(cos(z, z_g) / tau) / (exp(cos(z, z_g) / tau) + sum_p exp(cos(z, z_p) / tau))
     loss  = cross-entropy + mu l_con
 
-Choices where the sources differ or are silent
-- A client that never trained has no previous model, and no contrast; the authors' code gives a random one to a client
-  that is sampled late.
-- Both frozen models are in eval mode (authors). FedBR's baseline never refreshes the previous encoder: a defect, not
-  copied.
-- The previous model is kept whole, its classifier with it: a few floats more than the encoder that is used.
+Departures from the paper
+- A client that never trained has no previous model and no contrast; the authors' code gives a
+  random model to a client that is sampled late.
+- Both frozen models are in eval mode, as in the authors' code. FedBR's baseline never updates the
+  previous encoder, which is an error and is not copied.
+- The previous model is kept with its classifier: a few floats more than the encoder that is used.
 """
 
 from __future__ import annotations
@@ -37,21 +40,25 @@ if TYPE_CHECKING:
 def model_contrastive_loss(
     z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float
 ) -> Tensor:
-    """l_con, the mean over the batch: z_local and z_global (B, D), z_previous (P, B, D), P >= 0; 0 without one."""
+    """Return l_con, the mean over the batch; 0 without a previous model.
+
+    z_local, z_global: [B, D]. z_previous: [P, B, D].
+    """
     if not len(z_previous):
         return z_local.new_zeros(())
-    others = torch.cat([z_global.unsqueeze(0), z_previous])
-    logits = F.cosine_similarity(z_local.unsqueeze(0), others, dim=-1).T / temperature
-    return F.cross_entropy(
-        logits, torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device)
-    )
+    references = torch.cat([z_global.unsqueeze(0), z_previous])
+    logits = F.cosine_similarity(z_local.unsqueeze(0), references, dim=-1).T / temperature
+    # The received model is the right answer of P + 1.
+    answers = torch.zeros(len(z_local), dtype=torch.int64, device=z_local.device)
+    return F.cross_entropy(logits, answers)
 
 
 class Moon(Method):
-    """mu weighs the contrast. A projection of two linear layers (hidden `width`, output `out`) joins the model.
+    """mu: the weight of the contrast. temperature: tau.
 
-    width=None: as wide as the model's features. head="none" contrasts the features themselves. previous: how many of
-    the client's earlier models are negatives.
+    head: "mlp" adds a projection of two linear layers to the model, with `width` hidden units
+    (None: as many as features) and `out` outputs; "none" contrasts the features themselves.
+    previous: the number of the client's earlier models in the contrast.
     """
 
     name = "moon"
@@ -68,13 +75,14 @@ class Moon(Method):
     ):
         self.mu = at_least("method.moon.mu", mu, 0.0)
         above("method.moon.temperature", temperature, 0.0)
-        self.temperature, self.head = temperature, head
+        self.temperature = temperature
+        self.head = head
         self.width = None if width is None else int(at_least("method.moon.width", width, 1))
         self.out = int(at_least("method.moon.out", out, 1))
         self.previous = int(at_least("method.moon.previous", previous, 1))
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """The projection becomes part of the extractor, so that it classifies and is averaged like everything else."""
+        """Add the projection to the extractor, so that it is used, trained and averaged with it."""
         base = cast(Classifier, model)
         if self.head == "none":
             return base
@@ -94,7 +102,7 @@ class Moon(Method):
         return FORWARD * job.trained * (1 + models) if self.mu and models else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add mu l_con, once the client has a previous model."""
+        """Add mu l_con, if the client has a previous model."""
         if not self.mu or not len(job.state["previous"]):
             return loss
         features = [
@@ -107,7 +115,7 @@ class Moon(Method):
         return loss + self.mu * contrast
 
     def end(self, job: LocalJob) -> None:
-        """Keep the trained model as the newest previous one; the oldest goes."""
+        """Keep the trained model as a previous one, and drop the oldest."""
         if self.mu:
             previous = job.state["previous"].to(job.params)
             models = torch.cat([previous, job.params.unsqueeze(0)])

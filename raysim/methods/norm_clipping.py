@@ -1,10 +1,14 @@
-"""Norm clipping: an update longer than a bound is shortened to it, and the updates are averaged as ever.
+"""Norm clipping: shorten updates that are longer than a bound, and average them.
 
-Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Learning?" (2019), without the noise:
+A single client then has a bounded influence.
+
+Source: Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Learning?" (2019):
 
     x + sum_i w_i g_i min(1, bound / |g_i|) / sum_i w_i
 
-Norms are over all trainable parameters; BatchNorm's statistics are averaged as ever.
+Departures from the paper
+- No noise is added.
+- Norms are over all trainable parameters; BatchNorm's statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -24,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def clip_factor(update: Tensor, bound: float) -> float:
-    """What ``update`` [d] is multiplied by: 1 unless it is longer than ``bound``."""
+    """Return the factor of an update [d]: 1, unless it is longer than `bound`."""
     norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     return bound / norm if norm > bound else 1.0
 
 
 class NormClipping(Method):
-    """bound: the longest an update may be."""
+    """bound: the largest norm of an update."""
 
     name = "norm_clipping"
     paper = "Sun et al., 2019"

@@ -1,27 +1,36 @@
-"""PartialFed: a client loads some layers of the shared model and goes on with its own previous values in the others.
+"""PartialFed: load only some layers of the shared model, and keep the client's own other layers.
 
-Sun, Huo, Yang and Bai, "PartialFed: Cross-Domain Personalized Federated Learning via Partial Initialization" (NeurIPS
-2021). With theta^g the received model, theta^c what this client trained last, and u_l in {0, 1} for each layer l,
+Which layers are loaded is fixed, or learnt by each client.
 
-    theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            where training starts; u = 1 at the first participation
+Source: Sun, Huo, Yang and Bai, "PartialFed: Cross-Domain Personalized Federated Learning via
+Partial Initialization" (NeurIPS 2021). With theta^g the received model, theta^c what this client
+trained last, and u_l in {0, 1} for each layer l, training starts from
 
-The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is what it trained last. Fix sets
-u by hand (`fixed_loading_mask`, or by the kind of layer). Adaptive lets each client learn it, by steps on logits pi
-[L, 2] alone through a Gumbel-softmax relaxation s = softmax((pi + noise) / tau), and loads where pi_l0 >= pi_l1.
+    theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
-Choices where the source is silent (no code was released, and the text of the paper was not at hand: how the adaptive
-policy is trained is a reconstruction)
-- A layer is a module of the model that owns parameters or buffers itself; they move together, integer buffers too.
-  Networks besides the model are always loaded, and what stays on the client anyway (FedBN) is no matter of this method.
-- The first participation loads the shared model as it is by then; so `none` is local training, and no_bn FedBN, where
-  all clients start together.
-- The normalisation of no_bn is BatchNorm by its type, so that it trains as FedBN does. no_classifier keeps the head.
-- The policy's batches are the client's own samples, not augmented, on streams of their own; the model is in eval mode
-  and BatchNorm's running statistics are mixed like parameters. The loss is the plain cross-entropy.
-- `job.start` becomes the mixed start, so that corrections by w - w^g (FedProx, SCAFFOLD) and models that are kept as
-  received refer to it; the update that is averaged stays the difference to the shared model. Hooks that look at the
-  received model before training (FedBSS ranks samples with it) see the mixed one if this method is listed before them.
-- All entries travel in both directions, those too that no client may ever load.
+The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is what it
+trained last. PartialFed-Fix sets u by hand (`fixed_loading_mask`, or by the kind of layer).
+PartialFed-Adaptive lets each client learn u: steps on logits pi [L, 2] alone, through the
+Gumbel-softmax relaxation s = softmax((pi + noise) / tau); a layer is loaded if pi_l0 >= pi_l1.
+
+Departures from the paper
+- No code was released, and the text of the paper was not available: the training of the adaptive
+  policy is a reconstruction.
+- A layer is a module of the model that has parameters or buffers of its own; they are mixed
+  together, integer buffers, too. Other networks are always loaded, and parameters that stay on the
+  client anyway (FedBN) are not mixed.
+- The first job loads the shared model of its round. So `none` is local training, and no_bn is
+  FedBN, only if all clients start together.
+- The normalisation of no_bn is BatchNorm by its type, so that it trains as FedBN does.
+  no_classifier keeps the head.
+- The policy's batches are the client's own samples, not augmented, from separate random streams.
+  The model is in eval mode, and BatchNorm's running statistics are mixed like parameters. The loss
+  is the plain cross-entropy.
+- `job.start` becomes the mixed start. Corrections by w - w^g (FedProx, SCAFFOLD) and models that
+  are kept as received refer to it; the averaged update is the difference to the shared model. A
+  method that looks at the received model before training (FedBSS) sees the mixed one if it comes
+  later in the list.
+- All entries travel in both directions, also those that no client ever loads.
 """
 
 from __future__ import annotations
@@ -49,26 +58,28 @@ STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", 
 
 
 def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Tensor:
-    """bool [L], True = load: the first `num_loaded` layers ("bottom_up") or the last ones ("top_down").
+    """Return which layers are loaded, bool [L]: the first ("bottom_up") or last ("top_down") ones.
 
-    Raises ValueError for another strategy, and for more layers than there are.
+    Raises ValueError for another strategy, and for more layers than the model has.
     """
     one_of("method.partialfed.strategy", strategy, COUNTED)
     if not 0 <= num_loaded <= num_layers:
         raise ValueError(
-            f"method.partialfed.num_loaded={num_loaded} does not fit a model of {num_layers} layers: set it to "
-            f"{num_layers} or less"
+            f"method.partialfed.num_loaded={num_loaded}: the model has {num_layers} layers. Set "
+            f"method.partialfed.num_loaded={num_layers} or less."
         )
-    place = torch.arange(num_layers)
-    return place < num_loaded if strategy == "bottom_up" else place >= num_layers - num_loaded
+    index = torch.arange(num_layers)
+    if strategy == "bottom_up":
+        return index < num_loaded
+    return index >= num_layers - num_loaded
 
 
 def sample_loading_policy(
     *, logits: Tensor, gumbel: Tensor, temperature: float
 ) -> dict[str, Tensor]:
-    """{"soft": softmax((logits + gumbel) / temperature) [L, 2], "load_global": bool [L]}; column 0 means to load.
+    """Return "soft", softmax((logits + gumbel) / temperature) [L, 2], and "load_global", bool [L].
 
-    A tie loads. The decision is that of the larger noisy logit, whatever the temperature.
+    Column 0 means to load. The larger noisy logit decides, for any temperature; equal ones load.
     """
     noisy = logits + gumbel
     return {"soft": (noisy / temperature).softmax(1), "load_global": noisy[:, 0] >= noisy[:, 1]}
@@ -77,16 +88,20 @@ def sample_loading_policy(
 def partial_initialize(
     *, global_layers: Sequence[Tensor], local_layers: Sequence[Tensor], load_global: Tensor
 ) -> list[Tensor]:
-    """u g + (1 - u) c for each layer, u of ``load_global`` [L]; of bool either tensor itself, to the bit."""
-    pairs = list(zip(global_layers, local_layers, strict=True))
+    """Return u g + (1 - u) c for each layer, with u from `load_global` [L].
+
+    If u is bool, the result is one of the two tensors itself.
+    """
+    layers = []
     if load_global.dtype == torch.bool:
-        return [
-            new if loads else old
-            for (new, old), loads in zip(pairs, load_global.tolist(), strict=True)
-        ]
-    return [
-        u * new + (1 - u) * old for (new, old), u in zip(pairs, load_global.unbind(), strict=True)
-    ]
+        loads_layer = load_global.tolist()
+        for new, old, loads in zip(global_layers, local_layers, loads_layer, strict=True):
+            layers.append(new if loads else old)
+    else:
+        shares = load_global.unbind()
+        for new, old, u in zip(global_layers, local_layers, shares, strict=True):
+            layers.append(u * new + (1 - u) * old)
+    return layers
 
 
 def model_layers(layout: Layout, model: nn.Module) -> list[str]:
@@ -101,12 +116,12 @@ def _layer(entry: Entry) -> str:
 
 
 class PartialFed(Method):
-    """strategy: what is loaded; num_loaded: how many layers, for bottom_up and top_down.
+    """strategy: which layers are loaded. num_loaded: their number, for bottom_up and top_down.
 
-    max_staleness: load everything after an absence of more versions. adaptive only: `policy_steps`
-    steps of Adam with `policy_lr` in each job, on `policy_batch` samples each; the temperature is
-    multiplied by `decay` in each version, down to `floor`; sample_decision draws the layers with
-    noise.
+    max_staleness: load all layers after an absence of more versions. For strategy=adaptive:
+    policy_steps, policy_lr, policy_batch: the steps of Adam in each job, their rate and the samples
+    of each step. temperature: tau at first; it is multiplied by `decay` in each version, down to
+    `floor`. sample_decision: draw the layers with noise.
     """
 
     name = "partialfed"
@@ -155,8 +170,8 @@ class PartialFed(Method):
         """Raise ValueError for settings that the strategy does not use, or lacks."""
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
-                f"method.partialfed.num_loaded=null with strategy={self.strategy}, which needs a "
-                "number. Set it to the number of layers to load."
+                f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "
+                "layers to load. Set method.partialfed.num_loaded."
             )
         if self.strategy not in COUNTED and self.num_loaded is not None:
             raise ValueError(
@@ -182,28 +197,28 @@ class PartialFed(Method):
         run.skip("cost")
         if self.strategy != "all" and bool(self._fixed_mask(layers, run.model).all()):
             run.warn(
-                f"method 'partialfed' with strategy={self.strategy} keeps no layer of this model "
-                "and trains as FedAvg: choose another strategy or model"
+                f"method.partialfed.strategy={self.strategy}: no layer of this model stays on the "
+                "client, so that the run is FedAvg. Choose another strategy or model."
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the samples of the policy's steps, from the second job on."""
+        """Return the samples of the policy's steps, which start with the second job."""
         return self.policy_steps * min(self.policy_batch, job.samples) if job.earlier else 0.0
 
     def begin(self, job: LocalJob) -> None:
-        """Start training from the mixture of the received and the kept model."""
+        """Start training from the mixture of the received and the client's own model."""
         job.report["loaded"] = 1.0
         if not len(job.state["model"]) or self._is_stale(job):
             return
         layers, layout = model_layers(job.layout, job.model), job.layout
-        loads = self._mask(job, layers)
-        job.report["loaded"] = float(loads.double().mean())
+        mask = self._mask(job, layers)
+        job.report["loaded"] = float(mask.double().mean())
         entries = [entry for entry in layout.entries if not entry.personal]
-        job.start = _mixed(entries, layers, loads, job.start, job.state["model"])
+        job.start = _mix(entries, layers, mask, job.start, job.state["model"])
         counters = [entry for entry in layout.counters if not entry.personal]
         if counters:
             received = job.vector.counters[: layout.shared_counters]
-            received.copy_(_mixed(counters, layers, loads, received, job.state["counters"]))
+            received.copy_(_mix(counters, layers, mask, received, job.state["counters"]))
 
     def end(self, job: LocalJob) -> None:
         """Keep the trained model."""
@@ -239,16 +254,16 @@ class PartialFed(Method):
         return torch.tensor([self._loads(path, model) for path in layers], dtype=torch.bool)
 
     def _loads(self, path: str, model: nn.Module) -> bool:
-        """Return whether a strategy by the kind of layer loads this one."""
+        """Return whether a strategy that depends on the kind of layer loads this layer."""
         if self.strategy == "none":
             return False
         if "no_bn" in self.strategy and isinstance(model.get_submodule(path), BATCHNORM):
             return False
         return "no_classifier" not in self.strategy or path.partition(".")[0] != "head"
 
-    # --- the learnt policy --------------------------------------------------------------------
+    # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return bool [L] after some steps on the logits; the model keeps its values."""
+        """Return bool [L] after some steps on the logits; the model does not change."""
         logits = job.state["logits"].clone()
         optimizer = LocalOptimizer(Optimizer("adam"))
         if job.state["adam"]:
@@ -257,21 +272,27 @@ class PartialFed(Method):
         gumbel = torch.from_numpy(noise).to(logits)
         temperature = max(self.floor, self.temperature * self.decay**job.version)
         job.model.eval()
-        for (inputs, labels), drawn in zip(self._batches(job), gumbel, strict=False):
+        for (inputs, labels), step_noise in zip(self._batches(job), gumbel, strict=False):
             policy = logits.detach().requires_grad_()
-            sampled = sample_loading_policy(logits=policy, gumbel=drawn, temperature=temperature)
-            relaxed = _relaxed(job, layers, sampled["soft"][:, 0])
+            sampled = sample_loading_policy(
+                logits=policy, gumbel=step_noise, temperature=temperature
+            )
+            relaxed = _relax(job, layers, sampled["soft"][:, 0])
             outputs = functional_call(job.model, relaxed, (inputs,))
             loss = job.task.objective.loss(outputs, labels)
-            optimizer.step([logits], list(torch.autograd.grad(loss, [policy])), self.policy_lr)
+            gradients = list(torch.autograd.grad(loss, [policy]))
+            optimizer.step([logits], gradients, self.policy_lr)
         job.model.train()
-        job.state["logits"], job.state["adam"] = logits, optimizer.save()
-        last = gumbel[-1] if self.sample_decision else torch.zeros_like(logits)
-        decision = sample_loading_policy(logits=logits, gumbel=last, temperature=temperature)
+        job.state["logits"] = logits
+        job.state["adam"] = optimizer.save()
+        noise_at_last = gumbel[-1] if self.sample_decision else torch.zeros_like(logits)
+        decision = sample_loading_policy(
+            logits=logits, gumbel=noise_at_last, temperature=temperature
+        )
         return decision["load_global"]
 
     def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `policy_steps` batches of the client's samples, shuffled again in every pass."""
+        """Yield `policy_steps` batches of the client's samples, shuffled again in each pass."""
         generator, rows = job.stream("batches"), job.rows
         order = rows[:0]
         for _ in range(self.policy_steps):
@@ -281,52 +302,58 @@ class PartialFed(Method):
             order = order[self.policy_batch :]
 
 
-def _places(entries: Sequence[Entry], layers: Sequence[str]) -> list[int]:
-    """Return the layer of each entry; len(layers) for entries of other networks."""
-    place = {path: index for index, path in enumerate(layers)}
-    return [place[_layer(entry)] if entry.network == "model" else len(layers) for entry in entries]
+def _layer_indices(entries: Sequence[Entry], layers: Sequence[str]) -> list[int]:
+    """Return the index of each entry's layer; len(layers) for entries of other networks."""
+    index_of = {path: index for index, path in enumerate(layers)}
+    indices = []
+    for entry in entries:
+        indices.append(index_of[_layer(entry)] if entry.network == "model" else len(layers))
+    return indices
 
 
-def _mixed(
+def _mix(
     entries: Sequence[Entry],
     layers: Sequence[str],
-    loads: Tensor,
+    mask: Tensor,
     received: Tensor,
     previous: Tensor,
 ) -> Tensor:
-    """Return the received values of loaded layers and the previous ones of the others.
+    """Return the received values of layers in the mask, bool [L], and previous values of the rest.
 
-    All are flat tensors laid out as `entries`, which cover them.
+    `received` and `previous` are flat tensors, which the entries cover.
     """
-    others = torch.ones(1, dtype=torch.bool)
-    loads_entry = torch.cat([loads.cpu(), others])[_places(entries, layers)]
+    loads_other_networks = torch.ones(1, dtype=torch.bool)
+    loads_index = torch.cat([mask.cpu(), loads_other_networks])
+    loads_entry = loads_index[_layer_indices(entries, layers)]
     new = [received[entry.start : entry.stop] for entry in entries]
     old = [previous[entry.start : entry.stop] for entry in entries]
     mixed = partial_initialize(global_layers=new, local_layers=old, load_global=loads_entry)
     return torch.cat(mixed)
 
 
-def _relaxed(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
+def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
     """Return the model's shared tensors by path, mixed by the shares [L] of received values."""
-    entries = [e for e in job.layout.entries if e.network == "model" and not e.personal]
+    entries = [
+        entry for entry in job.layout.entries if entry.network == "model" and not entry.personal
+    ]
     previous = job.state["model"]
-    new = [job.start[e.start : e.stop].view(e.shape) for e in entries]
-    old = [previous[e.start : e.stop].view(e.shape) for e in entries]
-    loads = shares[_places(entries, layers)]
-    mixed = partial_initialize(global_layers=new, local_layers=old, load_global=loads)
+    new = [job.start[entry.start : entry.stop].view(entry.shape) for entry in entries]
+    old = [previous[entry.start : entry.stop].view(entry.shape) for entry in entries]
+    entry_shares = shares[_layer_indices(entries, layers)]
+    mixed = partial_initialize(global_layers=new, local_layers=old, load_global=entry_shares)
     tensors = {entry.path: tensor for entry, tensor in zip(entries, mixed, strict=True)}
     for path, module in job.model.named_modules():
         if isinstance(module, BATCHNORM) and f"{path}.running_var" in tensors:
-            tensors |= _folded(path, module, tensors)
+            tensors |= _fold_statistics(path, module, tensors)
     return tensors
 
 
-def _folded(
+def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return weight and bias that normalise alone, because torch has no derivative by statistics.
+    """Return a BatchNorm's tensors with the statistics folded into weight and bias.
 
-    They give what the module gives in eval mode.
+    torch has no derivative by running statistics. The outputs in eval mode are the same.
     """
     mean, var = tensors[f"{path}.running_mean"], tensors[f"{path}.running_var"]
     if not module.affine:

@@ -1,18 +1,23 @@
-"""pFedAvg: FedAvg whose clients are judged on models adapted to their own data; training itself is FedAvg's.
+"""pFedAvg: train FedAvg, and score each client with a model that is adapted to its own data.
 
-A baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), which gives no equation; not Per-FedAvg, the
-meta-learning method. With w the shared model and w_k what client k made of it, client k's own model v_k is
+Training itself is FedAvg's.
 
-    after_local      v_k = w_k, as client k trained it last: before the average, and stale where it sat out
-    finetune         v_k = w after some epochs on the client's data, made for an evaluation and then forgotten
-    finetune_last    the same, only after the last round
+Source: a baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), which gives no equation. It
+is not Per-FedAvg, the meta-learning method. With w the shared model and w_k what client k made of
+it, client k's own model v_k is
 
-Choices where the source is silent
-- It names neither the mode nor the number of steps; a result has to name the mode. In after_local the column
-  `accuracy` is that of v_k; in the fine-tuning modes `accuracy_finetuned` is.
-- Fine-tuning uses the run's optimiser anew, its rate at that version, its batches, and cross-entropy alone, on random
-  streams of its own; BatchNorm is in train mode meanwhile. head_only steps the head, with the extractor in eval mode.
-- A client that never trained is judged on the shared model in after_local; where few take part, fine-tune.
+    after_local      v_k = w_k, as client k trained it last, also if that is many rounds ago
+    finetune         v_k = w after some epochs on the client's data; only for the evaluation
+    finetune_last    the same, after the last round only
+
+Departures from the paper
+- It names neither the mode nor the number of steps; a result has to name the mode. In after_local
+  the column `accuracy` is that of v_k; in the fine-tuning modes `accuracy_finetuned` is.
+- Fine-tuning starts the run's optimizer again, with its rate at that version, its batches, and
+  cross-entropy alone, on separate random streams; BatchNorm is in train mode. head_only trains the
+  head, with the extractor in eval mode.
+- A client that never trained is scored with the shared model in after_local; if few clients take
+  part, use finetune.
 """
 
 from __future__ import annotations
@@ -33,7 +38,10 @@ MODES = ("after_local", "finetune", "finetune_last")
 
 
 class PFedAvg(Method):
-    """mode: which model is a client's own. adapt_epochs and head_only: of the fine-tuning modes."""
+    """mode: which model is a client's own.
+
+    adapt_epochs, head_only: the epochs of fine-tuning, and whether only the head is trained.
+    """
 
     name = "pfedavg"
     paper = "baseline of Chen et al., ICCV 2023"

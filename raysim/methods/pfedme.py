@@ -1,7 +1,9 @@
-"""pFedMe: each client's own model is a Moreau envelope's minimiser around the shared one.
+"""pFedMe: let each client's own model minimise its loss plus a pull to the shared model.
 
-Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS 2020), Algorithm 1. On each
-batch, with f its loss:
+The shared model moves towards the personal ones, and the server averages it.
+
+Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
+2020), Algorithm 1. On each batch, with f its loss:
 
     theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
     w <- w - eta lam (w - theta)
@@ -9,12 +11,14 @@ batch, with f its loss:
 
 A client is scored with the theta of its last batch.
 
-Choices where the source is silent
-- theta starts from w in each batch. lam (w - theta) is the gradient of w: eta is local.lr, and weight decay, momentum,
-  clipping and corrections of other methods act on it. f has the terms that other methods add to the loss.
-- w overshoots theta where local.lr * lam is above 1.
-- Running statistics are those of the passes at w. theta is scored with the client's statistics after its last job.
-- x moves by beta in its parameters; buffers are averaged.
+Departures from the paper
+- theta starts from w in each batch. lam (w - theta) is the gradient of w: eta is local.lr, and
+  weight decay, momentum, clipping and corrections of other methods act on it. f has the terms that
+  other methods add to the loss.
+- w overshoots theta if local.lr * lam is above 1.
+- Running statistics are those of the passes at w. theta is scored with the client's statistics
+  after its last job.
+- Only parameters of x move by beta; buffers are averaged.
 - A client that never trained is scored with the shared model.
 """
 
@@ -39,9 +43,9 @@ if TYPE_CHECKING:
 def envelope_shift(
     grad: Tensor, gradient_at: Callable[[Tensor], Tensor], steps: int, rate: float, lam: float
 ) -> Tensor:
-    """Return theta - w [n] after so many steps of this rate on f(theta) + lam/2 |theta - w|^2.
+    """Return theta - w [n] after `steps` steps on f(theta) + lam/2 |theta - w|^2.
 
-    grad: [n] the gradient of f at w. gradient_at(shift): the one at w + shift.
+    grad: [n], the gradient of f at w. gradient_at(shift): the gradient at w + shift.
     """
     shift = -rate * grad
     for _ in range(steps - 1):
@@ -50,7 +54,7 @@ def envelope_shift(
 
 
 class PFedMe(Method):
-    """steps: K. lam: weight of the pull to w. personal_lr: eta_p. beta: the server's share of the mean."""
+    """steps: K. lam: the weight of the pull to w. personal_lr: eta_p. beta: the server's rate."""
 
     name = "pfedme"
     paper = "Dinh et al., NeurIPS 2020"
@@ -65,7 +69,7 @@ class PFedMe(Method):
         self.beta = above("method.pfedme.beta", beta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep theta [layout.total] on the client, nothing at first."""
+        """Keep theta [layout.total] on the client; it is empty at first."""
         run.client_state("theta", lambda samples: torch.empty(0))
         if self.beta == 1:
             run.skip("step")
@@ -76,7 +80,7 @@ class PFedMe(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start theta from what training starts from."""
+        """Let theta start where training starts."""
         job.scratch["theta"] = job.params.clone()
 
     def perturb(
@@ -105,7 +109,7 @@ class PFedMe(Method):
         job.state["theta"] = theta
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load theta, once the client has one."""
+        """Load theta, if the client has one."""
         if client.trained:
             client.vector.data.copy_(client.state["theta"])
 

@@ -1,18 +1,21 @@
-"""q-FedAvg: clients with a high loss count more, by the power q of their loss.
+"""q-FedAvg: give clients with a high loss more weight, by the power q of their loss.
 
-Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR 2020),
-Algorithm 2, for the objective q-FFL, sum_i F_i^(q+1) / (q+1). With F_i the loss of the received
-model on all training samples of client i, D_i what the client moved, and L = 1 / eta:
+The accuracy of the clients becomes more equal.
+
+Source: Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR
+2020), Algorithm 2, for the objective q-FFL, sum_i F_i^(q+1) / (q+1). With F_i the loss of the
+received model on all training samples of client i, D_i its update, and L = 1 / eta:
 
     x <- x + sum_i L F_i^q D_i / sum_i h_i
     h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q
 
 q = 0 is the mean of updates.
 
-Choices where the source is silent
+Departures from the paper
 - The sums have the weights of the run: uniform, unless the configuration says otherwise.
-- F_i is taken in eval mode, without augmentation and terms of other methods, and is at least 1e-10.
-- eta is the learning rate of the job. |D_i| is taken over the shared trainable parameters.
+- F_i is measured in eval mode, without augmentation and terms of other methods, and is at least
+  1e-10.
+- eta is the learning rate of the job. |D_i| is over the shared trainable parameters.
 - Each client uploads F_i and L |D_i|^2, because the server does not know the job's rate.
 - Buffers are averaged with the weights F_i^q.
 """

@@ -1,17 +1,23 @@
-"""SCAFFOLD: shift every local gradient by the difference of the server's and the client's control variate.
+"""SCAFFOLD: correct each local gradient by the difference of two control variates.
 
-Karimireddy, Kale, Mohri, Reddi, Stich and Suresh (ICML 2020), Algorithm 1:
+The client's control variate estimates its own gradient, the server's that of all clients, so that
+local steps follow the common direction.
+
+Source: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled
+Averaging for Federated Learning" (ICML 2020), Algorithm 1:
 
     g <- g - c_i + c                                     every local step
     c_i+ = c_i - c + (x - y) / (K eta)                   Option II
     c <- c + (1/N) sum_{i in S} (c_i+ - c_i)             N: all clients, not only the participants
 
-Choices where the sources differ or are silent
-- The paper has no momentum. With momentum rho, K becomes K' = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), the
-  movement of K momentum steps under a constant gradient (so does FedNTD's code); with K itself, rho = 0.9 inflates c_i
-  up to tenfold and diverges.
+Departures from the paper
+- The paper has no momentum. With momentum rho, K becomes
+  K' = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), the movement of K momentum steps under a
+  constant gradient (as in FedNTD's code). With K itself, rho = 0.9 makes c_i up to ten times too
+  large, and training diverges.
 - Control variates exist for trainable parameters only; buffers are averaged as in FedAvg.
-- Models and control variates are averaged uniformly, as in the paper (FedNTD's code weighs the models by samples).
+- Models and control variates are averaged uniformly, as in the paper; FedNTD's code weights the
+  models by samples.
 """
 
 from __future__ import annotations
@@ -31,16 +37,19 @@ if TYPE_CHECKING:
 
 
 def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control: Tensor) -> Tensor:
-    """g - c_i + c, all [d]; weight decay and momentum come after it."""
+    """Return g - c_i + c, all [d]; weight decay and momentum follow it."""
     return gradient - client_control + server_control
 
 
 def effective_steps(num_steps: int, momentum: float) -> float:
-    """K': how many plain steps ``num_steps`` momentum steps are worth under a constant gradient; K at momentum 0."""
+    """Return K', the plain steps that move as far as momentum steps under a constant gradient.
+
+    Raises ValueError without a step, and for a momentum outside [0, 1).
+    """
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(
-            f"scaffold needs at least one local step and a momentum in [0, 1), got {num_steps} steps and momentum "
-            f"{momentum}: set local.momentum below 1 and give the client a step to do."
+            f"local.momentum={momentum}: method 'scaffold' needs a momentum below 1 and at least "
+            f"one local step, and there are {num_steps}. Set local.momentum below 1."
         )
     geometric = momentum * (1.0 - momentum**num_steps) / (1.0 - momentum)
     return (num_steps - geometric) / (1.0 - momentum)
@@ -55,14 +64,15 @@ def updated_control_variate(
     num_steps: int,
     momentum: float = 0.0,
 ) -> Tensor:
-    """Option II: c_i - c + (x - y) / (K' lr), all [d], where y is what the client trained from x.
+    """Return the next c_i by Option II: c_i - c + (x - y) / (K' lr), all [d].
 
-    ``lr`` is the mean rate of the steps where it changes from step to step. Raises ValueError if no step can have moved
-    the client.
+    global_params: x. local_params: y, which the client trained from x. lr: the mean rate of the
+    steps. Raises ValueError if no step can have moved the client.
     """
     if lr <= 0.0:
         raise ValueError(
-            f"scaffold divides by the local rate, which is {lr}: set local.lr (and its schedule) above 0."
+            f"local.lr={lr}: method 'scaffold' divides by the learning rate. Set local.lr and its "
+            "schedule above 0."
         )
     scale = 1.0 / (effective_steps(num_steps, momentum) * lr)
     return client_control - server_control + scale * (global_params - local_params)
@@ -71,17 +81,18 @@ def updated_control_variate(
 def server_control_variate(
     server_control: Tensor, control_deltas: Tensor, num_clients: int
 ) -> Tensor:
-    """c + (1/N) sum of ``control_deltas`` [m, d] (a row a participant); ``num_clients`` is N, idle clients included."""
-    return (
-        server_control
-        + weighted_sum(control_deltas, control_deltas.new_ones(len(control_deltas))) / num_clients
-    )
+    """Return the next c [d]: c + (1/N) sum of `control_deltas` [m, d], one row a participant.
+
+    num_clients: N, absent clients included.
+    """
+    ones = control_deltas.new_ones(len(control_deltas))
+    return server_control + weighted_sum(control_deltas, ones) / num_clients
 
 
 class Scaffold(Method):
-    """Option II. Both control variates cover all shared trainable parameters, extra networks too.
+    """Use Option II. Control variates cover all shared trainable parameters of all networks.
 
-    A group of parameters that ascends (FedBR's projector) has the gradient of its negated objective.
+    A group of parameters that ascends (FedBR's projector) has the gradient of its negated loss.
     """
 
     name = "scaffold"
@@ -89,10 +100,10 @@ class Scaffold(Method):
     weighting = "uniform"
 
     def setup(self, run: Setup) -> None:
-        """Keep c_i on each client and c on the server, both zero; c travels down, c_i's change up."""
+        """Keep c_i on clients and c on the server, zero at first; exchange c and changes of c_i."""
         run.require(
             run.local.optimizer == "sgd",
-            f"local.optimizer={run.local.optimizer}: method 'scaffold' reads gradients off the "
+            f"local.optimizer={run.local.optimizer}: method 'scaffold' computes gradients from the "
             "movement of the parameters, which only SGD allows. Set local.optimizer=sgd.",
         )
         run.corrects("shift")

@@ -1,10 +1,14 @@
-"""Coordinate-wise trimmed mean: of each parameter the largest and the smallest changes are left out.
+"""Trimmed mean: leave out the largest and smallest changes of each parameter, average the rest.
 
-Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
-2018), Definition 2 and Algorithm 1, option II: without the ``share`` (their beta) of the m values at either end, which
-are floor(share m), the rest is averaged. It withstands as large a share of arbitrary updates.
+It withstands arbitrary updates up to the share that is left out at either end.
 
-As with the median, weights decide only who counts, and BatchNorm's statistics are averaged as ever.
+Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
+Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II. Of m values,
+floor(share m) are left out at either end; share is the paper's beta.
+
+Departures from the paper
+- Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
+  statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -24,14 +28,16 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
-def trimmed(count: int, share: float) -> int:
-    """How many of ``count`` values are left out at either end."""
-    return int(share * count + 1e-9)  # 0.29 x 100 is 28.999999999999996
+def num_trimmed(count: int, share: float) -> int:
+    """Return how many of `count` values are left out at either end."""
+    # 0.29 x 100 is 28.999999999999996 in floating point.
+    return int(share * count + 1e-9)
 
 
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
-    """Mean of each column without ``share`` of its values at either end: ``updates`` [m, d] -> [d]."""
-    cut, count = trimmed(len(updates), share), len(updates)
+    """Return the mean of each column of `updates` [m, d] without `share` of it at either end."""
+    count = len(updates)
+    cut = num_trimmed(count, share)
     ranked = updates.sort(dim=0).values[cut : count - cut]
     total = torch.zeros_like(ranked[0])
     for row in ranked:
@@ -40,7 +46,7 @@ def trimmed_mean(updates: Tensor, share: float) -> Tensor:
 
 
 class TrimmedMean(Method):
-    """share: of the updates, at either end of each parameter."""
+    """share: the share of the updates that is left out at either end."""
 
     name = "trimmed_mean"
     paper = "Yin et al., ICML 2018"
@@ -51,17 +57,17 @@ class TrimmedMean(Method):
 
     def setup(self, run: Setup) -> None:
         """Warn where the share of an aggregation's updates is less than one update."""
-        if self.share and not trimmed(run.size, self.share):
+        if self.share and not num_trimmed(run.size, self.share):
             run.warn(
-                "method 'trimmed_mean' leaves out nothing: method.trimmed_mean.share="
-                f"{self.share:g} of the {run.size} updates of an aggregation is less than one; "
-                "raise it, or aggregate more"
+                f"method.trimmed_mean.share={self.share:g}: no update is left out, because that "
+                f"share of the {run.size} updates of an aggregation is less than one. Increase "
+                "method.trimmed_mean.share, or aggregate more updates."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the trimmed mean; where nothing is left out, the mean with FedAvg's bits."""
         rows = weighted_rows(aggregation, server)
-        if not trimmed(len(rows), self.share):
+        if not num_trimmed(len(rows), self.share):
             return combination(rows, [1.0] * len(rows), server.group).div_(len(rows))
         return combine_by_coordinate(
             lambda block: trimmed_mean(block, self.share), aggregation, server

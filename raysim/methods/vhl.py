@@ -1,26 +1,36 @@
-"""VHL: all clients train on the same labelled noise, and pull real features to the noise of their own class.
+"""VHL: train all clients also on the same labelled noise, and align real features with it.
 
-Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data Heterogeneity in Federated
-Learning" (ICML 2022). With h the features in front of the classifier, T the temperature, and virtual rows marked v,
+The noise, the virtual data, is equal for all clients. Pulling the features of each class to those
+of its noise makes clients' features alike.
 
-    SC(h, l) = mean_i -1/|P_i| sum_{j in P_i} log( exp(h_i.h_j / T) / sum_{a != i} exp(h_i.h_a / T) ),   |h_i| = 1
-    loss = CE(x, y) + alpha CE(x_v, y_v) + gamma SC([h; constant h_v], [y; y_v]) + kappa SC(h_v, y_v)
+Source: Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data
+Heterogeneity in Federated Learning" (ICML 2022). With h the features in front of the classifier, T
+the temperature, and virtual rows marked v,
 
-with P_i the other rows of label l_i (none: 0).
+    s_ij     = exp(h_i.h_j / T) / sum_{a != i} exp(h_i.h_a / T)
+    SC(h, l) = mean_i -1/|P_i| sum_{j in P_i} log s_ij
+    loss     = CE(x, y) + alpha CE(x_v, y_v)
+               + gamma SC([h; constant h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-Choices where the sources differ or are silent
-- FedBR's baseline forwards both batches apart, aligns logits, and with its "shared" labels never finds a real row and a
-  virtual one of the same class; here all variants follow the authors.
-- Virtual labels are classes of their own for the classifier ("extra", authors), where evaluation takes the better one
-  of the two outputs of a class, or the real classes ("shared", FedBR).
-- The authors' noise generator, not their untrained StyleGAN. They clip its noise to [0, 1] and scale it as pixels of
-  mean 0.5 and deviation 0.25; here each channel of the whole set is standardised, which is where such pixels end.
-- Crops pad with zeros after that, so with the mean; a step draws its virtual images without replacement.
-- Where the inputs are changed (Mixup, FedMix), what is classified are the changed ones alone, and what is aligned the
-  unchanged, in a second forward pass with the virtual ones (FedBR's code), which BatchNorm's statistics see as well.
-- BatchNorm's running statistics are of both kinds of images, and evaluation uses them on real ones: the data should be
-  normalised too.
-- The authors' distance between domains has weight 0 in their code, and is left out.
+with |h_i| = 1 and P_i the other rows of label l_i (none: 0).
+
+Departures from the paper
+- FedBR's baseline forwards the two batches separately and aligns logits, and with its "shared"
+  labels never pairs a real row with a virtual one. Here all variants follow the authors.
+- Virtual labels are classes of their own for the classifier ("extra", as the authors), and
+  evaluation takes the larger of the two outputs of a class; or they are the real classes ("shared",
+  as FedBR).
+- The noise generator is the authors', not their untrained StyleGAN. They clip its noise to [0, 1]
+  and scale it as pixels of mean 0.5 and deviation 0.25; here each channel of the whole set is
+  standardised, with about the same result.
+- Crops pad with zeros after that, so with the mean; a step draws its virtual images without
+  replacement.
+- If another method changes the inputs (Mixup, FedMix), only the changed ones are classified. The
+  unchanged ones are aligned in a second forward pass with the virtual ones, as in FedBR's code,
+  which BatchNorm's statistics see as well.
+- BatchNorm's running statistics are of both kinds of images, and evaluation uses them on real ones:
+  the data should be normalised, too.
+- The authors' distance between domains has weight 0 in their code and is left out.
 """
 
 from __future__ import annotations
@@ -51,19 +61,18 @@ if TYPE_CHECKING:
 def supervised_contrastive_loss(
     features: Tensor, labels: Tensor, temperature: float, base_temperature: float
 ) -> Tensor:
-    """SC times temperature / base_temperature: ``features`` (n, D), normalised inside; ``labels`` int64 (n,).
+    """Return SC times temperature / base_temperature.
 
-    A row without another of its label adds 0 to the mean over all n.
+    features: [n, D], normalised here. labels: int64 [n]. A row without another row of its label
+    adds 0 to the mean over n.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
-    itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
-    similarity = (rows @ rows.T / temperature).masked_fill(itself, -torch.inf)
-    positive = (labels.unsqueeze(1) == labels) & ~itself
-    log_share = F.log_softmax(similarity, dim=1).masked_fill(
-        ~positive, 0.0
-    )  # subtracts the row's maximum
-    each = -log_share.sum(dim=1) / positive.sum(dim=1).clamp(min=1)
-    return temperature / base_temperature * each.mean()
+    is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+    similarity = (rows @ rows.T / temperature).masked_fill(is_itself, -torch.inf)
+    is_positive = (labels.unsqueeze(1) == labels) & ~is_itself
+    log_shares = F.log_softmax(similarity, dim=1).masked_fill(~is_positive, 0.0)
+    losses = -log_shares.sum(dim=1) / is_positive.sum(dim=1).clamp(min=1)
+    return temperature / base_temperature * losses.mean()
 
 
 def alignment_loss(
@@ -75,8 +84,12 @@ def alignment_loss(
     align_weight: float,
     virtual_weight: float,
 ) -> Tensor:
-    """gamma SC of both, which moves real features only, plus kappa SC of the virtual: ``align_weight`` is gamma,
-    ``virtual_weight`` kappa; features (n, D) and (m, D), labels int64 (n,) and (m,) of the same classes."""
+    """Return gamma SC of all features plus kappa SC of the virtual ones.
+
+    real_features: [n, D] with real_labels int64 [n]. virtual_features: [m, D] with virtual_labels
+    int64 [m], of the same classes; in the first term they are constants. align_weight: gamma.
+    virtual_weight: kappa.
+    """
     features = torch.cat([real_features, virtual_features.detach()])
     labels = torch.cat([real_labels, virtual_labels])
     both = supervised_contrastive_loss(features, labels, temperature, temperature)
@@ -87,9 +100,10 @@ def alignment_loss(
 
 
 def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int, int]) -> Tensor:
-    """A class's mean plus half the noise, enlarged bilinearly and standardised per channel over all of them.
+    """Return images [V, c, *size]: a class's mean plus half the noise, enlarged and standardised.
 
-    ``means`` (C, c, k, k), ``noise`` (V, c, k, k), ``labels`` int64 (V,) -> (V, c, *size).
+    means: [C, c, k, k]. noise: [V, c, k, k]. labels: int64 [V]. Each channel is standardised over
+    all images.
     """
     images = F.interpolate(means[labels] + 0.5 * noise, size=size, mode="bilinear")
     deviation, mean = torch.std_mean(images, dim=(0, 2, 3), correction=0, keepdim=True)
@@ -97,9 +111,10 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
-    """Pad with zeros, cut the old size out at (``down``, ``right``) in 0..2 padding, mirror where ``flip`` is 1.
+    """Return images that are padded with zeros, cropped to the old size, and flipped if asked.
 
-    ``images`` (B, c, h, w), the others int64 (B,).
+    images: [B, c, h, w]. down, right: int64 [B], the crop's corner, from 0 to 2 padding. flip:
+    int64 [B], 1: mirror the image.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -110,12 +125,14 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: 
     return F.pad(images, (padding,) * 4).flatten(2).gather(2, places).view(images.shape)
 
 
-# Pixels along an edge of the noise before it is enlarged; around an image before it is cropped.
-COARSE, PADDING = 8, 4
+# Pixels along an edge of the noise before it is enlarged.
+COARSE = 8
+# Pixels around an image before it is cropped.
+PADDING = 4
 
 
 class Doubled(Classifier):
-    """A classifier with two outputs for each class: scores are the larger of the two."""
+    """A classifier with two outputs for each class, of which scores take the larger one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs [B, 2C] in training, and scores [B, C] elsewhere."""
@@ -127,10 +144,11 @@ class Doubled(Classifier):
 
 
 class Vhl(Method):
-    """alpha: weight of the virtual images' cross-entropy, gamma: of the alignment, kappa: of their own.
+    """alpha, gamma, kappa: the weights of the three added terms. temperature: T.
 
-    virtual: images in the set, virtual_batch: of them in a step. align_epochs: epochs of a job in
-    which features are aligned; a budget of local.steps has no epochs, and aligns in all of them.
+    virtual: the number of virtual images. virtual_batch: virtual images in a step. label_mode:
+    "extra" or "shared". align_epochs: the first epochs of a job, in which features are aligned;
+    with local.steps, which has no epochs, they are aligned in all steps.
     """
 
     name = "vhl"
@@ -155,7 +173,8 @@ class Vhl(Method):
         self.virtual_batch = int(at_least("method.vhl.virtual_batch", virtual_batch, 1))
         self.virtual = int(at_least("method.vhl.virtual", virtual, 1))
         self.align_epochs = int(at_least("method.vhl.align_epochs", align_epochs, 0))
-        self._apart = False  # whether another method changes the inputs; see `setup`
+        # Whether another method changes the inputs; see `setup`.
+        self._are_inputs_changed = False
 
     # --- before the run ------------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
@@ -174,14 +193,13 @@ class Vhl(Method):
         classes = run.task.num_classes
         run.require(
             self.virtual >= self.virtual_batch,
-            f"method.vhl.virtual_batch={self.virtual_batch} is more than all "
-            f"method.vhl.virtual={self.virtual} images. Set "
-            f"method.vhl.virtual_batch={self.virtual} or less.",
+            f"method.vhl.virtual_batch={self.virtual_batch}: there are only {self.virtual} virtual "
+            f"images. Set method.vhl.virtual_batch={self.virtual} or less.",
         )
         run.require(
             self.virtual >= classes,
-            f"method.vhl.virtual={self.virtual} images are too few for the {classes} classes of the "
-            f"data. Set method.vhl.virtual={classes} or more.",
+            f"method.vhl.virtual={self.virtual}: the data have {classes} classes, and each needs a "
+            f"virtual image. Set method.vhl.virtual={classes} or more.",
         )
         run.send("inputs", self.inputs, self.virtual * math.prod(run.task.shape), once=True)
         run.send("labels", self.labels, self.virtual, once=True)
@@ -190,19 +208,22 @@ class Vhl(Method):
         run.check(self.note_changed_inputs)
 
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
-        """Note whether another method changes inputs, so that virtual images pass on their own."""
-        others = [each for each in run.methods if each.method != self.name]
-        self._apart = any(each.has_hook("batch") and not each.adds_rows for each in others)
+        """Note whether another method changes inputs, so that aligned images need a second pass."""
+        self._are_inputs_changed = False
+        for declared in run.methods:
+            changes_inputs = declared.has_hook("batch") and not declared.adds_rows
+            if declared.method != self.name and changes_inputs:
+                self._are_inputs_changed = True
         return ()
 
     def cost(self, job: Participation) -> float:
-        """Return a pass over as many virtual samples as real ones; twice where inputs are changed.
+        """Return a pass over as many virtual samples as real ones, and two if inputs are changed.
 
-        `local.batch` is not known here, and `virtual_batch` may be larger.
+        `local.batch` is not known here; `virtual_batch` may be larger.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
-        return 2 * job.trained if self._apart else job.trained
+        return 2 * job.trained if self._are_inputs_changed else job.trained
 
     # --- the virtual set -----------------------------------------------------------------------
     def labels(self, server: ServerView) -> Tensor:
@@ -229,14 +250,14 @@ class Vhl(Method):
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Add the step's virtual images, unless the batch is not what they are aligned with."""
-        if self._joins(job) and not self._apart:
+        """Add the step's virtual images, unless they are aligned in a second pass."""
+        if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))
         return batch
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add alpha times the cross-entropy of the virtual images, and the alignment."""
-        if not self._joins(job):
+        if not self._needs_virtual(job):
             return loss
         terms = []
         real, virtual = self._features(job, out)
@@ -258,11 +279,10 @@ class Vhl(Method):
             return False
         epochs = job.local.epochs
         if epochs is None or epochs <= self.align_epochs:
-            return True  # in all steps, so one recording serves all of them
+            return True  # The same in all steps, so that one recording is enough.
         return job.step * epochs // job.plan.steps < self.align_epochs
 
-    def _joins(self, job: LocalJob) -> bool:
-        """Return whether this step needs virtual images."""
+    def _needs_virtual(self, job: LocalJob) -> bool:
         return self.alpha > 0 or self._aligns(job)
 
     def _images(self, job: LocalJob) -> Tensor:
@@ -271,8 +291,8 @@ class Vhl(Method):
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 
     def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
-        """Return features of the unchanged real batch and of the virtual one, of one pass."""
-        if not self._apart:
+        """Return features of the unchanged real batch and of the virtual one, from one pass."""
+        if not self._are_inputs_changed:
             return out.features, out.rows(self.name)
         real = out.batch.raw_inputs
         both = job.model.features(torch.cat([real, self._images(job)]))

@@ -452,7 +452,7 @@ def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivativ
     shares = torch.tensor([0.3, 0.6, 0.9])
 
     def relaxed(soft: Tensor) -> Tensor:
-        relaxed_tensors = partialfed._relaxed(job, paths, soft)
+        relaxed_tensors = partialfed._relax(job, paths, soft)
         return functional_call(model, relaxed_tensors, (inputs,)).square().mean()
 
     mixed = ctx.state["partialfed.model"].clone()
