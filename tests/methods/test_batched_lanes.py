@@ -1,4 +1,4 @@
-"""Lanes by batched products: the numbers of the loop, and bits that no other client changes."""
+"""Test lanes by batched products: the numbers of the loop, and bits without other clients."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ from raysim.training.worker import Worker
 
 EXACT = 1e-9  # float64 from end to end: what is left is the order in which products are summed
 EPOCHS = Local(lr=0.05, momentum=0.5, batch=8, epochs=2)
+# Every local option, for all kinds of lanes.
+LOCALS = {
+    "nesterov": Local(
+        lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, batch=8, epochs=2, lr_decay=0.7
+    ),
+    "adam": Local(lr=0.01, optimizer="adam", batch=8, epochs=2, lr_decay=0.7),
+    "clip": Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
+    "no full batch": Local(lr=0.05, batch=64, epochs=2),
+    "steps": Local(lr=0.05, batch=8, epochs=None, steps=7, sampling="replacement"),
+    "kept momentum": Local(lr=0.05, momentum=0.9, batch=8, epochs=1, keep_optimizer=True),
+    "kept adam": Local(lr=0.01, optimizer="adam", batch=8, epochs=1, keep_optimizer=True),
+}
 
 
 def study(*methods: Method, **others: Any) -> RunSpec:
@@ -66,38 +78,18 @@ def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
 
 
 class TestNumbers:
-    @pytest.mark.parametrize(
-        "local",
-        [
-            Local(
-                lr=0.05,
-                momentum=0.9,
-                nesterov=True,
-                weight_decay=0.01,
-                batch=8,
-                epochs=2,
-                lr_decay=0.7,
-            ),
-            Local(lr=0.01, optimizer="adam", batch=8, epochs=2),
-            Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
-            Local(lr=0.05, batch=64, epochs=2),  # no client has a full batch
-            Local(lr=0.05, batch=8, epochs=None, steps=7, sampling="replacement"),
-            Local(lr=0.05, momentum=0.9, batch=8, epochs=1, keep_optimizer=True),
-            Local(lr=0.01, optimizer="adam", batch=8, epochs=1, keep_optimizer=True),
-        ],
-        ids=["nesterov", "adam", "clip", "small clients", "steps", "kept momentum", "kept adam"],
-    )
-    def test_every_local_option_means_the_same(self, local: Local) -> None:
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+    def test_every_local_option_ends_as_in_the_loop(self, local: Local) -> None:
         assert_as_in_loop(study(local=local), rounds=4)
 
     @pytest.mark.parametrize(
         "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
     )
-    def test_methods_outside_the_step_mean_the_same(self, methods: Sequence[Method]) -> None:
+    def test_methods_outside_the_step_end_as_in_the_loop(self, methods: Sequence[Method]) -> None:
         assert_as_in_loop(study(*methods), rounds=4)
 
     @pytest.mark.parametrize("lanes", [2, 5, 10])
-    def test_any_number_of_lanes_means_the_same(self, lanes: int) -> None:
+    def test_any_number_of_lanes_ends_as_in_the_loop(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
     def test_products_in_bfloat16_train_a_float32_vector(self) -> None:
@@ -152,7 +144,7 @@ class TestBits:
         )
         assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
-    def test_a_sum_is_folded_in_the_order_of_its_group(self) -> None:
+    def test_sum_is_folded_in_the_order_of_its_group(self) -> None:
         spec, jobs = study(lanes=3, dtype=torch.float32), jobs_of(6)
         single = trained(spec, jobs)
         published = coordinate(spec).server.published()
@@ -185,7 +177,7 @@ class Failing(Method):
 
 
 @pytest.mark.parametrize("hook", ["begin", "end"])
-def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
+def test_failing_client_does_not_change_the_others(hook: str) -> None:
     loop, lanes = (
         run(study(Failing(hook), lanes=count), rounds=3, tolerate=1.0) for count in (1, 3)
     )
@@ -208,7 +200,7 @@ class Dropping(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(size, 12), nn.ReLU(), nn.Dropout(0.5)), 12
 
 
-class TestWhatQualifies:
+class TestQualification:
     @pytest.mark.parametrize(
         "model",
         [
@@ -220,13 +212,13 @@ class TestWhatQualifies:
         ],
         ids=["mlp", "nested", "logistic regression"],
     )
-    def test_chains_of_linear_and_pointwise_layers(self, model: nn.Module) -> None:
+    def test_chains_of_linear_and_pointwise_layers_qualify(self, model: nn.Module) -> None:
         layers = linear_chain({"model": model}, 3)
         assert layers is not None
         x = torch.randn(2, 1, 2, 3)
         assert torch.equal(nn.Sequential(*layers)(x), model(x))
 
-    def test_nothing_else(self) -> None:
+    def test_other_networks_do_not_qualify(self) -> None:
         linear = nn.Linear(4, 4)
         others = [
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
@@ -258,11 +250,11 @@ class TestWhatQualifies:
         ],
         ids=["fedprox", "scaffold", "batch norm", "dropout", "convolutions"],
     )
-    def test_others_are_refused_with_the_key(self, spec: RunSpec) -> None:
+    def test_other_runs_are_refused_with_the_key(self, spec: RunSpec) -> None:
         with pytest.raises(Refused, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
             Worker(spec)
 
-    def test_a_refusal_names_the_method_or_the_device(self) -> None:
+    def test_refusal_names_the_method_or_the_device(self) -> None:
         with pytest.raises(Refused, match="method 'fedprox'"):
             Worker(study(FedProx(0.1), lanes=2))
         spec = study(lanes=2, device="cuda")
@@ -276,11 +268,11 @@ def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
 
 
 class TestUsualLanes:
-    def test_several_for_small_linear_networks_with_many_clients(self) -> None:
+    def test_small_linear_networks_use_several_lanes(self) -> None:
         assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
         assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
 
-    def test_one_where_several_were_not_measured_to_be_faster(self) -> None:
+    def test_other_runs_use_one_lane(self) -> None:
         assert usual(Scaffold()) == 1
         assert usual(model=NORMED) == 1, "convolutions"
         assert usual(model=Mlp((1200, 1200))) == 1, "a large network"
@@ -288,7 +280,7 @@ class TestUsualLanes:
         assert usual(local=Local(batch=64)) == 1, "no full batches"
         assert usual(device="cuda") == 1
 
-    def test_up_to_ten_on_a_gpu_that_records(self) -> None:
+    def test_recording_gpu_uses_up_to_ten_lanes(self) -> None:
         gpu: dict[str, Any] = {"device": "cuda", "graph": True}
         assert [usual(concurrency=count, **gpu) for count in (1, 4, 10, 1000)] == [1, 4, 10, 10]
         assert usual(model=NORMED, **gpu) == 10 and usual(Scaffold(), **gpu) == 10

@@ -1,4 +1,4 @@
-"""FedCM next to a rule of the server, and which settings it refuses."""
+"""Test FedCM with another rule of the server, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.methods.fedopt import FedAvgM
 from raysim.training.run_spec import declare_run
 
 
-def test_direction_is_free_of_the_servers_own_rate() -> None:
+def test_direction_does_not_depend_on_the_servers_rate() -> None:
     one, other = (
         run(run_spec(FedCM(), FedAvgM(rate, 0.0)), rounds=1).coordinator.server
         for rate in (1.0, 0.3)

@@ -1,4 +1,4 @@
-"""FedSAM's shift, when it is taken and what it costs; its textbook shows where a run ends."""
+"""Test FedSAM's shift at its limits, when it is used, and what it costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.methods.fedspeed import FedSpeed
 from raysim.training.run_spec import declare_run
 
 
-def test_shift_is_rho_long_over_all_coordinates() -> None:
+def test_shift_has_length_rho_and_is_zero_for_no_gradient() -> None:
     grad = torch.linspace(-3, 5, 11)
     assert float(sharpness_shift(grad, 0.3).norm()) == pytest.approx(0.3)
     assert float(sharpness_shift(grad * 1e-11, 0.3).norm()) == pytest.approx(0.3)
@@ -38,7 +38,7 @@ def test_cost_is_a_second_pass_of_each_batch(method: Method) -> None:
     assert method.cost(participation_facts(None, 10, 40.0)) == 40.0
 
 
-def test_personal_layers_take_part_and_return_from_the_shift() -> None:
+def test_personal_layers_are_shifted_and_restored() -> None:
     tiny_shift, none = (
         run(run_spec(FedBN(), FedSAM(rho), model=NORMED_MLP)) for rho in (1e-6, 0.0)
     )

@@ -1,4 +1,4 @@
-"""PartialFed's masks and policy, where training starts, what the settings make of it, and which model is scored."""
+"""Test where PartialFed starts training, its policy, which model is scored, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_runs import (
-    BUFFER,
     LOCAL,
     MLP,
     NORMED,
     NORMED_MLP,
-    ROUNDS,
     SEED,
     Spy,
     coordinate,
@@ -52,7 +50,7 @@ from raysim.training.client_vector import copy_client_state
 from raysim.training.run_spec import build_networks, declare_run
 from raysim.training.worker import Worker
 
-EVERYBODY = Synchronous(6)
+ALL_CLIENTS = Synchronous(6)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -129,64 +127,9 @@ def other(vector: Tensor) -> Tensor:
 # --- the functions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loaded", range(6))
-def test_bottom_up_loads_the_first_layers_and_top_down_the_last(loaded: int) -> None:
-    masks = [
-        partialfed.fixed_loading_mask(num_layers=5, strategy=strategy, num_loaded=loaded)
-        for strategy in ("bottom_up", "top_down")
-    ]
-    assert masks[0].tolist() == [True] * loaded + [False] * (5 - loaded)
-    assert masks[1].tolist() == masks[0].flip(0).tolist()
-
-
-def test_more_layers_than_there_are_cannot_be_loaded() -> None:
-    with pytest.raises(
-        ValueError, match=r"num_loaded=6 does not fit a model of 5 layers: set it to 5 or less"
-    ):
+def test_more_layers_than_the_model_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^method\.partialfed\.num_loaded=6: "):
         partialfed.fixed_loading_mask(num_layers=5, strategy="bottom_up", num_loaded=6)
-
-
-def sampled(
-    temperature: float, logits: Tensor | None = None, gumbel: Tensor | None = None
-) -> dict[str, Tensor]:
-    logits = random(7, 2) if logits is None else logits
-    return partialfed.sample_loading_policy(
-        logits=logits,
-        gumbel=random(7, 2, seed=1) if gumbel is None else gumbel,
-        temperature=temperature,
-    )
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 0.1, 1.0, 5.0, 1e4])
-def test_shares_sum_to_one_and_the_decision_does_not_depend_on_the_temperature(
-    temperature: float,
-) -> None:
-    found = sampled(temperature)
-    assert torch.allclose(found["soft"].sum(1), torch.ones(7, dtype=torch.float64))
-    assert torch.equal(found["load_global"], sampled(1.0)["load_global"])
-    assert 0 < found["load_global"].sum() < 7
-
-
-def test_a_cold_policy_decides_and_a_hot_one_shares_equally() -> None:
-    cold, hot = sampled(1e-6), sampled(1e6)
-    assert torch.equal(cold["soft"][:, 0], cold["load_global"].double())
-    assert torch.allclose(hot["soft"], torch.full((7, 2), 0.5, dtype=torch.float64), atol=1e-5)
-
-
-def test_equal_logits_without_noise_load_every_layer() -> None:
-    assert sampled(5.0, torch.zeros(7, 2), torch.zeros(7, 2))["load_global"].all()
-
-
-def test_a_mask_chooses_tensors_to_the_bit_and_shares_mix_them() -> None:
-    new, old = [random(3), random(2, 2)], [random(3, seed=1), random(2, 2, seed=1)]
-
-    def start(loads: Tensor) -> list[Tensor]:
-        return partialfed.partial_initialize(global_layers=new, local_layers=old, load_global=loads)
-
-    chosen = start(torch.tensor([True, False]))
-    assert torch.equal(chosen[0], new[0]) and torch.equal(chosen[1], old[1])
-    mixed = start(torch.tensor([0.25, 1.0]))
-    assert torch.allclose(mixed[0], 0.25 * new[0] + 0.75 * old[0]) and torch.equal(mixed[1], new[1])
 
 
 # --- where training starts ----------------------------------------------------------------------------------------
@@ -204,7 +147,7 @@ LOADED: dict[str, tuple[PartialFed, set[str]]] = {
 }
 
 
-def test_a_layer_is_a_module_with_entries_of_its_own() -> None:
+def test_layer_is_a_module_with_entries_of_its_own() -> None:
     networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
     networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
@@ -214,7 +157,7 @@ def test_a_layer_is_a_module_with_entries_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_training_starts_from_the_received_values_in_the_loaded_layers_and_from_the_own_ones_elsewhere(
+def test_start_has_received_values_in_loaded_layers_only(
     name: str,
 ) -> None:
     method, loaded = LOADED[name]
@@ -226,15 +169,15 @@ def test_training_starts_from_the_received_values_in_the_loaded_layers_and_from_
     ctx = client.train(received, counters)
     _, start, base, counting = watch.started[1]
     assert torch.equal(start, base), "what corrections refer to is the start"
-    found, new, old = (client.named(flat) for flat in (start, received, trained))
-    for path, values in found.items():
+    ended, new, old = (client.named(flat) for flat in (start, received, trained))
+    for path, values in ended.items():
         wanted = new if path.rpartition(".")[0] in loaded else old
         assert torch.equal(values, wanted[path]) and not torch.equal(new[path], old[path]), path
     assert torch.equal(counting, counters if "extractor.2" in loaded else counted)
     assert ctx.report["partialfed.loaded"] == pytest.approx(len(loaded) / 3)
 
 
-def test_the_first_participation_loads_everything() -> None:
+def test_first_job_loads_all_layers() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), watch)
     received = other(client.initial)
@@ -243,7 +186,7 @@ def test_the_first_participation_loads_everything() -> None:
 
 
 @pytest.mark.parametrize(("most", "loads"), [(None, False), (3, False), (2, True)])
-def test_after_too_long_an_absence_everything_is_loaded(most: int | None, loads: bool) -> None:
+def test_long_absence_loads_all_layers(most: int | None, loads: bool) -> None:
     watch = Watch()
     client = Client(PartialFed("none", max_staleness=most), watch)
     client.train(version=4)
@@ -252,7 +195,7 @@ def test_after_too_long_an_absence_everything_is_loaded(most: int | None, loads:
     assert torch.equal(watch.started[1][1], received) == loads
 
 
-def test_other_networks_are_loaded_whatever_the_strategy() -> None:
+def test_other_networks_are_always_loaded() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
     client.train()
@@ -265,11 +208,11 @@ def test_other_networks_are_loaded_whatever_the_strategy() -> None:
         )
 
 
-def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start() -> None:
+def test_update_is_the_difference_to_the_shared_model() -> None:
     watch = Watch()
     study = run_spec(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)
-    ran(coordinate(study, EVERYBODY, runtime=spy, rounds=3, summation=1))
+    ran(coordinate(study, ALL_CLIENTS, runtime=spy, rounds=3, summation=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
     turns = {job.number: job.participation for job, _ in spy.sent}
     deltas = {update.job: update.delta for update in spy.updates if update.delta is not None}
@@ -279,7 +222,7 @@ def test_an_update_is_the_difference_to_the_shared_model_not_to_the_mixed_start(
         assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
 
 
-def test_frozen_models_and_rankings_refer_to_the_mixed_start() -> None:
+def test_frozen_models_have_the_mixed_start() -> None:
     seen: list[Tensor] = []
 
     class Look(Method):
@@ -322,7 +265,7 @@ class FirstGradient(Method):
             self.gradients.append(grad.clone())
 
 
-def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
+def test_proximal_term_is_zero_at_the_mixed_start() -> None:
     with_term, without = FirstGradient(), FirstGradient()
     for methods in ((FedProx(10.0), with_term), (without,)):
         client = Client(PartialFed("none"), *methods, model=MLP)
@@ -337,25 +280,7 @@ def test_a_proximal_term_vanishes_at_the_mixed_start() -> None:
 # --- what the settings make of it ---------------------------------------------------------------------------------
 
 
-def states(found: Any, key: str) -> dict[int, np.ndarray]:
-    ends = f"/{key}"
-    return {
-        int(name.partition("/")[0]): value
-        for name, value in found.private.items()
-        if name.endswith(ends)
-    }
-
-
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-@pytest.mark.parametrize("model", [MLP, NORMED], ids=["mlp", "cnn with BatchNorm"])
-def test_to_load_everything_is_fedavg_bit_for_bit(model: ModelRecipe, schedule: Any) -> None:
-    found = run(run_spec(PartialFed("all"), model=model), schedule, fleet=Ideal(), rounds=5)
-    fedavg = run(run_spec(model=model), schedule, fleet=Ideal(), rounds=5)
-    assert same(found.tensors, fedavg.tensors)
-    assert [row["train_loss"] for row in found.rows] == [row["train_loss"] for row in fedavg.rows]
-
-
-def test_with_fedbn_the_layers_that_stay_are_its_matter() -> None:
+def test_layers_of_fedbn_are_not_mixed() -> None:
     alone = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     both = run(run_spec(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     assert same(alone.tensors, both.tensors)
@@ -388,7 +313,7 @@ class Learning(PartialFed):
 
 
 @pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
-def test_the_policys_steps_change_its_logits_and_nothing_else(model: ModelRecipe) -> None:
+def test_policy_steps_change_logits_only(model: ModelRecipe) -> None:
     method = Learning("adaptive")
     client = Client(method, model=model)
     client.train()
@@ -408,21 +333,21 @@ def test_the_policys_steps_change_its_logits_and_nothing_else(model: ModelRecipe
     )
 
 
-def test_the_policys_optimiser_goes_on_in_the_next_participation() -> None:
+def test_policy_keeps_its_optimizer_between_jobs() -> None:
     client = Client(PartialFed("adaptive", policy_steps=3))
     for _ in range(3):
         client.train(client.initial)
     assert int(client.state["partialfed.adam['steps']"]) == 6
 
 
-def test_the_policy_without_a_difference_between_the_models_has_no_gradient() -> None:
+def test_policy_of_equal_models_has_no_gradient() -> None:
     client = Client(PartialFed("adaptive"))
     client.train()
     ctx = client.train(client.state["partialfed.model"])
     assert not ctx.state["partialfed.logits"].any() and ctx.report["partialfed.loaded"] == 1.0
 
 
-def test_the_policy_keeps_what_the_received_model_spoils() -> None:
+def test_policy_keeps_layers_that_the_received_model_spoils() -> None:
     client = Client(
         PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10)
     )
@@ -436,13 +361,13 @@ def test_the_policy_keeps_what_the_received_model_spoils() -> None:
     assert difference[2] < -1 and ctx.report["partialfed.loaded"] == pytest.approx(2 / 3)
 
 
-def test_the_decision_may_be_drawn() -> None:
+def test_decision_can_be_drawn() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9, sample_decision=True))
-    found = {client.train(client.initial).report["partialfed.loaded"] for _ in range(12)}
-    assert found > {1.0}, "with logits of 0 noise decides"
+    ended = {client.train(client.initial).report["partialfed.loaded"] for _ in range(12)}
+    assert ended > {1.0}, "with logits of 0 noise decides"
 
 
-def test_the_relaxed_model_is_the_one_between_and_knows_the_statistics_derivative() -> None:
+def test_relaxed_model_has_a_derivative_by_statistics() -> None:
     client = Client(PartialFed("adaptive"))
     ctx = client.train()
     ctx.base = other(client.initial)
@@ -488,7 +413,7 @@ def test_policy_costs_its_batches_from_the_second_job() -> None:
     assert not declared.has_hook("cost")
 
 
-def test_every_layer_travels_whatever_is_loaded() -> None:
+def test_all_layers_travel() -> None:
     partial = run(run_spec(PartialFed("none"), model=NORMED_MLP)).rows[-1]
     fedavg = run(run_spec(model=NORMED_MLP)).rows[-1]
     assert all(partial[key] == fedavg[key] for key in ("floats_down", "floats_up"))
@@ -497,7 +422,7 @@ def test_every_layer_travels_whatever_is_loaded() -> None:
 # --- which model is scored ----------------------------------------------------------------------------------------
 
 
-def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_that() -> None:
+def test_own_model_is_the_last_trained_or_the_shared_one() -> None:
     method = PartialFed("none")
     client = Client(method)
     vector, trainer = client.worker.vector, client.worker.trainer
@@ -516,11 +441,11 @@ def test_a_clients_own_model_is_what_it_trained_last_and_the_shared_one_before_t
     assert torch.equal(own(client.state, False)[0], shared)
     trained = client.train()
     weights, counters = trained.vector.shared.clone(), trained.vector.counters.clone()
-    found = own(client.state, True)
-    assert torch.equal(found[0], weights) and torch.equal(found[1], counters)
+    ended = own(client.state, True)
+    assert torch.equal(ended[0], weights) and torch.equal(ended[1], counters)
 
 
-def test_a_client_whose_first_participation_failed_is_scored_with_the_shared_model() -> None:
+def test_client_whose_first_job_failed_has_the_shared_model() -> None:
     class Failing(Method):
         name, paper = "failing", "a test"
 
@@ -529,11 +454,11 @@ def test_a_client_whose_first_participation_failed_is_scored_with_the_shared_mod
                 raise RuntimeError
 
     study = run_spec(PartialFed(), Failing(), data=population())
-    found = run(study, Synchronous(4), tolerate=0.5)
-    assert len(found.failures) == 3 and found.rows[-1]["accuracy"] is not None
+    ended = run(study, Synchronous(4), tolerate=0.5)
+    assert len(ended.failures) == 3 and ended.rows[-1]["accuracy"] is not None
 
 
-def test_own_and_shared_models_are_columns_of_their_own() -> None:
+def test_own_and_shared_models_have_separate_columns() -> None:
     row = run(run_spec(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
     assert (
         row["accuracy"] is not None
@@ -573,22 +498,12 @@ def test_strategy_is_checked_against_the_model() -> None:
     with pytest.raises(ValueError, match=r"^method\.partialfed\.num_loaded\b"):
         warnings(PartialFed("bottom_up", 9))
     (warning,) = warnings(PartialFed("no_bn"))
-    assert "'partialfed'" in warning and "strategy=no_bn" in warning
+    assert "method.partialfed.strategy=no_bn" in warning
     for method in (PartialFed(), PartialFed("all"), PartialFed("adaptive"), PartialFed("none")):
         assert not warnings(method)
 
 
-def test_every_client_of_the_tiny_data_keeps_a_model() -> None:
-    found = run(
-        run_spec(PartialFed("adaptive", policy_steps=2), model=NORMED_MLP), EVERYBODY, rounds=3
-    )
-    assert len(states(found, "partialfed.model")) == len(tiny().partition.train) == 6
-    assert all(0 <= row["partialfed.loaded"] <= 1 for row in found.rows)  # type: ignore[operator]
-
-
-def test_a_decision_that_is_not_drawn_is_that_of_the_larger_logit_however_little_it_is_larger() -> (
-    None
-):
+def test_decision_follows_the_slightly_larger_logit() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9))
     client.train()
     spoilt = client.state["partialfed.model"].clone()

@@ -1,4 +1,4 @@
-"""pFedAvg: training is FedAvg's in every mode; what each mode scores, and that scoring leaves everything alone."""
+"""Test that pFedAvg trains as FedAvg in each mode, and what each mode scores."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def study(*methods: Method, **others: Any) -> Any:
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", [(), (FedProx(0.1),)], ids=["alone", "with fedprox"])
-def test_the_shared_model_is_that_of_the_other_methods_in_every_round_of_every_mode(
+def test_shared_model_is_that_of_the_other_methods(
     others: tuple[Method, ...], mode: str, schedule: Any
 ) -> None:
-    found = run(study(MODES[mode], *others, model=NORMED), schedule, rounds=4)
+    ended = run(study(MODES[mode], *others, model=NORMED), schedule, rounds=4)
     plain = run(study(*others, model=NORMED), schedule, rounds=4)
-    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(
-        found.tensors, plain.tensors
+    assert ended.finished.model_sha256 == plain.finished.model_sha256 and same(
+        ended.tensors, plain.tensors
     )
-    for row, reference in zip(found.rows, plain.rows, strict=True):
+    for row, reference in zip(ended.rows, plain.rows, strict=True):
         for key in (
             "train_loss",
             "accuracy_global",
@@ -105,16 +105,16 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago(
+def test_after_local_scores_what_a_client_trained_last(
     others: tuple[Method, ...],
 ) -> None:
     watch = Watch()
-    here = study(PFedAvg(), *others, watch)
-    found = run(here, Synchronous(2), rounds=5)
-    turns = found.participations
+    spec = study(PFedAvg(), *others, watch)
+    ended = run(spec, Synchronous(2), rounds=5)
+    turns = ended.participations
     assert len(watch.last) > 2 and max(turns.values()) > 1
-    layout, states = found.coordinator.layout, found.private
-    worker, tests = Worker(here), here.data.partition.test
+    layout, states = ended.coordinator.layout, ended.private
+    worker, tests = Worker(spec), spec.data.partition.test
     hits = []
     for client in range(5):
         weights = watch.last.get(client)
@@ -124,24 +124,24 @@ def test_after_local_a_client_is_judged_on_what_it_trained_last_however_long_ago
             )
             worker.vector.data.copy_(weights)
         else:
-            worker.vector.shared.copy_(found.coordinator.server.vector)
+            worker.vector.shared.copy_(ended.coordinator.server.vector)
             if layout.personal:
-                worker.vector.personal.copy_(Worker(here).vector.personal)
+                worker.vector.personal.copy_(Worker(spec).vector.personal)
         worker.trainer.set_training(False)
         inputs, labels = worker.trainer.gather(tests.rows(client))
         with torch.no_grad():
             hits.append(
                 float((worker.vector.networks["model"](inputs).argmax(1) == labels).double().mean())
             )
-    assert found.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
+    assert ended.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
 
 
-def test_the_shared_model_has_columns_of_its_own() -> None:
-    found, plain = run(study(PFedAvg())), run(study())
-    for row, reference in zip(found.rows, plain.rows, strict=True):
+def test_shared_model_has_separate_columns() -> None:
+    ended, plain = run(study(PFedAvg())), run(study())
+    for row, reference in zip(ended.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
         assert row["accuracy_global"] == reference["accuracy_global"]
-    assert any(row["accuracy"] != row["accuracy_shared"] for row in found.rows)
+    assert any(row["accuracy"] != row["accuracy_shared"] for row in ended.rows)
 
 
 def test_untrained_client_is_scored_with_the_shared_model() -> None:
@@ -182,7 +182,7 @@ def test_each_mode_declares_its_fine_tuning() -> None:
     assert finetuning(head) == Finetune(2, head=True, last=True)
 
 
-def test_fine_tuned_models_are_scored_in_every_evaluation_or_after_the_last_round_only() -> None:
+def test_fine_tuned_models_are_scored_always_or_at_the_end() -> None:
     always, last = (run(study(PFedAvg(mode))).rows for mode in ("finetune", "finetune_last"))
     assert ["accuracy_finetuned" in row for row in always] == [True, True, True]
     assert ["accuracy_finetuned" in row for row in last] == [False, False, True]
@@ -205,20 +205,20 @@ def test_fine_tuning_improves_on_clients_of_few_classes() -> None:
     assert rows[0]["accuracy_finetuned"] > rows[0]["accuracy"]  # type: ignore[operator]
 
 
-def test_no_epoch_of_fine_tuning_leaves_the_shared_model_for_everybody() -> None:
+def test_no_epoch_of_fine_tuning_scores_the_shared_model() -> None:
     rows, plain = run(study(PFedAvg("finetune", 0))).rows, run(study()).rows
     assert not any("accuracy_finetuned" in row for row in rows)
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in plain]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_they_were(
+def test_evaluation_changes_no_model_and_no_training(
     mode: str,
 ) -> None:
-    here = study(MODES[mode], model=NORMED)
+    spec = study(MODES[mode], model=NORMED)
 
     def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, Published]:
-        worker = Worker(here)
+        worker = Worker(spec)
         vector, counters = (
             worker.vector.shared.clone().numpy(),
             worker.vector.counters.clone().numpy(),
@@ -227,7 +227,7 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
         state = method_state({"pfedavg.model": torch.empty(0)} if mode == "after_local" else {})
         if look:
             for client in range(3):
-                rows = here.data.partition.test.rows(client)
+                rows = spec.data.partition.test.rows(client)
                 worker.evaluate([Task(client, rows, finetune=finetuning(MODES[mode]))], published)
         ctx = worker.trainer.train(
             Job(0, 0, 0, 0, -1, 1.0),
@@ -258,7 +258,3 @@ def test_an_evaluation_leaves_the_shared_model_its_statistics_and_training_as_th
 def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=rf"^method\.pfedavg\.{key}\b"):
         PFedAvg(**settings)
-
-
-def test_it_combines_with_what_yields_a_shared_model() -> None:
-    check_composition([PFedAvg("finetune"), FedProx(), FedBN()])

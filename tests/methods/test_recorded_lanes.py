@@ -1,4 +1,4 @@
-"""Recorded steps: `Step` on tensors that stay where they are, for every method.
+"""Test recorded steps, in which `Step` runs on tensors with fixed addresses, for every method.
 
 On a CPU a recording computes the step again in place of replaying a CUDA graph. Like a graph it
 knows the client only by what was copied in, and cannot read a value: a Python number that should
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_batched_lanes import Dropping, Failing, trained
+from test_batched_lanes import LOCALS, Dropping, Failing, trained
 from test_conformance import EPOCHS, TABLE
 from tiny_runs import BUFFER, MLP, NORMED_MLP, Ran, coordinate, ran, run, run_spec, several
 from torch import Tensor, float64
@@ -97,32 +97,13 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_every_method_ends_where_the_loop_ends(self, name: str) -> None:
+    def test_every_method_ends_as_in_the_loop(self, name: str) -> None:
         ended = assert_as_in_loop(study(name), rounds=3)
         assert 0 < len(loop_of(ended).recordings) <= 32, (
             "few kinds of iterations, whatever the number of rounds"
         )
 
-    @pytest.mark.parametrize(
-        "local",
-        [
-            Local(
-                lr=0.05,
-                momentum=0.9,
-                nesterov=True,
-                weight_decay=0.01,
-                batch=8,
-                epochs=2,
-                lr_decay=0.7,
-            ),
-            Local(lr=0.01, optimizer="adam", batch=8, epochs=2, lr_decay=0.7),
-            Local(lr=0.05, momentum=0.5, clip=0.1, batch=8, epochs=1),
-            Local(lr=0.05, batch=8, epochs=None, steps=7, sampling="replacement"),
-            Local(lr=0.05, momentum=0.9, batch=8, epochs=1, keep_optimizer=True),
-            Local(lr=0.01, optimizer="adam", batch=8, epochs=1, keep_optimizer=True),
-        ],
-        ids=["nesterov", "adam", "clip", "steps", "kept momentum", "kept adam"],
-    )
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     @pytest.mark.parametrize("lanes", [1, 3])
     def test_rates_and_counts_of_steps_are_inputs(self, local: Local, lanes: int) -> None:
         ended = assert_as_in_loop(study(local=local, lanes=lanes), rounds=4)
@@ -130,10 +111,10 @@ class TestNumbers:
             "one for each size of a batch and each lane, whatever the rate"
         )
 
-    def test_convolutions_and_batch_norm_end_where_the_loop_ends(self) -> None:
+    def test_convolutions_and_batchnorm_end_as_in_the_loop(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
-    def test_a_second_pass_of_a_later_stage_is_recorded(self) -> None:
+    def test_second_pass_of_a_later_stage_is_recorded(self) -> None:
         fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
         assert_as_in_loop(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
 
@@ -164,7 +145,7 @@ class TestNumbers:
             for key, values in ended.tensors.items():
                 assert values.dtype == fine.tensors[key].dtype and np.isfinite(values).all()
 
-    def test_a_hook_sees_the_same_in_bfloat16(self) -> None:
+    def test_mixup_trains_in_bfloat16(self) -> None:
         assert not run(run_spec(Mixup(), precision="bfloat16"), rounds=1).failures
 
 
@@ -195,9 +176,12 @@ class TestBits:
 
     @pytest.mark.parametrize("name", ["scaffold", pytest.param("fraug", marks=pytest.mark.slow)])
     def test_two_workers_change_no_bit(self, name: str) -> None:
-        here = run(study(name), BUFFER, rounds=5)
-        there = ran(coordinate(study(name), BUFFER, runtime=several(study(name), 2), rounds=5))
-        assert (there.bits, there.history) == (here.bits, here.history)
+        one_worker = run(study(name), BUFFER, rounds=5)
+        two_workers = ran(
+            coordinate(study(name), BUFFER, runtime=several(study(name), 2), rounds=5)
+        )
+        assert two_workers.bits == one_worker.bits
+        assert two_workers.history == one_worker.history
 
     @pytest.mark.parametrize("name", ["fedavg", "scaffold", "dann"])
     def test_computing_without_recording_changes_no_bit(
@@ -209,10 +193,10 @@ class TestBits:
         assert not loop_of(computed).recordings and computed.bits == replayed.bits
 
     def test_dropping_recordings_changes_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        kept = run(study("moon"), rounds=3)
+        complete = run(study("moon"), rounds=3)
         monkeypatch.setattr(recorded_lanes, "MAX_RECORDINGS", 1)
         dropped = run(study("moon"), rounds=3)
-        assert len(loop_of(dropped).recordings) == 1 and dropped.bits == kept.bits
+        assert len(loop_of(dropped).recordings) == 1 and dropped.bits == complete.bits
 
 
 class TestInputs:
@@ -226,7 +210,7 @@ class TestInputs:
         ]
         assert not loop.reads.facts
 
-    def test_what_all_lanes_share_is_copied_once(self) -> None:
+    def test_shared_inputs_of_lanes_are_copied_once(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         together = next(
             recording for recording in loop.recordings.values() if len(recording._lanes) == 3
@@ -238,18 +222,18 @@ class TestInputs:
         ) in owners
         assert {owner for table, owner in owners if table == "state"} == {0, 1, 2}
 
-    def test_a_python_value_that_is_read_decides_the_recording(self) -> None:
+    def test_python_value_that_is_read_selects_the_recording(self) -> None:
         loop = loop_of(run(study(Ramping()), rounds=4))
         assert list(loop.reads.facts) == ["version"]
         assert_as_in_loop(study(Ramping()), rounds=4)
 
-    def test_a_client_number_that_is_read_decides_the_recording(self) -> None:
+    def test_client_number_that_is_read_selects_the_recording(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_an_entry_that_comes_later_in_a_job_decides_the_recording(self) -> None:
+    def test_later_entry_of_a_job_selects_the_recording(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
-    def test_an_entry_that_the_step_writes_itself_is_no_input(self) -> None:
+    def test_entry_that_the_step_writes_is_no_input(self) -> None:
         loop = loop_of(run(study("fedmix"), rounds=2))
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
@@ -335,24 +319,24 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros]
     )
-    def test_a_method_that_reads_a_value_is_named(self, read: Callable[[Tensor], Any]) -> None:
+    def test_method_that_reads_a_value_is_named(self, read: Callable[[Tensor], Any]) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
         with pytest.raises(
             LanesError, match=r"^runtime\.graph=true: .*'asking'.*runtime\.graph=false"
         ):
             run(study(Asking(read)), rounds=1)
 
-    def test_a_method_that_reports_in_a_step_is_named(self) -> None:
+    def test_method_that_reports_in_a_step_is_named(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_a_mistake_of_a_hook_is_not_said_to_need_a_loop(self, method: Method) -> None:
+    def test_error_of_a_hook_does_not_mention_lanes(self, method: Method) -> None:
         with pytest.raises(Refused, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
 
-    def test_a_model_that_draws_is_refused(self) -> None:
+    def test_model_that_draws_is_refused(self) -> None:
         with pytest.raises(
             Refused, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
         ):
@@ -360,7 +344,7 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("hook", ["begin", "end"])
-def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
+def test_failing_client_does_not_change_the_others(hook: str) -> None:
     ways = [{"lanes": 1, "graph": False}, {"lanes": 3, "graph": True}]
     loop, lanes = (
         run(study(Failing(hook), dtype=float64, **way), rounds=3, tolerate=1.0) for way in ways
@@ -374,7 +358,7 @@ def test_a_client_that_fails_leaves_the_others_alone(hook: str) -> None:
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_modes_that_are_set_later_win() -> None:
+def test_later_modes_win() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [
@@ -398,7 +382,7 @@ class TestUsual:
         )
         assert not recorded(asked=False, device="cuda") and recorded(asked=True)
 
-    def test_parts_of_others_and_draws_are_not_recorded(self) -> None:
+    def test_third_party_parts_and_draws_are_not_recorded(self) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 
