@@ -1,4 +1,4 @@
-"""Every method runs by its name alone, and what it needs of other settings it sets itself."""
+"""Test that each method runs by its name alone, and sets the other settings that it needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedrep import FedRep
 from raysim.primitives.errors import Refused
 
-HERE = ["runtime=inprocess", "tracking=none", "device=cpu"]
-SMALL = [*HERE, "rounds=1", "schedule.cohort=2", "evaluate.clients=2", "checkpoint.every=0"]
+IN_PROCESS = ["runtime=inprocess", "tracking=none", "device=cpu"]
+SMALL = [*IN_PROCESS, "rounds=1", "schedule.cohort=2", "evaluate.clients=2", "checkpoint.every=0"]
 
 
 def plan_lines(experiment: Experiment) -> list[str]:
@@ -39,7 +39,7 @@ def test_method_runs_by_name_with_the_default_study(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "value"),
+    ("overrides", "key", "value"),
     [
         (["method=fedrep"], "epochs", 11),
         (["method=fedrep", "method.fedrep.head_epochs=3"], "epochs", 4),
@@ -48,21 +48,21 @@ def test_method_runs_by_name_with_the_default_study(name: str, tmp_path: Path) -
         (["experiment=fedbr/cifar10", "method=fedrep", "data=digits", "model=mlp"], "steps", 50),
     ],
 )
-def test_method_sets_what_it_needs(words: list[str], key: str, value: int) -> None:
-    experiment = build([*HERE, *words])
+def test_method_sets_what_it_needs(overrides: list[str], key: str, value: int) -> None:
+    experiment = build([*IN_PROCESS, *overrides])
     assert getattr(experiment.spec.settings.local, key) == value
     assert experiment.config["local"][key] == value
 
 
 def test_plan_names_the_setting_the_method_and_the_old_value() -> None:
-    (line,) = plan_lines(build([*HERE, "method=fedrep"]))
+    (line,) = plan_lines(build([*IN_PROCESS, "method=fedrep"]))
     assert all(part in line for part in ("local.epochs=11", "'fedrep'", "2"))
-    assert plan_lines(build([*HERE, "method=fedprox"])) == []
-    assert plan_lines(build([*HERE, "method=fedrep", "local.epochs=11"])) == []
+    assert plan_lines(build([*IN_PROCESS, "method=fedprox"])) == []
+    assert plan_lines(build([*IN_PROCESS, "method=fedrep", "local.epochs=11"])) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "key"),
+    ("overrides", "key"),
     [
         (["method=fedrep", "local.epochs=2"], "local.epochs"),
         (["method=fedrep", "local.steps=1"], "local.steps"),
@@ -74,9 +74,9 @@ def test_plan_names_the_setting_the_method_and_the_old_value() -> None:
         (["method=fraug", "local.batch=1"], "local.batch"),
     ],
 )
-def test_key_of_the_user_is_kept_and_refused(words: list[str], key: str) -> None:
+def test_key_of_the_user_is_kept_and_refused(overrides: list[str], key: str) -> None:
     with pytest.raises(Refused, match=key.replace(".", r"\.")):
-        build([*HERE, *words])
+        build([*IN_PROCESS, *overrides])
 
 
 PYTHON: list[dict[str, Any]] = [{"local": {"epochs": 2}}, {"local.epochs": 2}]
@@ -85,32 +85,32 @@ PYTHON: list[dict[str, Any]] = [{"local": {"epochs": 2}}, {"local.epochs": 2}]
 @pytest.mark.parametrize("settings", PYTHON)
 def test_key_given_from_python_is_kept_and_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(Refused, match=r"local\.epochs"):
-        build(HERE, methods=[FedRep()], **settings)
+        build(IN_PROCESS, methods=[FedRep()], **settings)
 
 
-def test_objects_set_what_they_need_too() -> None:
-    experiment = build(HERE, methods=[FedPAC(head_epochs=4)])
+def test_method_object_sets_what_it_needs() -> None:
+    experiment = build(IN_PROCESS, methods=[FedPAC(head_epochs=4)])
     assert experiment.spec.settings.local.epochs == 5
-    assert build(HERE, methods=[FedRep("joint")]).spec.settings.local.epochs == 2
+    assert build(IN_PROCESS, methods=[FedRep("joint")]).spec.settings.local.epochs == 2
 
 
 def test_composed_configuration_remembers_which_keys_were_set() -> None:
-    assert build(compose([*HERE, "method=fedrep"])).spec.settings.local.epochs == 11
+    assert build(compose([*IN_PROCESS, "method=fedrep"])).spec.settings.local.epochs == 11
     with pytest.raises(Refused, match=r"local\.epochs"):
-        build(compose([*HERE, "method=fedrep", "local.epochs=3"]))
+        build(compose([*IN_PROCESS, "method=fedrep", "local.epochs=3"]))
     with pytest.raises(Refused, match=r"local\.epochs"):
-        build(to_dict(compose([*HERE, "method=fedrep"], settings={"local.epochs": 3})))
+        build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
 def test_configuration_from_elsewhere_counts_as_set() -> None:
-    config = to_dict(compose([*HERE, "method=fedrep"]))
+    config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(Refused, match=r"local\.epochs"):
         build(config)
 
 
 def test_stored_configuration_does_not_hold_which_keys_were_set() -> None:
-    config = compose([*HERE, "method=fedrep", "seed=3"])
+    config = compose([*IN_PROCESS, "method=fedrep", "seed=3"])
     experiment = build(config)
     stored = OmegaConf.create(to_yaml(to_dict(config)))
     assert "_set_" not in stored.choices
@@ -119,7 +119,7 @@ def test_stored_configuration_does_not_hold_which_keys_were_set() -> None:
 
 def test_repeating_a_stored_run_sets_nothing_again(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(build([*HERE, "method=fedrep"]).config))
+    path.write_text(to_yaml(build([*IN_PROCESS, "method=fedrep"]).config))
     again = build(compose((), (), path))
     assert again.spec.settings.local.epochs == 11
     assert plan_lines(again) == []
@@ -127,13 +127,13 @@ def test_repeating_a_stored_run_sets_nothing_again(tmp_path: Path) -> None:
     assert changed.spec.settings.local.epochs == 3
 
 
-def test_search_over_a_needed_key_is_refused_and_others_are_not() -> None:
-    search = plan([*HERE, "method=fedrep", "local.lr=0.1,0.2", "sweep.search=grid"])
+def test_search_over_a_needed_key_is_refused() -> None:
+    search = plan([*IN_PROCESS, "method=fedrep", "local.lr=0.1,0.2", "sweep.search=grid"])
     assert [build(search.node(point)).spec.settings.local.epochs for point in search.points()] == [
         11,
         11,
     ]
-    search = plan([*HERE, "method=fedrep", "local.epochs=2,11", "sweep.search=grid"])
+    search = plan([*IN_PROCESS, "method=fedrep", "local.epochs=2,11", "sweep.search=grid"])
     with pytest.raises(Refused, match=r"local\.epochs"):
         build(search.node(search.points()[0]))
 
@@ -152,12 +152,12 @@ class Demanding(Method):
 
 
 def test_method_may_require_any_key() -> None:
-    experiment = build(HERE, methods=[Demanding("schedule.cohort", 4)])
+    experiment = build(IN_PROCESS, methods=[Demanding("schedule.cohort", 4)])
     assert experiment.schedule.size == 4
-    assert raysim.build(HERE, methods=[Demanding("rounds", 3)]).spec.settings.rounds == 3
+    assert raysim.build(IN_PROCESS, methods=[Demanding("rounds", 3)]).spec.settings.rounds == 3
 
 
 @pytest.mark.parametrize("key", ["local.speed", "nothing", "locals.lr"])
 def test_requiring_a_key_that_does_not_exist_is_refused(key: str) -> None:
     with pytest.raises(Refused, match=key.replace(".", r"\.")):
-        build(HERE, methods=[Demanding(key, 4)])
+        build(IN_PROCESS, methods=[Demanding(key, 4)])

@@ -19,11 +19,10 @@ from tiny_runs import (
     Spy,
     clients_of_sizes,
     coordinate,
-    even,
+    equal_clients,
+    make_server,
     run,
     run_spec,
-    server_of,
-    sized,
 )
 
 from raysim.api.declarations import Task
@@ -269,7 +268,7 @@ def test_killed_run_resumes_to_the_same_bits_and_caches(
 
 
 def test_cache_survives_resume_and_absence(tmp_path: Path) -> None:
-    data = even(clients=12)
+    data = equal_clients(clients=12)
     study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))
     spy = Spy(study)
@@ -315,13 +314,16 @@ def test_too_large_search_is_refused_with_enough_batches(
 
 
 def test_search_of_exactly_the_limit_is_accepted() -> None:
-    data = sized((3,) * 6)
+    data = clients_of_sizes((3,) * 6)
     assert MAX_COMBINATIONS == 10**6
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))
     with pytest.raises(Refused, match=r"^method\.fedcda\.batches=1: .*batches=2"):
         coordinate(run_spec(FedCDA(memory=11, batches=1), data=data), Synchronous(6))
     with pytest.raises(Refused, match=r"^method\.fedcda\.batches=1: .*batches=2"):
-        coordinate(run_spec(FedCDA(memory=10, batches=1), data=sized((3,) * 12)), Synchronous(12))
+        coordinate(
+            run_spec(FedCDA(memory=10, batches=1), data=clients_of_sizes((3,) * 12)),
+            Synchronous(12),
+        )
 
 
 def test_cache_over_budget_is_refused_with_what_fits() -> None:
@@ -339,7 +341,7 @@ def test_cache_over_budget_is_refused_with_what_fits() -> None:
 
 def test_weights_by_samples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^weighting=samples"):
-        coordinate(run_spec(FedCDA(), data=sized((3, 3, 3, 3))), weighting="samples")
+        coordinate(run_spec(FedCDA(), data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
 
 
 @pytest.mark.parametrize(

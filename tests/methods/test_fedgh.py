@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import server_of
+from tiny_runs import make_server
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task

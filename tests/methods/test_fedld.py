@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_runs import (
+    make_server,
     run,
     run_spec,
-    server_of,
 )
 from torch import Tensor, nn
 

@@ -114,7 +114,7 @@ def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="entry" if pairs > 1 else "one")
     ctx.views = {"fedmix": LocalJob(ctx, "fedmix")}
-    step = step_of(vector, [method], Optimizer())
+    step = make_step(vector, [method], Optimizer())
     x, y = tensors["inputs"], tensors["labels"]
     reported = step(ctx, Batch(x, y, x, y), [Stage()])
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)
@@ -218,9 +218,9 @@ def test_attention_has_the_second_derivative() -> None:
 
 
 def test_cost_is_one_more_pass() -> None:
-    assert FedMix().cost(taking_part(None, 5, 20.0)) == 20
-    assert FedMix(naive=True).cost(taking_part(None, 5, 20.0)) == 0
-    assert FedMix(0.0).cost(taking_part(None, 5, 20.0)) == 0
+    assert FedMix().cost(participation_facts(None, 5, 20.0)) == 20
+    assert FedMix(naive=True).cost(participation_facts(None, 5, 20.0)) == 0
+    assert FedMix(0.0).cost(participation_facts(None, 5, 20.0)) == 0
 
 
 @pytest.mark.parametrize("settings", [{"lam": 1.5}, {"means": 0}, {"samples_per_mean": 0}], ids=str)

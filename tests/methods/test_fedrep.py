@@ -1,4 +1,4 @@
-"""FedRep's phases: what moves in each of them; where they end is `textbook/fedrep.py`."""
+"""Test what moves in FedRep's phases, and which budgets it refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seen_by(method: FedRep) -> list[dict[str, Tensor]]:
     return watching.seen
 
 
-def test_each_phase_moves_its_part_alone() -> None:
+def test_each_phase_moves_only_its_part() -> None:
     seen = seen_by(FedRep(head_epochs=2))
     cut = head_steps(len(seen), 2, 1)
     assert 1 < cut < len(seen) - 1

@@ -1,4 +1,4 @@
-"""Local training: nothing travels, nobody matters to anybody, and kept optimisers go on."""
+"""Test local training: nothing travels, clients are independent, and optimizers may be kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raysim.simulation.schedule import Buffered, Synchronous
 
 
 def population(*clients: int) -> FederatedData:
-    """Clients with the training data of these clients of the tiny data set, and ten of its test rows each."""
+    """Return clients with the training rows of some tiny clients, and ten test rows each."""
     rows = [tiny().partition.train.rows(client) for client in clients]
     train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
     tests = tiny().central[:10]
@@ -46,7 +46,7 @@ class Watch(Method):
         self.ended[job.client, job.participation] = ended
 
     def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
-        """By turn."""
+        """Return what the client ended with, job by job."""
         return [
             ended
             for (who, _), ended in sorted(self.ended.items(), key=lambda item: item[0])
@@ -65,17 +65,19 @@ def test_no_float_travels_in_either_direction(
 ) -> None:
     study = run_spec(LocalTraining(keep), model=model)
     spy = Spy(study)
-    found = ran(coordinate(study, schedule, runtime=spy, rounds=4))
-    assert all(row["floats_down"] == 0 == row["floats_up"] for row in found.rows)
+    ended_run = ran(coordinate(study, schedule, runtime=spy, rounds=4))
+    assert all(row["floats_down"] == 0 == row["floats_up"] for row in ended_run.rows)
     assert all(published.floats == 0 == published.counters.size for _, published in spy.sent)
     assert all(update.counters.size == 0 == update.floats for update in spy.updates)
     assert all(update.delta is None or update.delta.size == 0 for update in spy.updates)
-    layout = found.coordinator.layout
+    layout = ended_run.coordinator.layout
     assert layout.shared == 0 == layout.shared_counters and layout.personal == layout.total > 0
-    assert found.rows[-1]["accuracy"] is not None and found.rows[-1]["accuracy_global"] is None
+    assert (
+        ended_run.rows[-1]["accuracy"] is not None and ended_run.rows[-1]["accuracy_global"] is None
+    )
 
 
-# --- nobody matters to anybody ------------------------------------------------------------------------------------
+# --- clients are independent -----------------------------------------------------------------
 
 # Clients 0 and 2 have the same data everywhere, client 1 never the same as in a population of (0, 1, 2).
 POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
@@ -87,7 +89,7 @@ POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 @pytest.mark.parametrize("name", POPULATIONS)
-def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep: bool) -> None:
+def test_model_depends_on_own_data_and_jobs_only(name: str, keep: bool) -> None:
     def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
         watch = Watch()
         run(
@@ -99,12 +101,13 @@ def test_a_clients_model_depends_on_its_own_data_and_turn_alone(name: str, keep:
 
     alone, other = trained((0, 1, 2), Synchronous(3), 3), trained(*POPULATIONS[name])
     for client in (0, 2):
-        here, there = alone.of(client), other.of(client)
-        common = min(len(here), len(there))
+        first_run, second_run = alone.of(client), other.of(client)
+        common = min(len(first_run), len(second_run))
         assert common > 1
-        for one, two in zip(here[:common], there[:common], strict=True):
-            assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
-        assert not torch.equal(here[0][0], here[1][0])
+        for one, two in zip(first_run[:common], second_run[:common], strict=True):
+            assert torch.equal(one[0], two[0])
+            assert torch.equal(one[1], two[1])
+        assert not torch.equal(first_run[0][0], first_run[1][0])
     assert not torch.equal(alone.of(1)[0][0], other.of(1)[0][0])
 
 
@@ -125,7 +128,7 @@ def test_clients_start_from_the_common_initial_model() -> None:
 # --- optimisers -------------------------------------------------------------------------------
 
 
-def test_every_stage_keeps_an_optimizer_of_its_own() -> None:
+def test_every_stage_keeps_its_own_optimizer() -> None:
     # All samples are in one batch, whose order does not matter.
     whole = Local(batch=1000, lr=0.05, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""Every method on data that are no images with classes: it trains, or refuses by its name before anything starts."""
+"""Test all methods on token sequences and on values: each trains, or refuses by its name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raysim.training.run_spec import RunSpec
 GRU = Gru(embedding=4, width=6)
 TRANSFORMER = Transformer(width=8, blocks=1)
 LOCAL = Local(lr=0.05, batch=8)
-MIXES = {"mixup", "fedmix", "fedbr"}  # they add inputs up
+MIXES = {"mixup", "fedmix", "fedbr"}  # Methods that compute sums of inputs.
 DATA = {
     "tokens": lambda: federate(
         Markov(users=5, samples=20, test_samples=4, vocabulary=6, length=6, shortest=3),
@@ -42,7 +42,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_a_method_trains_or_says_by_name_why_it_cannot(name: str, kind: str) -> None:
+def test_method_trains_or_is_refused_by_its_name(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = {"tokens": {"images", "numbers"}, "values": {"classes", "images"}}[kind]
     spec = run_spec(method, model=MODELS[kind], data=data(kind), local=LOCAL)
@@ -60,23 +60,23 @@ def test_a_method_trains_or_says_by_name_why_it_cannot(name: str, kind: str) -> 
         assert not ended.failures and ended.rows[-1]["train_loss"] is not None
 
 
-def test_the_methods_that_add_inputs_up_are_those_that_say_so() -> None:
+def test_methods_that_mix_inputs_need_numbers() -> None:
     assert {name for name in TABLE if "numbers" in declared(name).needs} == MIXES
 
 
 @pytest.mark.parametrize(
     "model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr
 )
-def test_token_runs_have_the_same_bits_on_one_worker_and_on_two(
-    model: ModelRecipe, workers: Workers
-) -> None:
+def test_token_runs_have_the_same_bits_on_two_workers(model: ModelRecipe, workers: Workers) -> None:
     spec = run_spec(FedProx(0.1), Scaffold(), model=model, data=data("tokens"), local=LOCAL)
-    here = run(spec)
-    there = ran(coordinate(spec, runtime=workers.runtime(changed(spec), 2)))
-    assert there.bits == here.bits and there.history == here.history and not here.failures
+    one_worker = run(spec)
+    two_workers = ran(coordinate(spec, runtime=workers.runtime(changed(spec), 2)))
+    assert not one_worker.failures
+    assert two_workers.bits == one_worker.bits
+    assert two_workers.history == one_worker.history
 
 
-def test_adapters_travel_alone_and_learn() -> None:
+def test_adapters_travel_without_the_base_model() -> None:
     pytest.importorskip("peft")
     model = Transformer(width=8, blocks=1, lora=Lora(rank=2, layers=["qkv"]))
     ended = run(run_spec(model=model, data=data("tokens"), local=Local(lr=0.3, batch=8)), rounds=6)
@@ -84,7 +84,7 @@ def test_adapters_travel_alone_and_learn() -> None:
     assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
 
 
-def test_a_user_is_scored_on_its_own_sequences() -> None:
+def test_user_is_scored_on_its_own_sequences() -> None:
     spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
     row = run(spec).rows[-1]
     assert {
@@ -92,8 +92,8 @@ def test_a_user_is_scored_on_its_own_sequences() -> None:
     } <= row.keys() and "accuracy_worst_domain" in row
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-def test_errors_take_the_place_of_accuracy_and_the_largest_is_the_worst() -> None:
+# --- values ---------------------------------------------------------------------------------
+def test_regression_is_scored_by_errors() -> None:
     rows = run(
         run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), Synchronous(5), rounds=8
     ).rows
@@ -108,15 +108,13 @@ def test_errors_take_the_place_of_accuracy_and_the_largest_is_the_worst() -> Non
     assert rows[0]["mse_global"] == pytest.approx(rows[0]["loss_global"])
 
 
-def test_a_metric_of_another_kind_and_looks_at_classes_are_refused() -> None:
+def test_metric_and_probe_of_classes_are_refused() -> None:
     spec = run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL)
-    with pytest.raises(
-        ValueError, match=r"evaluate\.metric=accuracy does not score regression: use mae or mse"
-    ):
+    with pytest.raises(ValueError, match=r"evaluate\.metric=accuracy"):
         run(spec, evaluate=Evaluation(metric="accuracy"))
     with pytest.raises(
         ValueError,
-        match=r"evaluate\.probe=1 looks at features and classes, and this data is for regression",
+        match=r"evaluate\.probe=1",
     ):
         run(spec, evaluate=Evaluation(probe=1))
     tuned = run(spec, evaluate=Evaluation(finetune=Finetune(1, head=True))).rows[-1]

@@ -23,7 +23,6 @@ from tiny_runs import (
     run,
     run_spec,
     same,
-    tiny,
 )
 from torch import Tensor
 from torch.func import functional_call

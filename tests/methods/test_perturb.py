@@ -1,4 +1,4 @@
-"""The hook `perturb` beside every method: both passes see the same batch, draws and state; nothing stays behind."""
+"""Test the hook `perturb` with every method: both passes see the same and change nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raysim.models.classifier import Shape
 
 @dataclass(frozen=True)
 class Dropping(NormedMlp):
-    """With dropout in front of BatchNorm and behind it."""
+    """A network with dropout before and after BatchNorm."""
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         width = self.width
@@ -43,23 +43,23 @@ OWNERS = ("fedsam", "fedspeed")
 PARTNERS = [name for name in TABLE if name not in OWNERS and not clash(name, "fedsam")]
 
 
-def beside(name: str, *more: Method) -> tuple[str, str]:
-    """The bits of two rounds of the method of that name and others."""
+def bits_with(name: str, *more: Method) -> tuple[str, str]:
+    """Return the bits of two rounds of the method of that name and others."""
     row = TABLE.get(name)
     methods, model = ([row.make()], row.model) if row else ([], NORMED_MLP)
     return run(study(*methods, *more, model=model), ROUNDS, rounds=2).bits
 
 
 @pytest.mark.parametrize("name", ["fedavg", *PARTNERS])
-def test_beside_every_method_a_second_pass_sees_the_same_and_leaves_nothing_behind(
+def test_second_pass_sees_the_same_with_every_method(
     name: str,
 ) -> None:
-    alone = beside(name)
-    same, elsewhere = ShiftedGradient(), ShiftedGradient(0.3, take=False)
-    assert beside(name, same) == alone
+    alone = bits_with(name)
+    same, shifted = ShiftedGradient(), ShiftedGradient(0.3, take=False)
+    assert bits_with(name, same) == alone
     assert same.seen and all(torch.equal(here, there) for _, _, here, there in same.seen)
-    assert beside(name, elsewhere) == alone
-    assert any(not torch.equal(here, there) for _, _, here, there in elsewhere.seen)
+    assert bits_with(name, shifted) == alone
+    assert any(not torch.equal(here, there) for _, _, here, there in shifted.seen)
 
 
 DROPPED: dict[str, Callable[[], list[Method]]] = {
@@ -76,7 +76,7 @@ DROPPED: dict[str, Callable[[], list[Method]]] = {
 @pytest.mark.parametrize("partners", DROPPED)
 def test_dropout_has_the_same_masks_in_both_passes(partners: str) -> None:
     asking = ShiftedGradient()
-    found = run(study(*DROPPED[partners](), asking, model=Dropping()), rounds=2)
+    ended = run(study(*DROPPED[partners](), asking, model=Dropping()), rounds=2)
     plain = run(study(*DROPPED[partners](), model=Dropping()), rounds=2)
-    assert found.bits == plain.bits
+    assert ended.bits == plain.bits
     assert all(torch.equal(here, there) for _, _, here, there in asking.seen)

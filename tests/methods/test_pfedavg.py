@@ -15,7 +15,6 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     SEED,
-    check_composition,
     method_state,
     run,
     run_spec,

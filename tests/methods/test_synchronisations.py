@@ -1,4 +1,7 @@
-"""What a step asks a device to wait for: nothing, so that a GPU may run ahead of Python. Counted on the CPU as well."""
+"""Test that no step most_waits for a value of the device, so that a GPU can run ahead of Python.
+
+The operations that would wait are counted on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,74 +21,68 @@ from raysim.training.worker import Worker
 
 # Operations whose result a device has to hand to Python before anything else can happen.
 WAITING = (
-    *(
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.equal.default,
-        torch.ops.aten.nonzero.default,
-    ),
-    *(
-        torch.ops.aten.masked_select.default,
-        torch.ops.aten._unique2.default,
-        torch.ops.aten.is_nonzero.default,
-    ),
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.is_nonzero.default,
 )
 
-DRAWS, LACKS = (
-    ("fedsr",),
-    ("dp_fedavg",),
-)  # what is not recorded, and what needs a package of its own
+# Methods that are not recorded, and methods that need a package of their own.
+DRAWS = ("fedsr",)
+LACKS = ("dp_fedavg",)
 CONVOLVED = [name for name in ("fedavg", *gpu.every_method()) if name not in (*DRAWS, *LACKS)]
 
 
 class Counter(TorchDispatchMode):
-    """Counts them."""
+    """A mode that counts operations which wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.operations: list[str] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func in WAITING and args[0].dtype != torch.uint8
-        ):  # where torch's generator stands is known on the CPU
-            self.found.append(str(func))
+        # uint8 is the state of torch's generator, which is on the CPU.
+        if func in WAITING and args[0].dtype != torch.uint8:
+            self.operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def waits(name: str) -> int:
-    """The most that the steps of one job wait for, in three rounds."""
+def most_waits(name: str) -> int:
+    """Return how often the steps of a job wait at most, in three rounds."""
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name == "inco" else MLP
-    asked = run_spec(*methods, model=model, data=equal_clients(), local=Local(batch=8, epochs=2))
-    worker = Worker(asked)
-    found: list[int] = []
+    spec = run_spec(*methods, model=model, data=equal_clients(), local=Local(batch=8, epochs=2))
+    worker = Worker(spec)
+    counts: list[int] = []
     steps = worker.trainer.steps
 
     def watched(work: Any) -> None:
         with Counter() as counter:
             steps(work)
-        found.append(len(counter.found))
+        counts.append(len(counter.operations))
 
     worker.trainer.steps = watched  # type: ignore[method-assign]
-    for _ in coordinate(asked, runtime=InProcess(worker), rounds=3).run():
+    for _ in coordinate(spec, runtime=InProcess(worker), rounds=3).run():
         pass
-    return max(found)
+    return max(counts)
 
 
 @pytest.mark.parametrize("name", ["fedavg", *TABLE])
-def test_the_steps_of_a_job_wait_for_no_value(name: str) -> None:
+def test_steps_of_a_job_wait_for_no_value(name: str) -> None:
     # Kept optimisers read once a job, for each stage, how many steps they have made.
-    assert waits(name) == {"local": 1, "fraug": 3}.get(name, 0)
+    assert most_waits(name) == {"local": 1, "fraug": 3}.get(name, 0)
 
 
-def test_a_step_that_waits_is_counted() -> None:
+def test_step_that_waits_is_counted() -> None:
     with Counter() as counter:
         assert torch.ones(1).item() == 1 and bool(torch.ones(1) > 0)
-    assert len(counter.found) == 2
+    assert len(counter.operations) == 2
 
 
 @pytest.mark.parametrize(
@@ -95,21 +92,21 @@ def test_a_step_that_waits_is_counted() -> None:
         for name in CONVOLVED
     ],
 )
-def test_what_a_graph_records_of_a_network_with_convolutions_waits_for_no_value(
+def test_recorded_convolutions_wait_for_no_value(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = gpu._checked(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED[-1])
-    found: list[str] = []
+    spec = gpu._checked(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED[-1])
+    operations: list[str] = []
     compute = RecordedLanes.compute
 
     def watched(*args: Any) -> Any:
         with Counter() as counter:
             computed = compute(*args)
-        found.extend(counter.found)
+        operations.extend(counter.operations)
         return computed
 
     monkeypatch.setattr(RecordedLanes, "compute", watched)
-    worker = Worker(asked)
-    for _ in coordinate(asked, runtime=InProcess(worker), rounds=1).run():
+    worker = Worker(spec)
+    for _ in coordinate(spec, runtime=InProcess(worker), rounds=1).run():
         pass
-    assert isinstance(worker.loop, RecordedLanes) and worker.loop.recordings and not found
+    assert isinstance(worker.loop, RecordedLanes) and worker.loop.recordings and not operations
