@@ -164,8 +164,8 @@ class IFCA(Method):
         direction = torch.zeros_like(server.vector)
         for entry in server.layout.entries:
             # None: a network that all clients train.
-            number = numbers.get(entry.network)
-            is_trained = [number is None or cluster == number for cluster in clusters]
+            index = numbers.get(entry.network)
+            is_trained = [index is None or cluster == index for cluster in clusters]
             change = _mean_change(entry, aggregation, server, is_trained)
             direction[entry.start : entry.stop] = change
         return direction

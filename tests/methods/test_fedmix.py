@@ -97,7 +97,7 @@ def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
     vector = Vector(nets, plan_layout(nets), torch.device("cpu"), torch.float64)
     pool = {"fedmix.inputs": tensors["mean_inputs"], "fedmix.targets": tensors["mean_targets"]}
     ctx = Context(
-        trainer=SimpleNamespace(tracking=[]),  # type: ignore[arg-type]
+        trainer=SimpleNamespace(statistics_layers=[]),  # type: ignore[arg-type]
         seed=0,
         client=0,
         participation=0,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textbook.plain import averaged, detached, train, trainable
-from textbook.servers import flat, unflat
+from textbook.plain import average, detach, train, trainable
+from textbook.servers import flatten, unflatten
 from textbook.world import Book, Params, World
 
 
@@ -22,13 +22,13 @@ def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool 
         arrived: list[Params] = []
         for job in jobs:
             base = versions[job.version]
-            arrived.append(detached(train(world, job, base)))
-            u[job.client] = job.version, flat(arrived[-1], names) - flat(base, names)
+            arrived.append(detach(train(world, job, base)))
+            u[job.client] = job.version, flatten(arrived[-1], names) - flatten(base, names)
         counting = [(t - tau, change) for tau, change in u.values() if t - tau <= oldest]
-        x, new = versions[-1], averaged(arrived, [1.0] * len(jobs))
+        x, new = versions[-1], average(arrived, [1.0] * len(jobs))
         if counting and not (initialise and len(u) < world.clients):
             step = lr * torch.stack([change for _, change in counting]).mean(0)
-            x = new | unflat(flat(x, names) + step, x, names)
+            x = new | unflatten(flatten(x, names) + step, x, names)
         versions.append(x | {n: v for n, v in new.items() if not v.is_floating_point()})
         active.append(float(len(counting)))
         ages.append(sum(age for age, _ in counting) / max(1, len(counting)))

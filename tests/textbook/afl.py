@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textbook.plain import averaged, detached, train, weights
+from textbook.plain import average, detach, train, weights
 from textbook.qfedavg import loss_before
 from textbook.world import Book, World
 
@@ -25,17 +25,17 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 def afl(world: World, gamma: float) -> Book:
     """Weights lambda_i within the round; then lambda ascends by the losses before training."""
     x, lam = (
-        detached(world.start),
+        detach(world.start),
         torch.full((world.clients,), 1 / world.clients, dtype=torch.float64),
     )
     for jobs in world.rounds:
         losses = [loss_before(world, job, x) for job in jobs]
-        models = [detached(train(world, job, x)) for job in jobs]
+        models = [detach(train(world, job, x)) for job in jobs]
         chosen = [float(lam[job.client]) for job in jobs]
         shares = weights(world, jobs)
         if any(chosen):
             shares = [share * own for share, own in zip(shares, chosen, strict=True)]
-        x = averaged(models, shares)
+        x = average(models, shares)
         for job, loss in zip(jobs, losses, strict=True):
             lam[job.client] += gamma * world.clients / len(jobs) * loss
         lam = nearest_on_simplex(lam)

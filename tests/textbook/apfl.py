@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     is_buffer,
     optimizer,
@@ -33,11 +33,11 @@ def mixture(v: Params, w: Params, alpha: float) -> Params:
 def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
     """v <- v - eta alpha grad f(m) and w <- w - eta grad f(w), both at the start of a step."""
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}
-    v = {client: copied(x) for client in range(world.clients)}
+    v = {client: copy_for_training(x) for client in range(world.clients)}
     alphas = dict.fromkeys(v, alpha)
 
     def client(job: Job) -> Params:
-        w, own = copied(x), v[job.client]
+        w, own = copy_for_training(x), v[job.client]
         own_sgd, shared_sgd = optimizer(world, job), optimizer(world, job)
         if adaptive:
             before = alphas[job.client]
@@ -54,13 +54,13 @@ def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
             of_shared = gradients(cross_entropy(w, 0, inputs, labels), w, trainable(w))
             own_sgd.step(own, {name: share * grad for name, grad in of_mixture.items()})
             shared_sgd.step(w, of_shared)
-        return detached(w)
+        return detach(w)
 
     for jobs in world.rounds:
-        x = averaged([client(job) for job in jobs], weights(world, jobs))
+        x = average([client(job) for job in jobs], weights(world, jobs))
     private: dict[int, dict[str, Tensor]] = {}
     for i in {job.client for jobs in world.rounds for job in jobs}:
-        private[i] = {f"apfl.{name}": tensor for name, tensor in detached(v[i]).items()}
+        private[i] = {f"apfl.{name}": tensor for name, tensor in detach(v[i]).items()}
         private[i]["apfl.alpha#float"] = torch.tensor(alphas[i], dtype=torch.float64)
-    own_models = {i: detached(mixture(v[i], x, alphas[i])) for i in v}
+    own_models = {i: detach(mixture(v[i], x, alphas[i])) for i in v}
     return Book(x, private, own=own_models)

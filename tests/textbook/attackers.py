@@ -11,7 +11,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.servers import Cohort, stepped
+from textbook.servers import Cohort, run_server_rule
 from textbook.world import Book, World
 
 
@@ -57,4 +57,4 @@ def attacked(
         counts.append(float(len(at.jobs) - len(good)))
         return at.x + at.weights @ torch.stack(sent) / at.weights.sum()
 
-    return replace(stepped(world, rule), columns={"attackers": counts})
+    return replace(run_server_rule(world, rule), columns={"attackers": counts})

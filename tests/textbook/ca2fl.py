@@ -10,7 +10,7 @@ from torch import Tensor
 
 from textbook.fadas import AmsGrad
 from textbook.plain import trainable
-from textbook.servers import Cohort, flat, stepped
+from textbook.servers import Cohort, flatten, run_server_rule
 from textbook.world import Book, World
 
 
@@ -18,7 +18,7 @@ class Calibration:
     """v = h + mean of (Delta_i - h_i); h over all clients, zeros of unseen ones included, or over those seen."""
 
     def __init__(self, world: World, seen_only: bool = False):
-        self.zero = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.zero = torch.zeros_like(flatten(world.start, trainable(world.start)))
         self.clients, self.seen_only = world.clients, seen_only
         self.h: dict[int, Tensor] = {}  # in the order of first arrival
         self.seen: list[float] = []
@@ -33,7 +33,7 @@ class Calibration:
         return v
 
     def book(self, world: World, rule: Callable[[Cohort], Tensor]) -> Book:
-        book = stepped(world, rule)
+        book = run_server_rule(world, rule)
         rows = torch.stack(list(self.h.values()))
         server = {
             "ca2fl.clients": torch.tensor(list(self.h)),

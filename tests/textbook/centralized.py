@@ -7,9 +7,9 @@ import numpy as np
 from raysim.primitives.streams import stream
 from textbook.plain import (
     RowMean,
-    copied,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     optimizer,
     row_mean,
@@ -30,7 +30,7 @@ def centralized(world: World) -> Book:
         goal = round(asked.epochs * share * len(rows) / asked.batch)
     else:
         goal = int(asked.epochs * share) * -(-len(rows) // asked.batch)
-    p, losses = copied(world.start), []
+    p, losses = copy_for_training(world.start), []
     for turn, (job,) in enumerate(world.rounds):
         sgd, order, steps = optimizer(world, job), stream(world.seed, "batches", 0, turn), RowMean()
         made = 0
@@ -44,4 +44,4 @@ def centralized(world: World) -> Book:
                 steps.add(loss, x[chosen])
                 made += 1
         losses.append(row_mean([steps]))
-    return Book(detached(p), columns={"train_loss": losses})
+    return Book(detach(p), columns={"train_loss": losses})

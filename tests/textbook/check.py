@@ -1,8 +1,8 @@
-"""Runs raysim on a small world, writes down its batches and draws, and compares its end with a textbook's."""
+"""Run raysim on a small world, record its batches and draws, and compare its end with a textbook."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from raysim.api.client_state import named
 from raysim.api.context import Batch
 from raysim.api.declarations import Local
+from raysim.api.messages import Task
 from raysim.api.method import Method
 from raysim.models import Mlp
 from raysim.runtime.inprocess import InProcess
@@ -25,18 +26,19 @@ from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.worker import Worker
 from textbook.world import Book, Job, World
 
-# Everything that a method may get wrong is switched on: momentum, weight decay, a rate that falls, several epochs.
+# Everything that a method could get wrong: momentum, weight decay, a falling rate, several epochs.
 LOCAL = Local(lr=0.1, momentum=0.5, weight_decay=0.01, lr_decay=0.9, batch=8, epochs=2)
 EXACT = 1e-9  # float64 end to end
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a textbook is checked at: four clients of unequal size, three in each of three rounds, unless said.
+    """Settings at which a textbook is checked.
 
-    methods: fresh ones, for the run. study: of `tiny_runs.run_spec`; run: of `tiny_runs.coordinate`; drawn: handed over
-    in `World.drawn`, or how to find that on the worker. skips: entries of private or server state that are raysim's own
-    book-keeping, with the reason.
+    By default four clients of different sizes, of which three train in each of three rounds.
+    methods: makes new ones for the run. study: arguments of `tiny_runs.run_spec`. run: arguments of
+    `tiny_runs.coordinate`. drawn: `World.drawn`, or a function that finds it on the worker. skips:
+    entries of client or server state that only raysim's implementation has, with the reason.
     """
 
     book: Callable[[World], Book]
@@ -48,186 +50,179 @@ class Row:
     skips: Mapping[str, str] = field(default_factory=dict)
 
 
-class Watched(Trainer):
-    """A trainer that writes down which batches it trains on, and what was drawn for them."""
+class RecordingTrainer(Trainer):
+    """A trainer that records its batches, and what was drawn for them, by client and job."""
 
     batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]]
-    given: dict[tuple[int, int], list[Mapping[str, Tensor]]]
+    draws: dict[tuple[int, int], list[Mapping[str, Tensor]]]
 
     def begin(self, *received: Any) -> RunningJob:
-        """See `Trainer`."""
-        work = super().begin(*received)
-        return replace(work, batches=self._written(work))
+        """Begin a job whose batches are recorded."""
+        job = super().begin(*received)
+        return replace(job, batches=self._record(job))
 
-    def _written(self, work: RunningJob) -> Iterator[Batch]:
-        ctx = work.ctx
-        seen, drawn = (
-            table.setdefault((ctx.client, ctx.participation), [])
-            for table in (self.batches, self.given)
-        )
-        for step, batch in enumerate(work.batches):
-            seen.append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
-            drawn.append({name: values[step].clone() for name, values in ctx.draws.items()})
+    def _record(self, job: RunningJob) -> Iterator[Batch]:
+        context = job.ctx
+        key = (context.client, context.participation)
+        batches = self.batches.setdefault(key, [])
+        draws = self.draws.setdefault(key, [])
+        for step, batch in enumerate(job.batches):
+            batches.append((batch.raw_inputs.clone(), batch.raw_targets.clone()))
+            draws.append({name: values[step].clone() for name, values in context.draws.items()})
             yield batch
 
 
 def check(row: Row) -> None:
-    """Fail where raysim and the textbook end at different numbers, and say where."""
+    """Assert that raysim and the textbook end at the same numbers."""
     data = row.study.get("data", tiny(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
     study = changed(run_spec(*row.methods(), **(settings | row.study)), **({"rounds": 3} | row.run))
     worker = Worker(study)
     trainer: Any = worker.trainer
-    trainer.__class__, trainer.batches, trainer.given = Watched, {}, {}
+    trainer.__class__ = RecordingTrainer
+    trainer.batches, trainer.draws = {}, {}
     coordinator = coordinate(study, row.schedule, Ideal(), InProcess(worker))
-    start = {k: v.clone() for k, v in coordinator.initial.named(*_whole(coordinator)).items()}
-    taken = _taken(coordinator)
-    found = ran(coordinator)
-    assert not found.failures
-    rounds = [
-        [
-            Job(c, turn, v, n, trainer.batches[c, turn], trainer.given[c, turn])
-            for c, turn, v, n in jobs
-        ]
-        for jobs in taken
-    ]
-    layout = coordinator.layout
-    world = World(
-        SEED,
-        data.partition.train.counts.size,
-        study.task.num_classes,
-        rounds,
-        [
-            _all(worker, data.partition.train.rows(client))
-            for client in range(data.partition.train.counts.size)
-        ],
-        worker.trainer.gather(data.central),
-        start,
-        frozenset(e.name for e in (*layout.entries, *layout.counters) if e.personal),
-        study.settings.local,
-        coordinator.server.weighting,
-        row.drawn(worker) if callable(row.drawn) else row.drawn,
-        [
-            _all(worker, data.partition.test.rows(client))
-            for client in range(data.partition.train.counts.size)
-        ],
-    )
-    torch.set_grad_enabled(True)
-    book = row.book(world)
-    _compare(
-        "shared",
-        found.tensors,
-        {k: v for k, v in book.shared.items() if k not in world.personal},
-        {},
-    )
+    initial = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
+    start = {name: tensor.clone() for name, tensor in initial.items()}
+    accepted = record_accepted_jobs(coordinator)
+
+    ended = ran(coordinator)
+    assert not ended.failures
+    rounds = []
+    for jobs in accepted:
+        rounds.append([_job(*facts, trainer) for facts in jobs])
+    book = row.book(_world(row, rounds, start, coordinator, worker))
+
+    personal = _personal_names(coordinator)
+    shared = {name: tensor for name, tensor in book.shared.items() if name not in personal}
+    assert_equal("shared", ended.tensors, shared)
     for client in {job.client for jobs in rounds for job in jobs}:
-        _compare(
-            f"client {client}",
-            _private(coordinator, client),
-            book.private.get(client, {}),
-            row.skips,
-        )
-    _compare(
-        "server",
-        {k: v.numpy() for k, v in coordinator.server.state.items()},
-        book.server,
-        row.skips,
-    )
-    own = {
-        name
-        for method in study.methods
-        for name in found.rows[-1]
-        if name.startswith(f"{method.name}.")
-    }
-    assert own <= book.columns.keys() | row.skips.keys(), (
-        "columns of the history that the textbook leaves out"
-    )
-    for name, values in book.columns.items():
-        seen = [np.nan if r.get(name) is None else float(r[name]) for r in found.rows]  # type: ignore[arg-type]
-        assert seen == pytest.approx(values, rel=EXACT, abs=EXACT, nan_ok=True), name
+        expected = book.private.get(client, {})
+        assert_equal(f"client {client}", client_state(coordinator, client), expected, row.skips)
+    server_state = {name: value.numpy() for name, value in coordinator.server.state.items()}
+    assert_equal("server", server_state, book.server, row.skips)
+    _assert_equal_columns(ended.rows, study.methods, book, row.skips)
     for client, tensors in book.own.items():
-        _compare(
-            f"client {client}'s own model",
-            _scored(coordinator, worker, client, tensors),
-            tensors,
-            {},
-        )
+        scored = scored_model(coordinator, worker, client, tensors)
+        assert_equal(f"client {client}'s own model", scored, tensors)
 
 
-def _taken(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
-    """Filled while it runs: of every aggregation the (client, turn, version, samples) of its jobs, as accepted."""
-    taken: list[list[tuple[int, int, int, int]]] = []
+def _world(
+    row: Row,
+    rounds: list[list[Job]],
+    start: dict[str, Tensor],
+    coordinator: Coordinator,
+    worker: Worker,
+) -> World:
+    """Return what the textbook gets: the run without its training."""
+    study = coordinator.spec
+    partition = study.data.partition
+    clients = range(partition.train.counts.size)
+    torch.set_grad_enabled(True)
+    return World(
+        seed=SEED,
+        clients=len(clients),
+        classes=study.task.num_classes,
+        rounds=rounds,
+        data=[worker.trainer.gather(partition.train.rows(client)) for client in clients],
+        central=worker.trainer.gather(study.data.central),
+        start=start,
+        personal=_personal_names(coordinator),
+        local=study.settings.local,
+        weighting=coordinator.server.weighting,
+        drawn=row.drawn(worker) if callable(row.drawn) else row.drawn,
+        tests=[worker.trainer.gather(partition.test.rows(client)) for client in clients],
+    )
+
+
+def _job(client: int, turn: int, version: int, samples: int, trainer: Any) -> Job:
+    key = (client, turn)
+    return Job(client, turn, version, samples, trainer.batches[key], trainer.draws[key])
+
+
+def _personal_names(coordinator: Coordinator) -> frozenset[str]:
+    layout = coordinator.layout
+    entries = (*layout.entries, *layout.counters)
+    return frozenset(entry.name for entry in entries if entry.personal)
+
+
+def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
+    """Return a list that the run fills: the jobs of each aggregation in the order of acceptance.
+
+    A job is its (client, turn, version, samples).
+    """
+    accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
 
-    def watched(aggregation: Any, jobs: Any) -> Any:
-        taken.append(
-            [
-                (job.client, job.participation, job.version, int(coordinator.counts[job.client]))
-                for job in jobs
-            ]
-        )
+    def recording(aggregation: Any, jobs: Any) -> Any:
+        facts = []
+        for job in jobs:
+            samples = int(coordinator.counts[job.client])
+            facts.append((job.client, job.participation, job.version, samples))
+        accepted.append(facts)
         return aggregate(aggregation, jobs)
 
-    coordinator._aggregate = watched  # type: ignore[method-assign]
-    return taken
+    coordinator._aggregate = recording  # type: ignore[method-assign]
+    return accepted
 
 
-def _whole(coordinator: Coordinator) -> tuple[Tensor, Tensor]:
-    return coordinator.initial.data, coordinator.initial.counters
-
-
-def _all(worker: Worker, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    return worker.trainer.gather(rows)
-
-
-def _private(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
-    """The client's accepted client state; its personal tensors by name."""
+def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
+    """Return a client's accepted state, with personal tensors by name."""
     state = dict(coordinator.client_states.accepted()).get(client)
     return {} if state is None else named(state, coordinator.layout)
 
 
-def _scored(
-    coordinator: Coordinator, worker: Worker, client: int, names: Mapping[str, Tensor]
+def scored_model(
+    coordinator: Coordinator, worker: Worker, client: int, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
-    """What raysim scores a client with after the last round; fine-tuned if the run asks for it."""
-    from raysim.api.messages import Task
-
-    state, sent = (
-        coordinator.client_states.accepted_job(client),
-        dict(coordinator.client_states.accepted()).get(client),
-    )
-    rows, how = (
-        coordinator.spec.data.partition.test.rows(client),
-        coordinator.evaluator.evaluation.finetune,
-    )
+    """Return the model that a client is scored with at the end, fine-tuned if the run does so."""
+    states = coordinator.client_states
+    finetune = coordinator.evaluator.evaluation.finetune
     task = Task(
         client,
-        rows,
-        state,
+        coordinator.spec.data.partition.test.rows(client),
+        states.accepted_job(client),
         coordinator.server.sent_to(client),
-        finetune=how if how.epochs else None,
+        finetune=finetune if finetune.epochs else None,
     )
-    worker.evaluate(
-        [task],
-        coordinator.server.published(),
-        *([sent] if coordinator.client_states.stateful else []),
-    )
+    sent_states = [dict(states.accepted()).get(client)] if states.stateful else []
+    worker.evaluate([task], coordinator.server.published(), *sent_states)
     tensors = worker.vector.named(worker.vector.data, worker.vector.counters)
     return {name: tensors[name].detach().numpy().copy() for name in names}
 
 
-def _compare(
-    where: str,
-    found: Mapping[str, np.ndarray],
-    expected: Mapping[str, Tensor],
+def _assert_equal_columns(
+    rows: Sequence[Mapping[str, Any]],
+    methods: Sequence[Method],
+    book: Book,
     skips: Mapping[str, str],
 ) -> None:
-    found = {name: value for name, value in found.items() if name not in skips}
-    assert found.keys() == expected.keys(), (
-        f"{where}: raysim has {sorted(found)}, the textbook {sorted(expected)}"
+    """Assert that the textbook has all columns of the methods, with the history's values."""
+    prefixes = tuple(f"{method.name}." for method in methods)
+    method_columns = {name for name in rows[-1] if prefixes and name.startswith(prefixes)}
+    missing = method_columns - book.columns.keys() - skips.keys()
+    assert not missing, f"columns that the textbook leaves out: {missing}"
+    for name, expected in book.columns.items():
+        values = [np.nan if row.get(name) is None else float(row[name]) for row in rows]
+        assert values == pytest.approx(expected, rel=EXACT, abs=EXACT, nan_ok=True), name
+
+
+def assert_equal(
+    where: str,
+    tensors: Mapping[str, np.ndarray],
+    expected: Mapping[str, Tensor],
+    skips: Mapping[str, str] | None = None,
+) -> None:
+    """Assert that raysim has the textbook's tensors, up to rounding, and no others."""
+    tensors = {name: value for name, value in tensors.items() if name not in (skips or {})}
+    assert tensors.keys() == expected.keys(), (
+        f"{where}: raysim has {sorted(tensors)}, the textbook {sorted(expected)}"
     )
     for name, tensor in expected.items():
-        want = tensor.detach().numpy()
         np.testing.assert_allclose(
-            found[name], want, rtol=EXACT, atol=EXACT, err_msg=f"{where}: {name}"
+            tensors[name],
+            tensor.detach().numpy(),
+            rtol=EXACT,
+            atol=EXACT,
+            err_msg=f"{where}: {name}",
         )

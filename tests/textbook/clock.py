@@ -1,9 +1,10 @@
-"""The virtual clock with pencil and paper: who is sent off and when, who arrives, and what is aggregated.
+"""The virtual clock by hand: which clients are dispatched when, who arrives, and what is aggregated.
 
-Rounds, or a buffer of `size` with `concurrency` clients at work (Nguyen et al. 2022, Algorithm 1). No heap, no look
-ahead: at every instant all clients are gone through. While others are at work, clients are drawn by random places in
-the list of all, in blocks of 2, 4, 8, ... times as many as are wanted. Busy ones and repetitions do not count; if too
-many do not count, the rest is drawn from the idle ones.
+There are rounds, or a buffer of `size` with `concurrency` clients in flight (Nguyen et al. 2022,
+Algorithm 1). The program has no heap and looks at all clients at each event. While some are in
+flight, clients are drawn by random places in the list of all clients, in blocks of 2, 4, 8, ...
+times the wanted number. Busy clients and repetitions do not count; if too many do not count, the
+rest is drawn from the idle clients.
 """
 
 from __future__ import annotations
@@ -17,31 +18,33 @@ from raysim.primitives.streams import stream
 
 
 @dataclass
-class Going:
-    """One participation."""
+class FlyingJob:
+    """A job with its finish time on the virtual clock."""
 
     number: int
     client: int
     turn: int
-    version: int  # received
+    version: int  # The version that it received.
     finish: float
-    staleness: int = 0  # at its aggregation
+    staleness: int = 0  # At its aggregation.
 
 
 @dataclass
 class Aggregated:
-    """What is known right after an aggregation."""
+    """The state right after an aggregation.
+
+    taken: the aggregated jobs. waiting: jobs that arrived, in order. cohorts: drawn so far. turns:
+    jobs of each client, in the order of first dispatches.
+    """
 
     now: float
-    taken: list[Going]
-    waiting: list[Going]  # arrived, in their order
-    running: list[Going]
-    cohorts: int  # drawn so far
+    taken: list[FlyingJob]
+    waiting: list[FlyingJob]
+    running: list[FlyingJob]
+    cohorts: int
     sent: int
     arrivals: int
-    turns: dict[int, int] = field(
-        default_factory=dict
-    )  # by client, in the order of first dispatches
+    turns: dict[int, int] = field(default_factory=dict)
 
 
 def timetable(
@@ -53,16 +56,17 @@ def timetable(
     size: int,
     synchronous: bool,
 ) -> list[Aggregated]:
-    """`seconds`: what a client needs for one participation."""
+    """Return the state after each aggregation. seconds(client): the time of one of its jobs."""
     able = [client for client, count in enumerate(counts) if count]
-    running, waiting, found = list[Going](), list[Going](), list[Aggregated]()
+    running, waiting = list[FlyingJob](), list[FlyingJob]()
+    aggregations = list[Aggregated]()
     now, cohorts, sent, arrivals, turns = 0.0, 0, 0, 0, dict[int, int]()
     while True:
         while len(waiting) >= size and not (synchronous and running):
             taken, waiting = waiting[:size], waiting[size:]
             for job in taken:
-                job.staleness = len(found) - job.version
-            found.append(
+                job.staleness = len(aggregations) - job.version
+            aggregations.append(
                 Aggregated(
                     now,
                     taken,
@@ -74,15 +78,17 @@ def timetable(
                     dict(turns),
                 )
             )
-            if len(found) == rounds:
-                return found
+            if len(aggregations) == rounds:
+                return aggregations
         idle = [client for client in able if client not in {job.client for job in running}]
         free = min(concurrency - len(running), len(idle))
         if free and not (synchronous and running):
             drawn = draw(stream(seed, "cohort", cohorts), able, idle, free)
             cohorts += 1
             for client in drawn:
-                job = Going(sent, client, turns.get(client, 0), len(found), now + seconds(client))
+                job = FlyingJob(
+                    sent, client, turns.get(client, 0), len(aggregations), now + seconds(client)
+                )
                 running.append(job)
                 turns[client] = job.turn + 1
                 sent += 1
@@ -96,7 +102,7 @@ def timetable(
 def draw(
     generator: np.random.Generator, able: Sequence[int], idle: Sequence[int], count: int
 ) -> list[int]:
-    """So many of the idle clients, ascending."""
+    """Return `count` of the idle clients, ascending."""
     if len(idle) == len(able):
         return sorted(
             able[place] for place in generator.choice(len(able), size=count, replace=False)
@@ -118,7 +124,10 @@ def draw(
 
 def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floats: int, speed: float,
                       down: float, up: float, sigma: float, network_sigma: float) -> float:  # fmt: skip
-    """Receive, train, send; a float has four bytes; the client's two normals are for its speed and its network."""
+    """Return the seconds to receive, train and send.
+
+    A float has four bytes. The client's two normal numbers are for its speed and its network.
+    """
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)
     return float(

@@ -15,9 +15,9 @@ from raysim.primitives.streams import stream
 from textbook.local import Optimizer
 from textbook.plain import (
     RowMean,
-    averaged,
-    copied,
-    detached,
+    average,
+    copy_for_training,
+    detach,
     gradients,
     is_buffer,
     logits,
@@ -38,7 +38,7 @@ def core(world: World) -> Book:
             {n: x[n] + p[n] - versions[j.version][n] for n in trainable(x)}
             for j, p in zip(jobs, y, strict=True)
         ]
-        versions.append({**averaged(y, w), **averaged(moved, w)})
+        versions.append({**average(y, w), **average(moved, w)})
         losses.append(row_mean(loss for _, loss in trained))
     samples = [sum(len(y) for job in jobs for _, y in job.batches) for jobs in world.rounds]
     columns = {
@@ -51,7 +51,7 @@ def core(world: World) -> Book:
 
 def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
     """What a client makes of what it received, and its losses."""
-    p, own, losses = copied(received), world.local, RowMean()
+    p, own, losses = copy_for_training(received), world.local, RowMean()
     optimizer, rate = Optimizer(own), own.lr * own.lr_decay**job.version
     inputs, labels = world.data[job.client]
     whole = any(is_buffer(name) for name in p)
@@ -66,7 +66,7 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
             }  # as PyTorch
         optimizer.step(p, grads, rate)
         losses.add(loss, x)
-    return detached(p), losses
+    return detach(p), losses
 
 
 def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from textbook.plain import RowMean, averaged, row_mean, trainable, weights
+from textbook.plain import RowMean, average, row_mean, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 Correct = Callable[
@@ -32,7 +32,7 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
     """FedAvg's rounds."""
     x = dict(world.start)
     for jobs in world.rounds:
-        x = averaged([client(job, x, uncorrected) for job in jobs], weights(world, jobs))
+        x = average([client(job, x, uncorrected) for job in jobs], weights(world, jobs))
     return Book(x)
 
 
@@ -81,7 +81,7 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
 
     for jobs in world.rounds:
         models, changed = zip(*map(participate, jobs), strict=True)
-        x = averaged(models, [1.0] * len(jobs))
+        x = average(models, [1.0] * len(jobs))
         for job, new in zip(jobs, changed, strict=True):
             c = {n: c[n] + (new[n] - own[job.client][n]) / world.clients for n in names}
         own |= {job.client: new for job, new in zip(jobs, changed, strict=True)}
@@ -115,5 +115,5 @@ def with_fedcm(
 
     for jobs in world.rounds:
         models, moves = zip(*map(participate, jobs), strict=True)
-        x, direction = averaged(models, [1.0] * len(jobs)), averaged(moves, [1.0] * len(jobs))
+        x, direction = average(models, [1.0] * len(jobs)), average(moves, [1.0] * len(jobs))
     return Book(x, {}, {"fedcm.direction": _flat(direction, names)})

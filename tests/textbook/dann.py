@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.corrected import Correct, alone, by_round
-from textbook.plain import RowMean, copied, features, gradients, head, optimizer, trainable
+from textbook.plain import (
+    RowMean,
+    copy_for_training,
+    features,
+    gradients,
+    head,
+    optimizer,
+    trainable,
+)
 from textbook.world import Book, Job, Params, World
 
 DISCRIMINATOR = "dann.discriminator"
@@ -40,7 +48,7 @@ def dann(
 
     def client(job: Job, x: Params, correct: Correct) -> Params:
         p, main, other, losses = (
-            copied(x),
+            copy_for_training(x),
             optimizer(world, job),
             optimizer(world, job, rate),
             RowMean(),

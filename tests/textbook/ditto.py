@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from raysim.primitives.streams import stream
 from textbook.plain import (
-    averaged,
-    copied,
-    detached,
+    average,
+    copy_for_training,
+    detach,
     gradients,
     logits,
     optimizer,
@@ -29,7 +29,7 @@ def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
     v = {client: dict(x) for client in range(world.clients)}
 
     def personal(job: Job) -> Params:
-        p, sgd = copied(v[job.client]), optimizer(world, job, factor)
+        p, sgd = copy_for_training(v[job.client]), optimizer(world, job, factor)
         order, (inputs, labels) = (
             stream(world.seed, "ditto.batches", job.client, job.turn),
             world.data[job.client],
@@ -45,12 +45,12 @@ def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
             sgd.step(
                 p, {name: grad + lam * (p[name].detach() - x[name]) for name, grad in grads.items()}
             )
-        return detached(p)
+        return detach(p)
 
     for jobs in world.rounds:
         models = [train(world, job, x) for job in jobs]
         v |= {job.client: personal(job) for job in jobs}
-        x = averaged(models, weights(world, jobs))
+        x = average(models, weights(world, jobs))
     took_part = {job.client for jobs in world.rounds for job in jobs}
     private = {i: {f"ditto.{name}": tensor for name, tensor in v[i].items()} for i in took_part}
     return Book(x, private, own=v)

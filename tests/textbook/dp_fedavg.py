@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.servers import Cohort, stepped
+from textbook.servers import Cohort, run_server_rule
 from textbook.world import Book, World
 
 
@@ -46,7 +46,7 @@ def dp_fedavg(
             state["c"] = c * exp(-eta * (bits / m - gamma))
         return at.x + total / m
 
-    book = stepped(world, rule)
+    book = run_server_rule(world, rule)
     end = torch.tensor(state["c"], dtype=torch.float64)
     server = {"dp_fedavg.bound": end, "dp_fedavg.releases": torch.tensor(len(bounds))}
     return replace(

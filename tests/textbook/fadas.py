@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from textbook.plain import trainable
-from textbook.servers import Cohort, flat, stepped
+from textbook.servers import Cohort, flatten, run_server_rule
 from textbook.world import Book, World
 
 
@@ -29,7 +29,7 @@ class AmsGrad:
     ):
         self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
         self.threshold, self.rule, self.bias_correction = threshold, rule, bias_correction
-        self.m = self.v = self.w = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.m = self.v = self.w = torch.zeros_like(flatten(world.start, trainable(world.start)))
         self.steps = 0
         self.columns: Mapping[str, Sequence[float]] = {"fadas.rate": [], "fadas.moved": []}
 
@@ -61,5 +61,5 @@ class AmsGrad:
 def fadas(world: World, **settings: object) -> Book:
     """AMSGrad on the mean update, uniform unless the run weighs by samples."""
     amsgrad = AmsGrad(world, **settings)
-    book = stepped(world, lambda at: amsgrad(at, at.mean))
+    book = run_server_rule(world, lambda at: amsgrad(at, at.mean))
     return replace(book, server=amsgrad.server, columns=amsgrad.columns)

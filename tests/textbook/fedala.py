@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from raysim.primitives.streams import stream
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     logits,
     optimizer,
@@ -39,7 +39,7 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
         seen = list[float]()
         while True:
             for chosen in rows.split(world.local.batch):
-                p = copied(mixture(i, w))
+                p = copy_for_training(mixture(i, w))
                 loss = F.cross_entropy(logits(p, inputs[chosen], False), labels[chosen])
                 for name, grad in gradients(loss, p, names).items():
                     moved = w[name] - rate * grad * (x[name] - trained[i][name])
@@ -55,23 +55,23 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
         if job.client in trained:
             shares[job.client] = learnt(job)
             received = mixture(job.client, shares[job.client])
-        p, sgd = copied(received), optimizer(world, job)
+        p, sgd = copy_for_training(received), optimizer(world, job)
         for step, batch in enumerate(job.batches):
             sgd.step(p, gradients(cross_entropy(p, step, *batch), p, trainable(p)))
-        return detached(p)
+        return detach(p)
 
     for jobs in world.rounds:
         models = [client(job) for job in jobs]
         trained |= {job.client: p for job, p in zip(jobs, models, strict=True)}
-        x = averaged(models, weights(world, jobs))
+        x = average(models, weights(world, jobs))
 
-    def flat(p: Params) -> torch.Tensor:
+    def flatten(p: Params) -> torch.Tensor:
         return torch.cat([p[name].flatten() for name in names])
 
     private = {
         i: {
-            "fedala.trained": flat(p),
-            "fedala.weights": flat(shares[i]) if i in shares else torch.empty(0),
+            "fedala.trained": flatten(p),
+            "fedala.weights": flatten(shares[i]) if i in shares else torch.empty(0),
         }
         for i, p in trained.items()
     }

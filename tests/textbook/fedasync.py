@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from textbook.plain import cross_entropy, detached, train, trainable
+from textbook.plain import cross_entropy, detach, train, trainable
 from textbook.world import Book, Job, Params, World
 
 
@@ -37,7 +37,7 @@ def fedasync(
             distance = sum((p[n] - x[n]).square().sum() for n in trainable(p))
             return cross_entropy(p, step, inputs, labels) + rho / 2 * distance
 
-        return detached(train(world, job, x, loss))
+        return detach(train(world, job, x, loss))
 
     for version, jobs in enumerate(world.rounds):
         arrived, x, used = [client(job) for job in jobs], versions[-1], []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from textbook.plain import federated, train
+from textbook.plain import run_rounds, train
 from textbook.world import Book, World
 
 
 def fedavg(world: World) -> Book:
     """x <- sum_i n_i y_i / sum_i n_i."""
-    return federated(world, lambda job, x: train(world, job, x))
+    return run_rounds(world, lambda job, x: train(world, job, x))

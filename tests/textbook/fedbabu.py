@@ -6,10 +6,10 @@ import numpy as np
 
 from textbook.pfedavg import tuned
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     logits,
     optimizer,
@@ -23,17 +23,17 @@ def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
     """FedAvg of the parts in front of the head, which nobody trains before fine-tuning."""
 
     def client(job: Job, x: Params) -> Params:
-        p, sgd = copied(x), optimizer(world, job)
+        p, sgd = copy_for_training(x), optimizer(world, job)
         for inputs, labels in job.batches:
             loss = cross_entropy(p, 0, inputs, labels)
             sgd.step(p, gradients(loss, p, trainable(p, "model.extractor")))
-        return detached(p)
+        return detach(p)
 
-    x, before, after = detached(world.start), list[float](), list[float]()
+    x, before, after = detach(world.start), list[float](), list[float]()
     head = {name: tensor for name, tensor in x.items() if name.startswith("model.head.")}
     own: dict[int, Params] = {}
     for version, jobs in enumerate(world.rounds, 1):
-        x = averaged([client(job, x) for job in jobs], weights(world, jobs)) | head
+        x = average([client(job, x) for job in jobs], weights(world, jobs)) | head
         own = {i: tuned(world, x, i, version, epochs, head_only) for i in range(world.clients)}
         before.append(accuracy(world, dict.fromkeys(own, x)))
         after.append(accuracy(world, own))

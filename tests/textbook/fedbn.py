@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from textbook.plain import averaged, cross_entropy, detached, train, trainable, weights
+from textbook.plain import average, cross_entropy, detach, train, trainable, weights
 from textbook.world import Book, Params, World
 
 NORM = "model.extractor.2"
@@ -27,16 +27,14 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 
     for jobs in world.rounds:
         models = [
-            detached(train(world, job, shared | own[job.client], partial(loss, shared)))
+            detach(train(world, job, shared | own[job.client], partial(loss, shared)))
             for job in jobs
         ]
         own |= {
             job.client: {name: y[name] for name in stays}
             for job, y in zip(jobs, models, strict=True)
         }
-        shared = averaged(
-            [{name: y[name] for name in shared} for y in models], weights(world, jobs)
-        )
+        shared = average([{name: y[name] for name in shared} for y in models], weights(world, jobs))
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
     if reestimate:  # the statistics of all its samples at once, under the shared model

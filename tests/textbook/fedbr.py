@@ -18,8 +18,8 @@ from raysim.primitives.streams import stream
 from textbook.corrected import Correct, alone, by_round
 from textbook.plain import (
     RowMean,
-    copied,
-    detached,
+    copy_for_training,
+    detach,
     features,
     gradients,
     head,
@@ -167,7 +167,7 @@ def fedbr(
     reported: list[RowMean] = []  # the local loss alone, of each participation
 
     def client(job: Job, received: Params, correct: Correct) -> Params:
-        p, base = copied(received), detached(received)
+        p, base = copy_for_training(received), detach(received)
         gen, disc, uniform = optimizer(world, job), optimizer(world, job), 1 / world.classes
         d_p = pool if pseudo_refresh == "once" else of_version(job.version)
         losses, z_g = RowMean(), None

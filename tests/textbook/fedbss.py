@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.plain import averaged, detached, is_buffer, logits, train
+from textbook.plain import average, detach, is_buffer, logits, train
 from textbook.world import Book, Job, Params, World
 
 FRACTION = {
@@ -45,11 +45,11 @@ def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) ->
                 told = [1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]
                 report.append(torch.tensor(told, dtype=torch.float64))
             models.append(
-                detached(
+                detach(
                     train(world, replace(job, batches=batches(world, job, order, easy, kind)), x)
                 )
             )
-        x = averaged(models, [1.0] * len(jobs))
+        x = average(models, [1.0] * len(jobs))
         reports.append(torch.stack(report[1:] or report).mean(0))
     names = [f"fedbss.{name}" for name in ("losses", "uncertainties", "version", "count")]
     private = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from textbook.fedexp import fedexp
 from textbook.fedopt import Adaptive
 from textbook.plain import weights
-from textbook.servers import Cohort, stepped
+from textbook.servers import Cohort, run_server_rule
 from textbook.world import Book, Job, World
 
 
@@ -36,7 +36,7 @@ def direction(at: Cohort, normalization: str) -> Tensor:
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
     """x <- x + sum_i w_i D_i / K."""
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
-    return stepped(world, rule, weigh=partial(staleness_weights, exponent=exponent))
+    return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))
 
 
 def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
@@ -44,7 +44,7 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
     return replace(
-        stepped(world, rule, weigh=partial(staleness_weights, exponent=exponent)),
+        run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent)),
         server=adam.server,
     )
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.plain import averaged, cross_entropy, detached, train, trainable
-from textbook.servers import flat
+from textbook.plain import average, cross_entropy, detach, train, trainable
+from textbook.servers import flatten
 from textbook.world import Book, Params, World
 
 
@@ -52,7 +52,7 @@ def fedcda(
         return sum(loss for _, loss in chosen) / len(chosen) + smoothness / 2 * float(spread)
 
     def entry(client: int, place: int) -> tuple[Tensor, float]:
-        return flat(seen[client].models[place], names), seen[client].losses[place]
+        return flatten(seen[client].models[place], names), seen[client].losses[place]
 
     def choose(participants: list[int], version: int) -> None:
         order = [
@@ -90,7 +90,7 @@ def fedcda(
                 losses.append(float(found.detach()))
                 return found
 
-            trained.append(detached(train(world, job, versions[job.version], loss)))
+            trained.append(detach(train(world, job, versions[job.version], loss)))
             last = losses[-max(1, len(losses) // (world.local.epochs or 10)) :]
             own = seen.setdefault(job.client, History())
             own.models.append(trained[-1])
@@ -106,7 +106,7 @@ def fedcda(
             if warm and not everybody
             else [own.models[own.selected] for own in seen.values()]
         )
-        new = averaged(averaged_ones, [1.0] * len(averaged_ones))
+        new = average(averaged_ones, [1.0] * len(averaged_ones))
         counters = [name for name in new if not new[name].is_floating_point()]
         versions.append(new | {n: torch.stack([y[n] for y in trained]).amax(0) for n in counters})
         ages.append(sum(version - own.rounds[own.selected] for own in seen.values()) / len(seen))
@@ -130,7 +130,7 @@ def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Ten
         for k, (model, loss, when) in enumerate(
             zip(own.models, own.losses, own.rounds, strict=True)
         ):
-            models[row, k % memory], losses[row, k % memory] = flat(model, order), loss
+            models[row, k % memory], losses[row, k % memory] = flatten(model, order), loss
             rounds[row, k % memory] = when
     found = {"models": models, "losses": losses, "rounds": rounds}
     found["clients"] = torch.tensor(list(seen))

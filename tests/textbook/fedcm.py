@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from textbook.plain import (
-    copied,
+    apply_mean_change,
+    copy_for_training,
     cross_entropy,
     gradients,
     mean,
-    moved,
     optimizer,
     trainable,
     weights,
@@ -30,7 +30,7 @@ def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
 
     def client(job: Job) -> tuple[Params, Params]:
         x, direction = xs[job.version], directions[job.version]
-        p, sgd = copied(x), optimizer(world, job)
+        p, sgd = copy_for_training(x), optimizer(world, job)
         decay, sgd.weight_decay = sgd.weight_decay, 0.0
         fresh = 1.0 if warm_start and job.version == 0 else alpha
         for step, batch in enumerate(job.batches):
@@ -48,7 +48,7 @@ def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
         directions.append(
             {name: mean([change[name] for _, change in trained], shares) for name in names}
         )
-        xs.append(moved(xs[-1], jobs, [p for p, _ in trained], xs, shares))
+        xs.append(apply_mean_change(xs[-1], jobs, [p for p, _ in trained], xs, shares))
     return Book(
         xs[-1],
         server={"fedcm.direction": torch.cat([directions[-1][name].flatten() for name in names])},

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textbook.plain import features, head, with_loss
+from textbook.plain import features, head, run_with_loss
 from textbook.world import Book, Params, World
 
 
@@ -35,4 +35,4 @@ def feddecorr(world: World, beta: float, variant: str) -> Book:
         z = features(p, x)
         return F.cross_entropy(head(p, z), y), beta * penalty(z, variant)
 
-    return with_loss(world, lambda job, received: loss)
+    return run_with_loss(world, lambda job, received: loss)

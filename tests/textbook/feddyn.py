@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textbook.plain import averaged, cross_entropy, detached, train, trainable
+from textbook.plain import average, cross_entropy, detach, train, trainable
 from textbook.world import Book, Job, Params, World
 
 
@@ -26,20 +26,20 @@ def feddyn(world: World, alpha: float) -> Book:
             square = sum((p[name] - received[name]).square().sum() for name in names)
             return cross_entropy(p, step, inputs, labels) - linear + alpha / 2 * square
 
-        y = detached(train(world, job, received, loss))
+        y = detach(train(world, job, received, loss))
         g[job.client] = {name: own[name] - alpha * (y[name] - received[name]) for name in names}
         return y
 
     for jobs in world.rounds:
         models = [client(job, x) for job in jobs]
         h = {n: h[n] - alpha / world.clients * sum(y[n] - x[n] for y in models) for n in names}
-        x = averaged(models, [1.0] * len(jobs))
+        x = average(models, [1.0] * len(jobs))
         x |= {name: x[name] - h[name] / alpha for name in names}
 
-    def flat(p: Params) -> Tensor:
+    def flatten(p: Params) -> Tensor:
         return torch.cat([p[name].flatten() for name in names])
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
     return Book(
-        x, {i: {"feddyn.gradient": flat(g[i])} for i in took_part}, {"feddyn.drift": flat(h)}
+        x, {i: {"feddyn.gradient": flatten(g[i])} for i in took_part}, {"feddyn.drift": flatten(h)}
     )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.plain import logits, trainable, weights
-from textbook.servers import Cohort, Weigh, flat, stepped, unflat
+from textbook.servers import Cohort, Weigh, flatten, run_server_rule, unflatten
 from textbook.world import Book, Params, World
 
 
@@ -41,12 +41,12 @@ def fedexp(
         return at.x + etas[-1] * direction(at)
 
     def evaluate(x: Params) -> None:
-        iterates.append(flat(x, names))
+        iterates.append(flatten(x, names))
         middle = sum(iterates[-2:]) / len(iterates[-2:])
-        out = logits(x | unflat(middle, x, names), world.central[0], training=False)
+        out = logits(x | unflatten(middle, x, names), world.central[0], training=False)
         losses.append(float(F.cross_entropy(out, world.central[1])))
         hits.append(float((out.argmax(1) == world.central[1]).double().mean()))
 
-    book = stepped(world, rule, weigh=weigh, after=evaluate)
+    book = run_server_rule(world, rule, weigh=weigh, after=evaluate)
     columns = {"fedexp.step_size": etas, "loss_global": losses, "accuracy_global": hits}
     return replace(book, server={"fedexp.previous": iterates[-2]}, columns=columns)

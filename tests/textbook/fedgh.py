@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.servers import Cohort, slices, stepped
+from textbook.servers import Cohort, run_server_rule, slices
 from textbook.world import Book, World
 
 
@@ -55,7 +55,7 @@ def fedgh(
         g = torch.cat([harmonized(at.changes[:, part], pairs) for part in parts], dim=1)
         return at.x + at.weights @ g / at.weights.sum()
 
-    return replace(stepped(world, rule), columns=counts)
+    return replace(run_server_rule(world, rule), columns=counts)
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
@@ -94,7 +94,7 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
             r = 0.99 * r + 0.01 * found
         return at.x + found
 
-    book = stepped(world, rule)
+    book = run_server_rule(world, rule)
     columns = {
         f"{name}.conflicts": conflicts,
         f"{name}.projections": [2 * count for count in conflicts],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from textbook.mixup import mixes, mixture
-from textbook.plain import Parts, logits, with_loss
+from textbook.plain import Parts, logits, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 
@@ -46,7 +46,7 @@ def fedlc(
 
         return loss
 
-    book = with_loss(world, losses)
+    book = run_with_loss(world, losses)
     single = [[bool((counts[job.client] > 0).sum() == 1) for job in jobs] for jobs in world.rounds]
     share = [sum(clients) / len(clients) for clients in single]
     return replace(book, columns={**book.columns, "fedlc.one_class": share})

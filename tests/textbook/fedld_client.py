@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.mixup import mixes, mixture
-from textbook.plain import Parts, logits, untrue, with_loss
+from textbook.plain import Parts, logits, other_class_logits, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 
 def margins(f: Tensor, y: Tensor) -> Tensor:
     """rho_b = f_b,y - max_{c != y} f_b,c."""
-    return f[range(len(y)), y] - untrue(f, y).amax(1)
+    return f[range(len(y)), y] - other_class_logits(f, y).amax(1)
 
 
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
@@ -32,7 +32,7 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
         f = logits(p, x)
         return F.cross_entropy(f, y), lam * penalty(f, y)
 
-    return with_loss(world, lambda job, received: loss)
+    return run_with_loss(world, lambda job, received: loss)
 
 
 def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
@@ -52,4 +52,4 @@ def damped_margin(world: World, temperature: float, mixed: float | None = None) 
 
         return loss
 
-    return with_loss(world, losses)
+    return run_with_loss(world, losses)

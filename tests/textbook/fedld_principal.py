@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from textbook.plain import Loss, cross_entropy, logits
-from textbook.servers import Cohort, slices, stepped
+from textbook.servers import Cohort, run_server_rule, slices
 from textbook.world import Book, Params, World
 
 
@@ -48,7 +48,7 @@ def principal(
         g = torch.cat([revised(at.changes[:, part]) for part in parts], dim=1)
         return at.x + at.weights @ g / at.weights.sum()
 
-    return stepped(world, rule, loss)
+    return run_server_rule(world, rule, loss)
 
 
 def fedld(world: World, lam: float, **settings: object) -> Book:

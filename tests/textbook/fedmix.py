@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.plain import Parts, logits, with_loss
+from textbook.plain import Parts, logits, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 Pairs = tuple[Tensor, Tensor]  # mean inputs [R, ...], mean labels [R, C]
@@ -87,7 +87,7 @@ def fedmix(
 
         return loss
 
-    book = with_loss(world, losses)
+    book = run_with_loss(world, losses)
     return (
         book
         if pool is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from textbook.plain import Loss, cross_entropy
-from textbook.servers import Cohort, stepped
+from textbook.servers import Cohort, run_server_rule
 from textbook.world import Book, Params, World
 
 
@@ -29,7 +29,7 @@ def fednova(world: World, mu: float = 0.0) -> Book:
         ]
         return at.x + mean_steps * sum(normalised[1:], normalised[0])
 
-    return stepped(world, rule, proximal(mu) if mu else cross_entropy)
+    return run_server_rule(world, rule, proximal(mu) if mu else cross_entropy)
 
 
 def proximal(mu: float) -> Loss:

@@ -6,13 +6,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.mixup import mixes, mixture
-from textbook.plain import Parts, detached, logits, untrue, with_loss
+from textbook.plain import Parts, detach, logits, other_class_logits, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 
 def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
     """tau^2 KL(teacher | student) over the classes that are not the true one."""
-    q_s, q_t = (untrue(student, y) / tau).softmax(1), (untrue(teacher, y) / tau).softmax(1)
+    q_s, q_t = (
+        (other_class_logits(student, y) / tau).softmax(1),
+        (other_class_logits(teacher, y) / tau).softmax(1),
+    )
     return tau**2 * (q_t * (q_t / q_s).log()).sum(1).mean()
 
 
@@ -20,7 +23,7 @@ def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) ->
     """mixed: Mixup's alpha; then the loss is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed inputs."""
 
     def losses(job: Job, received: Params) -> Parts:
-        teacher, drawn = detached(received), mixes(world, job, mixed) if mixed else []
+        teacher, drawn = detach(received), mixes(world, job, mixed) if mixed else []
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             labels = [(1.0, y)]
@@ -33,4 +36,4 @@ def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) ->
 
         return loss
 
-    return with_loss(world, losses)
+    return run_with_loss(world, losses)

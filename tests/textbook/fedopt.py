@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from textbook.plain import Loss, cross_entropy, trainable
-from textbook.servers import flat, stepped
+from textbook.servers import flatten, run_server_rule
 from textbook.world import Book, World
 
 
@@ -20,7 +20,7 @@ class ServerMomentum:
 
     def __init__(self, world: World, lr: float, momentum: float, nesterov: bool = False):
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.u = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.u = torch.zeros_like(flatten(world.start, trainable(world.start)))
 
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
         self.u = self.momentum * self.u + delta
@@ -46,7 +46,7 @@ class Adaptive:
     ):
         self.name, self.lr, self.beta1, self.tau, self.beta2 = name, lr, beta1, tau, beta2
         self.bias_correction, self.steps = bias_correction, 0
-        self.m = torch.zeros_like(flat(world.start, trainable(world.start)))
+        self.m = torch.zeros_like(flatten(world.start, trainable(world.start)))
         self.v = torch.full_like(self.m, tau**2)
 
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -80,5 +80,5 @@ def adaptive(world: World, loss: Loss = cross_entropy, **settings: object) -> Bo
 
 def _book(world: World, optimiser: ServerMomentum | Adaptive, loss: Loss = cross_entropy) -> Book:
     return replace(
-        stepped(world, lambda at: optimiser(at.x, at.mean), loss), server=optimiser.server
+        run_server_rule(world, lambda at: optimiser(at.x, at.mean), loss), server=optimiser.server
     )

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.plain import (
-    averaged,
-    copied,
-    detached,
+    average,
+    copy_for_training,
+    detach,
     features,
     gradients,
     head,
@@ -79,7 +79,7 @@ def fedpac(
     prototypes, present = torch.zeros(0), torch.zeros(0)
 
     def client(job: Job) -> Params:
-        p, data = copied(x | heads.get(job.client, first)), world.data[job.client]
+        p, data = copy_for_training(x | heads.get(job.client, first)), world.data[job.client]
         mu, counts = means(p, *data, world.classes)
         mu = mu.detach()
 
@@ -101,7 +101,7 @@ def fedpac(
             if len(prototypes):
                 loss = loss + lam * alignment(z, labels)
             sgd.step(p, gradients(loss, p, trainable(p, "model.extractor")))
-        return detached(p)
+        return detach(p)
 
     def head_steps(job: Job, h: int) -> int:
         local, n = world.local, len(world.data[job.client][1])
@@ -135,7 +135,7 @@ def fedpac(
                 n: sum(a * other[n] for a, other in zip(alpha, models, strict=True)) for n in HEAD
             }
             trained[job.client] = {name: y[name] for name in HEAD}
-        x = averaged([{name: y[name] for name in x} for y in models], weights(world, jobs))
+        x = average([{name: y[name] for name in x} for y in models], weights(world, jobs))
 
     flat = torch.stack([torch.cat([h[name].flatten() for name in HEAD]) for h in heads.values()])
     server = {

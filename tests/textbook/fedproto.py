@@ -8,8 +8,8 @@ from torch import Tensor
 
 from textbook.plain import (
     RowMean,
-    copied,
-    detached,
+    copy_for_training,
+    detach,
     features,
     gradients,
     head,
@@ -36,13 +36,13 @@ def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book
         return total / len(labels)
 
     def train(job: Job, reported: RowMean) -> Params:
-        p, sgd = copied(models[job.client]), optimizer(world, job)
+        p, sgd = copy_for_training(models[job.client]), optimizer(world, job)
         for inputs, labels in job.batches:
             z = features(p, inputs)
             task = F.cross_entropy(head(p, z), labels)
             reported.add(task, inputs)
             sgd.step(p, gradients(task + lam * distance(z, labels), p, trainable(p)))
-        return detached(p)
+        return detach(p)
 
     for jobs in world.rounds:
         losses = [RowMean() for _ in jobs]

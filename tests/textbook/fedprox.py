@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from textbook.plain import cross_entropy, federated, train, trainable
+from textbook.plain import cross_entropy, run_rounds, train, trainable
 from textbook.world import Book, Job, Params, World
 
 
@@ -18,4 +18,4 @@ def fedprox(world: World, mu: float) -> Book:
 
         return train(world, job, x, loss)
 
-    return federated(world, client)
+    return run_rounds(world, client)

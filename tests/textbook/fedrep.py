@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     optimizer,
     trainable,
@@ -32,7 +32,7 @@ def fedrep(world: World, head: int, body: int) -> Book:
             sgd = optimizer(world, job)
             for batch in batches:
                 sgd.step(p, gradients(cross_entropy(p, 0, *batch), p, trainable(p, part)))
-        return detached(p)
+        return detach(p)
 
     return _rounds(world, client)
 
@@ -44,7 +44,7 @@ def fedper(world: World) -> Book:
         sgd = optimizer(world, job)
         for batch in job.batches:
             sgd.step(p, gradients(cross_entropy(p, 0, *batch), p, trainable(p)))
-        return detached(p)
+        return detach(p)
 
     return _rounds(world, client)
 
@@ -54,10 +54,10 @@ def _rounds(world: World, client: Callable[[Job, Params], Params]) -> Book:
     x = {name: tensor for name, tensor in world.start.items() if name not in first}
     heads: dict[int, Params] = {}
     for jobs in world.rounds:
-        models = [client(job, copied(x | heads.get(job.client, first))) for job in jobs]
+        models = [client(job, copy_for_training(x | heads.get(job.client, first))) for job in jobs]
         heads |= {
             job.client: {name: y[name] for name in first}
             for job, y in zip(jobs, models, strict=True)
         }
-        x = averaged([{name: y[name] for name in x} for y in models], weights(world, jobs))
+        x = average([{name: y[name] for name in x} for y in models], weights(world, jobs))
     return Book(x, heads, own={i: x | heads.get(i, first) for i in range(world.clients)})

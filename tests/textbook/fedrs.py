@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textbook.plain import HEAD, Parts, features, with_loss
+from textbook.plain import HEAD, Parts, features, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 
@@ -27,4 +27,4 @@ def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
 
         return loss
 
-    return with_loss(world, losses)
+    return run_with_loss(world, losses)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
     gradients,
     mean,
@@ -27,7 +27,9 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
     g = gradients(cross_entropy(p, 0, x, y), p, names)
     scale = {n: torch.ones_like(g[n]) if eta is None else p[n].detach().abs() + eta for n in names}
     norm = torch.stack([(scale[n] * g[n]).square().sum() for n in names]).sum().sqrt()
-    moved = copied(p | {n: p[n].detach() + rho * scale[n] ** 2 * g[n] / norm for n in names})
+    moved = copy_for_training(
+        p | {n: p[n].detach() + rho * scale[n] ** 2 * g[n] / norm for n in names}
+    )
     return gradients(cross_entropy(moved, 0, x, y), moved, names)
 
 
@@ -40,7 +42,7 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
     }
 
     def client(job: Job) -> Params:
-        p, sgd = copied(shared | own[job.client]), optimizer(world, job)
+        p, sgd = copy_for_training(shared | own[job.client]), optimizer(world, job)
         for x, y in job.batches:
             grads = uphill(p, x, y, rho, eta)
             for name in trainable(shared):
@@ -54,9 +56,7 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
             job.client: {n: y[n] for n in world.personal}
             for job, y in zip(jobs, models, strict=True)
         }
-        shared = averaged(
-            [{name: y[name] for name in shared} for y in models], weights(world, jobs)
-        )
+        shared = average([{name: y[name] for name in shared} for y in models], weights(world, jobs))
     took_part = {job.client for jobs in world.rounds for job in jobs}
     private = {i: own[i] for i in took_part} if world.personal else {}
     return Book(shared, private, own={i: shared | own[i] for i in own})
@@ -68,7 +68,7 @@ def mofedsam(world: World, rho: float, beta: float) -> Book:
     direction = {name: torch.zeros_like(x[name]) for name in names}
 
     def client(job: Job) -> tuple[Params, Params]:
-        p, sgd = copied(x), optimizer(world, job)
+        p, sgd = copy_for_training(x), optimizer(world, job)
         decay, sgd.weight_decay = sgd.weight_decay, 0.0
         for batch in job.batches:
             g = uphill(p, *batch, rho, None)
@@ -84,5 +84,5 @@ def mofedsam(world: World, rho: float, beta: float) -> Book:
     for jobs in world.rounds:
         trained, shares = [client(job) for job in jobs], weights(world, jobs)
         direction = {n: mean([moved[n] for _, moved in trained], shares) for n in names}
-        x = averaged([p for p, _ in trained], shares)
+        x = average([p for p, _ in trained], shares)
     return Book(x, server={"fedcm.direction": torch.cat([direction[n].flatten() for n in names])})

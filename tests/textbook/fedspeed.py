@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     optimizer,
     trainable,
@@ -26,20 +26,22 @@ def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     }
 
     def client(job: Job) -> Params:
-        p, sgd, own = copied(x), optimizer(world, job), c[job.client]
+        p, sgd, own = copy_for_training(x), optimizer(world, job), c[job.client]
         for step, batch in enumerate(job.batches):
             first = gradients(cross_entropy(p, step, *batch), p, names)
-            moved = copied(p | {name: p[name].detach() + rho * first[name] for name in names})
+            moved = copy_for_training(
+                p | {name: p[name].detach() + rho * first[name] for name in names}
+            )
             second = gradients(cross_entropy(moved, step, *batch), moved, names)
             mixed = {name: (1 - share) * first[name] + share * second[name] for name in names}
             pulled = {name: (p[name].detach() - x[name]) / lam for name in names}
             sgd.step(p, {name: mixed[name] - own[name] + pulled[name] for name in names})
-        y = detached(p)
+        y = detach(p)
         c[job.client] = {name: own[name] - (y[name] - x[name]) / lam for name in names}
         return y | {name: y[name] - lam * c[job.client][name] for name in names}
 
     for jobs in world.rounds:
-        x = averaged([client(job) for job in jobs], weights(world, jobs))
+        x = average([client(job) for job in jobs], weights(world, jobs))
     took_part = {job.client for jobs in world.rounds for job in jobs}
     flat = {i: torch.cat([c[i][name].flatten() for name in names]) for i in took_part}
     return Book(x, {i: {"fedspeed.correction": flat[i]} for i in took_part})

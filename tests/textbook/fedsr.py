@@ -15,8 +15,8 @@ from raysim.primitives.streams import torch_seed
 from textbook.corrected import by_round
 from textbook.plain import (
     RowMean,
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     features,
     gradients,
     head,
@@ -77,7 +77,11 @@ def fedsr(
     losses: list[RowMean] = []
 
     def client(job: Job, received: Params) -> Params:
-        p, sgd, seen = copied(received | private[job.client]), optimizer(world, job), RowMean()
+        p, sgd, seen = (
+            copy_for_training(received | private[job.client]),
+            optimizer(world, job),
+            RowMean(),
+        )
         names = trainable(p) + trainable(p, REFERENCE)
         random = torch.Generator().manual_seed(
             torch_seed(world.seed, "torch", job.client, job.turn)
@@ -109,7 +113,7 @@ def fedsr(
     x |= reference if share_reference else {}
     columns = {"accuracy_global": [], "loss_global": []}
     for jobs in world.rounds:
-        x = averaged([client(job, x) for job in jobs], weights(world, jobs))
+        x = average([client(job, x) for job in jobs], weights(world, jobs))
         accuracy, loss = score(world, x, probabilistic)
         columns["accuracy_global"].append(accuracy)
         columns["loss_global"].append(loss)

@@ -23,9 +23,9 @@ from torch import Tensor
 from raysim.primitives.streams import stream
 from textbook.plain import (
     RowMean,
-    averaged,
-    copied,
-    detached,
+    average,
+    copy_for_training,
+    detach,
     features,
     gradients,
     head,
@@ -138,7 +138,12 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     def client(job: Job) -> tuple[Params, list[float], dict[str, float]]:
         generator = stream(world.seed, "draws.fraug", job.client, job.turn)
         draw = generator.random if get["noise"] == "uniform" else generator.standard_normal
-        p, t, i, losses = copied(x | mine[job.client]), job.version, job.client, RowMean()
+        p, t, i, losses = (
+            copy_for_training(x | mine[job.client]),
+            job.version,
+            job.client,
+            RowMean(),
+        )
         seen: dict[str, list[float]] = {}
         fresh = [
             optimizer(world, job, f)
@@ -229,7 +234,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
                     + get["rtnet_lam"] / 2 * near
                 )
                 fresh[2].step(p, gradients(loss, p, trainable(p, RTNET)))
-        return detached(p), losses, {name: mean_of(values) for name, values in seen.items()}
+        return detach(p), losses, {name: mean_of(values) for name, values in seen.items()}
 
     train_loss = []
     looks: dict[str, list[float]] = {}
@@ -237,7 +242,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         trained = [client(job) for job in jobs]
         for job, (p, _, _) in zip(jobs, trained, strict=True):
             mine[job.client] = {name: p[name] for name in world.personal}
-        x = averaged([p for p, _, _ in trained], weights(world, jobs))
+        x = average([p for p, _, _ in trained], weights(world, jobs))
         train_loss.append(row_mean(losses for _, losses, _ in trained))
         for name in ("fraug.real_norm", "fraug.generated_norm", "fraug.synthetic_accuracy"):
             known = [seen[name] for _, _, seen in trained if name in seen]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from textbook.plain import Loss, RowMean, cross_entropy, row_mean, weights
-from textbook.servers import stepped
+from textbook.servers import run_server_rule
 from textbook.world import Book, Job, Params, World
 
 
@@ -53,6 +53,6 @@ def groupdro(
         return [w * float(q[job.client]) for w, job in zip(weights(world, jobs), jobs, strict=True)]
 
     used: Loss = loss
-    book = stepped(world, lambda at: at.x + at.mean, used, weigh)
+    book = run_server_rule(world, lambda at: at.x + at.mean, used, weigh)
     columns = {} if mu else {"train_loss": means}  # the history's loss has all terms
     return replace(book, server={"groupdro.log_weights": q.log()}, columns=columns)

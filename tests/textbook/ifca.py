@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from textbook.plain import averaged, detached, logits, train
+from textbook.plain import average, detach, logits, train
 from textbook.world import Book, Params, World
 
 
@@ -27,12 +27,12 @@ def ifca(world: World, clusters: int) -> Book:
         trained: list[list[Params]] = [[] for _ in models]
         samples: list[list[float]] = [[] for _ in models]
         for job, k in zip(jobs, chosen, strict=True):
-            trained[k].append(detached(train(world, job, models[k])))
+            trained[k].append(detach(train(world, job, models[k])))
             samples[k].append(float(job.samples))
         for k in range(clusters):
             shares[k].append(len(trained[k]) / len(jobs))
         models = [
-            averaged(trained[k], samples[k]) if trained[k] else models[k] for k in range(clusters)
+            average(trained[k], samples[k]) if trained[k] else models[k] for k in range(clusters)
         ]
 
     shared = {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textbook.plain import head, trainable
-from textbook.servers import Cohort, stepped, unflat
+from textbook.servers import Cohort, run_server_rule, unflatten
 from textbook.world import Book, Params, World
 
 STAGE = "model.extractor.layer1"
@@ -57,7 +57,7 @@ def inco(
         return (found if always or product < 0 else g).clamp(-clip, clip)
 
     def rule(at: Cohort) -> Tensor:
-        plain = unflat(at.mean, world.start, names)
+        plain = unflatten(at.mean, world.start, names)
         new = dict(plain)
         for target, source in PAIRS.items():
             g, g0 = plain[target], plain[source]
@@ -73,4 +73,4 @@ def inco(
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(network(p, x), y)
 
-    return stepped(world, rule, loss)
+    return run_server_rule(world, rule, loss)

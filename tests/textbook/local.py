@@ -1,4 +1,4 @@
-"""Local training: every client on its own. A kept optimiser goes on where it was: SGD (also Nesterov's), or Adam."""
+"""Local training: clients share nothing. Optimizers (SGD, Nesterov, Adam) may be kept."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from textbook.plain import copied, cross_entropy, detached, gradients, trainable
+from textbook.plain import copy_for_training, cross_entropy, detach, gradients, trainable
 from textbook.world import Book, Params, World
 
 
 def local(world: World, keep: bool = False) -> Book:
-    """A client's model starts from the common one and never leaves it."""
-    models = {client: copied(world.start) for client in range(world.clients)}
+    """Train each client's own model, which starts from the common one."""
+    models = {client: copy_for_training(world.start) for client in range(world.clients)}
     optimizers = dict[int, Optimizer]()
     for job in (job for jobs in world.rounds for job in jobs):
         p = models[job.client]
@@ -23,16 +23,16 @@ def local(world: World, keep: bool = False) -> Book:
             optimizers[job.client].step(
                 p, grads, world.local.lr * world.local.lr_decay**job.version
             )
-    private = {client: detached(models[client]) for client in optimizers}
+    private = {client: detach(models[client]) for client in optimizers}
     for client, optimizer in optimizers.items() if keep else ():
         private[client] |= {
             f"local.kept.task/{name}": value for name, value in optimizer.kept().items()
         }
-    return Book({}, private, own={client: detached(model) for client, model in models.items()})
+    return Book({}, private, own={client: detach(model) for client, model in models.items()})
 
 
 class Optimizer:
-    """SGD as PyTorch defines it, or Adam (Kingma and Ba 2015, Algorithm 1) with the defaults of the paper."""
+    """SGD as PyTorch defines it, or Adam (Kingma and Ba 2015, Algorithm 1) with its defaults."""
 
     def __init__(self, settings: Any):
         self.settings, self.steps = settings, 0
@@ -40,26 +40,25 @@ class Optimizer:
 
     def step(self, p: Params, grads: Params, rate: float) -> None:
         """Move the parameters."""
-        own, self.steps = self.settings, self.steps + 1
+        settings = self.settings
+        self.steps += 1
         for name, grad in grads.items():
-            g = grad + own.weight_decay * p[name].detach()
-            m, v = (
-                self.first.get(name, torch.zeros_like(g)),
-                self.second.get(name, torch.zeros_like(g)),
-            )
-            if own.optimizer == "adam":
-                self.first[name], self.second[name] = m, v = (
-                    0.9 * m + 0.1 * g,
-                    0.999 * v + 0.001 * g**2,
-                )
+            g = grad + settings.weight_decay * p[name].detach()
+            m = self.first.get(name, torch.zeros_like(g))
+            if settings.optimizer == "adam":
+                v = self.second.get(name, torch.zeros_like(g))
+                m = 0.9 * m + 0.1 * g
+                v = 0.999 * v + 0.001 * g**2
+                self.second[name] = v
                 g = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
             else:
-                self.first[name] = m = own.momentum * m + g
-                g = g + own.momentum * m if own.nesterov else m
+                m = settings.momentum * m + g
+                g = g + settings.momentum * m if settings.nesterov else m
+            self.first[name] = m
             p[name].data -= rate * g
 
     def kept(self) -> Params:
-        """What a client keeps, each buffer as one vector."""
+        """Return what a client keeps, each buffer as one vector."""
         buffers = {"first": self.first, "second": self.second}
         flat = {
             name: torch.cat([t.flatten() for t in parts.values()])

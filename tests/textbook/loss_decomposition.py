@@ -9,7 +9,7 @@ import numpy as np
 import torch.nn.functional as F
 
 from raysim.primitives.streams import stream
-from textbook.plain import averaged, detached, logits, train, weights
+from textbook.plain import average, detach, logits, train, weights
 from textbook.world import Book, Params, World
 
 NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
@@ -33,12 +33,12 @@ def loss_decomposition(world: World, most: int = 1000) -> Book:
         return float(F.cross_entropy(logits(dict(model) | own[client], inputs, False), labels))
 
     for jobs in world.rounds:
-        models = [detached(train(world, job, x | own[job.client])) for job in jobs]
+        models = [detach(train(world, job, x | own[job.client])) for job in jobs]
         own |= {
             job.client: {name: y[name] for name in own[0]}
             for job, y in zip(jobs, models, strict=True)
         }
-        x = averaged(models, weights(world, jobs))
+        x = average(models, weights(world, jobs))
         p = np.array([job.samples for job in jobs]) / sum(job.samples for job in jobs)
         a = np.array([[loss(model, job.client) for job in jobs] for model in models])
         b = np.array([loss(x, job.client) for job in jobs])

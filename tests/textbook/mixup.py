@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raysim.primitives.streams import stream
-from textbook.plain import Parts, logits, with_loss
+from textbook.plain import Parts, logits, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 
@@ -40,4 +40,4 @@ def mixup(world: World, alpha: float) -> Book:
 
         return loss
 
-    return with_loss(world, losses)
+    return run_with_loss(world, losses)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textbook.plain import EXTRACTOR, Parts, detached, features, head, with_loss
+from textbook.plain import EXTRACTOR, Parts, detach, features, head, run_with_loss
 from textbook.world import Book, Job, Params, World
 
 
@@ -49,7 +49,7 @@ def moon(
     before: dict[int, list[Params]] = {}
 
     def losses(job: Job, received: Params) -> Parts:
-        frozen, negatives = detached(received), list(before.get(job.client, []))
+        frozen, negatives = detach(received), list(before.get(job.client, []))
 
         def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | float]:
             z = represented(p, x)
@@ -65,14 +65,15 @@ def moon(
         return loss
 
     def trained(job: Job, p: Params) -> None:
-        kept = {name: tensor.clone() for name, tensor in detached(p).items()}
+        kept = {name: tensor.clone() for name, tensor in detach(p).items()}
         before[job.client] = [*before.get(job.client, []), kept][-pool:]
 
-    def flat(p: Params) -> Tensor:
+    def flatten(p: Params) -> Tensor:
         return torch.cat([p[name].flatten() for name in world.start if p[name].is_floating_point()])
 
-    book = with_loss(world, losses, trained)
+    book = run_with_loss(world, losses, trained)
     private = {
-        i: {"moon.previous": torch.stack([flat(p) for p in models])} for i, models in before.items()
+        i: {"moon.previous": torch.stack([flatten(p) for p in models])}
+        for i, models in before.items()
     }
     return replace(book, private=private)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raysim.primitives.streams import stream
 from textbook.local import Optimizer
-from textbook.plain import averaged, cross_entropy, detached, head, train, trainable, weights
+from textbook.plain import average, cross_entropy, detach, head, train, trainable, weights
 from textbook.world import Book, Job, Params, World
 
 NORM = "model.extractor.2"
@@ -106,13 +106,13 @@ def partialfed(
             distance = sum((p[name] - start[name]).square().sum() for name in trainable(p))
             return cross_entropy(p, step, inputs, labels) + mu / 2 * distance
 
-        return detached(train(world, job, start, loss)), float(loads.double().mean())
+        return detach(train(world, job, start, loss)), float(loads.double().mean())
 
     for jobs in world.rounds:
         trained = [client(job) for job in jobs]
         kept |= {job.client: model for job, (model, _) in zip(jobs, trained, strict=True)}
         versions |= {job.client: job.version for job in jobs}
-        x = averaged([model for model, _ in trained], weights(world, jobs))
+        x = average([model for model, _ in trained], weights(world, jobs))
         loaded.append(sum(share for _, share in trained) / len(jobs))
 
     private = {}

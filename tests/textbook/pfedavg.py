@@ -11,9 +11,9 @@ import torch
 
 from raysim.primitives.streams import stream
 from textbook.plain import (
-    averaged,
-    copied,
-    detached,
+    average,
+    copy_for_training,
+    detach,
     features,
     gradients,
     head,
@@ -31,9 +31,9 @@ def after_local(world: World) -> Book:
     """v_k = y_k of the client's last round, however long ago; the shared model where there was none."""
     x, last = dict(world.start), dict[int, Params]()
     for jobs in world.rounds:
-        models = [detached(train(world, job, x)) for job in jobs]
+        models = [detach(train(world, job, x)) for job in jobs]
         last |= {job.client: model for job, model in zip(jobs, models, strict=True)}
-        x = averaged(models, weights(world, jobs))
+        x = average(models, weights(world, jobs))
     floats = [name for name in sorted(x, key=is_buffer) if x[name].is_floating_point()]
     private = {
         i: {"pfedavg.model": torch.cat([y[name].flatten() for name in floats])}
@@ -50,7 +50,7 @@ def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = F
     """FedAvg; after a round (or the last one) every client is scored with its own fine-tuned copy."""
     x, accuracy, own = dict(world.start), list[float](), dict[int, Params]()
     for version, jobs in enumerate(world.rounds, 1):
-        x = averaged([train(world, job, x) for job in jobs], weights(world, jobs))
+        x = average([train(world, job, x) for job in jobs], weights(world, jobs))
         own = {
             client: tuned(world, x, client, version, epochs, head_only)
             for client in range(world.clients)
@@ -73,7 +73,7 @@ def tuned(
     spared = world.drawn.get("spared")
     parts = [world.data[client], *([spared[client]] if spared else [])]
     x, y = (torch.cat(part) for part in zip(*parts, strict=True))
-    p, order = copied(model), stream(world.seed, "finetune", client, version)
+    p, order = copy_for_training(model), stream(world.seed, "finetune", client, version)
     sgd, batch = optimizer(world, Job(client, 0, version, len(y), (), ())), world.local.batch
     for _ in range(epochs):
         positions = order.permutation(len(y))
@@ -85,4 +85,4 @@ def tuned(
                 head(p, features(p, x[chosen], not head_only)), y[chosen]
             )
             sgd.step(p, gradients(loss, p, trainable(p, "model.head" if head_only else "model")))
-    return detached(p)
+    return detach(p)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from textbook.plain import (
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     cross_entropy,
-    detached,
+    detach,
     gradients,
     is_buffer,
     optimizer,
@@ -24,28 +24,28 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
     thetas = dict[int, Params]()
 
     def client(job: Job) -> Params:
-        p, sgd = copied(x), optimizer(world, job)
+        p, sgd = copy_for_training(x), optimizer(world, job)
         theta: Params = {}
         for step, batch in enumerate(job.batches):
             w = {name: p[name].detach().clone() for name in names}
             theta = dict(w)
             for k in range(steps):
-                at = p if k == 0 else copied(p | theta)  # running statistics move once
+                at = p if k == 0 else copy_for_training(p | theta)  # running statistics move once
                 grads = gradients(cross_entropy(at, step, *batch), at, names)
                 theta = {n: theta[n] - rate * (grads[n] + lam * (theta[n] - w[n])) for n in names}
             sgd.step(p, {name: lam * (w[name] - theta[name]) for name in names})
-        y = detached(p)
+        y = detach(p)
         thetas[job.client] = {name: theta.get(name, y[name]) for name in y}
         return y
 
     for jobs in world.rounds:
-        mean = averaged([client(job) for job in jobs], weights(world, jobs))
+        mean = average([client(job) for job in jobs], weights(world, jobs))
         x = {
             name: mean[name] if is_buffer(name) else (1 - beta) * x[name] + beta * mean[name]
             for name in x
         }
 
-    private = {i: {"pfedme.theta": flat(theta)} for i, theta in thetas.items()}
+    private = {i: {"pfedme.theta": flatten(theta)} for i, theta in thetas.items()}
     own = {
         i: {name: thetas[i][name] if i in thetas else x[name] for name in x if not counts(name)}
         for i in range(world.clients)
@@ -58,7 +58,7 @@ def counts(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
-def flat(p: Params) -> torch.Tensor:
+def flatten(p: Params) -> torch.Tensor:
     """Return parameters, then floating buffers, as one vector."""
     buffers = [name for name in p if is_buffer(name) and not counts(name)]
     return torch.cat([p[name].flatten() for name in (*trainable(p), *buffers)])

@@ -1,4 +1,4 @@
-"""The few lines of FedAvg that most textbooks share: a network, a gradient, SGD, a weighted mean."""
+"""Parts of FedAvg that most textbooks share: a network, gradients, SGD, weighted means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ EXTRACTOR, HEAD = "model.extractor", "model.head"
 
 
 def features(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
-    """Flatten, linear, BatchNorm if there is one (its statistics in `p` move when training), ReLU: [B, F]."""
+    """Return the features [B, F]: flatten, linear, BatchNorm if there is one, ReLU.
+
+    In training BatchNorm's statistics in `p` move.
+    """
     hidden = F.linear(x.flatten(1), p[f"{EXTRACTOR}.1.weight"], p[f"{EXTRACTOR}.1.bias"])
     norm = f"{EXTRACTOR}.2"
     if f"{norm}.weight" in p:
@@ -27,86 +30,86 @@ def features(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tenso
 
 
 def head(p: Mapping[str, Tensor], z: Tensor) -> Tensor:
-    """Features [B, F] to logits [B, C]; the bias may be missing."""
+    """Return the logits [B, C] of features [B, F]; the bias may be missing."""
     return F.linear(z, p[f"{HEAD}.weight"], p.get(f"{HEAD}.bias"))
 
 
 def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
-    """Inputs to logits [B, C]."""
+    """Return the logits [B, C] of inputs."""
     return head(p, features(p, x, training))
 
 
-def untrue(z: Tensor, y: Tensor) -> Tensor:
-    """Of logits [B, C], those of the classes that are not the true one: [B, C - 1]."""
+def other_class_logits(z: Tensor, y: Tensor) -> Tensor:
+    """Return the logits [B, C - 1] of the classes other than the true one, from logits [B, C]."""
     return z[F.one_hot(y, z.shape[1]) == 0].view(len(y), -1)
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of that name is a statistic and no parameter."""
+    """Return whether a tensor of this name is a statistic, not a parameter."""
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def trainable(p: Mapping[str, Tensor], prefix: str = "model") -> list[str]:
-    """Names of the parameters of a network or of a module in it."""
+    """Return the names of the parameters of a network or module."""
     return [name for name in p if name.startswith(f"{prefix}.") and not is_buffer(name)]
 
 
-def copied(p: Mapping[str, Tensor]) -> Params:
-    """A copy that can be trained."""
+def copy_for_training(p: Mapping[str, Tensor]) -> Params:
+    """Return a copy whose parameters require a gradient."""
     return {
         name: t.clone().requires_grad_(t.is_floating_point() and not is_buffer(name))
-        for name, t in detached(p).items()
+        for name, t in detach(p).items()
     }
 
 
-def detached(p: Mapping[str, Tensor]) -> Params:
-    """The same values without history."""
+def detach(p: Mapping[str, Tensor]) -> Params:
+    """Return the same values without gradients."""
     return {name: tensor.detach() for name, tensor in p.items()}
 
 
 def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Params:
-    """The gradient of a loss, zero for parameters that it does not depend on."""
+    """Return the gradient of a loss, zero for parameters that it does not depend on."""
     names = list(names)
-    found = torch.autograd.grad(
-        loss, [p[name] for name in names], allow_unused=True, retain_graph=True
-    )
-    return {
-        n: torch.zeros_like(p[n]) if g is None else g for n, g in zip(names, found, strict=True)
-    }
+    parameters = [p[name] for name in names]
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    result = {}
+    for name, grad in zip(names, grads, strict=True):
+        result[name] = torch.zeros_like(p[name]) if grad is None else grad
+    return result
 
 
 class Sgd:
     """SGD with momentum and weight decay, as PyTorch defines it; the buffers start at zero.
 
-    clip: the largest norm of all gradients together, weight decay not counted; 0 for any.
+    clip: the largest norm of all gradients together, without weight decay; 0: no bound.
     """
 
     def __init__(
         self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float = 0.0
     ):
-        self.lr, self.momentum, self.weight_decay, self.clip = lr, momentum, weight_decay, clip
+        self.lr = lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.clip = clip
         self.buffers: Params = {}
 
     def step(self, p: Params, grads: Mapping[str, Tensor]) -> None:
-        """Move the parameters that have a gradient."""
+        """Step the parameters that have a gradient."""
         if self.clip:
             norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
-            grads = {
-                name: grad * min(1.0, self.clip / (float(norm) + 1e-6))
-                for name, grad in grads.items()
-            }
+            factor = min(1.0, self.clip / (float(norm) + 1e-6))
+            grads = {name: grad * factor for name, grad in grads.items()}
         for name, grad in grads.items():
             direction = grad + self.weight_decay * p[name].detach()
             if self.momentum:
-                direction = (
-                    self.momentum * self.buffers.get(name, torch.zeros_like(direction)) + direction
-                )
+                buffer = self.buffers.get(name, torch.zeros_like(direction))
+                direction = self.momentum * buffer + direction
                 self.buffers[name] = direction
             p[name].data -= self.lr * direction
 
 
 def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
-    """A job's own: the learning rate decays with the version that it received."""
+    """Return a job's optimizer, whose rate decays with the version that it received."""
     local = world.local
     return Sgd(
         local.lr * local.lr_decay**job.version * factor,
@@ -117,38 +120,41 @@ def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
 
 
 def weights(world: World, jobs: Sequence[Job]) -> list[float]:
-    """By samples, or one each; not normalised."""
+    """Return the weights of jobs: their samples, or 1 each; not normalised."""
     return [float(job.samples) if world.weighting == "samples" else 1.0 for job in jobs]
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """sum_i w_i a_i / sum_i w_i; the maximum of integers."""
+    """Return sum_i w_i a_i / sum_i w_i; for integers the maximum."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
-    return sum(
-        (w * t for w, t in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0])
-    ) / sum(weights)
+    total = torch.zeros_like(tensors[0])
+    for weight, tensor in zip(weights, tensors, strict=True):
+        total = total + weight * tensor
+    return total / sum(weights)
 
 
-def averaged(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Params:
-    """The weighted mean of models, tensor by tensor."""
+def average(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Params:
+    """Return the weighted mean of models, tensor by tensor."""
     return {name: mean([model[name].detach() for model in models], weights) for name in models[0]}
 
 
-def moved(
+def apply_mean_change(
     x: Params,
     jobs: Sequence[Job],
     models: Sequence[Params],
     received: Sequence[Params],
     weights: Sequence[float],
 ) -> Params:
-    """x plus the mean of what models moved from what each had received, which may be stale; of buffers the mean."""
-    pairs = zip(models, (received[job.version] for job in jobs), strict=True)
-    changed = [
-        {name: x[name] + p[name].detach() - base[name] for name in trainable(x)}
-        for p, base in pairs
-    ]
-    return {**averaged(models, weights), **averaged(changed, weights)}
+    """Return x plus the mean change of models from the ones they received, which may be stale.
+
+    Buffers are averaged.
+    """
+    changed = []
+    for job, model in zip(jobs, models, strict=True):
+        base = received[job.version]
+        changed.append({name: x[name] + model[name].detach() - base[name] for name in trainable(x)})
+    return {**average(models, weights), **average(changed, weights)}
 
 
 class RowMean:
@@ -164,48 +170,49 @@ class RowMean:
 
 
 def row_mean(clients: Iterable[RowMean]) -> float:
-    """The mean loss over the rows of all clients of a round."""
+    """Return the mean loss over the rows of all clients of a round."""
     clients = list(clients)
     return sum(client.total for client in clients) / sum(client.rows for client in clients)
 
 
-# What a client's training does to one batch: from (its parameters, the step, inputs, labels) to the loss.
+# The loss of a batch: from (parameters, step, inputs, labels).
 Loss = Callable[[Params, int, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of FedAvg."""
+    """Return the loss of FedAvg."""
     return F.cross_entropy(logits(p, x), y)
 
 
 def train(world: World, job: Job, received: Params, loss: Loss = cross_entropy) -> Params:
-    """The model of a client that descends on `loss` from what it received."""
-    p, sgd = copied(received), optimizer(world, job)
+    """Return the model of a client that descends on `loss` from the received model."""
+    p, sgd = copy_for_training(received), optimizer(world, job)
     for step, (x, y) in enumerate(job.batches):
         sgd.step(p, gradients(loss(p, step, x, y), p, trainable(p)))
     return p
 
 
-def federated(world: World, client: Callable[[Job, Params], Params]) -> Book:
-    """FedAvg's rounds: every client trains as `client` says, from the model received, and the server averages."""
+def run_rounds(world: World, client: Callable[[Job, Params], Params]) -> Book:
+    """Run FedAvg's rounds; client(job, received): the trained model of a client."""
     x = dict(world.start)
     for jobs in world.rounds:
-        x = averaged([client(job, x) for job in jobs], weights(world, jobs))
+        x = average([client(job, x) for job in jobs], weights(world, jobs))
     return Book(x)
 
 
-# A local loss in two parts: the one that the history shows as train_loss, and what is added to it.
+# A local loss in two parts: the one in the history's train_loss, and a term that is added to it.
 Parts = Callable[[Params, int, Tensor, Tensor], tuple[Tensor, Tensor | float]]
 
 
-def with_loss(
+def run_with_loss(
     world: World,
     losses: Callable[[Job, Params], Parts],
     trained: Callable[[Job, Params], None] = lambda job, p: None,
 ) -> Book:
-    """FedAvg with another local loss: of a job and the model it received. trained: told of every model at its end.
+    """Run FedAvg with another local loss.
 
-    train_loss is the mean over all rows that the clients trained on.
+    losses(job, received): the loss of a job. trained(job, model): called after each job. train_loss
+    is the mean over all rows that the clients trained on.
     """
     seen: dict[tuple[int, int], RowMean] = {}
 
@@ -221,6 +228,6 @@ def with_loss(
         trained(job, p)
         return p
 
-    book = federated(world, client)
+    book = run_rounds(world, client)
     means = [row_mean([seen[job.client, job.turn] for job in jobs]) for jobs in world.rounds]
     return replace(book, columns={"train_loss": means})

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textbook.plain import averaged, detached, logits, train, trainable, weights
-from textbook.servers import flat, unflat
+from textbook.plain import average, detach, logits, train, trainable, weights
+from textbook.servers import flatten, unflatten
 from textbook.world import Book, Job, Params, World
 
 
@@ -20,20 +20,20 @@ def loss_before(world: World, job: Job, x: Params) -> float:
 
 def qfedavg(world: World, q: float) -> Book:
     """x - sum_i D_i / sum_i h_i, as printed; buffers are averaged by F_i^q."""
-    names, x = trainable(world.start), detached(world.start)
+    names, x = trainable(world.start), detach(world.start)
     for jobs in world.rounds:
         losses = [loss_before(world, job, x) for job in jobs]
-        models = [detached(train(world, job, x)) for job in jobs]
+        models = [detach(train(world, job, x)) for job in jobs]
         shares = weights(world, jobs)
         numerator: Tensor = torch.zeros(1, dtype=torch.float64)
         denominator = 0.0
         for job, loss, y, share in zip(jobs, losses, models, shares, strict=True):
             lipschitz = 1 / (world.local.lr * world.local.lr_decay**job.version)
-            gradient = lipschitz * (flat(x, names) - flat(y, names))
+            gradient = lipschitz * (flatten(x, names) - flatten(y, names))
             numerator = numerator + share * loss**q * gradient
             curvature = q * loss ** (q - 1) * float(gradient @ gradient)
             denominator += share * (curvature + lipschitz * loss**q)
-        new = flat(x, names) - numerator / denominator
+        new = flatten(x, names) - numerator / denominator
         raw = [share * loss**q for share, loss in zip(shares, losses, strict=True)]
-        x = averaged(models, raw) | unflat(new, x, names)
+        x = average(models, raw) | unflatten(new, x, names)
     return Book(x)

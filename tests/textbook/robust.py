@@ -12,13 +12,13 @@ from math import floor
 import torch
 from torch import Tensor
 
-from textbook.servers import Cohort, stepped
+from textbook.servers import Cohort, run_server_rule
 from textbook.world import Book, World
 
 
 def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
     """A number of every coordinate's values."""
-    return stepped(
+    return run_server_rule(
         world,
         lambda at: at.x + torch.tensor([rule(v) for v in at.changes.T.tolist()], dtype=at.x.dtype),
     )
@@ -52,7 +52,7 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
         best = sorted(range(n), key=lambda i: score[i])[:m]
         return at.x + sum(g[i] for i in best) / len(best)
 
-    return stepped(world, rule)
+    return run_server_rule(world, rule)
 
 
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
@@ -68,7 +68,7 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
             z = sum(w * g for w, g in zip(b, at.changes, strict=True)) / sum(b)
         return at.x + z
 
-    return stepped(world, rule)
+    return run_server_rule(world, rule)
 
 
 def norm_clipping(world: World, bound: float) -> Book:
@@ -83,4 +83,4 @@ def norm_clipping(world: World, bound: float) -> Book:
         )
         return at.x + at.weights @ clipped / at.weights.sum()
 
-    return replace(stepped(world, rule), columns={"norm_clipping.clipped": counts})
+    return replace(run_server_rule(world, rule), columns={"norm_clipping.clipped": counts})

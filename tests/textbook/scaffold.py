@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from textbook.plain import copied, cross_entropy, gradients, moved, optimizer, trainable, weights
+from textbook.plain import (
+    apply_mean_change,
+    copy_for_training,
+    cross_entropy,
+    gradients,
+    optimizer,
+    trainable,
+    weights,
+)
 from textbook.world import Book, Job, Params, World
 
 
@@ -22,7 +30,7 @@ def scaffold(world: World) -> Book:
 
     def client(job: Job) -> tuple[Params, Params]:
         x, c = xs[job.version], cs[job.version]
-        p, sgd = copied(x), optimizer(world, job)
+        p, sgd = copy_for_training(x), optimizer(world, job)
         for step, batch in enumerate(job.batches):
             grads = gradients(cross_entropy(p, step, *batch), p, names)
             sgd.step(p, {name: grads[name] - own[job.client][name] + c[name] for name in names})
@@ -44,12 +52,12 @@ def scaffold(world: World) -> Book:
                 for name in names
             }
             own[job.client] = new
-        xs.append(moved(xs[-1], jobs, models, xs, weights(world, jobs)))
+        xs.append(apply_mean_change(xs[-1], jobs, models, xs, weights(world, jobs)))
         cs.append(c)
 
-    def flat(p: Params) -> torch.Tensor:
+    def flatten(p: Params) -> torch.Tensor:
         return torch.cat([p[name].flatten() for name in names])
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    private = {i: {"scaffold.control": flat(own[i])} for i in took_part}
-    return Book(xs[-1], private, {"scaffold.control": flat(cs[-1])})
+    private = {i: {"scaffold.control": flatten(own[i])} for i in took_part}
+    return Book(xs[-1], private, {"scaffold.control": flatten(cs[-1])})

@@ -60,7 +60,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_run_with_attackers_ends_where_its_textbook_does(name: str) -> None:
+def test_attacked_run_ends_where_its_textbook_does(name: str) -> None:
     check(ROWS[name])
 
 

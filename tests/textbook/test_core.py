@@ -89,7 +89,7 @@ def test_plain_training_ends_where_its_textbook_does(name: str) -> None:
 @pytest.mark.parametrize(
     "schedule", [Synchronous(6), Buffered(concurrency=6, size=4)], ids=["rounds", "buffer"]
 )
-def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> None:
+def test_size_of_groups_changes_only_rounding(schedule: Any) -> None:
     study = run_spec(model=NORMED_MLP, dtype=torch.float64, local=LOCAL)
     ways = [run(study, schedule, summation=group, rounds=2).tensors for group in (1, 4, 100)]
     assert any((ways[0][name] != other[name]).any() for name in ways[0] for other in ways), (
@@ -100,7 +100,7 @@ def test_the_size_of_groups_changes_nothing_beyond_rounding(schedule: Any) -> No
             np.testing.assert_allclose(other[name], tensor, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-def test_the_rows_with_late_updates_have_some() -> None:
+def test_rows_with_late_updates_have_some() -> None:
     found = run(
         run_spec(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6
     )
@@ -145,7 +145,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
+def test_clients_are_dispatched_as_on_paper(schedule: Any, fleet: str) -> None:
     coordinator, ledger, runtime = untrained_run(COUNTS, schedule, FLEETS[fleet], rounds=12)
     events = [*coordinator.run()]
     wanted = expected(schedule, fleet, 12)
@@ -174,7 +174,7 @@ def test_clients_come_and_go_as_on_paper(schedule: Any, fleet: str) -> None:
         assert row["staleness"] == pytest.approx(np.mean([job.staleness for job in each.taken]))
 
 
-def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_send() -> None:
+def test_round_lasts_as_long_as_its_slowest_client() -> None:
     fleet = Lognormal(
         speed=10.0, sigma=0.0, bandwidth_down=100.0, bandwidth_up=50.0, bandwidth_sigma=0.0
     )
@@ -185,7 +185,7 @@ def test_a_round_lasts_as_long_as_its_slowest_client_needs_to_receive_train_and_
     assert [row["virtual_seconds"] for row in coordinator.rows] == pytest.approx([14.0, 28.0])
 
 
-def test_clients_that_need_the_same_time_are_taken_by_their_ids() -> None:
+def test_clients_of_equal_time_are_accepted_by_number() -> None:
     coordinator, ledger, _ = untrained_run(
         [20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3
     )
@@ -196,7 +196,7 @@ def test_clients_that_need_the_same_time_are_taken_by_their_ids() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == [1.0, 2.0, 2.0]
 
 
-def test_passes_count_as_work_and_a_step_as_a_batch_or_all_that_a_client_has() -> None:
+def test_virtual_time_counts_passes_and_batches() -> None:
     for local, seconds in (
         (replace(LOCAL, epochs=3), [6.0, 1.5]),
         (STEPS, [4.0, 2.5]),
@@ -220,7 +220,7 @@ def test_passes_count_as_work_and_a_step_as_a_batch_or_all_that_a_client_has() -
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_the_numbers_of_a_checkpoint_are_those_on_paper(
+def test_numbers_of_a_checkpoint_are_those_on_paper(
     schedule: Any, fleet: str, tmp_path: Path
 ) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}
@@ -348,7 +348,7 @@ def adapted(models: Mapping[int, Params], epochs: int) -> dict[int, Params]:
         }
 
 
-def test_one_model_for_all_is_scored_on_every_clients_rows_and_on_the_central_ones() -> None:
+def test_shared_model_is_scored_on_clients_and_central_rows() -> None:
     found, models = scored()
     wanted = (
         own_columns(models)
@@ -359,9 +359,7 @@ def test_one_model_for_all_is_scored_on_every_clients_rows_and_on_the_central_on
     assert len(set(wanted.values())) > 8, "or columns could be taken for one another"
 
 
-def test_models_with_layers_of_their_own_are_scored_each_on_its_rows_and_on_the_central_ones() -> (
-    None
-):
+def test_personal_models_are_scored_on_own_and_central_rows() -> None:
     found, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
     common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
     wanted = (
@@ -372,7 +370,7 @@ def test_models_with_layers_of_their_own_are_scored_each_on_its_rows_and_on_the_
     assert columns(found) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_a_method_that_makes_models_of_the_shared_one_is_scored_both_ways() -> None:
+def test_personalised_models_are_scored_both_ways() -> None:
     found, models = scored(Opposite(), evaluate=Evaluation(common=True))
     shared = models[0]
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}
@@ -384,7 +382,7 @@ def test_a_method_that_makes_models_of_the_shared_one_is_scored_both_ways() -> N
     assert columns(found) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_some_clients_are_drawn_for_every_evaluation() -> None:
+def test_evaluation_draws_some_clients() -> None:
     found, models = scored(evaluate=Evaluation(clients=2, every=2))
     drawn = sorted(stream(SEED, "evaluate", 3).choice(4, size=2, replace=False).tolist())
     wanted = own_columns({client: models[client] for client in drawn}) | central_columns(models[0])

@@ -40,7 +40,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_run_ends_where_its_textbook_does(name: str) -> None:
+def test_run_ends_where_its_textbook_does(name: str) -> None:
     check(ROWS[name])
 
 

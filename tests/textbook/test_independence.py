@@ -17,7 +17,7 @@ MAY = ("raysim.primitives.streams",)  # to repeat a named random draw
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=[path.stem for path in BOOKS])
-def test_a_textbook_imports_nothing_of_raysim_but_its_random_streams(path: Path) -> None:
+def test_textbook_imports_only_raysims_random_streams(path: Path) -> None:
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

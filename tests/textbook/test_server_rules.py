@@ -292,5 +292,5 @@ ROWS |= {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_method_ends_where_its_textbook_does(name: str) -> None:
+def test_method_ends_where_its_textbook_does(name: str) -> None:
     check(ROWS[name])

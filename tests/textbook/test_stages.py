@@ -202,7 +202,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_method_with_more_than_one_step_or_network_ends_where_its_textbook_does(
+def test_method_ends_where_its_textbook_does(
     name: str,
 ) -> None:
     check(ROWS[name])

@@ -15,8 +15,8 @@ from raysim.primitives.streams import stream
 from textbook.corrected import by_round
 from textbook.plain import (
     RowMean,
-    averaged,
-    copied,
+    average,
+    copy_for_training,
     features,
     gradients,
     head,
@@ -77,7 +77,7 @@ def vhl(
     reported: list[RowMean] = []  # the real rows' cross-entropy, of each participation
 
     def client(job: Job, received: Params) -> Params:
-        p, sgd, losses = copied(received), optimizer(world, job), RowMean()
+        p, sgd, losses = copy_for_training(received), optimizer(world, job), RowMean()
         for step, ((x, y), draws) in enumerate(zip(job.batches, job.draws, strict=True)):
             epoch = step // (len(job.batches) // world.local.epochs) if world.local.epochs else 0
             rows, *views = draws["vhl.views"].tolist()
@@ -112,7 +112,7 @@ def vhl(
 
     x, accuracy = dict(world.start), []
     for jobs in world.rounds:
-        x = averaged([client(job, x) for job in jobs], weights(world, jobs))
+        x = average([client(job, x) for job in jobs], weights(world, jobs))
         best = logits(x, world.central[0], training=False).argmax(1) % world.classes
         accuracy.append((best == world.central[1]).double().mean().item())
     return Book(x, columns={"train_loss": by_round(world, reported), "accuracy_global": accuracy})

@@ -1,4 +1,4 @@
-"""What a textbook gets and what it returns; plain values, nothing of raysim's training."""
+"""The types that a textbook gets and returns: plain values, without raysim's training."""
 
 from __future__ import annotations
 
@@ -8,54 +8,62 @@ from typing import Any
 
 from torch import Tensor
 
-Params = dict[str, Tensor]  # by full name: "model.extractor.1.weight"
+Params = dict[str, Tensor]  # By full name, such as "model.extractor.1.weight".
 
 
 @dataclass(frozen=True)
 class Job:
-    """One participation of one client."""
+    """One job of one client.
+
+    turn: number of this client's job, from 0. version: the model version that it received. samples:
+    the client's training samples. batches: for each step, inputs float64 [B, ...] and labels int64
+    [B]. draws: for each step, random values by full name.
+    """
 
     client: int
-    turn: int  # participations of this client before this one
-    version: int  # aggregations behind the model that it received
-    samples: int  # training samples that the client holds
-    batches: Sequence[
-        tuple[Tensor, Tensor]
-    ]  # of each step: inputs float64 [B, ...], labels int64 [B]
-    draws: Sequence[Mapping[str, Tensor]]  # of each step: random values by full name
+    turn: int
+    version: int
+    samples: int
+    batches: Sequence[tuple[Tensor, Tensor]]
+    draws: Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class World:
-    """A run without its training. `rounds[t]` are the jobs that aggregation t takes, in the order of acceptance."""
+    """A run without its training.
+
+    rounds: the jobs of each aggregation, in the order of acceptance. data: for each client, all its
+    training samples, in order. central: the central test set. start: initial values of all
+    networks, buffers included. personal: names of tensors that stay on the client. local: the
+    settings local.*. weighting: "samples" or "uniform", before any method changes it. drawn: random
+    values that the row of the table adds. tests: for each client, its own test samples.
+    """
 
     seed: int
     clients: int
     classes: int
     rounds: Sequence[Sequence[Job]]
-    data: Sequence[tuple[Tensor, Tensor]]  # of each client: all its training samples, in order
-    central: tuple[Tensor, Tensor]  # the central test set
-    start: Params  # initial values of all networks, buffers among them
-    personal: frozenset[str]  # names of those that raysim keeps on the client
-    local: Any  # lr, lr_decay, momentum, weight_decay, batch, epochs, steps
-    weighting: str  # "samples" or "uniform", before any method changes it
-    drawn: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what a row of the table hands over besides
-    tests: Sequence[tuple[Tensor, Tensor]] = ()  # of each client: the test samples of its own
+    data: Sequence[tuple[Tensor, Tensor]]
+    central: tuple[Tensor, Tensor]
+    start: Params
+    personal: frozenset[str]
+    local: Any
+    weighting: str
+    drawn: Mapping[str, Any] = field(default_factory=dict)
+    tests: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 @dataclass
 class Book:
-    """What must be there at the end; names as in raysim's checkpoints.
+    """The tensors that must be there at the end, named as in raysim's checkpoints.
 
-    columns: of the history, a value for each round. own: of each client, the tensors of the model it is scored with.
+    shared: the shared model. private: the state of each client that took part. server: the server's
+    state. columns: columns of the history, a value for each round. own: for each client, the
+    tensors of the model that it is scored with.
     """
 
     shared: Mapping[str, Tensor]
-    private: Mapping[int, Mapping[str, Tensor]] = field(
-        default_factory=dict
-    )  # by client that took part
+    private: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     server: Mapping[str, Tensor] = field(default_factory=dict)
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     own: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
