@@ -100,7 +100,9 @@ def test_one_step_of_fedbr_follows_the_trace(
     vector = Vector(nets, layout, torch.device("cpu"), torch.float64)
     inputs, labels, pseudo = (tensor(args[key]) for key in ("inputs", "targets", "pseudo_inputs"))
     ctx = Context(
-        trainer=SimpleNamespace(tracking=[], task=SimpleNamespace(num_classes=labels.shape[1])),  # type: ignore[arg-type]
+        trainer=SimpleNamespace(
+            statistics_layers=[], task=SimpleNamespace(num_classes=labels.shape[1])
+        ),  # type: ignore[arg-type]
         seed=0,
         client=0,
         participation=0,
