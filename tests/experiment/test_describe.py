@@ -141,7 +141,7 @@ def test_a_fleet_of_which_nobody_comes_is_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     nobody = Intervals(np.empty(0), np.zeros(2), np.ones(1), np.zeros(1000), wrap=True)
     monkeypatch.setattr("raysim.simulation.fleet.Fleet.presence", lambda *_: nobody)
-    with pytest.raises(Refused, match="nobody is available at the start"):
+    with pytest.raises(Refused, match=r"fleet: no client is available"):
         run([*SMALL, "out=a"], quiet=True)
     assert list(tmp_path.iterdir()) == []
 

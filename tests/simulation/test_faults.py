@@ -478,7 +478,7 @@ def test_what_a_hook_returns_to_the_server_is_one_sentence(
 ) -> None:
     (line,) = stopped_by(mine(**hooks))
     assert line.startswith(WHERE) and sentence in line
-    assert line.endswith("The run goes on from its last checkpoint with resume=latest")
+    assert line.endswith("Continue from the last checkpoint with resume=latest.")
 
 
 def sends_a_number(self: Any, run: Setup) -> None:
