@@ -21,7 +21,7 @@ from jobs.papers.tables import tables
 from raysim import cli
 from raysim.commands.new import package
 from raysim.commands.study import plan
-from raysim.commands.sweep import search
+from raysim.commands.sweep import plan as sweep_plan
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.plugins import conf_folders_of
@@ -212,7 +212,7 @@ def taken(words: list[str]) -> None:
     elif words[0] == "study" and not goes_on:
         plan.plan([word for word in given.overrides if not word.startswith("out=")], given.conf)
     elif words[0] == "sweep" and not goes_on:
-        search.plan(given.overrides, given.conf)
+        sweep_plan.plan(given.overrides, given.conf)
     elif words[0] == "submit" and given.words:
         taken(given.words)
 
