@@ -24,7 +24,7 @@ from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.api.declare import with_required_settings
 from raysim.api.method import Method
-from raysim.api.setup import Declared
+from raysim.api.setup import MethodDeclaration
 from raysim.api.state_values import pack
 from raysim.commands.methods import first_line
 from raysim.experiment.compose import compose
@@ -303,7 +303,7 @@ def _alone(method: Method) -> RunSpec:
 
 
 @functools.cache
-def _declared(name: str) -> Declared:
+def _declared(name: str) -> MethodDeclaration:
     """Return what a method declares in the small run, on a model without BatchNorm."""
     spec = replace(_alone(instances()[name]), model=SmallCnn())
     return declare_run(spec).methods[0]

@@ -12,15 +12,15 @@ from tiny_runs import (
     NORMED,
     NORMED_MLP,
     SEED,
-    Ran,
-    changed,
+    FinishedRun,
     coordinate,
     equal_clients,
-    ran,
     run,
     run_spec,
-    several,
-    tiny,
+    run_to_end,
+    several_workers,
+    tiny_data,
+    with_settings,
 )
 
 from raysim.api.declarations import Evaluation, Local
@@ -49,7 +49,7 @@ ROUNDS = 5
 
 
 def study(methods: list[Any]) -> Any:
-    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny(clients=8, samples=160))
+    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny_data(clients=8, samples=160))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -62,7 +62,7 @@ def test_in_process_and_on_one_or_two_workers_a_study_has_the_same_bits_and_hist
         assert any(job_version >= 2 for job_version in _ranked(here)), "a study past its warm-up"
     for count in (1, 2):
         runtime = workers.runtime(study(methods), count)
-        there = ran(coordinate(study(methods), schedule, runtime=runtime, rounds=ROUNDS))
+        there = run_to_end(coordinate(study(methods), schedule, runtime=runtime, rounds=ROUNDS))
         assert there.bits == here.bits, f"on {count} worker(s)"
         assert there.history == here.history
         assert not there.failures
@@ -84,7 +84,7 @@ def test_workers_sum_their_own_groups_and_the_bits_stay(
         return call(worker, method, *args, returns=returns)
 
     monkeypatch.setattr(runtime, "call", watched)
-    there = ran(
+    there = run_to_end(
         coordinate(run_spec(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3)
     )
     assert summing == {(0, 3), (1, 3)}
@@ -100,8 +100,8 @@ def test_lanes_have_the_same_bits_on_ray_and_resumed(
     def asked() -> Any:
         return run_spec(*methods, model=MLP, lanes=3, graph=graph)
 
-    def on_ray(**how: Any) -> Ran:
-        return ran(
+    def on_ray(**how: Any) -> FinishedRun:
+        return run_to_end(
             coordinate(
                 asked(), Synchronous(6), Ideal(), workers.runtime(asked(), 2), rounds=4, **how
             )
@@ -117,7 +117,7 @@ def test_lanes_have_the_same_bits_on_ray_and_resumed(
     ), "a loop's"
 
 
-def _ranked(found: Ran) -> list[int]:
+def _ranked(found: FinishedRun) -> list[int]:
     """The versions whose ranking the clients hold."""
     states = found.private
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
@@ -130,7 +130,7 @@ def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
         Scaffold(),
         FedBN(),
     ]  # a buffer, and two workers: see tests of placement and of deaths
-    how = changed(study(methods), rounds=ROUNDS), SCHEDULES["rounds"], Lognormal()
+    how = with_settings(study(methods), rounds=ROUNDS), SCHEDULES["rounds"], Lognormal()
     events = list(on_ray.run(*how, on_ray.Size(1, {"CPU": 0.5})))
     here = run(study(methods), SCHEDULES["rounds"], rounds=ROUNDS)
     assert isinstance(events[-1], Finished)
@@ -157,16 +157,18 @@ def test_clients_may_move_between_workers_and_runs_be_resumed_on_another_number_
         return run_spec(*methods, model=NORMED_MLP)
 
     straight = run(small(), schedule, **asked)
-    runtime = several(small(), count)
-    there = ran(
+    runtime = several_workers(small(), count)
+    there = run_to_end(
         coordinate(
             small(), schedule, runtime=runtime, **asked, checkpoint_every=5, folder=str(tmp_path)
         )
     )
     assert (there.bits, there.history) == (straight.bits, straight.history)
     saved = str(tmp_path / "checkpoints" / "round-000005")
-    resumed = ran(
-        coordinate(small(), schedule, runtime=several(small(), 4 - count), **asked, resume=saved)
+    resumed = run_to_end(
+        coordinate(
+            small(), schedule, runtime=several_workers(small(), 4 - count), **asked, resume=saved
+        )
     )
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
@@ -186,6 +188,8 @@ def test_groups_summed_on_three_workers_are_those_of_one() -> None:
     study = run_spec(data=equal_clients(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), summation=2)
     assert (
-        ran(coordinate(study, Synchronous(24), Ideal(), several(study, 3), summation=2)).bits
+        run_to_end(
+            coordinate(study, Synchronous(24), Ideal(), several_workers(study, 3), summation=2)
+        ).bits
         == alone.bits
     )

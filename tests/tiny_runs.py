@@ -23,7 +23,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
-from raysim.api.setup import Declared, Setup
+from raysim.api.setup import MethodDeclaration, Setup
 from raysim.conformance.runs import (
     BUFFER as BUFFER,
     LOCAL as LOCAL,
@@ -31,17 +31,17 @@ from raysim.conformance.runs import (
     NORMED_MLP as NORMED_MLP,
     ROUNDS as ROUNDS,
     SEED as SEED,
+    FinishedRun as FinishedRun,
     NormedMlp as NormedMlp,
-    Ran as Ran,
     Spy as Spy,
-    changed as changed,
     coordinate as coordinate,
-    ran as ran,
     run as run,
     run_spec as run_spec,
-    same as same,
-    several as several,
-    tiny as tiny,
+    run_to_end as run_to_end,
+    same_arrays as same_arrays,
+    several_workers as several_workers,
+    tiny_data as tiny_data,
+    with_settings as with_settings,
 )
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Partition
@@ -119,7 +119,7 @@ def clients_of_sizes(counts: Sequence[int]) -> FederatedData:
         CSR(np.zeros(offsets[-1], np.int64), offsets),
         CSR(np.empty(0, np.int64), np.zeros_like(offsets)),
     )
-    return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
+    return replace(tiny_data(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
 def check_composition(methods: Sequence[Method], model: ModelRecipe = NORMED_MLP) -> None:
@@ -139,7 +139,7 @@ def declare_methods(
     task = task or run_spec().task
     all_declared = []
     for method in methods:
-        declared = Declared(
+        declared = MethodDeclaration(
             method.name, hooks={h: getattr(method, h) for h in filled_hooks(method)}
         )
         facts = Setup(
@@ -149,7 +149,7 @@ def declare_methods(
             networks,
             {},
             declared,
-            clients=task.clients,
+            clients_with_samples=task.clients,
             _layout=[layout],
         )
         method.setup(facts)

@@ -29,7 +29,7 @@ from jobs.benchmarks.arguments import parser, read
 from jobs.benchmarks.scale import Case as Load, Ready, spec_of
 from jobs.command import run
 from raysim.api.declarations import Evaluation
-from raysim.api.messages import Published, TrainingResult, Update
+from raysim.api.messages import PublishedVersion, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.primitives.checks import at_least
@@ -122,7 +122,7 @@ class Counted:
     def put(self, value: object) -> Any:
         """See `Runtime`."""
         ref = self._inner.put(value)
-        if isinstance(value, Published) and ref is not value:
+        if isinstance(value, PublishedVersion) and ref is not value:
             self.counts["down"] += value.nbytes * len(set(self.nodes) - {0})
         return ref
 
@@ -130,7 +130,9 @@ class Counted:
         """See `Runtime`."""
         self.counts["calls"] += 1
         if home := self.nodes[worker]:
-            self.counts["down"] += sum(arg.nbytes for arg in args if isinstance(arg, Published))
+            self.counts["down"] += sum(
+                arg.nbytes for arg in args if isinstance(arg, PublishedVersion)
+            )
         if method == "combine" and args[2] is not None and self._homes[hash(args[2])] != home:
             self.counts["between"] += 4 * (args[1] - args[0])
         refs = list(self._inner.call(worker, method, *args, returns=returns))

@@ -34,7 +34,7 @@ from raysim.models.resnet import ResNet
 from raysim.primitives.streams import stream
 from raysim.simulation.server import Server
 from raysim.training.determinism import make_deterministic
-from raysim.vectors.blocks import cores
+from raysim.vectors.blocks import num_threads
 from raysim.vectors.layout import plan_layout
 
 RULES: Mapping[str, Callable[[], Method]] = {
@@ -157,7 +157,7 @@ def main() -> None:
     given = read(parser(__doc__))
     make_deterministic(1)
     results = bench_rules(given.blocks, print)
-    title = f"the server's step on {cores()} threads: fedavg compared with a plain loop, rules with fedavg"
+    title = f"the server's step on {num_threads()} threads: fedavg compared with a plain loop, rules with fedavg"
     report(title, results, given.blocks, given.out)
 
 

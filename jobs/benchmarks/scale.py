@@ -23,7 +23,7 @@ import torch
 from jobs.benchmarks.arguments import parser, read
 from jobs.command import run
 from raysim.api.declarations import Evaluation
-from raysim.api.messages import Job, Published, TrainingResult, Update
+from raysim.api.messages import Job, PublishedVersion, TrainingResult, Update
 from raysim.data.federated import federate
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
@@ -120,7 +120,7 @@ class Ready(Combiner):
         jobs: Sequence[Job],
         groups: Sequence[tuple[int, ...]],
         versions: int,
-        *published: Published,
+        *published: PublishedVersion,
     ) -> TrainingResult:
         """See `Worker`."""
         summed = {number for group in groups for number in group}
@@ -155,7 +155,7 @@ class Long(Ready):
         jobs: Sequence[Job],
         groups: Sequence[tuple[int, ...]],
         versions: int,
-        *published: Published,
+        *published: PublishedVersion,
     ) -> TrainingResult:
         """See `Worker`."""
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))

@@ -39,7 +39,7 @@ class ClientState(Generic[T]):
 StoredState: TypeAlias = ClientState[np.ndarray]
 
 
-def size(state: ClientState[Any]) -> int:
+def num_bytes(state: ClientState[Any]) -> int:
     """Bytes of all its arrays or tensors."""
     return int(
         state.personal.nbytes
@@ -48,7 +48,7 @@ def size(state: ClientState[Any]) -> int:
     )
 
 
-def named(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
+def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
     """Every tensor under its own name: "model.bn1.weight", "fedbss.losses". The personal ones are views."""
     floating, integer = layout.personal_entries
     personal = {e.name: _part(state.personal, e, layout.shared).reshape(e.shape) for e in floating}
@@ -70,7 +70,7 @@ def reserved_names(layout: Layout) -> set[str]:
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
 
 
-def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
+def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     """Return the state whose tensors have these names. Raises `ValueError` if one is missing."""
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
@@ -86,14 +86,14 @@ def from_named(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     )
 
 
-def flat(state: StoredState) -> dict[str, np.ndarray]:
+def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
     """The buffers as they lie, and what methods keep."""
     stays = len(state.personal) or len(state.counters)
     buffers = {_PERSONAL: state.personal, _COUNTERS: state.counters} if stays else {}
     return buffers | dict(state.methods)
 
 
-def from_flat(arrays: Mapping[str, np.ndarray]) -> StoredState:
+def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
     """The state of which `flat` made these arrays."""
     methods = {key: array for key, array in arrays.items() if key not in (_PERSONAL, _COUNTERS)}
     none = np.empty(0, np.float32), np.empty(0, np.int64)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method
-from raysim.api.setup import Declared, Need
+from raysim.api.setup import MethodDeclaration, Need
 
 HOOKS = tuple(
     name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")
@@ -197,7 +197,7 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
         )
 
 
-def check_together(declared: Sequence[Declared]) -> None:
+def check_together(declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError for methods that declare what only one may, or exclude each other."""
     for what in ("stages", "select", "finetune", "scored"):
         _check_alone(what, [each.method for each in declared if getattr(each, what) is not None])
@@ -224,7 +224,7 @@ def check_together(declared: Sequence[Declared]) -> None:
                 )
 
 
-def _check_whole_model(declared: Sequence[Declared]) -> None:
+def _check_whole_model(declared: Sequence[MethodDeclaration]) -> None:
     whole = next((each for each in declared if each.needs_whole_model), None)
     keeper = next((each for each in declared if each.keeps_parameters), None)
     if whole and keeper:
@@ -234,7 +234,7 @@ def _check_whole_model(declared: Sequence[Declared]) -> None:
         )
 
 
-def _check_pooling(declared: Sequence[Declared]) -> None:
+def _check_pooling(declared: Sequence[MethodDeclaration]) -> None:
     pooling = next((each.method for each in declared if each.pools), None)
     if pooling is None:
         return
@@ -251,7 +251,7 @@ def _check_pooling(declared: Sequence[Declared]) -> None:
             )
 
 
-def check_needs(declared: Sequence[Declared], task: Task, splits: bool) -> None:
+def check_needs(declared: Sequence[MethodDeclaration], task: Task, splits: bool) -> None:
     """Raise ValueError for a method that needs what the data or the model do not have.
 
     splits: whether the model has features in front of a linear head.

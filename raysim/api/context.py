@@ -107,8 +107,8 @@ class Stage:
     modes: Mapping[str, bool] = field(default_factory=dict)
 
     @property
-    def task(self) -> bool:
-        """Whether it minimises the task loss."""
+    def has_task_loss(self) -> bool:
+        """True if the stage minimises the task loss."""
         return self.loss is None
 
 
@@ -196,7 +196,7 @@ class Context:
         return self.trainer.class_counts(self.client)
 
     @contextmanager
-    def statistics_kept(self) -> Iterator[None]:
+    def keep_statistics(self) -> Iterator[None]:
         """Forward passes inside normalise with their own batch but leave running statistics alone."""
         for layer in self.trainer.statistics_layers:
             layer.track_running_stats = False  # type: ignore[assignment]
@@ -207,7 +207,7 @@ class Context:
                 layer.track_running_stats = True  # type: ignore[assignment]
 
 
-def inferred(compute: Callable[[], Tensor]) -> Tensor:
+def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
     """A forward pass without gradient; the copy of its result may take part in one with gradient."""
     with torch.inference_mode():
         value = compute()
@@ -272,7 +272,8 @@ class Outputs:
     def base_features(self) -> Tensor:
         """[B, F] of the received model, without gradient."""
         return self.once(
-            "base_features", lambda: inferred(lambda: self._received.features(self.batch.inputs))
+            "base_features",
+            lambda: without_gradient(lambda: self._received.features(self.batch.inputs)),
         )
 
     @property
@@ -280,7 +281,9 @@ class Outputs:
         """[B, C] of the received model, without gradient."""
         return self.once(
             "base_logits",
-            lambda: inferred(lambda: self._outputs_of(self._received, lambda: self.base_features)),
+            lambda: without_gradient(
+                lambda: self._outputs_of(self._received, lambda: self.base_features)
+            ),
         )
 
     @property

@@ -14,7 +14,7 @@ from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import Kind, Tokens
 from raysim.vectors.layout import Layout
-from raysim.vectors.optimizer import Optimizer
+from raysim.vectors.optimizer import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,9 @@ class Local:
         in_range("local.lr_decay", self.lr_decay, above=0, most=1)
         self.settings()
 
-    def settings(self) -> Optimizer:
+    def settings(self) -> OptimizerSettings:
         """The optimiser's part."""
-        return Optimizer(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
+        return OptimizerSettings(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
     def rate(self, version: int) -> float:
         """Return the learning rate of a job that starts from this version."""
@@ -199,15 +199,15 @@ class Local:
 class RunFacts:
     """The facts of a run, as a method's `cost` and `when` see them.
 
-    local: the settings `local.*`. clients: those with training samples. filled: the hooks that a
-    method of the list fills.
+    local: the settings `local.*`. clients_with_samples: how many clients have training samples.
+    filled_hooks: the hooks that a method of the list fills.
     """
 
     task: Task
     local: Local
     layout: Layout
-    clients: int
-    filled: frozenset[str]
+    clients_with_samples: int
+    filled_hooks: frozenset[str]
 
 
 class Participation(NamedTuple):
@@ -215,7 +215,7 @@ class Participation(NamedTuple):
 
     version: int
     samples: int  # that the client holds
-    trained: float  # samples that it trains on, epochs counted
-    earlier: int  # how often the client was dispatched before
-    accepted: int  # how many of those jobs entered an aggregation before this version
+    trained_samples: float  # samples that it trains on, epochs counted
+    earlier_jobs: int  # how often the client was dispatched before
+    aggregated_jobs: int  # how many of those jobs entered an aggregation before this version
     run: RunFacts

@@ -15,7 +15,7 @@ from raysim.api.composition import check_needs, check_together, filled_hooks
 from raysim.api.declarations import Local, Network, Task
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
-from raysim.api.setup import Declared, Setup
+from raysim.api.setup import MethodDeclaration, Setup
 from raysim.models.classifier import is_split
 from raysim.primitives.streams import torch_seed
 from raysim.vectors.layout import Layout, plan_layout
@@ -29,9 +29,9 @@ class RunSettingsForMethods:
     rounds: int
     seed: int
     weighting: Weighting | None
-    clients: int
-    size: int = sys.maxsize
-    stale: bool = False
+    clients_with_samples: int
+    max_updates: int = sys.maxsize
+    has_stale_updates: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Declarations:
     task: Task
     networks: dict[str, nn.Module]
     layout: Layout
-    methods: tuple[Declared, ...]
+    methods: tuple[MethodDeclaration, ...]
 
-    def filling(self, hook: str) -> list[tuple[Declared, Callable[..., Any]]]:
+    def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
         """Return the hook of each method that fills it, in the order of the list."""
         return [(each, each.hooks[hook]) for each in self.methods if each.has_hook(hook)]
 
-    def only(self, hook: str) -> tuple[Declared, Callable[..., Any]] | None:
+    def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
         """Return the hook of the one method that fills it, if any."""
-        return next(iter(self.filling(hook)), None)
+        return next(iter(self.hooks_of(hook)), None)
 
-    def owner(self, hook: str) -> Declared | None:
+    def owner(self, hook: str) -> MethodDeclaration | None:
         """Return the method that owns a chain of hooks ("loss", "step"), if any."""
         return next((each for each in self.methods if hook in each.owned), None)
 
-    def one(self, fact: str) -> Declared | None:
+    def declarer(self, fact: str) -> MethodDeclaration | None:
         """Return the one method that declared a fact such as "stages", if any."""
         return next((each for each in self.methods if getattr(each, fact) is not None), None)
 
@@ -119,10 +119,10 @@ def declare(
     networks: dict[str, nn.Module] = {"model": model}
     layout_later: list[Layout] = []
     hooks_by_name = {method.name: filled_hooks(method) for method in methods}
-    all_declared: list[Declared] = []
+    all_declared: list[MethodDeclaration] = []
     private: set[str] = set()
     for method in methods:
-        declared = Declared(method.name, pools=method.pools)
+        declared = MethodDeclaration(method.name, pools=method.pools)
         setup = Setup(
             method.name,
             task,
@@ -133,9 +133,9 @@ def declare(
             settings.rounds,
             settings.seed,
             settings.weighting,
-            settings.clients,
-            settings.size,
-            settings.stale,
+            settings.clients_with_samples,
+            settings.max_updates,
+            settings.has_stale_updates,
             layout_later,
         )
         declared.hooks = {hook: getattr(method, hook) for hook in filled_hooks(method)}
@@ -189,7 +189,9 @@ def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
         raise
 
 
-def _add_networks(networks: dict[str, nn.Module], private: set[str], declared: Declared) -> None:
+def _add_networks(
+    networks: dict[str, nn.Module], private: set[str], declared: MethodDeclaration
+) -> None:
     for name, network in declared.networks.items():
         if name in networks:
             raise ValueError(

@@ -180,9 +180,9 @@ class LocalJob:
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
 
-    def statistics_kept(self) -> AbstractContextManager[None]:
+    def keep_statistics(self) -> AbstractContextManager[None]:
         """Leave BatchNorm's running statistics alone in forward passes inside this context."""
-        return self.context.statistics_kept()
+        return self.context.keep_statistics()
 
     # --- data and random numbers --------------------------------------------------------------
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:

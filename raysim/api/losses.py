@@ -70,12 +70,12 @@ class Huber:
         return huber_loss(outputs, labels, reduction="none", delta=self.delta).mean(1)
 
 
-def tried(loss: RowLoss, kind: Kind, outputs: int) -> None:
+def check_loss(loss: RowLoss, kind: Kind, outputs: int) -> None:
     """Raise ValueError, in one sentence, for a loss that does not fit these labels, or gives no value a sample."""
     meant: Kind = getattr(loss, "kind", kind)
     if meant != kind:
         raise ValueError(
-            f"loss={named(loss)} is for {meant}, and this data is for {kind}: choose another, or loss=usual"
+            f"loss={loss_name(loss)} is for {meant}, and this data is for {kind}: choose another, or loss=usual"
         )
     labels = (
         torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
@@ -84,20 +84,20 @@ def tried(loss: RowLoss, kind: Kind, outputs: int) -> None:
         made: object = loss(torch.zeros(2, outputs), labels)
     except Exception as error:  # of the user's own code
         raise ValueError(
-            f"loss={named(loss)} cannot take outputs [2, {outputs}] and labels {list(labels.shape)} "
+            f"loss={loss_name(loss)} cannot take outputs [2, {outputs}] and labels {list(labels.shape)} "
             f"({type(error).__name__}: {error}): a loss of {kind} takes such, and gives one value a sample"
         ) from error
     if not isinstance(made, Tensor):
         what = "nothing" if made is None else f"a {type(made).__name__} and no tensor"
-        raise ValueError(f"loss={named(loss)} returns {what}: give one value for each sample")
+        raise ValueError(f"loss={loss_name(loss)} returns {what}: give one value for each sample")
     if not made.ndim or len(made) != 2:
         raise ValueError(
-            f"loss={named(loss)} gives {list(made.shape)} values of two samples: give one for each; PyTorch's own "
+            f"loss={loss_name(loss)} gives {list(made.shape)} values of two samples: give one for each; PyTorch's own "
             "losses do with reduction='none'"
         )
 
 
-def named(loss: RowLoss) -> str:
+def loss_name(loss: RowLoss) -> str:
     """What a loss is called in a sentence."""
     loss = getattr(loss, "func", loss)  # a function whose other arguments are given
     name = str(getattr(loss, "__name__", type(loss).__name__))

@@ -38,7 +38,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedVersion:
     """What every client of one version receives: the shared prefix and what methods send beside it."""
 
     version: int
@@ -150,7 +150,7 @@ class TrainingResult:
 
 
 @dataclass(frozen=True)
-class Task:
+class ScoringTask:
     """One piece of an evaluation: rows of the data set, scored with the model of `client` (-1: the shared model)."""
 
     client: int
@@ -164,7 +164,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Report:
+class ScoringReport:
     """Scores of one `Task`, a value per row."""
 
     client: int

@@ -114,7 +114,7 @@ class Method:
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Return the aggregation with other weights: `aggregation.reweighted(weights)`."""
+        """Return the aggregation with other weights: `aggregation.with_weights(weights)`."""
         return aggregation
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raysim.api.declarations import Local, Task
 from raysim.api.entries import Entries
-from raysim.api.messages import Published, Update
+from raysim.api.messages import PublishedVersion, Update
 from raysim.vectors.layout import Layout
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
@@ -34,7 +34,7 @@ class Aggregation:
     deltas: Sequence[Tensor]
     weights: Sequence[float]
     staleness: Sequence[int]
-    bases: Mapping[int, Published]
+    bases: Mapping[int, PublishedVersion]
     normaliser: Callable[[Sequence[float]], float] = sum  # from the weights to the divisor
     method: str = ""
     combined: Tensor | None = None
@@ -54,7 +54,7 @@ class Aggregation:
         key = f"{self.method}.{name}"
         return [torch.from_numpy(update.extras[key]) for update in self.updates]
 
-    def reweighted(
+    def with_weights(
         self,
         weights: Sequence[float],
         normaliser: Callable[[Sequence[float]], float] | None = None,
@@ -111,27 +111,27 @@ class ServerView:
         return self._server.weighting  # type: ignore[no-any-return]
 
     @property
-    def group(self) -> int:
+    def summation_group(self) -> int:
         """How many consecutive updates are added up together."""
         return self._server.group  # type: ignore[no-any-return]
 
     @property
-    def size(self) -> int:
+    def max_updates(self) -> int:
         """The most updates in one aggregation."""
         return self._server.size  # type: ignore[no-any-return]
 
     @property
-    def counts(self) -> np.ndarray:
+    def sample_counts(self) -> np.ndarray:
         """int64 [clients] training samples."""
         return self._server.counts  # type: ignore[no-any-return]
 
     @property
-    def able(self) -> int:
+    def clients_with_samples(self) -> int:
         """Clients that have training samples."""
         return self._server.able  # type: ignore[no-any-return]
 
     @property
-    def samples(self) -> int:
+    def total_samples(self) -> int:
         """Training samples of all clients."""
         return self._server.samples  # type: ignore[no-any-return]
 

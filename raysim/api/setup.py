@@ -77,7 +77,7 @@ class RoundWarning:
 
 
 @dataclass
-class Declared:
+class MethodDeclaration:
     """What one method declared in `setup`."""
 
     method: str
@@ -165,13 +165,13 @@ class Setup:
     local: Local
     networks: Mapping[str, nn.Module]
     methods: Mapping[str, frozenset[str]]
-    declared: Declared
+    declared: MethodDeclaration
     rounds: int = 1
     seed: int = 0
     weighting: Weighting | None = None
-    clients: int = 0
-    size: int = sys.maxsize
-    stale: bool = False
+    clients_with_samples: int = 0
+    max_updates: int = sys.maxsize
+    has_stale_updates: bool = False
     _layout: list[Layout] = field(default_factory=list)
 
     # --- what the method can count on ---------------------------------------------------------
@@ -224,7 +224,7 @@ class Setup:
 
     def warn_if_single(self, effect: str) -> None:
         """Warn that a method which compares updates gets only one in each aggregation."""
-        if self.size > 1:
+        if self.max_updates > 1:
             return
         self.warn(
             f"method '{self.method}' compares the updates of an aggregation, and each aggregation "

@@ -20,7 +20,7 @@ _EMPTY = "#empty"
 _KEY = re.compile(r"\[((?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\]])*)\]")
 
 
-class UnstorableValue(TypeError):
+class UnstorableValueError(TypeError):
     """A value that cannot be kept for a client."""
 
 
@@ -49,7 +49,7 @@ def _packed(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, float):
         yield f"{name}#float", torch.tensor(value, dtype=torch.float64)
     else:
-        raise UnstorableValue(
+        raise UnstorableValueError(
             f"'{name}' is a value of type {type(value).__name__}: keep a tensor, a number, bytes, "
             "or a mapping of these"
         )
@@ -60,7 +60,7 @@ def _packed_mapping(name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str
         yield f"{name}{_EMPTY}", torch.empty(0, dtype=torch.uint8)
     for key, value in mapping.items():
         if not isinstance(key, (int, str)):
-            raise UnstorableValue(
+            raise UnstorableValueError(
                 f"'{name}' has the key {key!r}: the keys of a mapping are numbers or texts"
             )
         yield from _packed(f"{name}[{key!r}]", value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raysim.conformance.runs import Ran, coordinate, ran, run, several
+from raysim.conformance.runs import FinishedRun, coordinate, run, run_to_end, several_workers
 from raysim.simulation.events import Row
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import Runtime
@@ -33,7 +33,9 @@ def on_workers(
 ) -> None:
     """The same bits and the same history on one worker and on two in this process, or on those of another runtime."""
     here = run(make(), schedule, fleet)
-    there = ran(coordinate(make(), schedule, fleet, runtime=runtime or several(make(), 2)))
+    there = run_to_end(
+        coordinate(make(), schedule, fleet, runtime=runtime or several_workers(make(), 2))
+    )
     same(here, there, "on one worker and on two")
 
 
@@ -86,7 +88,7 @@ def _near(row: Row, expected: Row) -> None:
             )
 
 
-def same(one: Ran, other: Ran, ways: str) -> None:
+def same(one: FinishedRun, other: FinishedRun, ways: str) -> None:
     """The same bits and the same history."""
     for found in (one, other):
         assert not found.failures, found.failures[0].error

@@ -10,13 +10,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from raysim.api.client_state import flat
+from raysim.api.client_state import to_flat_arrays
 from raysim.api.composition import HOOKS, check_names, suspicious_methods
 from raysim.api.messages import TrainingResult
 from raysim.api.method import Method, parameters
 from raysim.conformance import agreement
 from raysim.conformance.agreement import Make
-from raysim.conformance.runs import Ran, Spy, coordinate, ran
+from raysim.conformance.runs import FinishedRun, Spy, coordinate, run_to_end
 from raysim.conformance.study import Study
 from raysim.primitives.errors import Refused
 from raysim.simulation.events import RunStoppedError
@@ -91,7 +91,7 @@ def fits(make: Make) -> None:
 class Seen:
     """What a run's messages carried."""
 
-    run: Ran
+    run: FinishedRun
     spy: Spy
     uploads: set[str]  # names of what is sent beside the update
     personal: set[str]  # names of the networks' tensors that stay
@@ -112,7 +112,7 @@ def travels(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
 def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     spec = make()
     spy = Spy(spec)
-    found = ran(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
+    found = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
     assert not found.failures, found.failures[0].error
     layout = found.coordinator.layout
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
@@ -120,7 +120,7 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     kept = [
         (key, _bytes(value))
         for state in spy.states
-        for key, value in flat(state).items()
+        for key, value in to_flat_arrays(state).items()
         if key not in uploads
     ]
     sent = {

@@ -13,7 +13,7 @@ from torch import nn
 
 from raysim.api.client_state import StoredState
 from raysim.api.declarations import Local
-from raysim.api.messages import Failure, Job, Published, TrainingResult, Update
+from raysim.api.messages import Failure, Job, PublishedVersion, TrainingResult, Update
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
@@ -57,7 +57,7 @@ BUFFER = Buffered(concurrency=4, size=2)
 
 
 @functools.cache
-def tiny(clients: int = 6, samples: int = 150) -> FederatedData:
+def tiny_data(clients: int = 6, samples: int = 150) -> FederatedData:
     """Images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
     source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
     return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)
@@ -73,10 +73,10 @@ def run_spec(
 ) -> RunSpec:
     """A tiny run: 3 rounds, without checkpoints. others: fields of `RunSpec`; `changed` gives it other settings."""
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
-    return RunSpec(model, methods, data or tiny(), settings, **others)
+    return RunSpec(model, methods, data or tiny_data(), settings, **others)
 
 
-def changed(
+def with_settings(
     spec: RunSpec,
     *,
     checkpoint_every: int | None = None,
@@ -108,7 +108,7 @@ MEASURED = (
 
 
 @dataclass
-class Ran:
+class FinishedRun:
     """What a run left behind."""
 
     coordinator: Coordinator
@@ -174,13 +174,13 @@ def coordinate(
     **settings: Any,
 ) -> Coordinator:
     """A coordinator in this process, of a worker in this process unless a runtime is given; settings: see `changed`."""
-    spec = changed(spec, **settings)
+    spec = with_settings(spec, **settings)
     return Coordinator(
         spec, schedule, fleet or Lognormal(), runtime or InProcess(Worker(spec)), folder, resume
     )
 
 
-def ran(coordinator: Coordinator) -> Ran:
+def run_to_end(coordinator: Coordinator) -> FinishedRun:
     """Run to the end."""
     aggregations: list[PlannedAggregation] = []
     plan = coordinator.planner.next_aggregation
@@ -195,14 +195,14 @@ def ran(coordinator: Coordinator) -> Ran:
     failures = [failure for event in rounds for failure in event.failures]
     jobs = [job for event in rounds for job in event.jobs]
     assert isinstance(events[-1], Finished)
-    return Ran(coordinator, events[-1], coordinator.rows, failures, jobs, aggregations)
+    return FinishedRun(coordinator, events[-1], coordinator.rows, failures, jobs, aggregations)
 
 
 def run(
     spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
-) -> Ran:
+) -> FinishedRun:
     """Run in this process; see `coordinate`."""
-    return ran(coordinate(spec, schedule, fleet, **settings))
+    return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
 
 class Spy(InProcess):
@@ -210,7 +210,7 @@ class Spy(InProcess):
 
     def __init__(self, spec: RunSpec):
         super().__init__(Worker(spec))
-        self.sent: list[tuple[Job, Published]] = []
+        self.sent: list[tuple[Job, PublishedVersion]] = []
         self.trained: list[TrainingResult] = []
         self.states: list[StoredState] = []
         self.contributed: list[Mapping[str, np.ndarray]] = []
@@ -241,12 +241,12 @@ class Spy(InProcess):
         ]
 
 
-def several(spec: RunSpec, count: int) -> InProcess:
+def several_workers(spec: RunSpec, count: int) -> InProcess:
     """Some workers in this process, to see what moves between them without starting others."""
     return InProcess(*(Worker(spec, f"worker-{index}") for index in range(count)))
 
 
-def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+def same_arrays(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
     """Whether two sets of named arrays have the same names and the same bits."""
     return left.keys() == right.keys() and all(
         _bits(left[key]) == _bits(right[key]) for key in left

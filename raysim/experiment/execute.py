@@ -24,9 +24,9 @@ from torch import nn
 from raysim.api.composition import check_names, failing_method_name, suspicious_methods
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
+from raysim.api.hook_checks import HookError, format_error, format_traceback
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
-from raysim.api.mistakes import HookMistake, said, traced
 from raysim.data.federated import (
     FederatedData,
     data_warnings,
@@ -661,11 +661,11 @@ def _named() -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         name = failing_method_name(error)
-        if not (name or isinstance(error, HookMistake)):
+        if not (name or isinstance(error, HookError)):
             raise
-        text = f"method {name!r} failed: {said(error)}" if name else said(error)
+        text = f"method {name!r} failed: {format_error(error)}" if name else format_error(error)
         text += ". resume=latest goes on once it is mended"
-        raise RunStoppedError(f"{text}\n{traced(error)}".rstrip("\n")) from error
+        raise RunStoppedError(f"{text}\n{format_traceback(error)}".rstrip("\n")) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from raysim.api.messages import Published, Task
+from raysim.api.messages import PublishedVersion, ScoringTask
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
 from raysim.models.split import original_network
@@ -214,27 +214,27 @@ class _End:
                 server.vector, server.counters
             ).items():
                 view.copy_(shared[name])
-            self.published = Published(0, server.vector.numpy(), server.counters.numpy())
+            self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
-    def published_as(self, shared: Mapping[str, Tensor]) -> Published:
+    def published_as(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
         """Return these weights, by full name, as workers receive them."""
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
         for name, view in self.coordinator.initial.named(vector, counters).items():
             view.copy_(shared[name])
-        return Published(0, vector.numpy(), counters.numpy())
+        return PublishedVersion(0, vector.numpy(), counters.numpy())
 
-    def asked(self, client: int | None) -> tuple[Worker, Task, Published, Any]:
+    def asked(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
         """Return what scores a client's own model (None: the shared one), without rows, and its state."""
         private, none = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:
-            return self.worker, Task(-1, none), self.published, None
+            return self.worker, ScoringTask(-1, none), self.published, None
         if not self.path and (private.stateful or self.worker.personalises):
             raise Refused(
                 "no checkpoint of the last round holds what clients keep: set checkpoint.every above 0"
             )
         extras = self.coordinator.server.sent_to(client)
-        task = Task(client, none, private.accepted_job(client), extras)
+        task = ScoringTask(client, none, private.accepted_job(client), extras)
         return self.worker, task, self.published, private.state(client)
 
 

@@ -39,7 +39,7 @@ from raysim.methods.client_rows import (
 )
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
-from raysim.vectors.row_store import Place, check_budget
+from raysim.vectors.row_store import CachePlace, check_budget
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -123,7 +123,7 @@ class ACE(Method):
         server_lr: float = 0.1,
         max_staleness: int | None = None,
         initialise: bool = False,
-        cache: Place = "disk",
+        cache: CachePlace = "disk",
         budget: float = 8.0,
     ):
         self.server_lr = at_least("method.ace.server_lr", server_lr, 0.0)

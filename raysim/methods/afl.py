@@ -59,8 +59,8 @@ class AFL(Method):
     def setup(self, run: Setup) -> None:
         """Keep lambda on the server; each job uploads F_i."""
         run.require(
-            run.clients <= MAX_CLIENTS,
-            f"method.afl: {run.clients} clients have training samples, and AFL projects a weight "
+            run.clients_with_samples <= MAX_CLIENTS,
+            f"method.afl: {run.clients_with_samples} clients have training samples, and AFL projects a weight "
             f"of each in every round. Use at most {MAX_CLIENTS} clients, or another method.",
         )
         run.warn_if_single("its weights change nothing")
@@ -71,7 +71,7 @@ class AFL(Method):
 
     def _first_weights(self, server: ServerView) -> Tensor:
         """Return lambda at the start: float64 [clients]."""
-        has_samples = torch.from_numpy(server.counts > 0).double()
+        has_samples = torch.from_numpy(server.sample_counts > 0).double()
         return has_samples / has_samples.sum()
 
     def cost(self, job: Participation) -> float:
@@ -90,7 +90,7 @@ class AFL(Method):
             return aggregation
         ratios = (chosen / largest).tolist()
         pairs = zip(aggregation.weights, ratios, strict=True)
-        return aggregation.reweighted([weight * ratio for weight, ratio in pairs])
+        return aggregation.with_weights([weight * ratio for weight, ratio in pairs])
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         """Ascend with lambda, and project it."""
@@ -98,8 +98,8 @@ class AFL(Method):
             return
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))
-        ascent = losses * (self.step_size * server.able / len(clients))
+        ascent = losses * (self.step_size * server.clients_with_samples / len(clients))
         weights = server.state["weights"].index_add(0, clients, ascent)
-        active = torch.from_numpy(server.counts > 0)
+        active = torch.from_numpy(server.sample_counts > 0)
         weights[active] = project_onto_simplex(weights[active])
         server.state["weights"] = weights

@@ -72,7 +72,7 @@ class APFL(Method):
 
     def cost(self, job: Participation) -> float:
         """Return a second pass of every batch."""
-        return job.trained
+        return job.trained_samples
 
     def prepare(self, job: LocalJob) -> None:
         """Adapt alpha on the job's first batch, and keep it for the next job."""
@@ -88,7 +88,7 @@ class APFL(Method):
         mixture = mix(personal, job.model, alpha)
         params = {path: value.detach().requires_grad_() for path, value in mixture.items()}
         inputs, labels = job.gather(job.rows[job.plan.positions[: job.plan.sizes[0]]])
-        with job.statistics_kept():
+        with job.keep_statistics():
             outputs = functional_call(personal, params, (inputs,))
         loss = job.task.objective.loss(outputs, labels)
         grads = torch.autograd.grad(

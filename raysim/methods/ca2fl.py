@@ -36,7 +36,7 @@ from raysim.methods.client_rows import (
 )
 from raysim.primitives.checks import at_least, one_of
 from raysim.vectors.blocks import in_blocks
-from raysim.vectors.row_store import Place, check_budget
+from raysim.vectors.row_store import CachePlace, check_budget
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -92,7 +92,7 @@ class CA2FL(Method):
         self,
         server_lr: float = 1.0,
         average: Literal["all", "seen"] = "all",
-        cache: Place = "disk",
+        cache: CachePlace = "disk",
         budget: float = 8.0,
     ):
         self.server_lr = at_least("method.ca2fl.server_lr", server_lr, 0.0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from raysim.vectors.row_store import Place, claimed, reserve
+from raysim.vectors.row_store import CachePlace, claim_rows, reserve
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -22,7 +22,7 @@ PLACES = ("disk", "memory")
 
 def most_rows(server: ServerView) -> int:
     """The clients that have samples: no others take part."""
-    return server.able
+    return server.clients_with_samples
 
 
 def refuse_sample_weights(run: Setup) -> None:
@@ -35,7 +35,10 @@ def refuse_sample_weights(run: Setup) -> None:
 
 
 def declare_rows(
-    run: Setup, shape: Callable[[ServerView], tuple[int, ...]], place: Place, cache: str = "cache"
+    run: Setup,
+    shape: Callable[[ServerView], tuple[int, ...]],
+    place: CachePlace,
+    cache: str = "cache",
 ) -> None:
     """Keep rows of this shape on the server: none yet, and room for each client with samples."""
 
@@ -47,10 +50,10 @@ def declare_rows(
 
 
 def rows_of(
-    aggregation: Aggregation, server: ServerView, place: Place, cache: str = "cache"
+    aggregation: Aggregation, server: ServerView, place: CachePlace, cache: str = "cache"
 ) -> list[int]:
     """Return the row of each update's client; new clients get zeros."""
-    return claimed(server.state, aggregation.clients, most_rows(server), place, cache)
+    return claim_rows(server.state, aggregation.clients, most_rows(server), place, cache)
 
 
 def padded(column: Tensor, rows: int) -> Tensor:

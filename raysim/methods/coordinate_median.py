@@ -40,7 +40,7 @@ class CoordinateMedian(Method):
 
     def setup(self, run: Setup) -> None:
         """Warn of aggregations of two updates, whose median is their mean."""
-        if run.size <= 2:
+        if run.max_updates <= 2:
             run.warn(
                 "method 'coordinate_median' is the mean where an aggregation has no more than two "
                 "updates: aggregate more"

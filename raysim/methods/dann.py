@@ -163,7 +163,7 @@ class Dann(Method):
         if self.mode == "grl":
             return 0.0
         share = self.discriminator_steps / (1 + self.discriminator_steps)
-        return (FORWARD - 1) * share * job.trained
+        return (FORWARD - 1) * share * job.trained_samples
 
     def begin(self, job: LocalJob) -> None:
         """Keep the client's number as a tensor, which a recorded step can read."""

@@ -44,8 +44,8 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
     """Return the personal model's parameters, each with its counterpart in the shared model."""
-    counterparts = {entry.path: entry for entry in layout.within([SHARED])}
-    return [(entry, counterparts[entry.path]) for entry in layout.within([PERSONAL])]
+    counterparts = {entry.path: entry for entry in layout.entries_in([SHARED])}
+    return [(entry, counterparts[entry.path]) for entry in layout.entries_in([PERSONAL])]
 
 
 class Ditto(Method):
@@ -70,7 +70,7 @@ class Ditto(Method):
 
     def cost(self, job: Participation) -> float:
         """Return the samples of the personal model's steps, as many as the shared model's."""
-        return job.trained
+        return job.trained_samples
 
     def end(self, job: LocalJob) -> None:
         """Make S steps of the personal model."""

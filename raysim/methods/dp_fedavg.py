@@ -44,7 +44,7 @@ from raysim.methods.norm_clipping import clip_factor
 from raysim.methods.recombination import weighted_rows
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.primitives.extras import import_optional
-from raysim.vectors.gram import combination
+from raysim.vectors.gram import linear_combination
 
 if TYPE_CHECKING:
     from raysim.api.declare import Declarations
@@ -135,7 +135,7 @@ class DPFedAvg(Method):
         run.excludes("fedexp", "its step depends on single updates, which are not private")
         run.needs_clients("its noise hides a client among others")
         run.require(
-            not run.stale,
+            not run.has_stale_updates,
             "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a schedule of rounds.",
         )
         run.check(self._check_privacy)
@@ -173,9 +173,14 @@ class DPFedAvg(Method):
         """The noisy mean of clipped updates, and the next C."""
         rows, bound = weighted_rows(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
-        total, random = combination(rows, factors, server.group), server.stream("noise")
+        total, random = (
+            linear_combination(rows, factors, server.summation_group),
+            server.stream("noise"),
+        )
         within = float(sum(factor == 1.0 for factor in factors))
-        bit_noise = max(server.size / 20, self.noise) if self.bit_noise is None else self.bit_noise
+        bit_noise = (
+            max(server.max_updates / 20, self.noise) if self.bit_noise is None else self.bit_noise
+        )
         own = noise_of_sum(self.noise, bit_noise) if self.quantile is not None else self.noise
         if self.noise:
             total += torch.from_numpy(own * bound * random.standard_normal(len(total))).to(
@@ -184,19 +189,29 @@ class DPFedAvg(Method):
             within += (
                 bit_noise * float(random.standard_normal()) if self.quantile is not None else 0.0
             )
-        self._record(server, bound, within / server.size)
+        self._record(server, bound, within / server.max_updates)
         if self.quantile is not None:
             server.state["bound"].fill_(
-                adapted_bound(bound, within / server.size, self.quantile, self.rate)
+                adapted_bound(bound, within / server.max_updates, self.quantile, self.rate)
             )
-        return total.div_(server.size)
+        return total.div_(server.max_updates)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
         """Columns of the history: what was released, and what it has told of a client so far."""
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}
         if self.noise:
-            delta = float(max(server.able, 2)) ** -1.1 if self.delta is None else self.delta
-            spent = self.noise, server.able, min(server.size, server.able), releases, delta
+            delta = (
+                float(max(server.clients_with_samples, 2)) ** -1.1
+                if self.delta is None
+                else self.delta
+            )
+            spent = (
+                self.noise,
+                server.clients_with_samples,
+                min(server.max_updates, server.clients_with_samples),
+                releases,
+                delta,
+            )
             server.report["epsilon"] = epsilon(*spent)
             server.report["epsilon_poisson"] = epsilon(*spent, poisson=True)

@@ -63,7 +63,7 @@ def has_converged(losses: Sequence[float]) -> bool:
 
 def top_entries(layout: Layout, layers: int) -> list[Entry]:
     """Return the shared parameters of the model's last layers, by position."""
-    entries = [entry for entry in layout.within(["model"]) if not entry.personal]
+    entries = [entry for entry in layout.entries_in(["model"]) if not entry.personal]
     modules = list(dict.fromkeys(entry.path.rpartition(".")[0] for entry in entries))
     top = modules[-layers:]
     return [entry for entry in entries if entry.path.rpartition(".")[0] in top]
@@ -100,9 +100,9 @@ class FedALA(Method):
 
     def cost(self, job: Participation) -> float:
         """Return the largest number of passes over the share of samples."""
-        if not job.earlier:
+        if not job.earlier_jobs:
             return 0.0
-        passes = 1 if job.accepted > 1 else MAX_PASSES
+        passes = 1 if job.aggregated_jobs > 1 else MAX_PASSES
         return passes * self._subset_size(job.samples)
 
     def begin(self, job: LocalJob) -> None:

@@ -131,9 +131,9 @@ class FedAsync(Method):
             run.excludes(other, _SETS)
         for other in ("fedbuff", "groupdro"):
             run.excludes(other, _WEIGHS)
-        if not run.stale and run.size > 1:
+        if not run.has_stale_updates and run.max_updates > 1:
             run.warn(
-                f"method 'fedasync' mixes the up to {run.size} models of a round one after the "
+                f"method 'fedasync' mixes the up to {run.max_updates} models of a round one after the "
                 "other, so that the last one counts most, which is not FedAvg: choose a schedule "
                 "that aggregates each update as it arrives"
             )
@@ -151,7 +151,7 @@ class FedAsync(Method):
         }
         if server.weighting == "samples":
             how["factors"] = torch.tensor(aggregation.weights, dtype=torch.float64) / (
-                server.samples / server.able
+                server.total_samples / server.clients_with_samples
             )
         rates, bases = (
             arrival_rates(**how),

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.context import Stage, inferred
+from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
 from raysim.data.batches import Pipeline
@@ -287,11 +287,11 @@ class FedBR(Method):
                 "method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of "
                 f"its {layer}. Set method.fedbr.pseudo_batch=2 or more.",
             )
-        pool = self.means_per_client * run.clients
+        pool = self.means_per_client * run.clients_with_samples
         run.require(
             self.pseudo == "mixture" or self.fresh or self.pseudo_batch <= pool,
             f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {pool} means "
-            f"from {run.clients} clients with samples. Set method.fedbr.pseudo_batch={pool} or "
+            f"from {run.clients_with_samples} clients with samples. Set method.fedbr.pseudo_batch={pool} or "
             "less, or increase method.fedbr.means_per_client.",
         )
         public = _public(self)
@@ -319,7 +319,7 @@ class FedBR(Method):
         if self.lam == 0 and self.mu == 0:
             return 0.0
         changes = self.mu and self._mixes and self.global_features == "step"
-        return (1 + FORWARD if changes else 1) * job.trained
+        return (1 + FORWARD if changes else 1) * job.trained_samples
 
     # --- pseudo-data ---------------------------------------------------------------------------
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
@@ -417,7 +417,7 @@ class FedBR(Method):
 
         def compute() -> Tensor:
             received = cast("Classifier", job.frozen()["model"])
-            return inferred(lambda: received.features(self.pseudo_data(job, out)[0]))
+            return without_gradient(lambda: received.features(self.pseudo_data(job, out)[0]))
 
         if self._mixes and self.global_features == "step":
             return out.once("fedbr.global", compute)
@@ -429,7 +429,7 @@ class FedBR(Method):
         """Return features of pseudo-data, which BatchNorm's running statistics do not see."""
 
         def compute() -> Tensor:
-            with job.statistics_kept():
+            with job.keep_statistics():
                 return job.model.features(self.pseudo_data(job, out)[0])
 
         return out.once("fedbr.pseudo_features", compute)

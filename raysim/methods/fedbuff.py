@@ -127,7 +127,7 @@ class FedBuff(Method):
         raw = torch.tensor(aggregation.weights, dtype=torch.float64)
         staleness = torch.tensor(aggregation.staleness)
         weights = arrival_weights(staleness=staleness, exponent=self.exponent, sample_weights=raw)
-        return aggregation.reweighted(weights.tolist(), self._divisor)
+        return aggregation.with_weights(weights.tolist(), self._divisor)
 
     def _divisor(self, weights: Sequence[float]) -> float:
         weighed = torch.tensor(list(weights), dtype=torch.float64)

@@ -45,7 +45,7 @@ from raysim.methods.client_rows import (
 )
 from raysim.primitives.checks import at_least, between
 from raysim.primitives.errors import Refused
-from raysim.vectors.blocks import parts
+from raysim.vectors.blocks import split_range
 from raysim.vectors.row_store import GIB, check_budget
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ class _Selection:
         """Add a model [D] to the set."""
         self.count += 1
         self.loss += loss
-        for block in parts(0, self.trained, _BLOCK):
+        for block in split_range(0, self.trained, _BLOCK):
             difference = model[block].double() - self.centre[block]
             self.total[block] += difference
             self.square += float(difference.dot(difference))
-        for block in parts(self.trained, len(model), _BLOCK):
+        for block in split_range(self.trained, len(model), _BLOCK):
             self.total[block] += model[block].double() - self.centre[block]
 
     def extend(
@@ -212,7 +212,7 @@ class _Selection:
         """Return inner products of models [T, T], and their products with the set's sum [T]."""
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         products = torch.zeros(len(rows), dtype=torch.float64)
-        for block in parts(0, self.trained, _BLOCK):
+        for block in split_range(0, self.trained, _BLOCK):
             differences = torch.stack([row[block] for row in rows]).double() - self.centre[block]
             gram.addmm_(differences, differences.T)
             products.addmv_(differences, self.total[block])
@@ -295,7 +295,7 @@ class FedCDA(Method):
         remedy = f"method.fedcda.memory={fitting}" if fitting else ""
         what = f"models (memory={self.memory})"
         check_budget("method.fedcda", clients, self.memory * model_bytes, self.budget, what, remedy)
-        _check_search(self.memory, self.batches, min(clients, server.size))
+        _check_search(self.memory, self.batches, min(clients, server.max_updates))
         return self.memory, len(server.vector)
 
     # --- a client's job -----------------------------------------------------------------------
@@ -396,8 +396,8 @@ def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
         else:
             movements.append(delta + (aggregation.base(update) - server.vector))
     sums = []
-    for start in range(0, len(movements), server.group):
-        sums.append(_sum(movements[start : start + server.group]))
+    for start in range(0, len(movements), server.summation_group):
+        sums.append(_sum(movements[start : start + server.summation_group]))
     return _sum(sums).div_(float(len(movements)))
 
 

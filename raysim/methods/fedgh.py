@@ -51,7 +51,13 @@ from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import parameters_of, recombine
 from raysim.primitives.checks import above, one_of
-from raysim.vectors.gram import GRANULARITIES, Granularity, combination, gram, stretches
+from raysim.vectors.gram import (
+    GRANULARITIES,
+    Granularity,
+    gram_matrix,
+    linear_combination,
+    stretches,
+)
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -110,7 +116,7 @@ def harmonized_gradients(
     order: pairs [i, j]; None: (0, 1), (0, 2), ..., (1, 2), ... conflict_test: "original" or
     "current".
     """
-    products = gram(gradients.unbind()).numpy()
+    products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
     return torch.from_numpy(coefficients).to(gradients.dtype) @ gradients
 
@@ -126,7 +132,7 @@ def harmonized_aggregate(
 
     gradients: [m, d]. weights: [m]. Raises ValueError for weights that have no mean.
     """
-    products = gram(gradients.unbind()).numpy()
+    products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
     mixed = weights.double() @ torch.from_numpy(coefficients)
     return weighted_sum(gradients, mixed) / weight_total(weights)
@@ -230,7 +236,7 @@ def hierarchical_harmonized_gradient(
 
     gradients: [m, d]. reference: r [d]. eps: added to divisors.
     """
-    products = gram([*gradients.unbind(), reference]).numpy()
+    products = gram_matrix([*gradients.unbind(), reference]).numpy()
     factors = np.ones(len(gradients))
     coefficients = _harmonize_in_tree(products, factors, eps, _ConflictCounts())
     return weighted_sum(gradients, torch.from_numpy(coefficients)) / len(gradients)
@@ -262,7 +268,7 @@ class HierarchicalFedGH(Method):
         reference = server.state.get("reference")
         if reference is None:
             rows = parameters_of(aggregation, server)
-            direction = combination(rows, aggregation.weights, server.group)
+            direction = linear_combination(rows, aggregation.weights, server.summation_group)
             direction.div_(aggregation.divisor)
             server.state["reference"] = direction.clone()
         else:
@@ -286,8 +292,8 @@ class HierarchicalFedGH(Method):
         direction = torch.empty_like(reference)
         for part in stretches(server.layout, "tensor"):
             blocks = [row[part] for row in rows]
-            products = gram([*blocks, reference[part]]).numpy()
+            products = gram_matrix([*blocks, reference[part]]).numpy()
             coefficients = _harmonize_in_tree(products, factors, self.eps, counts)
             mixed = (coefficients * mean_weight).tolist()
-            direction[part] = combination(blocks, mixed, server.group)
+            direction[part] = linear_combination(blocks, mixed, server.summation_group)
         return direction

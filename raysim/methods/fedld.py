@@ -48,7 +48,7 @@ from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import recombine
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.vectors.gram import GRANULARITIES, Granularity, gram
+from raysim.vectors.gram import GRANULARITIES, Granularity, gram_matrix
 
 if TYPE_CHECKING:
     from raysim.api.context import Outputs
@@ -206,7 +206,9 @@ def revise_gradients(
     *, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
 ) -> Tensor:
     """Return g_i' [m, d] for `gradients` [m, d]; normalization: "l2", "sum" or "none"."""
-    coefficients = _coefficients(gram(gradients.unbind()), num_components, normalization, tol)
+    coefficients = _coefficients(
+        gram_matrix(gradients.unbind()), num_components, normalization, tol
+    )
     return coefficients.to(gradients.dtype) @ gradients
 
 
@@ -222,7 +224,9 @@ def principal_gradient_aggregate(
 
     gradients: [m, d]. weights: [m]. Raises ValueError for weights that have no mean.
     """
-    coefficients = _coefficients(gram(gradients.unbind()), num_components, normalization, tol)
+    coefficients = _coefficients(
+        gram_matrix(gradients.unbind()), num_components, normalization, tol
+    )
     return weighted_sum(gradients, weights.double() @ coefficients) / weight_total(weights)
 
 

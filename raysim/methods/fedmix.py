@@ -169,12 +169,12 @@ class FedMix(Method):
         run.owns("loss")
         if self.fresh:
             return
-        pool = self.means * run.clients
+        pool = self.means * run.clients_with_samples
         run.require(
             self.pairs == "one" or run.local.batch <= pool,
-            f"method.fedmix.means={self.means}: {run.clients} clients make {pool} pairs, fewer "
+            f"method.fedmix.means={self.means}: {run.clients_with_samples} clients make {pool} pairs, fewer "
             f"than local.batch={run.local.batch}. Set method.fedmix.means="
-            f"{-(-run.local.batch // max(1, run.clients))} or more.",
+            f"{-(-run.local.batch // max(1, run.clients_with_samples))} or more.",
         )
         run.gather(self.own_means, self.join_means)
         run.send("inputs", floats=pool * math.prod(run.task.shape), once=True)
@@ -187,7 +187,7 @@ class FedMix(Method):
         In forward passes, a step costs 1 and its backward pass 2. The gradient of the inputs adds
         1, and differentiating it adds 2: together 6 instead of 3.
         """
-        return job.trained if self.lam and not self.naive else 0.0
+        return job.trained_samples if self.lam and not self.naive else 0.0
 
     # --- the pool ------------------------------------------------------------------------------
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import at_least
-from raysim.vectors.gram import combination
+from raysim.vectors.gram import linear_combination
 
 if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
@@ -109,4 +109,4 @@ class FedNova(Method):
         pairs = zip(aggregation.weights, factors, strict=True)
         weights = [weight * factor for weight, factor in pairs]
         rows = parameters_of(aggregation, server)
-        return combination(rows, weights, server.group).div_(aggregation.divisor)
+        return linear_combination(rows, weights, server.summation_group).div_(aggregation.divisor)

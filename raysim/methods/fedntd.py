@@ -69,7 +69,7 @@ class FedNTD(Method):
 
     def cost(self, job: Participation) -> float:
         """Return the teacher's forward pass."""
-        return FORWARD * job.trained if self.beta else 0.0
+        return FORWARD * job.trained_samples if self.beta else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add beta L_NTD."""

@@ -204,7 +204,7 @@ def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
 
 def _head_slices(layout: Layout) -> tuple[slice, ...]:
     """Return the slices of the vector that hold the head."""
-    return layout.runs(layout.within(["model.head"]))
+    return layout.stretches(layout.entries_in(["model.head"]))
 
 
 def _head_size(layout: Layout) -> int:
@@ -295,7 +295,7 @@ class FedPAC(Method):
         declare_rows(run, lambda server: (_head_size(server.layout),), "memory", "heads")
         run.server_state("prototypes", lambda server: server.vector.new_zeros(classes, features))
         run.server_state("present", lambda server: torch.zeros(classes, dtype=torch.bool))
-        run.send_to_client("head", _head_of, _head_size, when=lambda job: job.accepted > 0)
+        run.send_to_client("head", _head_of, _head_size, when=lambda job: job.aggregated_jobs > 0)
         if self.lam:
             for name, floats in (("prototypes", classes * features), ("present", classes)):
                 run.send(name, _sent_later(name), floats, when=_has_prototypes)
@@ -321,7 +321,7 @@ class FedPAC(Method):
 
     def cost(self, job: Participation) -> float:
         """Return two passes for the statistics, minus the head phase's saved backward passes."""
-        most = job.trained * self.head_epochs / (self.head_epochs + 1)
+        most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)
         return FORWARD * 2 * job.samples + (FORWARD - 1) * head
 

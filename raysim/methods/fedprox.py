@@ -54,5 +54,5 @@ class FedProx(Method):
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Add the term's gradient, in the stage that has the task loss."""
-        if self.mu and job.stage.task:
+        if self.mu and job.stage.has_task_loss:
             grad += proximal_gradient(job.params[at], job.start[at], self.mu)

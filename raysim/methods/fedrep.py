@@ -110,4 +110,4 @@ class FedRep(Method):
     def cost(self, job: Participation) -> float:
         """Subtract the extractor's backward pass, which head steps save."""
         share = self.head_epochs / self._total_epochs
-        return (FORWARD - 1) * share * job.trained
+        return (FORWARD - 1) * share * job.trained_samples

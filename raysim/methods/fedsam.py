@@ -74,7 +74,7 @@ class FedSAM(Method):
 
     def cost(self, job: Participation) -> float:
         """Return a second pass of each batch."""
-        return job.trained
+        return job.trained_samples
 
     def perturb(
         self,

@@ -60,7 +60,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.context import Stage, inferred
+from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
 from raysim.methods.fedbn import BATCHNORM
@@ -415,7 +415,7 @@ class FRAug(Method):
         first, last = 2 * bool(self.weight), 2 * self.use_rtnet
         networks = generator * (FORWARD * (first + last) + 1) + rtnet * (FORWARD * first + last)
         needs_features = self.use_rtnet or self.generator_metric != "mse"
-        return (FORWARD * needs_features + networks / model) * job.trained
+        return (FORWARD * needs_features + networks / model) * job.trained_samples
 
     def scale_warning(self, row: Mapping[str, Any]) -> str:
         """Return a warning once generated features are much longer than real ones, else ""."""
@@ -537,7 +537,7 @@ class FRAug(Method):
     def _real(job: LocalJob, out: Outputs) -> Tensor:
         """Return f(x) after the classifier's step, in eval mode: one pass for G and RTNet."""
         features = job.model.features
-        return out.once("fraug.real", lambda: inferred(lambda: features(out.batch.inputs)))
+        return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
         """Return what RTNet transforms: G(noise [2, B, Z], labels [2B]), or the noise itself."""
@@ -579,4 +579,4 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _num_floats(layout: Layout, network: str) -> int:
-    return sum(entry.stop - entry.start for entry in layout.within((network,)))
+    return sum(entry.stop - entry.start for entry in layout.entries_in((network,)))

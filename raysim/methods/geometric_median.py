@@ -25,7 +25,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import above, at_least
-from raysim.vectors.gram import combination, gram
+from raysim.vectors.gram import gram_matrix, linear_combination
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -66,6 +66,6 @@ class GeometricMedian(Method):
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         divisor = aggregation.divisor
         if self.steps:
-            weights = weiszfeld_weights(gram(rows), weights, self.steps, self.nu)
+            weights = weiszfeld_weights(gram_matrix(rows), weights, self.steps, self.nu)
             divisor = float(weights.sum())
-        return combination(rows, weights.tolist(), server.group).div_(divisor)
+        return linear_combination(rows, weights.tolist(), server.summation_group).div_(divisor)

@@ -85,7 +85,7 @@ class GroupDRO(Method):
     def _first_log_weights(self, server: ServerView) -> Tensor:
         """Return log q, float64 [clients], up to an additive constant."""
         ones = np.ones(server.clients)
-        start = ones if self.prior == "uniform" else np.maximum(server.counts, 1e-9)
+        start = ones if self.prior == "uniform" else np.maximum(server.sample_counts, 1e-9)
         return torch.from_numpy(np.log(start / start.sum()))
 
     def end(self, job: LocalJob) -> None:
@@ -111,4 +111,4 @@ class GroupDRO(Method):
         participants = log_weights[clients]
         ratios = (participants - participants.max()).exp().tolist()
         pairs = zip(aggregation.weights, ratios, strict=True)
-        return aggregation.reweighted([weight * ratio for weight, ratio in pairs])
+        return aggregation.with_weights([weight * ratio for weight, ratio in pairs])

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, one_of
-from raysim.vectors.blocks import BLOCK, compiled, in_blocks, parts
+from raysim.vectors.blocks import BLOCK, compile_function, in_blocks, split_range
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -69,7 +69,7 @@ def cross_layer_gradient(
     rows = _as_rows(mixed, granularity)
     source_rows = _as_rows(source.to(mixed), granularity)
     settings = _settings(mixed, clamp_max, value_clip, eps)
-    compiled(_mix)(rows, source_rows, *settings, align == "conflict")
+    compile_function(_mix)(rows, source_rows, *settings, align == "conflict")
     return mixed
 
 
@@ -200,7 +200,7 @@ class InCo(Method):
 
         No source has a source, so that the order does not matter.
         """
-        entries = [entry for entry in server.layout.within(["model"]) if not entry.personal]
+        entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]
         updates = {
             entry.path: direction[entry.start : entry.stop].view(entry.shape) for entry in entries
         }
@@ -212,9 +212,9 @@ class InCo(Method):
             rows = _as_rows(updates[target], self.granularity)
             source_rows = _as_rows(updates[source], self.granularity)
             size = max(1, BLOCK // rows.shape[1])
-            blocks += [(rows[part], source_rows[part]) for part in parts(0, len(rows), size)]
+            blocks += [(rows[part], source_rows[part]) for part in split_range(0, len(rows), size)]
 
-        mix, is_conflict = compiled(_mix), self.align == "conflict"
+        mix, is_conflict = compile_function(_mix), self.align == "conflict"
         settings = _settings(direction, self.clamp_max, self.value_clip, self.eps)
         in_blocks(len(blocks), lambda at: mix(*blocks[at.start], *settings, is_conflict), 1)
         return direction

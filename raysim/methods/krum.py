@@ -25,7 +25,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.recombination import weighted_rows
 from raysim.primitives.checks import at_least
-from raysim.vectors.gram import combination, gram
+from raysim.vectors.gram import gram_matrix, linear_combination
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -73,9 +73,9 @@ class Krum(Method):
     def setup(self, run: Setup) -> None:
         """Warn of aggregations with fewer updates than the paper's guarantee needs."""
         least = 2 * self.byzantine + 3
-        if self.byzantine and run.size < least:
+        if self.byzantine and run.max_updates < least:
             run.warn(
-                f"method.krum.byzantine={self.byzantine}: an aggregation has at most {run.size} "
+                f"method.krum.byzantine={self.byzantine}: an aggregation has at most {run.max_updates} "
                 f"updates, and method 'krum' withstands so many only with {least} or more. "
                 "Aggregate more updates, or decrease method.krum.byzantine."
             )
@@ -86,6 +86,8 @@ class Krum(Method):
         selected = self.selected
         if selected is None:
             selected = max(1, len(rows) - self.byzantine)
-        distances = squared_distances(gram(rows))
+        distances = squared_distances(gram_matrix(rows))
         closest = [rows[index] for index in least_scores(distances, self.byzantine, selected)]
-        return combination(closest, [1.0] * len(closest), server.group).div_(len(closest))
+        return linear_combination(closest, [1.0] * len(closest), server.summation_group).div_(
+            len(closest)
+        )

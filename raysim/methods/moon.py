@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.api.context import inferred
+from raysim.api.context import without_gradient
 from raysim.api.declarations import FORWARD, Participation, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
@@ -98,8 +98,8 @@ class Moon(Method):
 
     def cost(self, job: Participation) -> float:
         """Return a forward pass of the received and of each previous model."""
-        models = min(job.earlier, self.previous)
-        return FORWARD * job.trained * (1 + models) if self.mu and models else 0.0
+        models = min(job.earlier_jobs, self.previous)
+        return FORWARD * job.trained_samples * (1 + models) if self.mu and models else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add mu l_con, if the client has a previous model."""
@@ -125,4 +125,4 @@ class Moon(Method):
     def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
         """Return the features of the batch by a previous model, without gradient."""
         model = cast(Classifier, job.frozen(f"moon.{number}", values)["model"])
-        return inferred(lambda: model.features(out.batch.inputs))
+        return without_gradient(lambda: model.features(out.batch.inputs))

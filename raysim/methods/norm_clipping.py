@@ -21,7 +21,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.recombination import parameters_of
 from raysim.primitives.checks import above
-from raysim.vectors.gram import combination
+from raysim.vectors.gram import linear_combination
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -49,4 +49,4 @@ class NormClipping(Method):
         server.report["clipped"] = float(sum(factor < 1 for factor in factors))
         pairs = zip(aggregation.weights, factors, strict=True)
         weights = [weight * factor for weight, factor in pairs]
-        return combination(rows, weights, server.group).div_(aggregation.divisor)
+        return linear_combination(rows, weights, server.summation_group).div_(aggregation.divisor)

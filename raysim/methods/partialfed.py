@@ -46,7 +46,7 @@ from raysim.api.declarations import Participation
 from raysim.api.method import Method
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.vectors.layout import Entry, Layout, plan_layout
-from raysim.vectors.optimizer import LocalOptimizer, Optimizer
+from raysim.vectors.optimizer import LocalOptimizer, OptimizerSettings
 
 if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob, PersonalModel
@@ -203,7 +203,7 @@ class PartialFed(Method):
 
     def cost(self, job: Participation) -> float:
         """Return the samples of the policy's steps, which start with the second job."""
-        return self.policy_steps * min(self.policy_batch, job.samples) if job.earlier else 0.0
+        return self.policy_steps * min(self.policy_batch, job.samples) if job.earlier_jobs else 0.0
 
     def begin(self, job: LocalJob) -> None:
         """Start training from the mixture of the received and the client's own model."""
@@ -265,7 +265,7 @@ class PartialFed(Method):
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
         """Return bool [L] after some steps on the logits; the model does not change."""
         logits = job.state["logits"].clone()
-        optimizer = LocalOptimizer(Optimizer("adam"))
+        optimizer = LocalOptimizer(OptimizerSettings("adam"))
         if job.state["adam"]:
             optimizer.load(job.state["adam"], [logits])
         noise = job.stream("gumbel").gumbel(size=(self.policy_steps + 1, *logits.shape))

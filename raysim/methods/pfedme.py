@@ -76,7 +76,7 @@ class PFedMe(Method):
 
     def cost(self, job: Participation) -> float:
         """Return the passes after the first of each batch."""
-        return (self.steps - 1) * job.trained
+        return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
@@ -93,7 +93,7 @@ class PFedMe(Method):
         """Return lam (w - theta)."""
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()
-        stretches = job.layout.runs(job.layout.within(job.stage.trains))
+        stretches = job.layout.stretches(job.layout.entries_in(job.stage.trains))
         sizes = [at.stop - at.start for at in stretches]
         for at, values in zip(stretches, (params + shift).split(sizes), strict=True):
             theta[at] = values

@@ -94,6 +94,6 @@ class QFedAvg(Method):
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]
         pairs = zip(aggregation.weights, losses, strict=True)
         weights = [weight * loss**self.q for weight, loss in pairs]
-        return aggregation.reweighted(
+        return aggregation.with_weights(
             weights, lambda final: divisor(final, losses, curvatures, self.q)
         )

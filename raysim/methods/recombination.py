@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.vectors.blocks import in_blocks
-from raysim.vectors.gram import Granularity, combination, gram, stretches
+from raysim.vectors.gram import Granularity, gram_matrix, linear_combination, stretches
 
 
 def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
@@ -66,6 +66,6 @@ def recombine(
     direction = torch.empty_like(server.params)
     for part in stretches(server.layout, granularity):
         blocks = [row[part] for row in rows]
-        mixed = (weights @ coefficients(gram(blocks))).tolist()
-        combination(blocks, mixed, server.group, direction[part])
+        mixed = (weights @ coefficients(gram_matrix(blocks))).tolist()
+        linear_combination(blocks, mixed, server.summation_group, direction[part])
     return direction.div_(aggregation.divisor)

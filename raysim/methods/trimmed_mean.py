@@ -21,7 +21,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.methods.recombination import combine_by_coordinate, weighted_rows
 from raysim.primitives.checks import in_range
-from raysim.vectors.gram import combination
+from raysim.vectors.gram import linear_combination
 
 if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
@@ -57,10 +57,10 @@ class TrimmedMean(Method):
 
     def setup(self, run: Setup) -> None:
         """Warn where the share of an aggregation's updates is less than one update."""
-        if self.share and not num_trimmed(run.size, self.share):
+        if self.share and not num_trimmed(run.max_updates, self.share):
             run.warn(
                 f"method.trimmed_mean.share={self.share:g}: no update is left out, because that "
-                f"share of the {run.size} updates of an aggregation is less than one. Increase "
+                f"share of the {run.max_updates} updates of an aggregation is less than one. Increase "
                 "method.trimmed_mean.share, or aggregate more updates."
             )
 
@@ -68,7 +68,9 @@ class TrimmedMean(Method):
         """Return the trimmed mean; where nothing is left out, the mean with FedAvg's bits."""
         rows = weighted_rows(aggregation, server)
         if not num_trimmed(len(rows), self.share):
-            return combination(rows, [1.0] * len(rows), server.group).div_(len(rows))
+            return linear_combination(rows, [1.0] * len(rows), server.summation_group).div_(
+                len(rows)
+            )
         return combine_by_coordinate(
             lambda block: trimmed_mean(block, self.share), aggregation, server
         )

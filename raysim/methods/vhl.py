@@ -223,7 +223,7 @@ class Vhl(Method):
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
-        return 2 * job.trained if self._are_inputs_changed else job.trained
+        return 2 * job.trained_samples if self._are_inputs_changed else job.trained_samples
 
     # --- the virtual set -----------------------------------------------------------------------
     def labels(self, server: ServerView) -> Tensor:

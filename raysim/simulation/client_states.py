@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from raysim.api.client_state import StoredState, flat, from_flat, from_named, named, size
+from raysim.api.client_state import (
+    StoredState,
+    from_flat_arrays,
+    from_named_arrays,
+    num_bytes,
+    to_flat_arrays,
+    to_named_arrays,
+)
 from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, Job, TrainingResult
 from raysim.simulation.runtime import Ref, Runtime
@@ -200,7 +207,7 @@ class ClientStates:
                 continue
             if self._disk is None:
                 self._disk = Spill(self.folder)
-            self._disk.write(client, flat(self.runtime.get(self._stored[number])))
+            self._disk.write(client, to_flat_arrays(self.runtime.get(self._stored[number])))
             self._typical = self._on_disk[client] = self._in_memory[client]
             self._drop(client, number)
             written.append(client)
@@ -241,7 +248,7 @@ class ClientStates:
 
     def _spilled(self, client: int) -> StoredState:
         assert self._disk is not None
-        return from_flat(self._disk.read(client))
+        return from_flat_arrays(self._disk.read(client))
 
     def state(self, client: int) -> StoredState | None:
         """The accepted state of a client, None for the initial one; waits."""
@@ -251,16 +258,16 @@ class ClientStates:
     def named(self) -> Mapping[int, Arrays]:
         """By client: every tensor of its accepted state, by name ("model.bn1.weight", "method.name"); waits."""
         return StatesByClient(
-            self._accepted, lambda client: named(self.accepted_state(client), self.layout)
+            self._accepted, lambda client: to_named_arrays(self.accepted_state(client), self.layout)
         )
 
     def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Go on from a checkpoint's `accepted_jobs` and `named`; jobs that were under way are submitted again."""
         self._accepted, self._last = dict(accepted), dict(accepted)
         for client, arrays in states.items():
-            number, state = accepted[client], from_named(arrays, self.layout)
+            number, state = accepted[client], from_named_arrays(arrays, self.layout)
             self._stored[number] = self.runtime.put(state)
-            self._measured(number, size(state))
+            self._measured(number, num_bytes(state))
             self._commit(client, number)
             self._spill()
 

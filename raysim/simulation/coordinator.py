@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from raysim.api.messages import Failure, Job, Published, Update
+from raysim.api.messages import Failure, Job, PublishedVersion, Update
 from raysim.simulation.best_model import BestModel, best_criterion
 from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.client_states import make_client_states
@@ -180,7 +180,9 @@ class Coordinator:
         pending.scored = scored, self.server.counters
         if scored is not self.server.vector:
             ref = self.runtime.put(
-                Published(version, scored.numpy(), self.server.counters.numpy(), mark="scored")
+                PublishedVersion(
+                    version, scored.numpy(), self.server.counters.numpy(), mark="scored"
+                )
             )
         pending.scorings.append(self.evaluator.score(self.server, ref))
 

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from raysim.api.declare import Declarations
-from raysim.api.messages import Published, Report, Task, Update
+from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask, Update
 from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
@@ -82,7 +82,7 @@ class Evaluator:
         has_private = any(entry.personal and entry.network == "model" for entry in entries)
         # Whether the shared part alone is a model, and whether each client has its own model.
         self.complete = not has_private
-        self.personal = has_private or bool(declarations.filling("personalise"))
+        self.personal = has_private or bool(declarations.hooks_of("personalise"))
         partition = spec.data.partition
         self.tests, self.validation = partition.test, partition.validation
         # int64 [clients] test and validation samples; made once, for a million clients.
@@ -124,7 +124,7 @@ class Evaluator:
             tasks = self._shared_tasks(clients, unseen)
             scoring.reports["shared"] = self._start(tasks, published)
         has_finetuning = self._has_finetuning(server.version)
-        single: list[Task] = []
+        single: list[ScoringTask] = []
         if self.personal or has_finetuning:
             single = [self._client_task(client, server) for client in clients.tolist()]
             single += [self._client_task(client, server) for client in unseen.tolist()]
@@ -147,7 +147,7 @@ class Evaluator:
             return clients
         return np.sort(server.stream(purpose).choice(clients, size=count, replace=False))
 
-    def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[Task]:
+    def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
         """Return tasks of whole batches across clients, in the order of `_shared_columns`."""
         parts = [
             self._rows(self.tests, clients),
@@ -156,17 +156,17 @@ class Evaluator:
             _NO_ROWS if self.personal else self._validation_rows(clients),
         ]
         size = self.spec.score_batch
-        tasks: list[Task] = []
+        tasks: list[ScoringTask] = []
         for rows in parts:
             batches = (rows[start : start + size] for start in range(0, len(rows), size))
-            tasks.extend(Task(-1, batch) for batch in batches)
+            tasks.extend(ScoringTask(-1, batch) for batch in batches)
         return tasks
 
-    def _client_task(self, client: int, server: Server) -> Task:
+    def _client_task(self, client: int, server: Server) -> ScoringTask:
         state = self.client_states.accepted_job(client)
-        return Task(client, self.tests.rows(client), state, server.sent_to(client))
+        return ScoringTask(client, self.tests.rows(client), state, server.sent_to(client))
 
-    def _with_validation(self, task: Task) -> Task:
+    def _with_validation(self, task: ScoringTask) -> ScoringTask:
         return replace(task, rows=np.concatenate((task.rows, self._validation_rows([task.client]))))
 
     @staticmethod
@@ -183,9 +183,9 @@ class Evaluator:
         finetune = self.evaluation.finetune
         return finetune.epochs > 0 and (version == self.rounds or not finetune.last)
 
-    def _start(self, tasks: Sequence[Task], published: Ref) -> list[Call]:
+    def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
         """Send tasks to the workers that have the clients' states, and the others evenly."""
-        tasks_of_worker: dict[int, list[Task]] = {}
+        tasks_of_worker: dict[int, list[ScoringTask]] = {}
         for index, task in enumerate(tasks):
             place = self.client_states.place(task.client)
             worker = index * self.runtime.workers // len(tasks) if place is None else place[0]
@@ -210,13 +210,18 @@ class Evaluator:
                 calls.append(call)
         return calls
 
-    def _chunks(self, worker: int, tasks: Sequence[Task]) -> list[tuple[int, Sequence[Task]]]:
+    def _chunks(
+        self, worker: int, tasks: Sequence[ScoringTask]
+    ) -> list[tuple[int, Sequence[ScoringTask]]]:
         """Cut the tasks of a worker into calls that do not read too much from disk."""
         parts = self.client_states.parts([task.client for task in tasks])
         return [(worker, tasks[part]) for part in parts]
 
     def decompose(
-        self, updates: Sequence[Update], bases: Mapping[int, Published], after: Published
+        self,
+        updates: Sequence[Update],
+        bases: Mapping[int, PublishedVersion],
+        after: PublishedVersion,
     ) -> Scoring:
         """Start scoring each participant's local model and the next shared model.
 
@@ -229,18 +234,20 @@ class Evaluator:
             base = bases[update.version]
             assert update.delta is not None, "a decomposition needs single updates"
             vector, mark = base.vector + update.delta, f"job {update.job}"
-            local = Published(base.version, vector, update.counters, mark=mark)
+            local = PublishedVersion(base.version, vector, update.counters, mark=mark)
             scoring.models.append(self._start(tasks, self.runtime.put(local)))
         after = replace(after, mark="next")
         scoring.models.append(self._start(tasks, self.runtime.put(after)))
         return scoring
 
-    def _training_task(self, client: int) -> Task:
+    def _training_task(self, client: int) -> ScoringTask:
         rows, most = self.spec.data.partition.train.rows(client), self.evaluation.decompose_rows
         if len(rows) > most:
             generator = stream(self.spec.settings.seed, "decompose", client)
             rows = np.sort(generator.choice(rows, most, replace=False))
-        return Task(client, rows, self.client_states.accepted_job(client), personalised=False)
+        return ScoringTask(
+            client, rows, self.client_states.accepted_job(client), personalised=False
+        )
 
     # --- columns ----------------------------------------------------------------------------------
     def columns(self, scoring: Scoring) -> Row:
@@ -257,10 +264,10 @@ class Evaluator:
             row |= self._decomposition_columns(scoring)
         return row
 
-    def _collect(self, calls: Sequence[Call]) -> list[Report]:
+    def _collect(self, calls: Sequence[Call]) -> list[ScoringReport]:
         return [report for call in calls for report in self.calls.wait(call)]
 
-    def _shared_columns(self, reports: Sequence[Report], scoring: Scoring) -> Row:
+    def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
         """Return the shared model's scores on clients' tests, unseen clients' and the central tests.
 
         With validation samples, the scores of the best round follow.
@@ -289,7 +296,7 @@ class Evaluator:
             row |= self._best_shared_columns(scoring.version, row)
         return row
 
-    def _own_columns(self, reports: Sequence[Report], suffix: str, scoring: Scoring) -> Row:
+    def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
         """Return the scores of the clients' own models.
 
         A report has the scores of a client's tests, and then those of its validation samples.
@@ -310,7 +317,7 @@ class Evaluator:
             )
         return row
 
-    def _common_columns(self, reports: Sequence[Report], scoring: Scoring) -> Row:
+    def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
         """Return the mean score of clients' own models on the central test set."""
         scores = {report.client: self.metric.summarise(report.scores) for report in reports}
         row: Row = {}

@@ -17,7 +17,7 @@ import numpy as np
 from raysim.api.messages import GroupSums
 from raysim.simulation.calls import Call, WorkerCalls
 from raysim.simulation.runtime import Ref, Runtime
-from raysim.vectors.blocks import in_blocks, parts
+from raysim.vectors.blocks import in_blocks, split_range
 
 PART_FLOATS = 1 << 25  # of a sum that pass from node to node at once (128 MiB)
 
@@ -38,7 +38,7 @@ def add_up_on_nodes(
     sums: in the order of acceptance, at least one. floats: of a sum.
     """
     links = chain([each.worker for each in sums], runtime.nodes)
-    pieces = parts(0, floats, PART_FLOATS)
+    pieces = split_range(0, floats, PART_FLOATS)
     latest: list[Call | None] = [None] * len(pieces)  # by piece: the call that added to it last
     for place, index in turns(len(links), len(pieces)):
         link, piece, before = links[place], pieces[index], latest[index]

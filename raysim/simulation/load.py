@@ -10,7 +10,7 @@ import numpy as np
 
 from raysim.api.declarations import Participation, RunFacts
 from raysim.api.declare import Declarations
-from raysim.api.setup import Declared, number_of_floats
+from raysim.api.setup import MethodDeclaration, number_of_floats
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.planner import Load, Planner
 from raysim.simulation.schedule import Schedule
@@ -32,7 +32,7 @@ class Loads:
     def __init__(self, spec: RunSpec, declarations: Declarations, counts: np.ndarray):
         layout = declarations.layout
         self._local, self._counts = spec.settings.local, counts
-        self._costs = [hook for _, hook in declarations.filling("cost")]
+        self._costs = [hook for _, hook in declarations.hooks_of("cost")]
         self._down = [
             traffic for each in declarations.methods for traffic in _downloads(each, layout)
         ]
@@ -65,7 +65,7 @@ class Loads:
         return load
 
 
-def _downloads(declared: Declared, layout: Layout) -> list[_Traffic]:
+def _downloads(declared: MethodDeclaration, layout: Layout) -> list[_Traffic]:
     """Return what a method sends with the model."""
     downloads = []
     for send in declared.sends:
@@ -77,7 +77,7 @@ def _downloads(declared: Declared, layout: Layout) -> list[_Traffic]:
 
 
 def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool:
-    return job.earlier == 0 and when(job)
+    return job.earlier_jobs == 0 and when(job)
 
 
 def make_planner(

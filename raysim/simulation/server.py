@@ -15,15 +15,28 @@ from torch import Tensor
 from raysim.api.composition import failing_method_name
 from raysim.api.declarations import Local, Task
 from raysim.api.declare import Declarations
-from raysim.api.messages import Arrays, Failure, GroupSums, Published, Update
+from raysim.api.hook_checks import (
+    HookError,
+    check_report,
+    check_type,
+    check_vector,
+    format_error,
+    format_traceback,
+)
+from raysim.api.messages import Arrays, Failure, GroupSums, PublishedVersion, Update
 from raysim.api.method import Method
-from raysim.api.mistakes import HookMistake, check_report, returned, said, traced, vector
 from raysim.api.server_view import Aggregation, ServerView, Weighting
-from raysim.api.setup import Declared, Send, number_of_floats
+from raysim.api.setup import MethodDeclaration, Send, number_of_floats
 from raysim.primitives.streams import stream
 from raysim.simulation.events import RunStoppedError
 from raysim.training.run_spec import RunSpec
-from raysim.vectors.blocks import Group, folded, grouped, in_blocks, is_finite
+from raysim.vectors.blocks import (
+    WeightedVectors,
+    fold_groups,
+    in_blocks,
+    is_finite,
+    split_into_groups,
+)
 from raysim.vectors.layout import Vector
 
 
@@ -82,13 +95,13 @@ class Server:
         self._views = {
             declared.method: ServerView(self, declared.method) for declared in declarations.methods
         }
-        self._weighers = declarations.filling("weigh")
-        self._absorbers = declarations.filling("absorb")
-        self._combiner = declarations.only("combine")
+        self._weighers = declarations.hooks_of("weigh")
+        self._absorbers = declarations.hooks_of("absorb")
+        self._combiner = declarations.single_hook("combine")
         # The owner of the step comes last: it acts on the steps of the other methods.
-        steppers = declarations.filling("step")
+        steppers = declarations.hooks_of("step")
         self._steppers = sorted(steppers, key=lambda pair: "step" in pair[0].owned)
-        self._scored = declarations.one("scored")
+        self._scored = declarations.declarer("scored")
         # The sizes that hooks may return, by name.
         self._trained = {"layout.trained": layout.trained}
         self._shared = {"layout.shared": layout.shared}
@@ -130,9 +143,11 @@ class Server:
         if declared is None or declared.scored is None:
             return self.vector
         scored = declared.scored(self._views[declared.method])
-        return vector(scored, declared.method, "scores", self._shared)
+        return check_vector(scored, declared.method, "scores", self._shared)
 
-    def assemble(self, declared: Declared, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
+    def assemble(
+        self, declared: MethodDeclaration, parts: Sequence[Mapping[str, np.ndarray]]
+    ) -> None:
         """Let a method make server state of what clients sent before round 0.
 
         parts: the arrays of each client, by full name, in the order of client numbers.
@@ -146,10 +161,10 @@ class Server:
         declared.assemble(arrays, self._views[declared.method])
 
     # --- what clients receive ---------------------------------------------------------------------
-    def published(self) -> Published:
+    def published(self) -> PublishedVersion:
         """Return what all clients of this version receive."""
         extras = self._sent("all")
-        return Published(self.version, self.vector.numpy(), self.counters.numpy(), extras)
+        return PublishedVersion(self.version, self.vector.numpy(), self.counters.numpy(), extras)
 
     def sent_once(self) -> Arrays:
         """Return what every client receives with its first job, by full name."""
@@ -171,19 +186,21 @@ class Server:
                     arrays[f"{declared.method}.{send.name}"] = tensor.numpy()
         return arrays
 
-    def _tensor_to_send(self, declared: Declared, send: Send, *client: int) -> Tensor | None:
+    def _tensor_to_send(
+        self, declared: MethodDeclaration, send: Send, *client: int
+    ) -> Tensor | None:
         view = self._views[declared.method]
         state = self.state.get(f"{declared.method}.{send.name}")
         tensor = state if send.value is None else send.value(*client, view)
         if tensor is None:
             return None
         hook = f"the function of run.send({send.name!r}, ...)"
-        returned(
+        check_type(
             tensor, Tensor, declared.method, hook, "a tensor, or None where nothing is sent now"
         )
         expected = number_of_floats(send.floats, self.layout)
         if tensor.numel() != expected:
-            raise HookMistake(
+            raise HookError(
                 f"method '{declared.method}' sends {tensor.numel()} floats as '{send.name}' and "
                 f'declares {expected}. Correct the size in run.send("{send.name}", ...).'
             )
@@ -203,7 +220,7 @@ class Server:
         updates: Sequence[Update | None],
         sums: GroupSums,
         staleness: Sequence[int],
-        bases: Mapping[int, Published],
+        bases: Mapping[int, PublishedVersion],
     ) -> None:
         """Make the next version. Raises AggregationError.
 
@@ -231,20 +248,20 @@ class Server:
             yield
         except (Exception, SystemExit) as error:
             name = failing_method_name(error)
-            if not (name or isinstance(error, HookMistake)):
+            if not (name or isinstance(error, HookError)):
                 raise
             text = f"on the server in round {self.version + 1}"
             if name:
                 text = f"method {name!r} failed {text}"
-            reason = said(error).rstrip(".")
+            reason = format_error(error).rstrip(".")
             text += f": {reason}. Continue from the last checkpoint with resume=latest."
-            raise AggregationError(f"{text}\n{traced(error)}".rstrip("\n")) from error
+            raise AggregationError(f"{text}\n{format_traceback(error)}".rstrip("\n")) from error
 
     def _weigh(
         self,
         updates: Sequence[Update | None],
         staleness: Sequence[int],
-        bases: Mapping[int, Published],
+        bases: Mapping[int, PublishedVersion],
     ) -> Aggregation:
         """Return the updates that did not fail, with the weights that the methods give them."""
         present = [update for update in updates if update is not None]
@@ -261,8 +278,8 @@ class Server:
         for declared, weigh in self._weighers:
             scoped = replace(aggregation, method=declared.method)
             weighed = weigh(scoped, self._views[declared.method])
-            instead = "aggregation.reweighted(weights)"
-            aggregation = returned(weighed, Aggregation, declared.method, "weigh", instead)
+            instead = "aggregation.with_weights(weights)"
+            aggregation = check_type(weighed, Aggregation, declared.method, "weigh", instead)
             _check_weights(aggregation, declared.method, self.format_client)
         return aggregation
 
@@ -274,7 +291,7 @@ class Server:
         for declared, step in self._steppers:
             scoped = replace(aggregation, method=declared.method)
             changed = step(direction, scoped, self._views[declared.method])
-            direction = vector(changed, declared.method, "step", self._trained)
+            direction = check_vector(changed, declared.method, "step", self._trained)
         return direction
 
     def _combine(
@@ -290,11 +307,13 @@ class Server:
         declared, combine = self._combiner
         scoped = replace(aggregation, method=declared.method)
         direction = combine(scoped, self._views[declared.method])
-        direction = vector(direction, declared.method, "combine", self._trained | self._shared)
+        direction = check_vector(
+            direction, declared.method, "combine", self._trained | self._shared
+        )
         if len(direction) == self.layout.shared:
             return direction[:trained], direction[trained:]
         buffers = [delta[trained:].numpy() for delta in aggregation.deltas]
-        total = folded(grouped(buffers, aggregation.weights, self.group))
+        total = fold_groups(split_into_groups(buffers, aggregation.weights, self.group))
         return direction, self._average_buffers(total, aggregation)
 
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
@@ -354,7 +373,7 @@ class Server:
         """
         jobs_in_sum = {job: jobs for jobs in sums for job in jobs}
         remaining_weights = iter(weights)
-        groups: list[Group] = []
+        groups: list[WeightedVectors] = []
         previous = None
         for start in range(0, len(updates), self.group):
             members = [
@@ -370,7 +389,7 @@ class Server:
             elif members:
                 deltas = [update.delta for update in members if update.delta is not None]
                 groups.append((deltas, member_weights))
-        return folded(groups)
+        return fold_groups(groups)
 
 
 def _check_weights(
@@ -380,13 +399,13 @@ def _check_weights(
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
     if count != len(updates):
-        raise HookMistake(
+        raise HookError(
             f"method '{method}' returns {count} weights for {len(updates)} updates from weigh. "
             "Return one for each update."
         )
     for weight, update in zip(weights, updates, strict=True):
         if not (hasattr(weight, "__float__") and math.isfinite(weight)):
-            raise HookMistake(
+            raise HookError(
                 f"method '{method}' returns the weight {weight} for client "
                 f"{format_client(update.client)} from weigh. Return a finite number."
             )

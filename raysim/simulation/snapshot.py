@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raysim.api.client_state import flat
-from raysim.api.messages import Job, Published
+from raysim.api.client_state import to_flat_arrays
+from raysim.api.messages import Job, PublishedVersion
 from raysim.simulation.best_model import BestModel
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.checkpoint import Snapshot
@@ -101,9 +101,9 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     run.best_model.restore(_under(arrays, "best_model/"), server.vector, server.counters)
 
 
-def _published(arrays: Mapping[str, np.ndarray], version: int) -> Published:
+def _published(arrays: Mapping[str, np.ndarray], version: int) -> PublishedVersion:
     parts = _under(arrays, f"published/{version}/")
-    return Published(version, parts["vector"], parts["counters"], _under(parts, "extras/"))
+    return PublishedVersion(version, parts["vector"], parts["counters"], _under(parts, "extras/"))
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -127,7 +127,7 @@ def state_sha256(server: Server, client_states: ClientStates) -> str:
     for client in sorted(
         client_states.accepted_jobs, key=lambda client: f"{client}/"
     ):  # one at a time: some lie on disk
-        for key, array in sorted(flat(client_states.accepted_state(client)).items()):
+        for key, array in sorted(to_flat_arrays(client_states.accepted_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for name, tensor in sorted(server.state.items()):
         digest.update(name.encode())

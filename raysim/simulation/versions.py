@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from raysim.api.messages import Published
+from raysim.api.messages import PublishedVersion
 from raysim.simulation.runtime import Ref, Runtime
 
 
-class Versions(Mapping[int, Published]):
+class Versions(Mapping[int, PublishedVersion]):
     """Published versions by number. They lie in the runtime's store and nowhere else.
 
     The coordinator reads a version from there, without a copy, where a rule of the server or a checkpoint needs it.
@@ -21,17 +21,17 @@ class Versions(Mapping[int, Published]):
         self.refs: dict[int, Ref] = {}  # where workers find them
         self._current = -1
         self._holders: Counter[int] = Counter()  # by version: jobs that start from it
-        self._read: dict[int, Published] = {}
+        self._read: dict[int, PublishedVersion] = {}
         self._sizes: dict[int, int] = {}
 
-    def publish(self, version: int, make: Callable[[], Published]) -> None:
+    def publish(self, version: int, make: Callable[[], PublishedVersion]) -> None:
         """Store the current version, unless it was restored; drop the one before if no job holds it."""
         before, self._current = self._current, version
         if version not in self.refs:
             self._store(make())
         self._drop_unless_needed(before)
 
-    def restore(self, published: Iterable[Published]) -> None:
+    def restore(self, published: Iterable[PublishedVersion]) -> None:
         """Store the base versions of the jobs that a checkpoint has in flight; the jobs hold them afterwards."""
         for version in published:
             self._store(version)
@@ -45,7 +45,7 @@ class Versions(Mapping[int, Published]):
         self._holders[version] -= 1
         self._drop_unless_needed(version)
 
-    def _store(self, published: Published) -> None:
+    def _store(self, published: PublishedVersion) -> None:
         self.refs[published.version] = self._runtime.put(published)
         self._sizes[published.version] = published.nbytes
 
@@ -67,7 +67,7 @@ class Versions(Mapping[int, Published]):
         """Bytes of all versions in the store."""
         return sum(self._sizes.values())
 
-    def __getitem__(self, version: int) -> Published:
+    def __getitem__(self, version: int) -> PublishedVersion:
         if version not in self._read:
             self._read[version] = self._runtime.get(self.refs[version])
         return self._read[version]

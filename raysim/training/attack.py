@@ -143,9 +143,9 @@ class Attackers(Method):
             run.change_labels(functools.partial(self.flip_labels, classes=run.task.num_classes))
             return
         run.require(
-            attack.kind != "alie" or run.size >= 3,
+            attack.kind != "alie" or run.max_updates >= 3,
             "attack.kind=alie needs 3 updates in an aggregation to hide among, and the schedule "
-            f"aggregates at most {run.size}. Aggregate more updates at once.",
+            f"aggregates at most {run.max_updates}. Aggregate more updates at once.",
         )
         run.change_updates(self.change_updates)
 

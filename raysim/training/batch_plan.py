@@ -10,7 +10,7 @@ import numpy as np
 from raysim.api.context import Context, Plan
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
-from raysim.api.setup import Declared
+from raysim.api.setup import MethodDeclaration
 from raysim.models.single_rows import refusing_layer
 from raysim.primitives.streams import stream
 
@@ -97,7 +97,7 @@ class BatchPlanner:
         self,
         local: Local,
         seed: int,
-        selector: Declared | None,
+        selector: MethodDeclaration | None,
         drop_single: bool,
         needs_two_rows: bool,
     ):
@@ -126,7 +126,7 @@ class BatchPlanner:
         generator = stream(self.seed, "finetune", client, version)
         return make_plan(local, samples, selected, generator, self.drop_single)
 
-    def _select(self, selector: Declared, ctx: Context) -> list[np.ndarray]:
+    def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the positions that a method selects for each epoch; [] if it takes all samples.
 
         They are ascending, so that the shuffle depends on what was selected and not on how it was

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raysim.api.messages import Arrays, Published
+from raysim.api.messages import Arrays, PublishedVersion
 from raysim.training.transfer import to_device
 
 
@@ -34,7 +34,7 @@ class Receiver:
         """Keep what every client receives once, by "method.name"."""
         self._constants = self.tensors(constants)
 
-    def receive(self, published: Published) -> Broadcast:
+    def receive(self, published: PublishedVersion) -> Broadcast:
         """Return a version on the device."""
         key = published.version, published.mark
         if self._last is None or self._last_key != key or self.device.type == "cpu":

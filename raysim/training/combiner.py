@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysim.api.messages import Job, TrainingResult
-from raysim.vectors.blocks import folded
+from raysim.vectors.blocks import fold_groups
 
 
 class Combiner:
@@ -33,4 +33,4 @@ class Combiner:
         """
         own = [total[start:stop] for total in totals if total is not None]
         arrays = own if before is None else [before, *own]
-        return None, folded([([array], [1.0]) for array in arrays]).numpy() if arrays else None
+        return None, fold_groups([([array], [1.0]) for array in arrays]).numpy() if arrays else None

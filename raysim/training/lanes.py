@@ -20,7 +20,7 @@ from raysim.api.context import Batch, Context, Stage
 from raysim.primitives.errors import Refused
 from raysim.training.job_loop import JobHandler
 from raysim.training.trainer import RunningJob, Trainer
-from raysim.vectors.layout import Home
+from raysim.vectors.layout import VectorStorage
 
 
 class LanesError(Refused):
@@ -32,7 +32,7 @@ class Lane:
     """A vector of its own, and the client that trains in it."""
 
     row: int
-    home: Home
+    home: VectorStorage
     index: int = 0  # the client's place among those to train
     work: RunningJob | None = None  # None: no client
     batch: Batch | None = None  # the next one; None: the client is done
@@ -82,9 +82,9 @@ class LaneLoop(ABC, Generic[L]):
         vector = trainer.vector
         self.trainer, self.data, self.counters, self.count = trainer, data, counters, len(data)
         self.lanes = [
-            lane_type(row, vector.home(data[row], counters[row])) for row in range(self.count)
+            lane_type(row, vector.storage(data[row], counters[row])) for row in range(self.count)
         ]
-        self._own_home = vector.home(vector.data, vector.counters)
+        self._own_home = vector.storage(vector.data, vector.counters)
 
     @abstractmethod
     def start(self, lane: L) -> None:
@@ -118,12 +118,12 @@ class LaneLoop(ABC, Generic[L]):
         finally:
             for lane in self.lanes:
                 lane.work = lane.batch = None
-            self.trainer.vector.rehome(self._own_home)
+            self.trainer.vector.use_storage(self._own_home)
 
     def enter(self, lane: L) -> None:
         """Let the trainer's networks see the lane's vector."""
         if self.trainer.vector.data is not lane.home.data:
-            self.trainer.vector.rehome(lane.home)
+            self.trainer.vector.use_storage(lane.home)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the places of each lane's jobs.

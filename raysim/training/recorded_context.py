@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.context import Context, Plan
-from raysim.api.mistakes import Undeclared
+from raysim.api.hook_checks import UndeclaredStateError
 from raysim.training.gpu_kernels import align
 from raysim.training.lanes import Lane
 from raysim.vectors.layout import Vector
@@ -65,7 +65,7 @@ class Table(UserDict[str, Tensor]):
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Tensor:
-        raise Undeclared(key) if self.name == "state" else KeyError(key)
+        raise UndeclaredStateError(key) if self.name == "state" else KeyError(key)
 
     def __contains__(self, key: object) -> bool:
         self._note(str(key))
@@ -205,7 +205,7 @@ class RecordedContext(Context):
             if values is None:
                 values = self._tables[VECTORS]["start"] if second.layout.personal else self.base
             views = [align(view) for view in second.named(values, second.counters).values()]
-            self._open.enter_context(second.standing_for(values, second.counters, views))
+            self._open.enter_context(second.stand_in(values, second.counters, views))
             self._frozen[name] = second.networks
         return self._frozen[name]
 

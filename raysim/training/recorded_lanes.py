@@ -23,7 +23,7 @@ from torch import Tensor
 
 from raysim.api.composition import failing_method_name
 from raysim.api.context import Batch, Stage
-from raysim.api.mistakes import HookMistake
+from raysim.api.hook_checks import HookError
 from raysim.primitives.errors import Refused, first_line
 from raysim.training.cuda_graph import Branches, Compute, recorder
 from raysim.training.gpu_kernels import GpuKernels, NoReading
@@ -40,7 +40,7 @@ from raysim.training.recorded_context import (
 )
 from raysim.training.step import set_modes
 from raysim.training.trainer import Trainer
-from raysim.vectors.optimizer import RecordedOptimizer, widest
+from raysim.vectors.optimizer import RecordedOptimizer, widest_float
 
 MAX_RECORDINGS = 128  # that a worker keeps; the one that was used longest ago is dropped first
 _ROW_BORDER = 64  # floats: each lane's vector starts at a multiple, as GPU kernels need it
@@ -221,7 +221,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         if value not in self._rates:
             self._rates = dict(list(self._rates.items())[-3:])
             self._rates[value] = torch.full(
-                (), value, dtype=widest(self.device), device=self.device
+                (), value, dtype=widest_float(self.device), device=self.device
             )
         return self._rates[value]
 
@@ -318,7 +318,7 @@ def _explained() -> Iterator[None]:
         yield
     except LanesError:
         raise
-    except HookMistake as error:  # it would fail without a recording, too
+    except HookError as error:  # it would fail without a recording, too
         raise Refused(str(error)) from error
     except Exception as error:
         name = failing_method_name(error)

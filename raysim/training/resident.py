@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raysim.api.client_state import ClientState, StoredState, size
+from raysim.api.client_state import ClientState, StoredState, num_bytes
 from raysim.training.transfer import MemoryCopies, to_device
 
 
@@ -31,7 +31,7 @@ class StateHandle:
         """Return the bytes of all tensors."""
         current = self.stored if self.state is None else self.state
         assert current is not None, "a state is on the device or in ordinary memory"
-        return size(current)
+        return num_bytes(current)
 
     def copy_to_memory(self, copies: MemoryCopies) -> StoredState:
         """Return the state in ordinary memory. Call `copies.wait` before reading it."""
@@ -106,7 +106,7 @@ class ResidentStates:
             return
         assert handle.state is not None, "a state in use is on the device"
         self._device_bytes.pop(client, None)
-        self._device_bytes[client] = size(handle.state)
+        self._device_bytes[client] = num_bytes(handle.state)
         total = sum(self._device_bytes.values())
         for idle in list(self._device_bytes)[:-1]:
             if total <= self.budget:

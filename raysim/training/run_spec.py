@@ -15,7 +15,7 @@ from torch import nn
 
 from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.declare import Declarations, RunSettingsForMethods, declare
-from raysim.api.losses import RowLoss, named, tried
+from raysim.api.losses import RowLoss, check_loss, loss_name
 from raysim.api.method import Method
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
@@ -236,7 +236,7 @@ def build_networks(spec: RunSpec) -> tuple[dict[str, nn.Module], Layout]:
 
 def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
     """Return what is evaluated: a method's own fine-tuning takes the place of the settings'."""
-    declared = declarations.one("finetune")
+    declared = declarations.declarer("finetune")
     if declared is None or declared.finetune is None:
         return spec.settings.evaluate
     return replace(spec.settings.evaluate, finetune=declared.finetune)
@@ -246,10 +246,10 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
     """Refuse a loss that does not fit the data, or that a method would take no notice of."""
     if task.loss is None:
         return
-    tried(task.loss, task.kind, task.num_classes)
+    check_loss(task.loss, task.kind, task.num_classes)
     if (owner := declarations.owner("loss")) is not None:
         raise ValueError(
-            f"method '{owner.method}' brings a loss of its own, and loss={named(task.loss)} would change nothing: "
+            f"method '{owner.method}' brings a loss of its own, and loss={loss_name(task.loss)} would change nothing: "
             "leave one of them out"
         )
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.client_state import ClientState, StoredState, named
+from raysim.api.client_state import ClientState, StoredState, to_named_arrays
 from raysim.api.declarations import Finetune
 from raysim.api.local_job import PersonalModel
-from raysim.api.messages import Published, Report, Task as ScoringTask
+from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask as ScoringTask
 from raysim.api.state_values import unpack
 from raysim.training.broadcast import Broadcast, Receiver
 from raysim.training.run_spec import RunSpec
@@ -26,21 +26,21 @@ class Scorer:
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
         self.spec, self.trainer, self.states, self.receiver = spec, trainer, states, receiver
         self.vector, self.layout = trainer.vector, trainer.vector.layout
-        self.personalisers = trainer.declarations.filling("personalise")
+        self.personalisers = trainer.declarations.hooks_of("personalise")
 
     def evaluate(
         self,
         tasks: Sequence[ScoringTask],
-        published: Published,
+        published: PublishedVersion,
         states: Sequence[StoredState | None],
-    ) -> list[Report]:
+    ) -> list[ScoringReport]:
         """Return the scores and losses of each task's rows.
 
         states: client states that are sent, one per task; empty: all are resident.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)
-        reports: list[Report] = []
+        reports: list[ScoringReport] = []
         for index, task in enumerate(tasks):
             self._load(task, broadcast, states[index] if states else None)
             if task.finetune is not None:
@@ -51,7 +51,7 @@ class Scorer:
         return reports
 
     def scored_tensors(
-        self, task: ScoringTask, published: Published, sent: StoredState | None
+        self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None
     ) -> dict[str, Tensor]:
         """Return every tensor of the networks that a task would score, by full name."""
         self._load(task, self.receiver.receive(published), sent)
@@ -61,10 +61,10 @@ class Scorer:
     def client_tensors(self, task: ScoringTask, sent: StoredState | None) -> dict[str, np.ndarray]:
         """Return the client state of a task's client, by full name."""
         state = self.states.get(task.client, task.state, sent)
-        return named(state.each(lambda tensor: tensor.cpu().numpy()), self.layout)
+        return to_named_arrays(state.each(lambda tensor: tensor.cpu().numpy()), self.layout)
 
     def predictions(
-        self, task: ScoringTask, published: Published, sent: StoredState | None
+        self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return labels [n] and outputs [n, C] of a task's rows."""
         self.trainer.set_training(False)
@@ -108,7 +108,7 @@ class Scorer:
             rows = np.concatenate([rows, partition.spare.rows(client)])
         self.trainer.finetune(client, rows, version, settings)
 
-    def _report(self, task: ScoringTask) -> Report:
+    def _report(self, task: ScoringTask) -> ScoringReport:
         objective, metric = self.trainer.task.objective, self.trainer.task.metric
         model = self.vector.networks["model"]
         scores, losses = [], []
@@ -116,4 +116,6 @@ class Scorer:
             logits = model(inputs)
             losses.append(objective.losses(logits, labels))
             scores.append(metric.rows(logits, labels))
-        return Report(task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy())
+        return ScoringReport(
+            task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy()
+        )

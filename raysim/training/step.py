@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from raysim.api.context import Batch, Context, Outputs, Stage
 from raysim.api.declare import Declarations
-from raysim.api.mistakes import returned, scalar
+from raysim.api.hook_checks import check_scalar, check_type
 from raysim.api.objectives import Loss
 from raysim.training.second_pass import RecordedOutputs, SecondPass
 from raysim.vectors.layout import Vector
-from raysim.vectors.optimizer import Optimizer
+from raysim.vectors.optimizer import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,18 @@ class _StepHooks:
         return self.loss_owner is not None or bool(self.terms)
 
     def _fill(self, declarations: Declarations) -> None:
-        self.batches = [(each.method, hook) for each, hook in declarations.filling("batch")]
-        for each, hook in declarations.filling("loss"):
+        self.batches = [(each.method, hook) for each, hook in declarations.hooks_of("batch")]
+        for each, hook in declarations.hooks_of("loss"):
             if "loss" in each.owned:
                 self.loss_owner = (each.method, hook)
             else:
                 self.terms.append((each.method, hook))
-        corrections = declarations.filling("gradient")
+        corrections = declarations.hooks_of("gradient")
         corrections.sort(key=lambda pair: _KINDS[pair[0].correction])
         self.corrections = [(each.method, hook) for each, hook in corrections]
-        only = declarations.only("perturb")
+        only = declarations.single_hook("perturb")
         self.perturb = None if only is None else (only[0].method, only[1])
-        stager = declarations.one("stages")
+        stager = declarations.declarer("stages")
         if stager is not None:
             self._stager = stager.method
 
@@ -105,7 +105,7 @@ class Step:
         self,
         vector: Vector,
         declarations: Declarations | None,
-        optimizer: Optimizer,
+        optimizer: OptimizerSettings,
         clip: float = 0.0,
         usual_loss: Loss = cross_entropy,
         precision: torch.dtype | None = None,
@@ -129,7 +129,7 @@ class Step:
             ctx.stage = stage
             set_modes(ctx.networks, stage.modes)
             second = None  # `perturb` acts in stages with the task loss only
-            if stage.task and isinstance(out, RecordedOutputs):
+            if stage.has_task_loss and isinstance(out, RecordedOutputs):
                 second = SecondPass(self.vector, out)
             loss, task = self.objective(ctx, out)
             if task is not None:
@@ -140,7 +140,7 @@ class Step:
     def outputs(self, ctx: Context, batch: Batch) -> Outputs:
         """Return what the model will make of the batch, changed as methods ask."""
         for name, change in self.hooks.batches:
-            batch = returned(change(ctx.view(name), batch), Batch, name, "batch", "the batch")
+            batch = check_type(change(ctx.view(name), batch), Batch, name, "batch", "the batch")
         if self.hooks.perturb is None:
             return Outputs(ctx, batch)
         return RecordedOutputs(ctx, batch)
@@ -162,7 +162,7 @@ class Step:
             return -loss if stage.ascend else loss, None
         task = loss = self.task_loss(ctx, out)
         for name, add in self.hooks.terms:
-            loss = scalar(add(ctx.view(name), out, loss), name, "loss")
+            loss = check_scalar(add(ctx.view(name), out, loss), name, "loss")
         return -loss if stage.ascend else loss, task
 
     def task_loss(self, ctx: Context, out: Outputs) -> Tensor:
@@ -170,7 +170,7 @@ class Step:
         if self.hooks.loss_owner is None:
             return self.usual_loss(out.logits, out.batch.targets)
         name, replace = self.hooks.loss_owner
-        return scalar(replace(ctx.view(name), out, out.zero), name, "loss")
+        return check_scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         group = self.group(stage.trains)
@@ -208,7 +208,7 @@ class Step:
         name, perturb = self.hooks.perturb
         params = torch.cat([self.vector.data[run] for run in group.runs])
         changed: Tensor = perturb(ctx.view(name), params, grad, gradient_at)
-        return returned(changed, Tensor, name, "perturb", "the gradient")
+        return check_type(changed, Tensor, name, "perturb", "the gradient")
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
         size, data = sum(grad.numel() for grad in grads), self.vector.data
@@ -227,7 +227,7 @@ class Step:
         group = self._groups.get(key)
         if group is None:
             layout = self.vector.layout
-            entries = layout.within(trains)
+            entries = layout.entries_in(trains)
             if not entries:
                 raise ValueError(
                     f"nothing to train in {list(trains)}: all parameters there are frozen or missing"
@@ -238,7 +238,7 @@ class Step:
                     f"a stage trains {fixed} among {list(trains)}, which method "
                     f"'{self._fixed[fixed]}' fixes. Leave it out of the stage."
                 )
-            runs = layout.runs(entries)
+            runs = layout.stretches(entries)
             group = self._groups[key] = Group(
                 params=self.vector.tensors(entries),
                 views=[self.vector.data[e.start : e.stop].view(e.shape) for e in entries],

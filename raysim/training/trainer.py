@@ -14,15 +14,15 @@ from raysim.api.client_state import ClientState
 from raysim.api.context import Batch, Context, Contribution, Plan, Stage
 from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.declare import Declarations
-from raysim.api.local_job import LocalJob
-from raysim.api.messages import Job
-from raysim.api.mistakes import (
-    State,
+from raysim.api.hook_checks import (
+    DeclaredState,
     StateNames,
+    check_draws,
     check_state,
     check_upload,
-    one_for_each_step,
 )
+from raysim.api.local_job import LocalJob
+from raysim.api.messages import Job
 from raysim.api.state_values import pack, unpack
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
@@ -52,7 +52,7 @@ class RunningJob:
 
     def loss_rows(self) -> list[int]:
         """Return the number of rows behind each loss."""
-        has_task = [any(stage.task for stage in stages) for stages in self.cycle]
+        has_task = [any(stage.has_task_loss for stage in stages) for stages in self.cycle]
         sizes = enumerate(self.ctx.plan.sizes)
         return [size for index, size in sizes if has_task[index % len(has_task)]]
 
@@ -83,10 +83,10 @@ class Trainer:
         self._finetuning_step = Step(vector, None, *settings)
         self.usual_sizes = usual_batch_sizes(partition.counts, local.batch)
 
-        self.stager = declarations.one("stages")
-        self.beginners = declarations.filling("begin")
-        self.preparers = declarations.filling("prepare")
-        self.finishers = declarations.filling("end")
+        self.stager = declarations.declarer("stages")
+        self.beginners = declarations.hooks_of("begin")
+        self.preparers = declarations.hooks_of("prepare")
+        self.finishers = declarations.hooks_of("end")
         self.state_names = StateNames(declarations)
         method_keeps = any(declared.keeps_optimizer for declared in declarations.methods)
         self.keeps_optimizer = local.keep_optimizer or method_keeps
@@ -106,7 +106,7 @@ class Trainer:
         self.planner = BatchPlanner(
             local,
             seed,
-            declarations.one("select"),
+            declarations.declarer("select"),
             has_batch_norm or self.needs_two_rows,
             self.needs_two_rows,
         )
@@ -165,7 +165,7 @@ class Trainer:
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)
-        methods = State(unpack(state.methods))
+        methods = DeclaredState(unpack(state.methods))
         ctx = self._context(job, len(rows), base, counters, download, methods)
         ctx.views = self.views(ctx)
         ctx.start = state
@@ -294,7 +294,7 @@ class Trainer:
             generator = ctx.stream(f"draws.{declared.method}")
             for name, draw in declared.draws.items():
                 values = draw(ctx.view(declared.method), generator)
-                values = one_for_each_step(values, declared.method, name, ctx.plan.steps)
+                values = check_draws(values, declared.method, name, ctx.plan.steps)
                 draws[f"{declared.method}.{name}"] = self._draws_on_device(values)
         ctx.draws = draws
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raysim.data.dataset import Dataset
-from raysim.vectors.optimizer import widest
+from raysim.vectors.optimizer import widest_float
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -74,7 +74,7 @@ def read_scalars(values: Sequence[Tensor]) -> list[float]:
     if not values or not has_own_memory(values[0].device):
         return [float(value) for value in values]
     device = values[0].device
-    stacked = torch.stack([value.to(device, widest(device)) for value in values])
+    stacked = torch.stack([value.to(device, widest_float(device)) for value in values])
     scalars: list[float] = stacked.tolist()
     return scalars
 

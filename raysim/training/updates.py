@@ -11,13 +11,13 @@ from torch import Tensor
 
 from raysim.api.composition import STEP_HOOKS, failing_method_name
 from raysim.api.context import Context
+from raysim.api.hook_checks import check_report, format_error, format_traceback
 from raysim.api.messages import Failure, Job, Probe, Update
-from raysim.api.mistakes import check_report, said, traced
 from raysim.training.attack import check_norm
 from raysim.training.run_spec import RunSpec
 from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.transfer import MemoryCopies, read_scalars, to_device
-from raysim.vectors.optimizer import widest
+from raysim.vectors.optimizer import widest_float
 
 _NO_COUNTERS = np.empty(0, np.int64)  # one object for all updates is pickled once per call
 
@@ -38,7 +38,7 @@ def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
     if not rows:
         return losses.new_full((), nan)
     weights = to_device(np.array(rows, np.int64), losses.device)
-    wide = widest(losses.device)
+    wide = widest_float(losses.device)
     return torch.dot(losses.to(wide), weights.to(wide)) / sum(rows)
 
 
@@ -93,12 +93,12 @@ class UpdateBuilder:
     def failure(self, job: Job, error: BaseException) -> Failure:
         """Return the failure of a job that raised an error."""
         client = self.spec.data.label(job.client)
-        text = f"{client}, version {job.version}, worker {self.worker}: {said(error)}"
+        text = f"{client}, version {job.version}, worker {self.worker}: {format_error(error)}"
         method = failing_method_name(error)
         if isinstance(error, NotFiniteError):
             method = error.method
         return Failure(
-            job.number, job.client, job.version, self.worker, method, text, traced(error)
+            job.number, job.client, job.version, self.worker, method, text, format_traceback(error)
         )
 
     def _check(

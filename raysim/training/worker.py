@@ -15,9 +15,9 @@ from raysim.api.messages import (
     Arrays,
     Failure,
     Job,
-    Published,
-    Report,
-    Task as ScoringTask,
+    PublishedVersion,
+    ScoringReport,
+    ScoringTask,
     TrainingResult,
     Update,
 )
@@ -158,7 +158,7 @@ class Worker(Combiner):
         jobs: Sequence[Job],
         groups: Sequence[tuple[int, ...]],
         versions: int,
-        *values: Published | StoredState | None,
+        *values: PublishedVersion | StoredState | None,
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
         """Train the jobs in order.
 
@@ -170,7 +170,7 @@ class Worker(Combiner):
         runs, the state from which each job starts, or None if it is resident.
         """
         since = time.perf_counter()
-        published = cast("tuple[Published, ...]", values[:versions])
+        published = cast("tuple[PublishedVersion, ...]", values[:versions])
         sent = cast("tuple[StoredState | None, ...]", values[versions:])
         sums = WorkerSums(jobs, groups)
         training = {version.version: version for version in published}
@@ -204,8 +204,8 @@ class Worker(Combiner):
 
     # --- scoring -----------------------------------------------------------------------------
     def evaluate(
-        self, tasks: Sequence[ScoringTask], published: Published, *states: StoredState | None
-    ) -> list[Report]:
+        self, tasks: Sequence[ScoringTask], published: PublishedVersion, *states: StoredState | None
+    ) -> list[ScoringReport]:
         """See `Scorer.evaluate`."""
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)
@@ -213,7 +213,7 @@ class Worker(Combiner):
         return reports
 
     def scored_tensors(
-        self, task: ScoringTask, published: Published, sent: StoredState | None = None
+        self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
         """See `Scorer.scored_tensors`."""
         return self.scorer.scored_tensors(task, published, sent)
@@ -225,7 +225,7 @@ class Worker(Combiner):
         return self.scorer.client_tensors(task, sent)
 
     def predictions(
-        self, task: ScoringTask, published: Published, sent: StoredState | None = None
+        self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `Scorer.predictions`."""
         return self.scorer.predictions(task, published, sent)

@@ -21,12 +21,12 @@ BLOCK = 1 << 18  # numbers of each vector that are at hand at once
 _COMPILER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 _MOST = 8  # threads: by then memory is the limit
 
-Group: TypeAlias = tuple[
+WeightedVectors: TypeAlias = tuple[
     Sequence[np.ndarray], Sequence[float]
 ]  # vectors [d], and the weight of each
 
 
-def cores() -> int:
+def num_threads() -> int:
     """How many threads share the blocks: as many as this process may use."""
     usable = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -36,11 +36,11 @@ def cores() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), "raysim-blocks")
+    return ThreadPoolExecutor(num_threads(), "raysim-blocks")
 
 
 @cache
-def compiled(function: F) -> F:
+def compile_function(function: F) -> F:
     """``function`` of arrays and numbers as machine code, made at its first call (a second or so) and kept on disk.
 
     What takes PyTorch many passes over a vector then takes one, outside Python's lock. Nothing is reordered; a product
@@ -56,7 +56,7 @@ def compiled(function: F) -> F:
     return cast(F, fast)
 
 
-def parts(start: int, stop: int, size: int) -> list[slice]:
+def split_range(start: int, stop: int, size: int) -> list[slice]:
     """The entries from `start` to `stop`, `size` at a time."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
@@ -66,8 +66,8 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
 
     ``work`` runs in several threads, writes nothing outside its block, and calls no `in_blocks` itself.
     """
-    blocks = parts(0, length, size)
-    if len(blocks) < 2 or cores() == 1:
+    blocks = split_range(0, length, size)
+    if len(blocks) < 2 or num_threads() == 1:
         return [work(block) for block in blocks]
     return list(_pool().map(work, blocks))
 
@@ -86,11 +86,11 @@ def run_compiled(
     """
     views = [array.detach().numpy() for array in arrays]
     numbers = [views[0].dtype.type(setting) for setting in settings]
-    run = compiled(rule)
+    run = compile_function(rule)
     in_blocks(len(views[0]), lambda part: run(*(view[part] for view in views), *numbers, *switches))
 
 
-def folded(groups: Sequence[Group], into: Tensor | None = None) -> Tensor:
+def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -> Tensor:
     """[d] the sum over groups of w_1 a_1 + w_2 a_2 + ..., each folded in its order: every sum of updates on the server.
 
     A group that a worker has summed is one vector of weight 1. into: the place of the sum, a new one if None.
@@ -115,7 +115,9 @@ def folded(groups: Sequence[Group], into: Tensor | None = None) -> Tensor:
     return total
 
 
-def grouped(arrays: Sequence[np.ndarray], weights: Sequence[float], size: int) -> list[Group]:
+def split_into_groups(
+    arrays: Sequence[np.ndarray], weights: Sequence[float], size: int
+) -> list[WeightedVectors]:
     """Groups of `size` consecutive vectors, as the server folds them."""
     cuts = [slice(start, start + size) for start in range(0, len(arrays), size)]
     return [(arrays[cut], weights[cut]) for cut in cuts]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.vectors.blocks import folded, grouped, in_blocks
+from raysim.vectors.blocks import fold_groups, in_blocks, split_into_groups
 from raysim.vectors.layout import Layout
 
 Granularity: TypeAlias = Literal[
@@ -24,7 +24,7 @@ _SHARES = 8  # of the columns, for threads to take: no more, for each begins wit
 _ROWS = 8  # rows in a tile: nothing above the diagonal tiles is computed; a product this small is not packed
 
 
-def gram(rows: Sequence[Tensor]) -> Tensor:
+def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     """Inner products of m vectors [d] of one dtype, on the CPU: symmetric, float64 [m, m].
 
     Parts of float32 vectors are multiplied in float32 and added in float64: entries are off by about 1e-8 |g_i||g_j|,
@@ -56,11 +56,11 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.tril(total) + np.tril(total, -1).T)
 
 
-def combination(
+def linear_combination(
     rows: Sequence[Tensor], weights: Sequence[float], group: int, into: Tensor | None = None
 ) -> Tensor:
     """w_1 g_1 + w_2 g_2 + ... of vectors [d], `into` a place: the bits of the server's own sum, in its groups."""
-    return folded(grouped([row.numpy() for row in rows], weights, group), into)
+    return fold_groups(split_into_groups([row.numpy() for row in rows], weights, group), into)
 
 
 def stretches(layout: Layout, granularity: Granularity) -> list[slice]:

@@ -63,14 +63,14 @@ class Layout:
             e for e in self.counters if e.personal
         )
 
-    def within(self, prefixes: Iterable[str]) -> tuple[Entry, ...]:
+    def entries_in(self, prefixes: Iterable[str]) -> tuple[Entry, ...]:
         """The trainable entries of some networks or modules, by position: "model" or "model.head"."""
         dotted = tuple(prefix + "." for prefix in prefixes)
         return tuple(
             entry for entry in self.entries if entry.parameter and entry.name.startswith(dotted)
         )
 
-    def runs(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
+    def stretches(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
         """Contiguous stretches that cover the entries, none of them across the border of the shared parameters."""
         merged: list[slice] = []
         for entry in entries:
@@ -149,7 +149,7 @@ def _put(places: Iterable[_Place], tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
+class VectorStorage:
     """Two flat tensors, and what a vector's modules see of them."""
 
     data: Tensor
@@ -191,36 +191,36 @@ class Vector:
                 self._parameters.append(tensor if entry.parameter else None)
                 if entry.parameter:
                     self.parameters[entry.name] = tensor
-        self.rehome(self.home(self.data, self.counters))
+        self.use_storage(self.storage(self.data, self.counters))
 
     def _with_flat(self, data: Tensor, counters: Tensor) -> Iterator[tuple[Entry, Tensor]]:
         yield from ((entry, data) for entry in self.layout.entries)
         yield from ((entry, counters) for entry in self.layout.counters)
 
-    def home(self, data: Tensor, counters: Tensor) -> Home:
-        """Views of two flat tensors, for `rehome`."""
+    def storage(self, data: Tensor, counters: Tensor) -> VectorStorage:
+        """Views of two flat tensors, for `use_storage`."""
         # .data: autograd must not mistake a step on its neighbours for one on it
         views = [
             flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)
         ]
-        return Home(data, counters, views)
+        return VectorStorage(data, counters, views)
 
-    def rehome(self, home: Home) -> None:
+    def use_storage(self, storage: VectorStorage) -> None:
         """Let the modules see these flat tensors, as they are, in place of those that they saw."""
-        self.data, self.counters = home.data, home.counters
-        for places, parameter, view in zip(self._places, self._parameters, home.views, strict=True):
+        self.data, self.counters = storage.data, storage.counters
+        for places, parameter, view in zip(
+            self._places, self._parameters, storage.views, strict=True
+        ):
             if parameter is None:
                 _put(places, view)
             else:
                 parameter.data = view
 
     @contextmanager
-    def standing_for(
-        self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]
-    ) -> Iterator[None]:
+    def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
 
-        These may be any tensors, such as views of a client's state, where `rehome` changes parameters in place.
+        These may be any tensors, such as views of a client's state, where `use_storage` changes parameters in place.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters

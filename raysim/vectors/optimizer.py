@@ -12,13 +12,13 @@ from torch import Tensor
 from raysim.primitives.checks import at_least
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """The floats of a device that have the most digits."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerSettings:
     """The local optimiser's settings. Its buffers start at zero in every job."""
 
     kind: Literal["sgd", "adam"] = "sgd"
@@ -40,7 +40,7 @@ class Optimizer:
 class LocalOptimizer:
     """One optimiser at work; equal to torch.optim.SGD, bit for bit, on views or on one flat tensor."""
 
-    def __init__(self, settings: Optimizer):
+    def __init__(self, settings: OptimizerSettings):
         self.settings = settings
         self.first: list[Tensor] = []
         self.second: list[Tensor] = []
@@ -132,7 +132,7 @@ class LocalOptimizer:
 class StackedOptimizer(LocalOptimizer):
     """The optimisers of K clients on tensors [K, ...]; each row counts its own steps."""
 
-    def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
+    def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
         super().__init__(settings)
         self.counts = [0] * len(like[0])  # steps, by row
         self._allocate(like)
@@ -146,7 +146,9 @@ class StackedOptimizer(LocalOptimizer):
         self.step(params, grads, rate)
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        counts = torch.tensor(self.counts, dtype=widest(params[0].device), device=params[0].device)
+        counts = torch.tensor(
+            self.counts, dtype=widest_float(params[0].device), device=params[0].device
+        )
         self._adam_by_counts(params, grads, rate, counts.clamp(min=1))
 
     def row(self, row: int) -> LocalOptimizer:
@@ -172,11 +174,11 @@ class RecordedOptimizer(LocalOptimizer):
     `steps` is counted by the caller, since a replay runs no Python.
     """
 
-    def __init__(self, settings: Optimizer, like: Sequence[Tensor]):
+    def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
         super().__init__(settings)
         self._allocate(like)
         device = like[0].device
-        self._count = torch.zeros((), dtype=widest(device), device=device)
+        self._count = torch.zeros((), dtype=widest_float(device), device=device)
 
     def restart(self, saved: Mapping[str, Tensor]) -> None:
         """Start again, from what `save` of an optimiser returned if there is any."""
@@ -226,7 +228,7 @@ class Optimizers:
     def of(
         self,
         stage: str,
-        settings: Optimizer,
+        settings: OptimizerSettings,
         like: Sequence[Tensor],
         shared: tuple[slice, ...],
         rate: float,

@@ -1,8 +1,8 @@
 """Server-side caches of clients' vectors: rows on disk or in memory, with all the room they may need reserved at once.
 
 A cache is one tensor of the rows in use; the reserved room is the storage behind it. So it may lie in `server.state`: a
-checkpoint writes the rows in use, and what it restores is moved into a new room by `settled`. Rows on disk take no
-memory but the page cache; their file has no name, so it is gone with the process, however that ends.
+checkpoint writes the rows in use, and what it restores is moved into a new room by `rows_with_room`. Rows on disk
+take no memory but the page cache; their file has no name, so it is gone with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Place: TypeAlias = Literal["disk", "memory"]
+CachePlace: TypeAlias = Literal["disk", "memory"]
 GIB = 2**30
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
     """An empty cache [0, ...] with room for `shape`: a file in the folder for temporary files, or memory.
 
     Memory is taken when a row is first written, disk at once. Raises ValueError where the disk is too small.
@@ -47,7 +47,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
     return room.view(shape)[:0]
 
 
-def extended(rows: Tensor, count: int) -> Tensor:
+def extend_rows(rows: Tensor, count: int) -> Tensor:
     """The first `count` rows of the room that `rows` lie in.
 
     The rows that are added are set to zero, because checksums and checkpoints read also those that nobody has written.
@@ -57,14 +57,14 @@ def extended(rows: Tensor, count: int) -> Tensor:
     return more
 
 
-def settled(rows: Tensor, capacity: int, place: Place) -> Tensor:
+def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
     """The rows themselves if their room is a reserved one for `capacity` rows, else a copy in a new room."""
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
     roomy = storage.nbytes() >= math.prod(shape) * rows.dtype.itemsize
     if roomy and (place == "memory" or storage.filename is not None or not math.prod(shape)):
         return rows
-    return extended(reserve(shape, rows.dtype, place), len(rows)).copy_(rows)
+    return extend_rows(reserve(shape, rows.dtype, place), len(rows)).copy_(rows)
 
 
 def check_budget(
@@ -81,11 +81,11 @@ def check_budget(
         )
 
 
-def claimed(
+def claim_rows(
     state: MutableMapping[str, Tensor],
     clients: Sequence[int],
     capacity: int,
-    place: Place,
+    place: CachePlace,
     cache: str = "cache",
 ) -> list[int]:
     """Return the rows of clients in `state[cache]`; `state["clients"]` has whose they are.
@@ -96,7 +96,7 @@ def claimed(
     known = {client: row for row, client in enumerate(ids.tolist())}
     new = [client for client in dict.fromkeys(clients) if client not in known]
     known |= {client: len(ids) + number for number, client in enumerate(new)}
-    rows = settled(state[cache], capacity, place)  # it may be a checkpoint's
-    state[cache] = extended(rows, len(known))
+    rows = rows_with_room(state[cache], capacity, place)  # it may be a checkpoint's
+    state[cache] = extend_rows(rows, len(known))
     state["clients"] = torch.cat([ids, torch.tensor(new, dtype=torch.int64)])
     return [known[client] for client in clients]

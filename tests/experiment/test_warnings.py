@@ -91,7 +91,7 @@ def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(
     monkeypatch.setattr(FedProx, "setup", lambda self, run: seen.append(run))
     for schedule in (ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT):
         warnings("method=[fedprox,mixup]", *schedule)
-    settings = {(run.size, run.stale): [*run.methods] for run in seen}
+    settings = {(run.max_updates, run.has_stale_updates): [*run.methods] for run in seen}
     assert settings == {
         key: ["fedprox", "mixup"] for key in [(3, False), (3, True), (1, True), (1, False)]
     }

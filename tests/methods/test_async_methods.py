@@ -19,14 +19,14 @@ from tiny_runs import (
     coordinate,
     equal_clients,
     make_server,
-    ran,
     run,
     run_spec,
+    run_to_end,
 )
 from torch import Tensor
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import PublishedVersion, Update
 from raysim.api.method import Method
 from raysim.methods.ace import ACE, active_clients, all_client_step
 from raysim.methods.ca2fl import CA2FL, calibrated_step
@@ -94,7 +94,7 @@ def arrive(
         updates,
         {},
         [at.version - base] * len(updates),
-        {base: Published(base, known[base].numpy(), empty)},
+        {base: PublishedVersion(base, known[base].numpy(), empty)},
     )
 
 
@@ -276,7 +276,7 @@ def test_in_rounds_with_everybody_ca2fl_and_ace_are_uniform_fedavg() -> None:
 @pytest.mark.parametrize("method", [CA2FL(), ACE(0.3), ACE(0.3, 3)], ids=repr)
 def test_a_cache_has_the_last_update_of_every_client_and_their_sum(method: Method) -> None:
     spy = Spy(study := run_spec(method, data=equal_clients(clients=12)))
-    found = ran(coordinate(study, BUFFER, runtime=spy, rounds=7))
+    found = run_to_end(coordinate(study, BUFFER, runtime=spy, rounds=7))
     state = {
         name.partition(".")[2]: tensor for name, tensor in found.coordinator.server.state.items()
     }
@@ -556,7 +556,7 @@ class OneByOne:
             layout, start, nothing, [method], np.full(10, 10), 0, task, "uniform"
         )
         self.size, self.waiting = size, list[Update]()
-        self.bases: dict[int, Published] = {}
+        self.bases: dict[int, PublishedVersion] = {}
 
     @property
     def x(self) -> Tensor:
@@ -568,7 +568,7 @@ class OneByOne:
 
     def take(self, client: int, base: int, start: Tensor, change: Tensor) -> None:
         empty = np.empty(0, np.int64)
-        self.bases[base] = Published(base, start.numpy(), empty)
+        self.bases[base] = PublishedVersion(base, start.numpy(), empty)
         self.waiting.append(Update(0, client, base, 1, 1, 1, 0.0, 0.0, empty, delta=change.numpy()))
         if len(self.waiting) == self.size:
             ages = [self.version - update.version for update in self.waiting]

@@ -17,10 +17,10 @@ from tiny_runs import (
     NORMED_MLP,
     coordinate,
     equal_clients,
-    ran,
     run,
     run_spec,
-    several,
+    run_to_end,
+    several_workers,
 )
 from torch import nn
 
@@ -136,7 +136,9 @@ class TestBits:
             return study(lanes=3, dtype=torch.float32)
 
         straight = run(spec(), BUFFER, rounds=6)
-        workers = ran(coordinate(spec(), BUFFER, runtime=several(spec(), 3), rounds=6))
+        workers = run_to_end(
+            coordinate(spec(), BUFFER, runtime=several_workers(spec(), 3), rounds=6)
+        )
         assert (workers.bits, workers.history) == (straight.bits, straight.history)
         run(spec(), BUFFER, rounds=6, checkpoint_every=3, folder=str(tmp_path))
         resumed = run(

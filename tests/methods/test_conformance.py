@@ -26,20 +26,20 @@ from tiny_runs import (
     Spy,
     coordinate,
     pairs,
-    ran,
     run,
     run_spec,
-    same,
+    run_to_end,
+    same_arrays,
 )
 from torch import Tensor
 
 import raysim.methods
-from raysim.api.client_state import flat
+from raysim.api.client_state import to_flat_arrays
 from raysim.api.composition import check_names, check_together
 from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
-from raysim.api.setup import Declared, Setup
+from raysim.api.setup import MethodDeclaration, Setup
 from raysim.conformance import agreement
 from raysim.conformance.methods import named, travels
 from raysim.methods.ace import ACE
@@ -460,7 +460,7 @@ def test_a_method_is_fedavg_bit_for_bit_where_its_spec_says_so(plain: Plain) -> 
     found = run(study(plain.make(), **others), fleet=Ideal(), **plain.run)
     fedavg = run(study(**others), fleet=Ideal(), **plain.run)
     assert found.finished.model_sha256 == fedavg.finished.model_sha256
-    assert same(found.tensors, fedavg.tensors)
+    assert same_arrays(found.tensors, fedavg.tensors)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -502,17 +502,20 @@ def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_cou
     spec = study(TABLE[name].make(), model=TABLE[name].model)
     spy = Spy(spec)
     leaving = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
-    found = ran(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
+    found = run_to_end(coordinate(spec, Buffered(5, 2), leaving, runtime=spy, rounds=7))
     jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
     assert any(any(each.staleness) for each in found.aggregations) and any(
         each.lost for each in found.aggregations
     )
-    left = {job.number: flat(state) for (job, _), state in zip(spy.sent, spy.states, strict=True)}
+    left = {
+        job.number: to_flat_arrays(state)
+        for (job, _), state in zip(spy.sent, spy.states, strict=True)
+    }
     aggregated = [job.number for each in found.aggregations for job in each.aggregated]
     assert left.keys() == set(aggregated), "nobody else trains"
     last = {jobs[number].client: number for number in aggregated}
     for client, number in last.items():
-        assert same(flat(found.state(client)), left[number])
+        assert same_arrays(to_flat_arrays(found.state(client)), left[number])
     latest: dict[int, int] = {}
     for job, _ in sorted(spy.sent, key=lambda each: each[0].number):
         assert job.state == latest.get(job.client, -1), (
@@ -585,7 +588,7 @@ def test_nor_does_it_beside_personal_parameters(name: str) -> None:
 def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
-    found = ran(coordinate(spied, runtime=spy, rounds=5))
+    found = run_to_end(coordinate(spied, runtime=spy, rounds=5))
     size = int(np.prod(spied.task.shape)) * 4
     clients, jobs = {job.client for job, _ in spy.sent}, len(spy.sent)
     assert len(clients) < jobs
@@ -601,7 +604,7 @@ def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
 
 
 @functools.cache
-def declared(name: str) -> Declared:
+def declared(name: str) -> MethodDeclaration:
     """What a method of the table declares in a run of its own."""
     return declare_run(study(TABLE[name].make(), model=TABLE[name].model)).methods[0]
 

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Spy, coordinate, equal_clients, participation_facts, ran, run_spec, several
+from tiny_runs import (
+    Spy,
+    coordinate,
+    equal_clients,
+    participation_facts,
+    run_spec,
+    run_to_end,
+    several_workers,
+)
 from torch import Tensor
 
 from raysim.api.declarations import Local
@@ -43,7 +51,9 @@ def test_domain_is_client_number_on_every_worker(
 
     monkeypatch.setattr(dann, "discriminator_loss", watched)
     spec = run_spec(method)
-    result = ran(coordinate(spec, Synchronous(4), runtime=several(spec, workers), rounds=4))
+    result = run_to_end(
+        coordinate(spec, Synchronous(4), runtime=several_workers(spec, workers), rounds=4)
+    )
     assert not result.failures and max(participation for _, participation in labels) > 1
     assert {client for client, _ in labels} == set(range(6))
     assert all(set(domains) == {client} for (client, _), domains in labels.items())
@@ -52,7 +62,7 @@ def test_domain_is_client_number_on_every_worker(
 def test_output_of_absent_client_is_only_pushed_down() -> None:
     spec = run_spec(Dann(0.5, width=8), local=Local(lr=0.1, batch=8, epochs=2))
     spy = Spy(spec)
-    result = ran(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))
+    result = run_to_end(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))
     present = [job.client for job, _ in spy.sent]
     absent = [client for client in range(6) if client not in present]
     name = f"{DISCRIMINATOR}.4.bias"

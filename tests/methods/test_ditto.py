@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from test_perturb import Dropping
-from tiny_runs import BUFFER, NORMED, NORMED_MLP, ROUNDS, Spy, coordinate, ran, run, run_spec, same
+from tiny_runs import (
+    BUFFER,
+    NORMED,
+    NORMED_MLP,
+    ROUNDS,
+    Spy,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    same_arrays,
+)
 
 from raysim.api.method import Method
 from raysim.methods.ditto import Ditto
@@ -29,7 +40,7 @@ def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
     # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the order of the sum.
     found = run(run_spec(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
     plain = run(run_spec(*others, model=model), schedule, Ideal(), rounds=4)
-    assert found.finished.model_sha256 == plain.finished.model_sha256 and same(
+    assert found.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(
         found.tensors, plain.tensors
     )
     for row, reference in zip(found.rows, plain.rows, strict=True):
@@ -41,7 +52,7 @@ def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
 def test_nothing_of_a_personal_model_travels() -> None:
     spied = run_spec(Ditto(), model=NORMED_MLP)
     spy, plain = Spy(spied), run_spec(model=NORMED_MLP)
-    shared = ran(coordinate(spied, runtime=spy)).coordinator.layout.shared
+    shared = run_to_end(coordinate(spied, runtime=spy)).coordinator.layout.shared
     assert shared == coordinate(plain).layout.shared
     assert all(not update.extras for update in spy.updates)
     assert all(

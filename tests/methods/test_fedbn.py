@@ -17,10 +17,10 @@ from tiny_runs import (
     Spy,
     coordinate,
     declare_methods,
-    ran,
     run,
     run_spec,
-    tiny,
+    run_to_end,
+    tiny_data,
 )
 from torch import Tensor, nn
 
@@ -128,9 +128,9 @@ def test_each_scope_shares_its_floats_and_counters(scope: Any) -> None:
 
 @pytest.mark.parametrize("scope", ["affine", "none"])
 def test_shared_counters_take_the_maximum(scope: Any) -> None:
-    here = study(FedBN(scope), data=tiny())
+    here = study(FedBN(scope), data=tiny_data())
     spy = Spy(here)
-    finished = ran(coordinate(here, ROUNDS, runtime=spy, rounds=1))
+    finished = run_to_end(coordinate(here, ROUNDS, runtime=spy, rounds=1))
     counters = [update.counters for update in spy.updates]
     assert len({values.tolist()[0] for values in counters}) > 1, "clients of unequal sizes"
     assert np.array_equal(finished.coordinator.server.counters.numpy(), np.max(counters, axis=0))

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from tiny_runs import BUFFER, ROUNDS, Ran, Spy, coordinate, participation_facts, ran, run_spec
+from tiny_runs import (
+    BUFFER,
+    ROUNDS,
+    FinishedRun,
+    Spy,
+    coordinate,
+    participation_facts,
+    run_spec,
+    run_to_end,
+)
 
 from raysim.api.declarations import Local
 from raysim.data.sources import Source, Synthetic
@@ -32,10 +41,10 @@ def mixture(**settings: Any) -> FedBR:
     return small(**{"pseudo": "mixture", "proxy": PROXY} | settings)
 
 
-def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Ran, Spy]:
+def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[FinishedRun, Spy]:
     study = run_spec(method, local=LOCAL)
     spy = Spy(study)
-    return ran(coordinate(study, schedule, runtime=spy, **settings)), spy
+    return run_to_end(coordinate(study, schedule, runtime=spy, **settings)), spy
 
 
 # --- what they cost ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from raysim.api.local_job import LocalJob
 from raysim.methods import fedbr
 from raysim.methods.fedbr import PROJECTOR, FedBR
 from raysim.vectors.layout import Vector, plan_layout
-from raysim.vectors.optimizer import Optimizer
+from raysim.vectors.optimizer import OptimizerSettings
 
 TRACE = "fedbr_two_stage_step.json"
 
@@ -119,7 +119,7 @@ def test_one_step_of_fedbr_follows_the_trace(
     with torch.no_grad():
         ctx.kept["fedbr.global"] = torch.tanh(dense(args["global_feature"])(pseudo))
     ctx.views = {"fedbr": LocalJob(ctx, "fedbr")}
-    step = make_step(vector, [method], Optimizer())
+    step = make_step(vector, [method], OptimizerSettings())
     stages = [Stage()]
     if method.max_step:
         climb = Stage("fedbr.max", (PROJECTOR,), method.projected_contrast, ascend=True)

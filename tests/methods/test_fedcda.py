@@ -26,7 +26,7 @@ from tiny_runs import (
 )
 
 from raysim.api.declarations import Task
-from raysim.api.messages import Published, Update
+from raysim.api.messages import PublishedVersion, Update
 from raysim.methods.fedcda import (
     MAX_COMBINATIONS,
     FedCDA,
@@ -150,7 +150,7 @@ def step(
         _update(number, client, version, model, origin, losses)
         for number, (client, model) in enumerate(models)
     ]
-    bases = {version: Published(version, origin, np.empty(0, np.int64))}
+    bases = {version: PublishedVersion(version, origin, np.empty(0, np.int64))}
     at.step(updates, {}, [at.version - version] * len(updates), bases)
 
 

@@ -13,12 +13,12 @@ from tiny_runs import (
     MLP,
     NORMED_MLP,
     ROUNDS,
-    Ran,
+    FinishedRun,
     check_composition,
     coordinate,
     run,
     run_spec,
-    same,
+    same_arrays,
 )
 from torch import Tensor
 
@@ -92,7 +92,7 @@ class Watch(Method):
 
 def watched(
     *methods: Method, schedule: Any = EVERYBODY, rounds: int = 3, **others: Any
-) -> tuple[Ran, Watch]:
+) -> tuple[FinishedRun, Watch]:
     watch = Watch()
     ended = run(
         run_spec(*methods, watch, **({"model": NORMED_MLP} | others)),
@@ -130,7 +130,7 @@ def test_step_size_one_gives_fedavgs_model(method: FedExP, schedule: Any) -> Non
         run(run_spec(*methods, model=NORMED_MLP), schedule, Ideal()) for methods in ([method], [])
     )
     assert ended.finished.model_sha256 == fedavg.finished.model_sha256
-    assert same(ended.tensors, fedavg.tensors)
+    assert same_arrays(ended.tensors, fedavg.tensors)
 
 
 # --- what is scored -----------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from tiny_runs import (
     NORMED_MLP,
     check_composition,
     coordinate,
-    ran,
     run,
     run_spec,
-    same,
-    tiny,
+    run_to_end,
+    same_arrays,
+    tiny_data,
 )
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def test_loss_of_soft_targets_is_finite() -> None:
 
 def partitioned(*classes: set[int]) -> Any:
     """The tiny data on a client for each set of classes, which has all training samples of them."""
-    data = tiny()
+    data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
@@ -141,7 +141,7 @@ def test_client_with_one_class_changes_nothing_and_is_counted() -> None:
         )  # type: ignore[arg-type]
         coordinator = coordinate(study)
         before = coordinator.server.vector.clone()
-        ended = ran(coordinator)
+        ended = run_to_end(coordinator)
         assert torch.equal(ended.coordinator.server.vector, before)
         assert [row["fedlc.one_class"] for row in ended.rows] == [1.0] * 3
         assert [row["train_loss"] for row in ended.rows] == [0.0] * 3
@@ -157,7 +157,7 @@ def test_loss_without_margins_has_fedavgs_bits() -> None:
         for methods in ([FedLC(0.0, count_floor=1.0)], [])
     )
     assert zero.finished.model_sha256 == fedavg.finished.model_sha256
-    assert same(zero.tensors, fedavg.tensors)
+    assert same_arrays(zero.tensors, fedavg.tensors)
     assert (
         run(run_spec(FedLC(0.0), data=SKEWED, model=NORMED_MLP)).finished.model_sha256
         != zero.finished.model_sha256

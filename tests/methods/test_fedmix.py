@@ -20,10 +20,10 @@ from tiny_runs import (
     coordinate,
     make_step,
     participation_facts,
-    ran,
     run,
     run_spec,
-    tiny,
+    run_to_end,
+    tiny_data,
 )
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ from raysim.methods.mixup import Mixup
 from raysim.models import Cct7
 from raysim.training.run_spec import declare_run
 from raysim.vectors.layout import Vector, plan_layout
-from raysim.vectors.optimizer import Optimizer
+from raysim.vectors.optimizer import OptimizerSettings
 
 SMALL: dict[str, Any] = {"means": 4, "samples_per_mean": 3}
 
@@ -114,7 +114,7 @@ def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
     ctx.draws = {"fedmix.chosen": [torch.arange(pairs)]}
     method = FedMix(lam=case["args"]["lam"], pairs="entry" if pairs > 1 else "one")
     ctx.views = {"fedmix": LocalJob(ctx, "fedmix")}
-    step = make_step(vector, [method], Optimizer())
+    step = make_step(vector, [method], OptimizerSettings())
     x, y = tensors["inputs"], tensors["labels"]
     reported = step(ctx, Batch(x, y, x, y), [Stage()])
     assert reported is not None and reported.item() == pytest.approx(loss, rel=1e-10)
@@ -173,7 +173,7 @@ def test_batch_larger_than_the_pool_is_refused() -> None:
 
 
 def test_clients_without_samples_add_no_pairs() -> None:
-    data = tiny()
+    data = tiny_data()
     train = data.partition.train
     ends = np.concatenate([train.offsets[:3], [train.offsets[2]] * 4])
     some = CSR(train.indices[: train.offsets[2]], ends)
@@ -192,7 +192,7 @@ def test_clients_without_samples_add_no_pairs() -> None:
 def test_nothing_is_sent_without_a_pool(options: dict[str, Any]) -> None:
     study = run_spec(FedMix(**SMALL, **options))
     spy = Spy(study)
-    assert not ran(coordinate(study, runtime=spy, rounds=1)).failures
+    assert not run_to_end(coordinate(study, runtime=spy, rounds=1)).failures
     assert not any(spy.contributed) and not spy.kept
 
 

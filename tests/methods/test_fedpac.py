@@ -18,15 +18,15 @@ from tiny_runs import (
     MLP,
     NORMED_MLP,
     SEED,
-    Ran,
+    FinishedRun,
     Spy,
     coordinate,
     declare_methods,
     participation_facts,
-    ran,
     run,
     run_spec,
-    tiny,
+    run_to_end,
+    tiny_data,
 )
 from torch import Tensor, nn
 
@@ -423,7 +423,7 @@ def test_without_alignment_and_mixing_it_only_alternates(
     def identity(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
         return F.one_hot(torch.tensor(client), len(variances)).double()
 
-    def finished(method: Method) -> tuple[Ran, dict[int, Tensor]]:
+    def finished(method: Method) -> tuple[FinishedRun, dict[int, Tensor]]:
         watch = Watch()
         ended = run(run_spec(method, watch, model=model, local=TWO), schedule, Ideal(), rounds=6)
         heads = [copy.deepcopy(seen[-1]["head.weight"]) for seen in watch.seen]
@@ -480,7 +480,7 @@ def test_own_model_has_its_mixture_or_the_initial_head() -> None:
 
 def sorted_data() -> FederatedData:
     """Four clients: of class 0 alone, of 0 and 1, of 2 and 3, of 4 alone."""
-    data = tiny()
+    data = tiny_data()
     rows = data.partition.train.indices
     labels = data.open().labels[rows]
     parts = [rows[np.isin(labels, own)] for own in ([0], [0, 1], [2, 3], [4])]
@@ -494,7 +494,7 @@ def sorted_data() -> FederatedData:
 def test_class_without_participants_has_no_prototype() -> None:
     study = run_spec(FedPAC(), local=TWO, data=sorted_data())
     spy = Spy(study)
-    ended = ran(coordinate(study, Synchronous(1), Ideal(), spy, rounds=8))
+    ended = run_to_end(coordinate(study, Synchronous(1), Ideal(), spy, rounds=8))
     assert not ended.failures and all(np.isfinite(row["train_loss"]) for row in ended.rows)  # type: ignore[arg-type]
     held = [{0}, {0, 1}, {2, 3}, {4}]
     cohorts = [job.client for job, _ in spy.sent]

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import NORMED_MLP, BiasFreeMlp, check_composition, run, run_spec, same, tiny
+from tiny_runs import (
+    NORMED_MLP,
+    BiasFreeMlp,
+    check_composition,
+    run,
+    run_spec,
+    same_arrays,
+    tiny_data,
+)
 from torch import Tensor
 
 from raysim.api.context import Outputs
@@ -72,7 +80,7 @@ def test_alpha_one_has_fedavgs_bits_without_the_bias() -> None:
         )
     )
     assert one.finished.model_sha256 == fedavg.finished.model_sha256 != half.finished.model_sha256
-    assert same(one.tensors, fedavg.tensors)
+    assert same_arrays(one.tensors, fedavg.tensors)
 
 
 # --- in a run -----------------------------------------------------------------------------------------------------
@@ -81,7 +89,7 @@ def test_alpha_one_has_fedavgs_bits_without_the_bias() -> None:
 @functools.cache
 def skewed() -> Any:
     """The tiny data on four clients that lack classes."""
-    data = tiny()
+    data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], own)] for own in ([0, 1], [1, 2, 3], [4, 0], [2, 3, 4])]
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)

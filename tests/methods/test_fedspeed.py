@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_runs import NORMED_MLP, Spy, coordinate, ran, run_spec
+from tiny_runs import NORMED_MLP, Spy, coordinate, run_spec, run_to_end
 
 from raysim.api.method import Method
 from raysim.api.setup import Setup
@@ -17,7 +17,7 @@ def first_round(*methods: Method) -> dict[int, np.ndarray]:
     """Each participant's change of the parameters in round 0."""
     study = run_spec(*methods, model=NORMED_MLP)
     spy = Spy(study)
-    trained = ran(
+    trained = run_to_end(
         coordinate(study, Synchronous(6), runtime=spy, rounds=1)
     ).coordinator.layout.trained
     assert all(job.weight == 1 for job, _ in spy.sent)

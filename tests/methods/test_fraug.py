@@ -20,8 +20,8 @@ from tiny_runs import (
     participation_facts,
     run,
     run_spec,
-    same,
-    tiny,
+    same_arrays,
+    tiny_data,
 )
 from torch import Tensor, nn
 
@@ -109,7 +109,7 @@ def test_classifier_at_weight_zero_has_fedbns_bits(
     found = run(run_spec(method, **study), schedule, Ideal(), rounds=4)
     fedbn = run(run_spec(FedBN(), **study), schedule, Ideal(), rounds=4)
     (shared, own), (wanted, wanted_own) = of_model(found), of_model(fedbn)
-    assert len(own) > 10 and same(shared, wanted) and same(own, wanted_own)
+    assert len(own) > 10 and same_arrays(shared, wanted) and same_arrays(own, wanted_own)
     trained = [name for name in found.tensors if name.startswith(GENERATOR)]
     start = found.coordinator.initial
     first = start.named(start.shared, start.counters)
@@ -117,7 +117,7 @@ def test_classifier_at_weight_zero_has_fedbns_bits(
         not np.array_equal(found.tensors[name], first[name].numpy()) for name in trained
     )
     weighed = run(run_spec(small(keep_optimizer=keep), **study), schedule, Ideal(), rounds=4)
-    assert not same(of_model(weighed)[0], wanted)
+    assert not same_arrays(of_model(weighed)[0], wanted)
 
 
 @pytest.mark.parametrize("order", [0, 1], ids=["before", "after"])
@@ -280,10 +280,10 @@ def test_configuration_gives_the_rounds_of_the_run(first: str) -> None:
 
 def lonely() -> FederatedData:
     """The tiny data, of which client 0 has but one sample."""
-    rows = [tiny().partition.train.rows(client) for client in range(6)]
+    rows = [tiny_data().partition.train.rows(client) for client in range(6)]
     rows[0] = rows[0][:1]
     train_rows = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
-    return replace(tiny(), partition=Partition(train_rows, tiny().partition.test))
+    return replace(tiny_data(), partition=Partition(train_rows, tiny_data().partition.test))
 
 
 def test_batch_of_one_sample_is_left_out() -> None:

@@ -14,12 +14,12 @@ from tiny_runs import (
     NORMED,
     NORMED_MLP,
     ROUNDS,
-    Ran,
+    FinishedRun,
     check_composition,
     declare_methods,
     run,
     run_spec,
-    same,
+    same_arrays,
 )
 from torch import Tensor
 
@@ -190,7 +190,7 @@ class After(Watch):
     """The other one."""
 
 
-def watched(*methods: Method, **others: Any) -> tuple[Ran, Watch, Watch]:
+def watched(*methods: Method, **others: Any) -> tuple[FinishedRun, Watch, Watch]:
     before, after = Watch("before"), After("after")
     study = run_spec(before, *methods, after, **({"model": BLOCKS} | others))
     ended = run(study, ROUNDS, Ideal())
@@ -235,7 +235,7 @@ def test_model_without_pairs_has_fedavgs_bits(model: ModelRecipe) -> None:
         for methods in ([InCo()], [])
     )
     assert ended.finished.model_sha256 == fedavg.finished.model_sha256
-    assert same(ended.tensors, fedavg.tensors)
+    assert same_arrays(ended.tensors, fedavg.tensors)
     by_default = run(run_spec(InCo(), model=model), fleet=Ideal())
     assert by_default.finished.model_sha256 == ended.finished.model_sha256
 

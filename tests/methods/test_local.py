@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, MLP, NORMED, ROUNDS, Spy, coordinate, ran, run, run_spec, same, tiny
+from tiny_runs import (
+    BUFFER,
+    MLP,
+    NORMED,
+    ROUNDS,
+    Spy,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    same_arrays,
+    tiny_data,
+)
 from torch import Tensor
 
 from raysim.api.declarations import Local
@@ -25,11 +37,11 @@ from raysim.simulation.schedule import Buffered, Synchronous
 
 def population(*clients: int) -> FederatedData:
     """Return clients with the training rows of some tiny clients, and ten test rows each."""
-    rows = [tiny().partition.train.rows(client) for client in clients]
+    rows = [tiny_data().partition.train.rows(client) for client in clients]
     train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
-    tests = tiny().central[:10]
+    tests = tiny_data().central[:10]
     test = CSR(np.tile(tests, len(rows)), np.arange(len(rows) + 1) * 10)
-    return replace(tiny(), partition=Partition(train, test), central=np.empty(0, np.int64))
+    return replace(tiny_data(), partition=Partition(train, test), central=np.empty(0, np.int64))
 
 
 class Watch(Method):
@@ -65,7 +77,7 @@ def test_no_float_travels_in_either_direction(
 ) -> None:
     study = run_spec(LocalTraining(keep), model=model)
     spy = Spy(study)
-    ended_run = ran(coordinate(study, schedule, runtime=spy, rounds=4))
+    ended_run = run_to_end(coordinate(study, schedule, runtime=spy, rounds=4))
     assert all(row["floats_down"] == 0 == row["floats_up"] for row in ended_run.rows)
     assert all(published.floats == 0 == published.counters.size for _, published in spy.sent)
     assert all(update.counters.size == 0 == update.floats for update in spy.updates)
@@ -153,7 +165,7 @@ def test_kept_optimizers_follow_the_setting_of_the_run() -> None:
     by_method = run(run_spec(LocalTraining(True), local=local), rounds=3)
     by_setting = run(run_spec(LocalTraining(), local=replace(local, keep_optimizer=True)), rounds=3)
     fresh = run(run_spec(LocalTraining(), local=local), rounds=3)
-    assert same(by_method.private, by_setting.private)
+    assert same_arrays(by_method.private, by_setting.private)
     assert any(
         not np.array_equal(values, by_method.private[key]) for key, values in fresh.private.items()
     )

@@ -8,7 +8,7 @@ import re
 import pytest
 from cluster import Workers
 from test_conformance import TABLE, declared
-from tiny_runs import changed, coordinate, ran, run, run_spec
+from tiny_runs import coordinate, run, run_spec, run_to_end, with_settings
 
 from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.data.federated import FederatedData, federate
@@ -70,7 +70,7 @@ def test_methods_that_mix_inputs_need_numbers() -> None:
 def test_token_runs_have_the_same_bits_on_two_workers(model: ModelRecipe, workers: Workers) -> None:
     spec = run_spec(FedProx(0.1), Scaffold(), model=model, data=data("tokens"), local=LOCAL)
     one_worker = run(spec)
-    two_workers = ran(coordinate(spec, runtime=workers.runtime(changed(spec), 2)))
+    two_workers = run_to_end(coordinate(spec, runtime=workers.runtime(with_settings(spec), 2)))
     assert not one_worker.failures
     assert two_workers.bits == one_worker.bits
     assert two_workers.history == one_worker.history

@@ -19,10 +19,10 @@ from tiny_runs import (
     Spy,
     coordinate,
     participation_facts,
-    ran,
     run,
     run_spec,
-    same,
+    run_to_end,
+    same_arrays,
 )
 from torch import Tensor
 from torch.func import functional_call
@@ -211,7 +211,7 @@ def test_update_is_the_difference_to_the_shared_model() -> None:
     watch = Watch()
     study = run_spec(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)
-    ran(coordinate(study, ALL_CLIENTS, runtime=spy, rounds=3, summation=1))
+    run_to_end(coordinate(study, ALL_CLIENTS, runtime=spy, rounds=3, summation=1))
     published = {job.number: vector.vector for job, vector in spy.sent}
     turns = {job.number: job.participation for job, _ in spy.sent}
     deltas = {update.job: update.delta for update in spy.updates if update.delta is not None}
@@ -282,7 +282,7 @@ def test_proximal_term_is_zero_at_the_mixed_start() -> None:
 def test_layers_of_fedbn_are_not_mixed() -> None:
     alone = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     both = run(run_spec(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
-    assert same(alone.tensors, both.tensors)
+    assert same_arrays(alone.tensors, both.tensors)
 
 
 # --- the learnt policy --------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from tiny_runs import (
     method_state,
     run,
     run_spec,
-    same,
+    same_arrays,
 )
 
 from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.local_job import LocalJob, PersonalModel
-from raysim.api.messages import Job, Published, Task
+from raysim.api.messages import Job, PublishedVersion, ScoringTask
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
@@ -67,7 +67,7 @@ def test_shared_model_is_that_of_the_other_methods(
 ) -> None:
     ended = run(study(MODES[mode], *others, model=NORMED), schedule, rounds=4)
     plain = run(study(*others, model=NORMED), schedule, rounds=4)
-    assert ended.finished.model_sha256 == plain.finished.model_sha256 and same(
+    assert ended.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(
         ended.tensors, plain.tensors
     )
     for row, reference in zip(ended.rows, plain.rows, strict=True):
@@ -216,18 +216,20 @@ def test_evaluation_changes_no_model_and_no_training(
 ) -> None:
     spec = study(MODES[mode], model=NORMED)
 
-    def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, Published]:
+    def trained(look: bool) -> tuple[torch.Tensor, torch.Tensor, PublishedVersion]:
         worker = Worker(spec)
         vector, counters = (
             worker.vector.shared.clone().numpy(),
             worker.vector.counters.clone().numpy(),
         )
-        published = Published(0, vector, counters)
+        published = PublishedVersion(0, vector, counters)
         state = method_state({"pfedavg.model": torch.empty(0)} if mode == "after_local" else {})
         if look:
             for client in range(3):
                 rows = spec.data.partition.test.rows(client)
-                worker.evaluate([Task(client, rows, finetune=finetuning(MODES[mode]))], published)
+                worker.evaluate(
+                    [ScoringTask(client, rows, finetune=finetuning(MODES[mode]))], published
+                )
         ctx = worker.trainer.train(
             Job(0, 0, 0, 0, -1, 1.0),
             torch.from_numpy(vector),

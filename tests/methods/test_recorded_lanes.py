@@ -16,7 +16,17 @@ import pytest
 import torch
 from test_batched_lanes import LOCALS, Dropping, Failing, trained
 from test_conformance import EPOCHS, TABLE
-from tiny_runs import BUFFER, MLP, NORMED_MLP, Ran, coordinate, ran, run, run_spec, several
+from tiny_runs import (
+    BUFFER,
+    MLP,
+    NORMED_MLP,
+    FinishedRun,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    several_workers,
+)
 from torch import Tensor, float64
 
 from raysim.api.context import Outputs, Stage
@@ -66,13 +76,13 @@ def study(*methods: Method | str, **others: Any) -> RunSpec:
     )
 
 
-def loop_of(ended: Ran) -> RecordedLanes:
+def loop_of(ended: FinishedRun) -> RecordedLanes:
     loop = ended.coordinator.runtime.members[0].loop  # type: ignore[attr-defined]
     assert isinstance(loop, RecordedLanes)
     return loop
 
 
-def assert_near(ended: Ran, expected: Ran) -> None:
+def assert_near(ended: FinishedRun, expected: FinishedRun) -> None:
     assert not ended.failures, ended.failures[0].error
     for one, other in ((expected.tensors, ended.tensors), (expected.private, ended.private)):
         assert one.keys() == other.keys()
@@ -80,7 +90,7 @@ def assert_near(ended: Ran, expected: Ran) -> None:
             np.testing.assert_allclose(other[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def assert_as_in_loop(spec: RunSpec, **settings: Any) -> Ran:
+def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
     """The recorded run ends at the loop's numbers, with the same history."""
     spec = replace(spec, dtype=float64)
     ended, expected = run(spec, **settings), run(replace(spec, lanes=1, graph=False), **settings)
@@ -177,8 +187,8 @@ class TestBits:
     @pytest.mark.parametrize("name", ["scaffold", pytest.param("fraug", marks=pytest.mark.slow)])
     def test_two_workers_change_no_bit(self, name: str) -> None:
         one_worker = run(study(name), BUFFER, rounds=5)
-        two_workers = ran(
-            coordinate(study(name), BUFFER, runtime=several(study(name), 2), rounds=5)
+        two_workers = run_to_end(
+            coordinate(study(name), BUFFER, runtime=several_workers(study(name), 2), rounds=5)
         )
         assert two_workers.bits == one_worker.bits
         assert two_workers.history == one_worker.history

@@ -18,7 +18,7 @@ from tiny_runs import (
     participation_facts,
     run,
     run_spec,
-    tiny,
+    tiny_data,
 )
 from torch import Tensor
 
@@ -87,7 +87,7 @@ def test_virtual_set_depends_on_seed_and_data_alone() -> None:
 def test_virtual_set_is_standardised_with_classes_in_turn() -> None:
     method = Vhl(virtual=33, virtual_batch=6)
     images, labels = virtual_set(method, run_spec(method))
-    assert images.shape == (33, *tiny().open().shape) and images.dtype == torch.float32
+    assert images.shape == (33, *tiny_data().open().shape) and images.dtype == torch.float32
     assert torch.bincount(labels).tolist() == [7, 7, 7, 6, 6]
     assert images.mean().item() == pytest.approx(0, abs=1e-6)
     assert images.std(correction=0).item() == pytest.approx(1, abs=1e-6)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tiny_runs import ran, untrained_run
+from tiny_runs import run_to_end, untrained_run
 
 from raysim.results import jobs as jobs_file
 from raysim.results.jobs import FATES, JOBS, Jobs, JobWriter, read_jobs
@@ -110,7 +110,7 @@ def test_every_job_of_a_run_has_one_row_with_what_became_of_it(
     coordinator, _, _ = untrained_run(
         [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     writer = JobWriter.open(tmp_path, 0)
     assert writer is not None
     writer.add([*found.jobs, *found.finished.jobs])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_runs import coordinate, run, run_spec, several
+from tiny_runs import coordinate, run, run_spec, several_workers
 
 from raysim.methods.scaffold import Scaffold
 from raysim.primitives.spans import KINDS, Spans, Track
@@ -59,7 +59,7 @@ def test_a_profile_accounts_for_all_wall_time_and_changes_no_bit(
 ) -> None:
     asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)
     timed = replace(asked, profile=True)
-    *_, found, finished = coordinate(timed, runtime=several(timed, 2)).run()
+    *_, found, finished = coordinate(timed, runtime=several_workers(timed, 2)).run()
     assert isinstance(found, Profiled) and isinstance(finished, Finished)
     assert (finished.model_sha256, finished.state_sha256) == run(asked).bits
     assert [track.name for track in found.tracks] == ["coordinator", "worker-0", "worker-1"]

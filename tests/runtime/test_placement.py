@@ -21,14 +21,14 @@ from rich.console import Console
 from tiny_runs import (
     FOLDERS,
     NORMED,
-    changed,
     coordinate,
     equal_clients,
-    ran,
     run,
     run_spec,
-    several,
-    tiny,
+    run_to_end,
+    several_workers,
+    tiny_data,
+    with_settings,
 )
 
 from raysim.api.declarations import Evaluation
@@ -187,7 +187,7 @@ class Seen(Method):
 def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> None:
     Seen.clients.clear()
     need = measure(run_spec(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
-    sizes = tiny().partition.train.counts
+    sizes = tiny_data().partition.train.counts
     assert Seen.clients == [(int(np.argmax(sizes)), int(sizes.max()))]
     vector = coordinate(run_spec(Scaffold())).layout.shared
     assert need == MemoryNeed(7, 70, state=4 * vector), "a control variate"
@@ -195,20 +195,20 @@ def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> 
 
 
 def test_all_clients_but_one_lose_their_samples() -> None:
-    data = only(tiny(), [2], central=3)
+    data = only(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
-    assert data.partition.train.rows(2).tolist() == tiny().partition.train.rows(2).tolist()
-    assert len(data.partition.test) == len(tiny().partition.test) and len(data.central) == 3
+    assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()
+    assert len(data.partition.test) == len(tiny_data().partition.test) and len(data.central) == 3
 
 
 def test_where_a_worker_trains_several_at_once_so_many_are_as_large_as_the_largest() -> None:
-    data = only(tiny(), [3, 0], central=3)
+    data = only(tiny_data(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
-    largest = tiny().partition.train.rows(3).tolist()
+    largest = tiny_data().partition.train.rows(3).tolist()
     assert data.partition.train.rows(0).tolist() == data.partition.train.rows(3).tolist() == largest
     Seen.clients.clear()
     measure(run_spec(Seen(), model=Mlp((6,)), lanes=2), read=lambda device: (7, 70))
-    sizes = tiny().partition.train.counts
+    sizes = tiny_data().partition.train.counts
     assert [size for _, size in Seen.clients] == 2 * [int(sizes.max())]
     assert {client for client, _ in Seen.clients} == {
         int(np.argmax(sizes)),
@@ -223,9 +223,9 @@ def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
 ) -> None:
     study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(
-        study, Buffered(concurrency=4, size=2), runtime=several(study, 2), rounds=12
+        study, Buffered(concurrency=4, size=2), runtime=several_workers(study, 2), rounds=12
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     vector = 4 * coordinator.layout.shared
     upload = vector * (2 if methods else 1)  # the model, and the control variate's change
     down = vector * (2 if methods else 1)
@@ -240,9 +240,9 @@ def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
 def test_a_summed_group_counts_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(
-        study, Synchronous(6), runtime=several(study, 2), rounds=1, summation=3
+        study, Synchronous(6), runtime=several_workers(study, 2), rounds=1, summation=3
     )
-    (row,) = ran(coordinator).rows
+    (row,) = run_to_end(coordinator).rows
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
 
@@ -263,11 +263,11 @@ def test_a_copied_data_set_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def read() -> np.ndarray:
         reads.append(1)
-        return np.fromfile(tiny().dataset_path, np.uint8)
+        return np.fromfile(tiny_data().dataset_path, np.uint8)
 
-    paths = {copy_to_cache(tiny().dataset_path.name, read) for _ in range(3)}
-    assert paths == {tmp_path / "other" / tiny().dataset_path.name} and len(reads) == 1
-    assert next(iter(paths)).read_bytes() == tiny().dataset_path.read_bytes()
+    paths = {copy_to_cache(tiny_data().dataset_path.name, read) for _ in range(3)}
+    assert paths == {tmp_path / "other" / tiny_data().dataset_path.name} and len(reads) == 1
+    assert next(iter(paths)).read_bytes() == tiny_data().dataset_path.read_bytes()
     assert [path.suffix for path in (tmp_path / "other").iterdir() if path.suffix] == [".arrow"], (
         "nothing unfinished"
     )
@@ -392,7 +392,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
     study = run_spec(Scaffold(), model=LARGE, data=data)
     size = on_ray.plan_workers(RayOptions(), study, 8, _silent)
     before = ray.available_resources()["object_store_memory"]
-    longer = changed(study, rounds=40, evaluate=Evaluation(every=20))
+    longer = with_settings(study, rounds=40, evaluate=Evaluation(every=20))
     events = on_ray.run(
         longer, Buffered(concurrency=4, size=2), Lognormal(), size, RayOptions(), _silent
     )
@@ -453,7 +453,7 @@ def test_workers_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_i
     assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
 
 
-SUMMED = changed(run_spec(model=LARGE, data=equal_clients(16, 320)), rounds=2, summation=2)
+SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), rounds=2, summation=2)
 
 
 def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
@@ -475,7 +475,9 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
                 return call(worker, method, *args, **how)
 
             runtime.call = watched
-            found.append((ran(coordinate(SUMMED, Synchronous(16), Ideal(), runtime)).bits, called))
+            found.append(
+                (run_to_end(coordinate(SUMMED, Synchronous(16), Ideal(), runtime)).bits, called)
+            )
         runtime.stop()
     return found
 
@@ -523,7 +525,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     study, size = run_spec(Failing()), Size(1, {"CPU": 1.0})
     other = ray.util.placement_group([{"CPU": 1.0}, {"CPU": 1.0}], name="other")
     assert other.wait(600)
-    study = changed(study, rounds=2, tolerate=0.0)
+    study = with_settings(study, rounds=2, tolerate=0.0)
     try:
         list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(wait=0), _silent))
     except ValueError as error:
@@ -713,7 +715,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
         after(run_spec(model=NORMED), 2)
         after(run_spec(model=NORMED), 1)
         with suppress(TooManyFailuresError):
-            after(changed(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
+            after(with_settings(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
     living.append(
         {} if _gone(lambda: [*_groups(), *_actors("together-")]) else {"somebody": "lives"}
     )

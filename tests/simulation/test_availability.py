@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiny_runs import ran, untrained_run
+from tiny_runs import run_to_end, untrained_run
 
 from raysim.simulation.availability import (
     DAY,
@@ -471,14 +471,19 @@ def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> No
         [10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3, resume=str(last)
     )
     straight, _, _ = untrained_run([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=3)
-    assert ran(again).bits == ran(straight).bits
+    assert run_to_end(again).bits == run_to_end(straight).bits
 
 
 def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
     )
-    assert [row["virtual_seconds"] for row in ran(coordinator).rows] == [10.0, 20.0, 1010.0, 1020.0]
+    assert [row["virtual_seconds"] for row in run_to_end(coordinator).rows] == [
+        10.0,
+        20.0,
+        1010.0,
+        1020.0,
+    ]
 
 
 def test_who_comes_and_goes_often_among_many_who_seldom_do_is_followed() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from tiny_runs import NORMED_MLP, SEED, Ran, coordinate, ran, run_spec
+from tiny_runs import NORMED_MLP, SEED, FinishedRun, coordinate, run_spec, run_to_end
 
 import raysim
 from raysim.api.declarations import Evaluation
@@ -49,7 +49,7 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
 
 def weights_by_round(
     spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
-) -> tuple[Ran, dict[int, Any]]:
+) -> tuple[FinishedRun, dict[int, Any]]:
     """Run to the end; also the scored weights of every round."""
     coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)
     seen: dict[int, Any] = {}
@@ -62,10 +62,10 @@ def weights_by_round(
         evaluate(pending)
 
     coordinator._evaluate = watched  # type: ignore[method-assign]
-    return ran(coordinator), seen
+    return run_to_end(coordinator), seen
 
 
-def best_round(found: Ran, column: str, higher: bool) -> int:
+def best_round(found: FinishedRun, column: str, higher: bool) -> int:
     """The first round of the best value, from the history alone."""
     rows = [row for row in found.rows if row.get(column) is not None]
     values = [row[column] for row in rows]
@@ -115,9 +115,11 @@ def test_best_file_survives_resume(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for folder in (straight, resumed):
         folder.mkdir()
-    whole = ran(coordinate(spec, rounds=8, checkpoint=Checkpoint(2, keep=4), folder=str(straight)))
+    whole = run_to_end(
+        coordinate(spec, rounds=8, checkpoint=Checkpoint(2, keep=4), folder=str(straight))
+    )
     address = str(straight / "checkpoints" / f"round-{at:06d}")
-    second = ran(coordinate(spec, rounds=8, folder=str(resumed), resume=address))
+    second = run_to_end(coordinate(spec, rounds=8, folder=str(resumed), resume=address))
     assert second.finished.best_model == whole.finished.best_model
     one, other = ((folder / "best.safetensors").read_bytes() for folder in (straight, resumed))
     assert one == other

@@ -19,10 +19,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import BUFFER, FOLDERS, NORMED, Ran, coordinate, ran, run, run_spec, same
+from tiny_runs import (
+    BUFFER,
+    FOLDERS,
+    NORMED,
+    FinishedRun,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    same_arrays,
+)
 
 import raysim
-from raysim.api.client_state import from_named
+from raysim.api.client_state import from_named_arrays
 from raysim.api.messages import Arrays
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbuff import FedBuff
@@ -55,7 +65,7 @@ def write(folder: Path, version: int, now: Snapshot) -> Path:
 
 def same_states(one: Mapping[int, Arrays], other: Mapping[int, Arrays]) -> bool:
     return set(one) == set(other) and all(
-        same(dict(one[client]), dict(other[client])) for client in one
+        same_arrays(dict(one[client]), dict(other[client])) for client in one
     )
 
 
@@ -79,7 +89,7 @@ def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> Non
     assert back.jobs == snapshot().jobs and list(back.jobs) == [11, 3], (
         "in the order in which they were accepted"
     )
-    assert same(dict(back.server), dict(snapshot().server))
+    assert same_arrays(dict(back.server), dict(snapshot().server))
     assert same_states(back.clients, snapshot().clients)
 
 
@@ -573,7 +583,7 @@ def test_client_state_without_named_tensors_is_refused_with_the_version() -> Non
     layout = run(run_spec(FedBN(), model=NORMED), rounds=1).coordinator.layout
     flats = {"personal": np.zeros(layout.total - layout.shared, np.float32)}
     with pytest.raises(ValueError, match=re.escape(__version__)):
-        from_named(flats, layout)
+        from_named_arrays(flats, layout)
 
 
 def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -693,7 +703,7 @@ def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(
     version = checkpoint.read(left[-1]).numbers["version"]
     assert 0 < version < 7
     study, settings = asked(where)
-    straight: Ran = run(study, **settings)
+    straight: FinishedRun = run(study, **settings)
     resumed = run(study, **settings, resume=str(left[-1]))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
@@ -701,9 +711,9 @@ def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(
 def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    found = ran(coordinate(run_spec(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
+    found = run_to_end(coordinate(run_spec(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
     saved = load_file(tmp_path / "model.safetensors")
-    assert same(saved, found.tensors)
+    assert same_arrays(saved, found.tensors)
     assert "model.head.weight" in saved
     assert not any("running_mean" in name for name in saved), "personal entries are no part of it"
     (tmp_path / "other").touch()

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from cluster import Workers
-from tiny_runs import NORMED, NORMED_MLP, coordinate, run, run_spec, same, tiny
+from tiny_runs import NORMED, NORMED_MLP, coordinate, run, run_spec, same_arrays, tiny_data
 
-from raysim.api.client_state import flat, from_named, named
+from raysim.api.client_state import from_named_arrays, to_flat_arrays, to_named_arrays
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
@@ -36,7 +36,7 @@ ROUNDS = 7
 
 
 def study(*methods: Any) -> Any:
-    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny(clients=5))
+    return run_spec(*methods, model=NORMED, local=LOCAL, data=tiny_data(clients=5))
 
 
 def loaded(path: str) -> checkpoint.Snapshot:
@@ -103,12 +103,12 @@ def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
     there = every_round(tmp_path / "there", METHODS[name](), schedule=schedule, runtime=runtime)
     for one, other in zip(here, there, strict=True):
         assert one.jobs == other.jobs and list(one.clients) == list(other.clients)
-        assert all(same(of(client, one), of(client, other)) for client in one.clients)
-        assert same(one.server, other.server)
+        assert all(same_arrays(of(client, one), of(client, other)) for client in one.clients)
+        assert same_arrays(one.server, other.server)
     rested = sat_out(there)
     assert rested, "or nothing survived anything"
     for index, client in rested:
-        assert same(of(client, there[index - 1]), of(client, there[index]))
+        assert same_arrays(of(client, there[index - 1]), of(client, there[index]))
     last = participants(there[-1])
     assert any(last[client] != participants(there[index])[client] for index, client in rested), (
         "somebody came back"
@@ -163,9 +163,9 @@ def test_a_client_state_taken_apart_by_name_and_put_together_again_is_what_it_wa
     found = run(study(FedBN(), Scaffold()), rounds=2)
     layout = found.coordinator.layout
     for state in map(found.state, found.coordinator.client_states.accepted_jobs):
-        again = from_named(named(state, layout), layout)
+        again = from_named_arrays(to_named_arrays(state, layout), layout)
         assert len(state.personal) and len(state.counters)
-        assert same(flat(again), flat(state))
+        assert same_arrays(to_flat_arrays(again), to_flat_arrays(state))
 
 
 # --- FedBSS -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysim.api.client_state import ClientState, size
+from raysim.api.client_state import ClientState, num_bytes
 from raysim.simulation.client_states import ClientStates, StateUse
 
 FLOATS = 10
@@ -154,7 +154,7 @@ def test_what_was_restored_has_its_bytes() -> None:
         client: {"model.w": state.personal} for client, state in zip((4, 6), states, strict=True)
     }
     books.client_states.restore({4: 11, 6: 12}, arrays)
-    assert books.client_states.bytes == sum(map(size, states)) and dict(
+    assert books.client_states.bytes == sum(map(num_bytes, states)) and dict(
         books.client_states.accepted_jobs
     ) == {
         4: 11,

@@ -14,7 +14,18 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from tiny_runs import LOCAL, MLP, NORMED, Ran, changed, coordinate, ran, run, run_spec, tiny
+from tiny_runs import (
+    LOCAL,
+    MLP,
+    NORMED,
+    FinishedRun,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    tiny_data,
+    with_settings,
+)
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Local
@@ -55,7 +66,7 @@ def study(name: str) -> RunSpec:
         *METHODS[name](),
         model=NORMED,
         local=Local(lr=0.05, batch=12, epochs=2),
-        data=tiny(clients=6),
+        data=tiny_data(clients=6),
     )
 
 
@@ -148,7 +159,7 @@ def test_a_worker_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
     (whole, calls), revived = calls_of(name, schedule), []
     for number in range(1, calls + 1, 9):
         runtime = Stopped(study(name), 2, {number})
-        found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
+        found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
         assert (found.bits, found.history) == (whole.bits, whole.history), number
         revived.append(runtime.revived)
     assert set(revived) <= {0, 1} and sum(revived) >= len(revived) - 1, (
@@ -186,12 +197,14 @@ def test_one_that_never_answers_ends_the_run_with_a_sentence(clock: None) -> Non
     with pytest.raises(
         RunStoppedError, match=r"^runtime.workers: .*\(no answer for faults.timeout=3600 s\)"
     ):
-        ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
+        run_to_end(
+            coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED)
+        )
 
 
-def calls_of(name: str, schedule: str) -> tuple[Ran, int]:
+def calls_of(name: str, schedule: str) -> tuple[FinishedRun, int]:
     runtime = Mortal(study(name), 2, set())
-    found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
+    found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
     assert runtime.calls > 12
     return found, runtime.calls
 
@@ -206,7 +219,7 @@ def test_wherever_a_worker_dies_the_bits_are_the_same(name: str, schedule: str) 
     ):
         runtime = Mortal(study(name), 2, deaths)
         asked = ASKED | {"state_budget": (float("inf"), 0.0)[index % 2]}
-        found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
+        found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
         assert (found.bits, found.history) == (whole.bits, whole.history), deaths
         assert not found.failures
         late = sum(int(row["worker_deaths"] or 0) for row in found.rows)
@@ -218,7 +231,9 @@ def test_wherever_a_worker_dies_the_bits_are_the_same(name: str, schedule: str) 
 def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStoppedError) as stopped:
-        ran(coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED))
+        run_to_end(
+            coordinate(study("upload and state"), SCHEDULES["rounds"], runtime=runtime, **ASKED)
+        )
     assert re.match(
         r"runtime\.workers: worker [01] .*\(it was told to\).*resume=latest", str(stopped.value)
     )
@@ -248,11 +263,15 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
 
     def of(times: int) -> RunSpec:
         return run_spec(
-            Scaffold(), Deadly(str(tmp_path), times), model=MLP, local=LOCAL, data=tiny(clients=6)
+            Scaffold(),
+            Deadly(str(tmp_path), times),
+            model=MLP,
+            local=LOCAL,
+            data=tiny_data(clients=6),
         )
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
-    study = changed(of(1), **ASKED)
+    study = with_settings(of(1), **ASKED)
     size = on_ray.plan_workers(RayOptions(workers=2), study, 3, lambda _: None)
     events = list(on_ray.run(study, SCHEDULES["buffer"], Lognormal(), size, say=lambda _: None))
     assert len(list(tmp_path.iterdir())) == 1
@@ -266,12 +285,12 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
 def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
-    study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny(clients=6))
+    study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny_data(clients=6))
     runtime = on_ray.start_workers(study, 1)
     with pytest.raises(
         RunStoppedError, match=r"died 3 times in a row .*last while training clients \[.*2.*\]"
     ):
-        ran(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
+        run_to_end(coordinate(study, Synchronous(6), runtime=runtime, **ASKED))
     runtime.stop()
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -283,14 +302,14 @@ def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(
 
     def of(times: int) -> RunSpec:
         method = Deadly(str(tmp_path), times, how=signal.SIGSTOP)
-        return run_spec(Scaffold(), method, model=MLP, local=LOCAL, data=tiny(clients=6))
+        return run_spec(Scaffold(), method, model=MLP, local=LOCAL, data=tiny_data(clients=6))
 
     whole = run(of(0), SCHEDULES["buffer"], **ASKED)
     runtime = on_ray.start_workers(of(1), 2)
     for worker in range(2):
         runtime.get(runtime.call(worker, "ready")[0])
     asked = ASKED | {"faults": Faults(timeout=10.0)}
-    found = ran(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
+    found = run_to_end(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
     runtime.stop()
     assert found.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
     assert sum(int(row["worker_deaths"] or 0) for row in found.rows) == 1
@@ -314,7 +333,9 @@ def test_a_coordinator_that_is_stopped_is_lost(
 
     monkeypatch.setattr("raysim.runtime.ray.driver.REVIVAL", 1)
     monkeypatch.setattr("raysim.runtime.ray.driver.SILENCE", 4.0)
-    study = changed(run_spec(Halting(), data=tiny(clients=6)), faults=Faults(timeout=10.0))
+    study = with_settings(
+        run_spec(Halting(), data=tiny_data(clients=6)), faults=Faults(timeout=10.0)
+    )
     size = on_ray.plan_workers(RayOptions(workers=1), study, 3, lambda _: None)
     said: list[str] = []
     with pytest.raises(ProcessLostError, match=r"said nothing for 11 s"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from tiny_runs import MLP, coordinate, equal_clients, ran, run_spec
+from tiny_runs import MLP, coordinate, equal_clients, run_spec, run_to_end
 
 from raysim.api.declarations import Evaluation, Local
 from raysim.api.messages import TrainingResult
@@ -70,7 +70,7 @@ def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow
         model=MLP, local=Local(lr=0.05, batch=6), data=equal_clients(CLIENTS, CLIENTS * SAMPLES)
     )
     runtime: Any = Slow(spec, seconds)
-    ran(
+    run_to_end(
         coordinate(
             spec, schedule, fleet, runtime=runtime, rounds=rounds, evaluate=Evaluation(every=10**6)
         )
@@ -118,7 +118,7 @@ def test_what_workers_sum_travels_as_one_array_for_a_group() -> None:
         model=MLP, local=Local(lr=0.05, batch=6), data=equal_clients(CLIENTS, CLIENTS * SAMPLES)
     )
     runtime: Any = Watched(spec, 0.001)
-    ran(coordinate(spec, Synchronous(10), Ideal(), runtime=runtime, rounds=3))
+    run_to_end(coordinate(spec, Synchronous(10), Ideal(), runtime=runtime, rounds=3))
     assert [len(answer.sums) for answer in answers] == [1] * 6
     assert [len(answer.updates) for answer in answers] == [5] * 6
     assert all(update.delta is None for answer in answers for update in answer.updates)  # type: ignore[union-attr]

@@ -18,10 +18,10 @@ from tiny_runs import (
     NormedMlp,
     coordinate,
     equal_clients,
-    ran,
     run,
     run_spec,
-    several,
+    run_to_end,
+    several_workers,
 )
 from torch import Tensor, nn
 
@@ -98,7 +98,7 @@ def test_every_view_has_the_same_bits_on_one_worker_and_on_three(
 ) -> None:
     study = run_spec(*methods, model=NORMED_MLP, data=apart())
     one = run(study, evaluate=ALL)
-    three = ran(coordinate(study, runtime=several(study, 3), evaluate=ALL))
+    three = run_to_end(coordinate(study, runtime=several_workers(study, 3), evaluate=ALL))
     assert one.history == three.history and one.bits == three.bits
 
 
@@ -127,7 +127,7 @@ def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
 def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
     study = run_spec(model=NORMED_MLP, data=apart())
-    worker = several(study, 1).members[0]
+    worker = several_workers(study, 1).members[0]
     for head in (True, False):
         before = worker.vector.data.clone()
         worker.trainer.finetune(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
@@ -144,7 +144,7 @@ def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_o
     None
 ):
     study = run_spec(model=Dropping(), data=apart())
-    worker = several(study, 1).members[0]
+    worker = several_workers(study, 1).members[0]
     start, found = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
     rows = study.data.partition.train.rows(0)
     for before, client, version in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)):
@@ -206,7 +206,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
         total = part["local_loss"] + part["distribution_shift"] + part["aggregation"]
         assert total == pytest.approx(part["global_loss"], abs=1e-12)
     assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
-    worker = several(study, 1).members[0]
+    worker = several_workers(study, 1).members[0]
     worker.vector.shared.copy_(found.coordinator.server.vector)
     worker.trainer.set_training(False)
     with torch.no_grad():
@@ -442,5 +442,5 @@ def test_scores_of_the_one_model_are_asked_of_no_client() -> None:
 
     study = run_spec(data=apart())
     runtime: Any = Watched(Worker(study))
-    ran(coordinate(study, runtime=runtime, rounds=1))
+    run_to_end(coordinate(study, runtime=runtime, rounds=1))
     assert set(asked) == {-1}

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from cluster import Workers
-from tiny_runs import NORMED, ROUNDS, coordinate, ran, run, run_spec, same
+from tiny_runs import NORMED, ROUNDS, coordinate, run, run_spec, run_to_end, same_arrays
 from torch import Tensor
 
 from raysim.api.context import Outputs
+from raysim.api.hook_checks import HookError
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Failure
 from raysim.api.method import Method
-from raysim.api.mistakes import HookMistake
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.methods.fedbn import FedBN
@@ -107,7 +107,7 @@ class Absent(Method):
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         gone = [(update.client, update.version) in HITS for update in aggregation.updates]
-        return aggregation.reweighted(
+        return aggregation.with_weights(
             [0.0 if out else w for out, w in zip(gone, aggregation.weights, strict=True)]
         )
 
@@ -168,7 +168,7 @@ class Weightless(Method):
     name = "weightless"
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        return aggregation.reweighted([0.0 for _ in aggregation.weights])
+        return aggregation.with_weights([0.0 for _ in aggregation.weights])
 
 
 def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
@@ -240,7 +240,9 @@ def test_a_personal_parameter_that_is_not_a_number_never_becomes_state() -> None
 def test_on_a_worker_of_its_own_a_failure_is_the_same_failure(workers: Workers) -> None:
     study = run_spec(Raising())
     here = run(study, ALL, rounds=4, tolerate=0.5)
-    there = ran(coordinate(study, ALL, runtime=workers.runtime(study, 2), rounds=4, tolerate=0.5))
+    there = run_to_end(
+        coordinate(study, ALL, runtime=workers.runtime(study, 2), rounds=4, tolerate=0.5)
+    )
     assert there.bits == here.bits
     assert there.history == here.history
     assert where(there.failures) == HITS
@@ -279,7 +281,7 @@ def test_the_client_state_of_a_client_that_failed_is_the_one_before(tmp_path: Pa
     for version in range(1, 4):
         for client in range(6):
             before, after = states[version - 1 : version + 1]
-            assert same(before[client], after[client]) == ((client, version) in HITS)
+            assert same_arrays(before[client], after[client]) == ((client, version) in HITS)
 
 
 # --- too many -----------------------------------------------------------------------------------------------------
@@ -456,18 +458,18 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
         ),
         (
             {"weigh": lambda *given: None},
-            "method 'mine' returns nothing from weigh: return aggregation.reweighted(weights)",
+            "method 'mine' returns nothing from weigh: return aggregation.with_weights(weights)",
         ),
         (
-            {"weigh": lambda s, a, server: a.reweighted([1.0])},
+            {"weigh": lambda s, a, server: a.with_weights([1.0])},
             "method 'mine' returns 1 weights for 6 updates from weigh",
         ),
         (
-            {"weigh": lambda s, a, server: a.reweighted(None)},
+            {"weigh": lambda s, a, server: a.with_weights(None)},
             "method 'mine' returns no weights for 6 updates from weigh",
         ),
         (
-            {"weigh": lambda s, a, server: a.reweighted([math.nan] * 6)},
+            {"weigh": lambda s, a, server: a.with_weights([math.nan] * 6)},
             "method 'mine' returns the weight nan for client",
         ),
         ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
@@ -497,7 +499,7 @@ def scores_nothing(self: Any, run: Setup) -> None:
     ],
 )
 def test_what_is_sent_or_scored_must_be_a_tensor(setup: Any, sentence: str) -> None:
-    with pytest.raises(HookMistake, match=f"method 'mine' returns {sentence}"):
+    with pytest.raises(HookError, match=f"method 'mine' returns {sentence}"):
         run(run_spec(mine(setup=setup)), ALL, rounds=1)
 
 
@@ -520,7 +522,7 @@ def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Pa
     with pytest.raises(
         RunStoppedError, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"
     ):
-        ran(coordinator)
+        run_to_end(coordinator)
     assert coordinator.server.version == 0 and coordinator.server.vector.isfinite().all()
     assert not (tmp_path / "model.safetensors").exists()
 

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from test_deaths import Mortal
-from tiny_runs import NORMED_MLP, Ran, changed, coordinate, equal_clients, ran, run_spec, several
+from tiny_runs import (
+    NORMED_MLP,
+    FinishedRun,
+    coordinate,
+    equal_clients,
+    run_spec,
+    run_to_end,
+    several_workers,
+    with_settings,
+)
 
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
@@ -65,7 +74,7 @@ class Dead(Sick):
 
 def study(*methods: Method) -> RunSpec:
     spec = run_spec(*methods, model=NORMED_MLP, data=equal_clients(clients=40, samples=400))
-    return changed(spec, rounds=2, summation=2, tolerate=1.0)
+    return with_settings(spec, rounds=2, summation=2, tolerate=1.0)
 
 
 def apart(
@@ -73,9 +82,9 @@ def apart(
     nodes: tuple[int, ...] = NODES,
     schedule: Synchronous = COHORT,
     least: float = 0.0,
-) -> tuple[Ran, list[tuple[str, int, Any]]]:
+) -> tuple[FinishedRun, list[tuple[str, int, Any]]]:
     """A run whose workers are on these nodes, and its calls."""
-    runtime: Any = several(spec, len(nodes))
+    runtime: Any = several_workers(spec, len(nodes))
     runtime.nodes, runtime.combine_from = nodes, least
     calls: list[tuple[str, int, Any]] = []
 
@@ -84,14 +93,14 @@ def apart(
         return InProcess.call(runtime, worker, method, *args, returns=returns)
 
     runtime.call = call
-    return ran(coordinate(spec, schedule, Ideal(), runtime)), calls
+    return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), calls
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
 def test_a_run_whose_nodes_add_up_has_the_bits_of_one_worker(
     methods: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = ran(coordinate(study(*methods), COHORT, Ideal()))
+    alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
     for part in (1 << 25, 500):  # whole vectors, and pieces of them
         monkeypatch.setattr(group_sums, "PART_FLOATS", part)
         there, calls = apart(study(*methods))
@@ -108,7 +117,7 @@ def test_a_run_whose_nodes_add_up_has_the_bits_of_one_worker(
 def test_what_saves_nothing_is_not_added_up_apart(nodes: tuple[int, ...], least: float) -> None:
     """A small model, workers on one node, and a node with one sum."""
     found, calls = apart(study(), nodes, Synchronous(6), least)
-    assert found.bits == ran(coordinate(study(), Synchronous(6), Ideal())).bits
+    assert found.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
     assert not {name for name, *_ in calls} & {"train_apart", "combine"}
 
 
@@ -125,9 +134,9 @@ class Combining(Mortal):
 
 
 def test_a_worker_that_dies_while_nodes_add_up_is_replaced_and_the_bits_are_the_same() -> None:
-    alone = ran(coordinate(study(), COHORT, Ideal())).bits
+    alone = run_to_end(coordinate(study(), COHORT, Ideal())).bits
     for death in (1, 2):  # the first node, and the one to which its sum goes
         runtime = Combining(study(), 5, {death})
         runtime.nodes = (1, 0, 1, 2, 2)
-        assert ran(coordinate(study(), COHORT, Ideal(), runtime)).bits == alone
+        assert run_to_end(coordinate(study(), COHORT, Ideal(), runtime)).bits == alone
         assert runtime.revived == 1

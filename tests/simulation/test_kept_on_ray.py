@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cluster import Workers
 from safetensors.torch import save_file
-from tiny_runs import NORMED_MLP, SEED, coordinate, ran, run_spec
+from tiny_runs import NORMED_MLP, SEED, coordinate, run_spec, run_to_end
 
 from raysim.api.declarations import Evaluation, Finetune
 from raysim.api.method import Method
@@ -38,8 +38,8 @@ def test_workers_elsewhere_change_nothing(
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
-    one = ran(coordinate(spec, schedule, folder=str(here), **asked))
-    other = ran(
+    one = run_to_end(coordinate(spec, schedule, folder=str(here), **asked))
+    other = run_to_end(
         coordinate(spec, schedule, runtime=workers.runtime(spec, 2), folder=str(there), **asked)
     )
     assert (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, reject, settings, strategies as st
-from tiny_runs import TimedFleet, ran, untrained_run
+from tiny_runs import TimedFleet, run_to_end, untrained_run
 
 from raysim.simulation.availability import Diurnal, Intervals, MarkovAvailability
 from raysim.simulation.fleet import Devices, Fleet, Ideal, Lognormal
@@ -176,7 +176,7 @@ def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> 
     expected = steps(
         Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert found.aggregations == expected
     assert ledger.cohorts == [[job.client for job in step.aggregated] for step in expected]
     assert ledger.staleness == [step.staleness for step in expected]
@@ -305,7 +305,7 @@ def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
 def test_virtual_time_equals_a_calculation_by_hand() -> None:
     # Two at a time of three clients that need 1, 2 and 4 seconds; who is drawn is up to the seed.
     coordinator, _, _ = untrained_run([2] * 3, Immediate(3), TimedFleet((1.0, 2.0, 4.0)), rounds=7)
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert [row["virtual_seconds"] for row in found.rows] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
     assert [end.client for end in found.jobs] == [0, 0, 1, 0, 0, 1, 2]
     # A job's base version is the number of arrivals before its dispatch; at t=2 client 0 came first.

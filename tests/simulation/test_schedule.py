@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import TimedFleet, equal_clients, ran, run, run_spec, untrained_run
+from tiny_runs import TimedFleet, equal_clients, run, run_spec, run_to_end, untrained_run
 
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import Job
@@ -168,7 +168,7 @@ def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_i
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Synchronous(5), TimedFleet((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert ledger.cohorts == [[1, 3, 2, 4, 0]] * 2
     assert [row["virtual_seconds"] for row in found.rows] == [3.0, 6.0]
 
@@ -176,7 +176,7 @@ def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_i
 def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
     fleet = TimedFleet((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
     coordinator, ledger, _ = untrained_run([2] * 6, Immediate(2), fleet, rounds=60)
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     ends = [(end.finish, end.client) for end in found.jobs]
     assert ends == sorted(ends), "time first, then the client's id"
     assert [end.client for end in found.jobs] == [client for (client,) in ledger.cohorts]
@@ -193,7 +193,7 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
 def test_all_events_of_one_instant_are_taken_before_the_schedule_decides() -> None:
     watched = Watched(Buffered(concurrency=4, size=2))
     coordinator, ledger, _ = untrained_run([2] * 6, watched, TimedFleet((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
-    ran(coordinator)
+    run_to_end(coordinator)
     views = [view for view, _ in watched.log]
     first = next(view for view in views if view.arrived)
     assert (len(first.running), len(first.arrived)) == (0, 4)
@@ -207,7 +207,7 @@ def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_togethe
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=4, size=2), TimedFleet((1.0,) * 6), rounds=4
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert ledger.staleness == [[0, 0], [1, 1]] * 2
     assert [row["staleness"] for row in found.rows] == [0.0, 1.0, 0.0, 1.0]
     assert [row["staleness_max"] for row in found.rows] == [0, 1, 0, 1]
@@ -217,7 +217,7 @@ def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=6, size=5), TimedFleet((1.0,) * 5 + (4.5,)), rounds=6
     )
-    ran(coordinator)
+    run_to_end(coordinator)
     late = [
         (version, stale)
         for version, (cohort, staleness) in enumerate(
@@ -235,7 +235,7 @@ def test_what_is_too_stale_is_thrown_away_and_never_trained() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Buffered(6, 5, max_staleness=3), fleet, rounds=12
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     gone = [end for end in found.jobs if end.fate == "discarded"]
     assert gone and {end.client for end in gone} == {5}
     assert not any(5 in cohort for cohort in ledger.cohorts)
@@ -248,7 +248,7 @@ def test_a_round_that_is_oversampled_ends_with_its_first_clients() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Oversample(2, 1.5), TimedFleet(seconds), rounds=40
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert all(len(cohort) == 2 and cohort == sorted(cohort) for cohort in ledger.cohorts)
     assert len(runtime.jobs) == 80, "nothing else is trained"
     assert [row["discarded"] for row in found.rows] == [1] * 40
@@ -271,7 +271,7 @@ def test_a_deadline_ends_a_round_with_those_who_are_back(late: str) -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Deadline(5, 2.0, late), TimedFleet(seconds), rounds=5
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert [row["virtual_seconds"] for row in found.rows] == [2.0, 4.0, 6.0, 8.0, 10.0]
     # Client 3 is late by two rounds, client 4 by four; both are sent off again when a round begins.
     quick = [0, 1, 2]
@@ -287,14 +287,14 @@ def test_a_round_waits_for_its_first_client_where_nobody_is_back_in_time() -> No
     coordinator, ledger, _ = untrained_run(
         [2] * 3, Deadline(3, 2.0, "discard"), TimedFleet((5.0, 6.0, 7.0)), rounds=1
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert ledger.cohorts == [[0]] and found.rows[0]["virtual_seconds"] == 5.0
 
 
 def test_tiers_have_rounds_of_their_own() -> None:
     seconds = (1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
     coordinator, ledger, _ = untrained_run([2] * 6, Tiered(2, 2), TimedFleet(seconds), rounds=8)
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     of_fast = [set(cohort) <= {0, 1, 2} for cohort in ledger.cohorts]
     assert of_fast == [True, True, True, False, True, True, True, False], "three rounds for one"
     assert all(
@@ -317,7 +317,7 @@ def test_every_arrival_is_in_exactly_one_aggregation() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30
     )
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     assert [len(cohort) for cohort in ledger.cohorts] == [3] * 30
     assert len(runtime.jobs) == 90, "what is under way at the end is not trained"
     assert [row["round"] for row in found.rows] == list(range(1, 31))
@@ -343,7 +343,7 @@ def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for
 def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
     counts = [2, 0, 2, 2, 2, 2, 0, 2, 2]
     coordinator, _, runtime = untrained_run(counts, schedule, Ideal(), rounds=900)
-    ran(coordinator)
+    run_to_end(coordinator)
     share = np.bincount([job.client for job in runtime.jobs], minlength=9) / len(runtime.jobs)
     assert not share[[1, 6]].any()
     assert np.abs(share[np.flatnonzero(counts)] - 1 / 7).max() < 0.05, (
@@ -354,7 +354,7 @@ def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
 def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
     fleet = TimedFleet((1.0, 1.1, 1.2, 1.3))
     coordinator, _, _ = untrained_run([2] * 4, Immediate(4), fleet, rounds=50)
-    found = ran(coordinator)
+    found = run_to_end(coordinator)
     dispatched = [job.client for each in found.aggregations for job in each.dispatched]
     assert dispatched[4:] == [end.client for end in found.jobs[:49]]
 
@@ -380,6 +380,6 @@ def test_the_same_seed_gives_the_same_order_of_events_and_another_seed_another()
         coordinator, ledger, _ = untrained_run(
             [2] * 20, Buffered(concurrency=6, size=3), Lognormal(), seed=seed, rounds=10
         )
-        ran(coordinator)
+        run_to_end(coordinator)
         orders.append(ledger.cohorts)
     assert orders[0] == orders[1] != orders[2]

@@ -9,7 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_runs import NORMED_MLP, Ran, Spy, coordinate, equal_clients, ran, run_spec, several, tiny
+from tiny_runs import (
+    NORMED_MLP,
+    FinishedRun,
+    Spy,
+    coordinate,
+    equal_clients,
+    run_spec,
+    run_to_end,
+    several_workers,
+    tiny_data,
+)
 
 from raysim.api.declarations import Evaluation
 from raysim.methods.fedasync import FedAsync
@@ -43,12 +53,12 @@ FLEET = Lognormal(dropout=0.2, availability="markov", on=3.0, off=0.5)
 
 
 def small(name: str) -> Any:
-    return run_spec(*METHODS[name], model=NORMED_MLP, data=tiny(clients=8))
+    return run_spec(*METHODS[name], model=NORMED_MLP, data=tiny_data(clients=8))
 
 
-def under(name: str, schedule: str, workers: int = 1, **others: Any) -> Ran:
-    runtime = several(small(name), workers)
-    return ran(
+def under(name: str, schedule: str, workers: int = 1, **others: Any) -> FinishedRun:
+    runtime = several_workers(small(name), workers)
+    return run_to_end(
         coordinate(small(name), SCHEDULES[schedule], FLEET, runtime=runtime, **ASKED, **others)
     )
 
@@ -89,12 +99,12 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "trace.parquet")
 
-    def traced(workers: int, **others: Any) -> Ran:
+    def traced(workers: int, **others: Any) -> FinishedRun:
         runtime, fleet = (
-            several(small("stateful"), workers),
+            several_workers(small("stateful"), workers),
             Trace(file=str(tmp_path / "trace.parquet")),
         )
-        return ran(
+        return run_to_end(
             coordinate(
                 small("stateful"), SCHEDULES["buffered"], fleet, runtime=runtime, **ASKED, **others
             )
@@ -112,7 +122,7 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
 def test_only_what_is_aggregated_is_trained_and_commits_its_client_state(schedule: str) -> None:
     spied = small("stateful")
     spy = Spy(spied)
-    found = ran(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
+    found = run_to_end(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
     taken = [job.number for each in found.aggregations for job in each.aggregated]
     assert {job.number for job, _ in spy.sent} == set(taken)
     jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
@@ -139,7 +149,7 @@ def test_the_servers_control_variate_stays_the_mean_of_what_was_accepted(schedul
 def test_one_client_at_a_time_and_no_mixing_is_sequential_sgd() -> None:
     spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=equal_clients())
     spy = Spy(spied)
-    found = ran(
+    found = run_to_end(
         coordinate(
             spied, Immediate(1), Ideal(), runtime=spy, rounds=5, evaluate=Evaluation(every=9)
         )

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import changed, declare_methods, make_server, run_spec
+from tiny_runs import declare_methods, make_server, run_spec, with_settings
 from torch import Tensor, nn
 
 from raysim.api.declarations import Local, Task
-from raysim.api.messages import GroupSums, Published, Update
+from raysim.api.messages import GroupSums, PublishedVersion, Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
@@ -54,7 +54,7 @@ def step(
     target: Server,
     updates: Sequence[Update | None],
     sums: Sequence[GroupSums] = (),
-    bases: dict[int, Published] | None = None,
+    bases: dict[int, PublishedVersion] | None = None,
 ) -> Server:
     target.step(
         updates,
@@ -184,7 +184,7 @@ class Doubling(Method):
     name = "doubling"
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        return aggregation.reweighted(aggregation.weights, lambda weights: 1.0)
+        return aggregation.with_weights(aggregation.weights, lambda weights: 1.0)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         return 100 * direction
@@ -205,7 +205,7 @@ def test_of_buffers_the_statistics_are_averaged_and_not_their_stale_changes() ->
     step(target, [update(client) for client in (0, 1)])
     step(target, [update(client, version=1) for client in (2, 3)], bases={1: target.published()})
     now = target.vector.clone()
-    bases = {0: Published(0, START, np.zeros(1, np.int64)), 2: target.published()}
+    bases = {0: PublishedVersion(0, START, np.zeros(1, np.int64)), 2: target.published()}
     target.step([update(4, version=0), update(5, version=2)], {}, [2, 0], bases)
     weights = np.array([1 / np.sqrt(3), 1.0])
     statistics = np.stack([START + DELTAS[4], now.numpy() + DELTAS[5]])[:, TRAINED:]
@@ -252,7 +252,7 @@ def test_the_parts_of_a_step_come_in_their_order() -> None:
 
         def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
             log.append("weigh")
-            return aggregation.reweighted([2 * weight for weight in aggregation.weights])
+            return aggregation.with_weights([2 * weight for weight in aggregation.weights])
 
         def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
             log.append("step")
@@ -324,7 +324,7 @@ class Halving(Method):
     name = "halving"
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        return aggregation.reweighted([weight / 2 for weight in aggregation.weights])
+        return aggregation.with_weights([weight / 2 for weight in aggregation.weights])
 
 
 @pytest.mark.parametrize(
@@ -394,9 +394,9 @@ def test_a_step_leaves_what_was_published_as_it_was() -> None:
 
 
 def test_sample_weights_with_fixed_divisor_are_refused() -> None:
-    declare_run(changed(run_spec(FedBuff()), weighting="uniform"))
+    declare_run(with_settings(run_spec(FedBuff()), weighting="uniform"))
     with pytest.raises(ValueError, match=r"weighting=samples "):
-        declare_run(changed(run_spec(FedBuff()), weighting="samples"))
+        declare_run(with_settings(run_spec(FedBuff()), weighting="samples"))
 
 
 def test_where_it_diverges_the_three_longest_updates_are_named() -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Workers
-from tiny_runs import NORMED, NORMED_MLP, coordinate, ran, run, run_spec, several, tiny
+from tiny_runs import (
+    NORMED,
+    NORMED_MLP,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    several_workers,
+    tiny_data,
+)
 
 from raysim import cli
 from raysim.api.declarations import Evaluation, Local
@@ -34,7 +43,10 @@ ROUNDS = 8
 
 def study(name: str) -> Any:
     return run_spec(
-        METHODS[name](), model=NORMED, local=Local(lr=0.05, batch=8, epochs=2), data=tiny(clients=6)
+        METHODS[name](),
+        model=NORMED,
+        local=Local(lr=0.05, batch=8, epochs=2),
+        data=tiny_data(clients=6),
     )
 
 
@@ -53,8 +65,8 @@ def size(name: str) -> float:
 def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, workers: Workers) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
     asked: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
-    for runtime in (None, several(study(name), 3), workers.runtime(study(name), 2)):
-        found = ran(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
+    for runtime in (None, several_workers(study(name), 3), workers.runtime(study(name), 2)):
+        found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
         assert found.bits == whole.bits and found.history == whole.history
         assert max(row["spilled_bytes"] for row in found.rows) > 0  # type: ignore[type-var]
 
@@ -62,7 +74,7 @@ def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, worker
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
     most, each = 2, size("scaffold")
-    runtime = several(study("scaffold"), 2)
+    runtime = several_workers(study("scaffold"), 2)
     coordinator = coordinate(
         study("scaffold"),
         SCHEDULES[schedule],
@@ -90,8 +102,8 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
 
 
 def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
-    runtime = several(study("fedbn"), 3)
-    ran(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
+    runtime = several_workers(study("fedbn"), 3)
+    run_to_end(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
     resident = [client for worker in runtime.members for client in worker.states.resident]
     assert sorted(resident) == sorted(set(resident)) and len(resident) > 3
 
@@ -101,8 +113,8 @@ def test_own_models_are_scored_from_disk(states: float) -> None:
     asked: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=2, common=True)}
     whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
     budget = states * size("fedbn")
-    runtime = several(study("fedbn"), 3)
-    found = ran(
+    runtime = several_workers(study("fedbn"), 3)
+    found = run_to_end(
         coordinate(
             study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **asked
         )
@@ -130,7 +142,7 @@ def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path
         folder=str(tmp_path),
         state_budget=after,
     )
-    assert ran(second).bits == whole.bits
+    assert run_to_end(second).bits == whole.bits
     assert isinstance(second, Coordinator) and not [
         p for p in tmp_path.iterdir() if p.name.startswith("tmp")
     ]
@@ -221,12 +233,12 @@ def test_a_full_disk_is_named() -> None:
 def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(workers: int) -> None:
     # It comes back before its last job is aggregated, and another worker has time first.
     def asked() -> RunSpec:
-        return run_spec(Scaffold(), model=NORMED_MLP, data=tiny(clients=6))
+        return run_spec(Scaffold(), model=NORMED_MLP, data=tiny_data(clients=6))
 
     settings = {"rounds": 12, "evaluate": Evaluation(every=99)}
     schedule = Buffered(concurrency=4, size=4)
     whole = run(asked(), schedule, **settings)
     spilled = coordinate(
-        asked(), schedule, runtime=several(asked(), workers), **settings, state_budget=0.0
+        asked(), schedule, runtime=several_workers(asked(), workers), **settings, state_budget=0.0
     )
-    assert ran(spilled).bits == whole.bits
+    assert run_to_end(spilled).bits == whole.bits

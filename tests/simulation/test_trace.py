@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
-from tiny_runs import ran, untrained_run
+from tiny_runs import run_to_end, untrained_run
 
 import raysim
 from raysim import cli
@@ -302,7 +302,7 @@ def test_a_run_on_a_trace_has_the_virtual_times_of_the_trace(tmp_path: Path) -> 
     )
     coordinator, _, _ = untrained_run([10], Buffered(1, 1), Trace(file=str(path)), rounds=6)
     # 10 samples take 100 s: five of them fit into an interval, and the network takes a moment: the last is lost
-    seconds = [row["virtual_seconds"] for row in ran(coordinator).rows]
+    seconds = [row["virtual_seconds"] for row in run_to_end(coordinator).rows]
     assert seconds == pytest.approx([200.0, 300.0, 400.0, 500.0, 1200.0, 1300.0], abs=1e-3)
 
 

@@ -10,11 +10,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_runs import LOCAL, NORMED_MLP, SEED, Ran, coordinate, ran, run, run_spec, several
+from tiny_runs import (
+    LOCAL,
+    NORMED_MLP,
+    SEED,
+    FinishedRun,
+    coordinate,
+    run,
+    run_spec,
+    run_to_end,
+    several_workers,
+)
 
 import raysim
 from raysim.api.declarations import Evaluation, Finetune
-from raysim.api.messages import Task
+from raysim.api.messages import ScoringTask
 from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate, hold_out_clients, pool_clients
 from raysim.data.partition import CSR, IID, Partition
@@ -57,12 +67,12 @@ def study(*methods: Method, share: float = 0.25, validation: float = 0.0, **othe
     return run_spec(*methods, model=NORMED_MLP, data=data, **others)
 
 
-def unseen_of(found: Ran | RunSpec) -> list[int]:
+def unseen_of(found: FinishedRun | RunSpec) -> list[int]:
     spec = found if isinstance(found, RunSpec) else found.coordinator.spec
     return spec.data.partition.unseen.tolist()  # type: ignore[union-attr]
 
 
-def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
+def scores_by_hand(found: FinishedRun, clients: list[int]) -> list[float]:
     """What the final models of these clients say of their tests, each loaded by itself."""
     coordinator = found.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
@@ -71,7 +81,7 @@ def scores_by_hand(found: Ran, clients: list[int]) -> list[float]:
     for client in clients:
         rows = coordinator.spec.data.partition.test.rows(client)
         own = client if coordinator.evaluator.personal else -1
-        task = Task(
+        task = ScoringTask(
             own, rows, private.accepted_job(client), server.sent_to(client) if own >= 0 else {}
         )
         labels, outputs = worker.predictions(task, server.published(), private.state(client))
@@ -163,7 +173,7 @@ def test_unseen_client_has_initial_head() -> None:
     found = run(study(FedRep("joint")), Synchronous(4))
     coordinator = found.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
-    task = Task(unseen_of(found)[0], np.empty(0, np.int64))
+    task = ScoringTask(unseen_of(found)[0], np.empty(0, np.int64))
     own = worker.scored_tensors(task, coordinator.server.published(), None)
     start = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
     assert torch.equal(own["model.head.weight"], start["model.head.weight"])
@@ -210,7 +220,7 @@ def test_pooled_data_exclude_unseen_clients() -> None:
     ]  # type: ignore[union-attr]
     assert not trained & {row for own in rows for row in own}
     found = build([*COMMON, "method=centralized", "evaluate.unseen=0.2"])
-    ended = ran(coordinate(found.spec, found.schedule, found.fleet))
+    ended = run_to_end(coordinate(found.spec, found.schedule, found.fleet))
     assert ended.rows[-1]["accuracy_unseen"] is not None
 
 
@@ -246,7 +256,7 @@ def test_pools_of_methods_exclude_unseen_clients(words: list[str], key: str) -> 
 def test_unseen_scores_do_not_depend_on_workers(methods: list[Method]) -> None:
     spec = study(*methods)
     one = run(spec)
-    three = ran(coordinate(spec, runtime=several(spec, 3)))
+    three = run_to_end(coordinate(spec, runtime=several_workers(spec, 3)))
     assert one.history == three.history and one.bits == three.bits
 
 

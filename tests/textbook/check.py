@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import SEED, changed, coordinate, ran, run_spec, tiny
+from tiny_runs import SEED, coordinate, run_spec, run_to_end, tiny_data, with_settings
 from torch import Tensor
 
-from raysim.api.client_state import named
+from raysim.api.client_state import to_named_arrays
 from raysim.api.context import Batch
 from raysim.api.declarations import Local
-from raysim.api.messages import Task
+from raysim.api.messages import ScoringTask
 from raysim.api.method import Method
 from raysim.models import Mlp
 from raysim.runtime.inprocess import InProcess
@@ -74,9 +74,11 @@ class RecordingTrainer(Trainer):
 
 def check(row: Row) -> None:
     """Assert that raysim and the textbook end at the same numbers."""
-    data = row.study.get("data", tiny(clients=4, samples=70))
+    data = row.study.get("data", tiny_data(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
-    study = changed(run_spec(*row.methods(), **(settings | row.study)), **({"rounds": 3} | row.run))
+    study = with_settings(
+        run_spec(*row.methods(), **(settings | row.study)), **({"rounds": 3} | row.run)
+    )
     worker = Worker(study)
     trainer: Any = worker.trainer
     trainer.__class__ = RecordingTrainer
@@ -86,7 +88,7 @@ def check(row: Row) -> None:
     start = {name: tensor.clone() for name, tensor in initial.items()}
     accepted = record_accepted_jobs(coordinator)
 
-    ended = ran(coordinator)
+    ended = run_to_end(coordinator)
     assert not ended.failures
     rounds = []
     for jobs in accepted:
@@ -169,7 +171,7 @@ def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, 
 def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
     """Return a client's accepted state, with personal tensors by name."""
     state = dict(coordinator.client_states.accepted()).get(client)
-    return {} if state is None else named(state, coordinator.layout)
+    return {} if state is None else to_named_arrays(state, coordinator.layout)
 
 
 def scored_model(
@@ -178,7 +180,7 @@ def scored_model(
     """Return the model that a client is scored with at the end, fine-tuned if the run does so."""
     states = coordinator.client_states
     finetune = coordinator.evaluator.evaluation.finetune
-    task = Task(
+    task = ScoringTask(
         client,
         coordinator.spec.data.partition.test.rows(client),
         states.accepted_job(client),

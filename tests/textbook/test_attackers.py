@@ -13,13 +13,13 @@ from tiny_runs import (
     LOCAL,
     NORMED_MLP,
     SEED,
-    changed,
     coordinate,
-    ran,
     run,
     run_spec,
-    several,
-    tiny,
+    run_to_end,
+    several_workers,
+    tiny_data,
+    with_settings,
 )
 
 from raysim.api.method import Method
@@ -38,7 +38,7 @@ from raysim.training.run_spec import Faults, declare_run
 from textbook import attackers
 from textbook.check import Row, check
 
-DATA = tiny(clients=7, samples=120)
+DATA = tiny_data(clients=7, samples=120)
 
 
 def seven(kind: Any, share: float = 0.3, normed: bool = False, **settings: Any) -> Row:
@@ -67,7 +67,7 @@ def test_attacked_run_ends_where_its_textbook_does(name: str) -> None:
 def test_label_flip_changes_the_attackers_training_labels() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5)
     data = federate(source, IID(clients=6, test_fraction=0.2), SEED)
-    spec = changed(run_spec(data=data), attack=Attack("label_flip", 0.34))
+    spec = with_settings(run_spec(data=data), attack=Attack("label_flip", 0.34))
     truth = torch.from_numpy(data.open().labels)
     seen = spec.attackers.flip_labels(truth, classes=5)
     theirs = np.concatenate(
@@ -87,11 +87,11 @@ def test_label_flip_changes_the_attackers_training_labels() -> None:
 
 
 def test_attackers_are_the_same_on_two_workers_and_resumed(tmp_path: Any) -> None:
-    spec = changed(run_spec(data=DATA), attack=Attack("gaussian", 0.5, sigma=0.1))
+    spec = with_settings(run_spec(data=DATA), attack=Attack("gaussian", 0.5, sigma=0.1))
     whole = run(spec)
-    assert ran(coordinate(spec, runtime=several(spec, 2))).bits == whole.bits
-    ran(coordinate(spec, rounds=1, checkpoint_every=1, folder=str(tmp_path)))
-    later = ran(
+    assert run_to_end(coordinate(spec, runtime=several_workers(spec, 2))).bits == whole.bits
+    run_to_end(coordinate(spec, rounds=1, checkpoint_every=1, folder=str(tmp_path)))
+    later = run_to_end(
         coordinate(spec, resume=str(tmp_path / "checkpoints/round-000001"), folder=str(tmp_path))
     )
     assert later.bits == whole.bits and later.history == whole.history
@@ -105,14 +105,14 @@ def test_attackers_are_the_same_on_two_workers_and_resumed(tmp_path: Any) -> Non
 def test_robust_rules_withstand_what_averaging_does_not(rule: Method) -> None:
     def length(*methods: Method) -> float:
         spec = run_spec(*methods, data=DATA, local=replace(LOCAL, batch=8))
-        spec = changed(spec, attack=Attack("scaled", 0.3, scale=1e6))
+        spec = with_settings(spec, attack=Attack("scaled", 0.3, scale=1e6))
         return float(run(spec, Synchronous(7), rounds=1).coordinator.server.vector.norm())
 
     assert length(rule) < 1e2 < 1e4 < length()
 
 
 def test_attack_longer_than_the_norm_is_a_failure() -> None:
-    spec = changed(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
+    spec = with_settings(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
     found = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
     assert {failure.client for failure in found.failures} == {*spec.attackers.clients.tolist()}
     assert "client" in found.failures[0].error and "faults.norm=100" in found.failures[0].error
@@ -138,7 +138,7 @@ def test_alie_numbers_by_hand() -> None:
     ],
 )
 def test_attack_that_changes_nothing_is_refused(attack: Attack, size: int, key: str) -> None:
-    spec = replace(changed(run_spec(data=DATA), attack=attack), size=size)
+    spec = replace(with_settings(run_spec(data=DATA), attack=attack), size=size)
     with pytest.raises(ValueError, match=key):
         declare_run(spec)
 
@@ -153,4 +153,4 @@ def test_label_flip_needs_samples_of_one_client_each() -> None:
     train = replace(partition.train, indices=np.zeros_like(partition.train.indices))
     data = replace(DATA, partition=replace(partition, train=train))
     with pytest.raises(ValueError, match=r"attack\.kind=label_flip"):
-        declare_run(changed(run_spec(data=data), attack=Attack("label_flip", 0.3)))
+        declare_run(with_settings(run_spec(data=data), attack=Attack("label_flip", 0.3)))

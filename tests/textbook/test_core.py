@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import NORMED_MLP, SEED, Ran, run, run_spec, tiny, untrained_run
+from tiny_runs import NORMED_MLP, SEED, FinishedRun, run, run_spec, tiny_data, untrained_run
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Finetune
@@ -102,7 +102,10 @@ def test_size_of_groups_changes_only_rounding(schedule: Any) -> None:
 
 def test_rows_with_late_updates_have_some() -> None:
     found = run(
-        run_spec(data=tiny(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6
+        run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
+        Buffered(4, 2),
+        Ideal(),
+        rounds=6,
     )
     assert sum(row["staleness"] > 0 for row in found.rows) > 2  # type: ignore[operator, misc]
 
@@ -202,7 +205,7 @@ def test_virtual_time_counts_passes_and_batches() -> None:
         (STEPS, [4.0, 2.5]),
         (replace(STEPS, batch=30), [10.0, 2.5]),
     ):
-        data = tiny(clients=4, samples=70)
+        data = tiny_data(clients=4, samples=70)
         counts = data.partition.train.counts
         fleet = Ideal(speed=10.0)
         for samples, wanted in zip((20, 5), seconds, strict=True):
@@ -309,7 +312,7 @@ def central_columns(model: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def columns(found: Ran) -> dict[str, Any]:
+def columns(found: FinishedRun) -> dict[str, Any]:
     """Those of the last row that a score is in."""
     row = found.rows[-1]
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
@@ -317,7 +320,7 @@ def columns(found: Ran) -> dict[str, Any]:
 
 def scored(
     *methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any
-) -> tuple[Ran, dict[int, Params]]:
+) -> tuple[FinishedRun, dict[int, Params]]:
     """A run, and every client's model: the shared one with the client's own tensors in it."""
     study = run_spec(
         *methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tiny_runs import MLP, NORMED_MLP, run, run_spec, tiny
+from tiny_runs import MLP, NORMED_MLP, run, run_spec, tiny_data
 
 from raysim.api.method import Method
 from raysim.methods.dp_fedavg import DPFedAvg, epsilon, noise_of_sum
@@ -20,7 +20,7 @@ from textbook.dp_fedavg import dp_fedavg, epsilon_poisson
 
 SPENT = dict.fromkeys(("dp_fedavg.epsilon", "dp_fedavg.epsilon_poisson"), "the accountant's")
 SEVEN: dict[str, Any] = {
-    "study": {"data": tiny(clients=7, samples=120)},
+    "study": {"data": tiny_data(clients=7, samples=120)},
     "schedule": Synchronous(7),
 }
 ROWS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import MLP, NORMED_MLP, BiasFreeMlp, tiny
+from tiny_runs import MLP, NORMED_MLP, BiasFreeMlp, tiny_data
 
 from raysim.data.federated import FederatedData
 from raysim.data.partition import CSR, Partition
@@ -24,7 +24,7 @@ BASE = {"rounds": 3, "noise_dim": 4, "gamma": 0.8, "generator_lam": 0.7, "rtnet_
 
 def with_few(few: int) -> FederatedData:
     """Four clients, of which the first has but so many samples, all in one batch."""
-    data = tiny(clients=4, samples=70)
+    data = tiny_data(clients=4, samples=70)
     rows = [data.partition.train.rows(client) for client in range(4)]
     rows[0] = rows[0][:few]
     train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))

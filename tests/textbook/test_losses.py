@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import NORMED_MLP, tiny
+from tiny_runs import NORMED_MLP, tiny_data
 
 from raysim.data.partition import CSR, Partition
 from raysim.methods.feddecorr import FedDecorr
@@ -32,7 +32,7 @@ from textbook.moon import moon
 
 def lacking(*classes: set[int]) -> Any:
     """A client for each set of classes, with all training samples of them; the last has one of class 0 besides."""
-    data = tiny(clients=4, samples=70)
+    data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]
     parts[-1] = np.append(parts[-1], rows[labels[rows] == 0][:1])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, SEED, tiny
+from tiny_runs import NORMED_MLP, SEED, tiny_data
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Finetune, Local
@@ -38,7 +38,7 @@ from textbook.loss_decomposition import loss_decomposition
 from textbook.partialfed import Asked, partialfed
 from textbook.pfedavg import after_local, finetuned
 
-DATA = tiny(clients=4, samples=70)
+DATA = tiny_data(clients=4, samples=70)
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
 FEW: dict[str, Any] = {
     "schedule": Synchronous(1),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import NORMED_MLP, tiny
+from tiny_runs import NORMED_MLP, tiny_data
 from torch import Tensor
 
 from raysim.methods.coordinate_median import CoordinateMedian, coordinate_median
@@ -21,7 +21,7 @@ from textbook.check import Row, check
 
 NORMED: dict[str, Any] = {"model": NORMED_MLP}
 SEVEN: dict[str, Any] = {
-    "study": {"data": tiny(clients=7, samples=120)},
+    "study": {"data": tiny_data(clients=7, samples=120)},
     "schedule": Synchronous(7),
 }
 SAMPLES, UNIFORM = {"weighting": "samples"}, {"weighting": "uniform"}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import MLP, NORMED, SEED, run, run_spec, tiny
+from tiny_runs import MLP, NORMED, SEED, run, run_spec, tiny_data
 from torch import Tensor, nn
 
 from raysim.api.declarations import Local
@@ -90,7 +90,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def test_fedavg_equals_plain_pytorch_bit_for_bit(
     optimizer: dict[str, Any], model: ModelRecipe, weighting: Any
 ) -> None:
-    data = tiny(clients=CLIENTS, samples=170)
+    data = tiny_data(clients=CLIENTS, samples=170)
     assert 1 in data.partition.train.counts % BATCH, "some last batch has one sample"
     local = Local(lr=0.05, batch=BATCH, epochs=EPOCHS, **optimizer)
     found = run(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import LOCAL, Ran, ran, run_spec, several, tiny
+from tiny_runs import LOCAL, FinishedRun, run_spec, run_to_end, several_workers, tiny_data
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -63,9 +63,9 @@ class Single(Recording):
 
 def unequal() -> FederatedData:
     """Four clients of unequal sizes, without tests of their own."""
-    rows = tiny().partition.train.indices[: ENDS[-1]]
+    rows = tiny_data().partition.train.indices[: ENDS[-1]]
     nothing = CSR(np.empty(0, np.int64), np.zeros(len(ENDS) + 1, np.int64))
-    return replace(tiny(), partition=Partition(CSR(rows, np.array([0, *ENDS])), nothing))
+    return replace(tiny_data(), partition=Partition(CSR(rows, np.array([0, *ENDS])), nothing))
 
 
 def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
@@ -84,14 +84,14 @@ def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
 
 def train(
     method: Recording, schedule: Schedule, workers: int = 1, **others: Any
-) -> tuple[RunSpec, Ran]:
+) -> tuple[RunSpec, FinishedRun]:
     """Run three rounds of the four clients."""
     spec = run_spec(method, data=unequal(), local=STILL, **others)
-    runtime = several(spec, workers) if workers > 1 else InProcess(Worker(spec))
-    return spec, ran(Coordinator(spec, schedule, Lognormal(), runtime))
+    runtime = several_workers(spec, workers) if workers > 1 else InProcess(Worker(spec))
+    return spec, run_to_end(Coordinator(spec, schedule, Lognormal(), runtime))
 
 
-def aggregated(found: Ran) -> list[list[tuple[int, int]]]:
+def aggregated(found: FinishedRun) -> list[list[tuple[int, int]]]:
     """The client and the participation of every update, round by round."""
     jobs = [job for job in found.jobs if job.fate == "aggregated"]
     return [

@@ -23,7 +23,7 @@ from tiny_runs import run, run_spec
 from torch import Tensor
 
 from raysim.api.declarations import Evaluation, Local
-from raysim.api.messages import Task
+from raysim.api.messages import ScoringTask
 from raysim.api.objectives import OBJECTIVES
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import CSR, IID, Partition
@@ -148,7 +148,7 @@ def test_history_scores_are_scikit_learns(kind: Kind, name: str, tmp_path: Path)
     row = found.rows[-1]
 
     def reference(rows: np.ndarray) -> float:
-        labels, outputs = worker.predictions(Task(-1, rows), published)
+        labels, outputs = worker.predictions(ScoringTask(-1, rows), published)
         return expected(kind, name, labels, outputs)
 
     clients = [reference(data.partition.test.rows(client)) for client in range(4)]

@@ -15,7 +15,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.methods.fedprox import FedProx
 from raysim.training.worker import Worker
-from raysim.vectors.optimizer import Optimizer
+from raysim.vectors.optimizer import OptimizerSettings
 
 
 @pytest.mark.parametrize("take", [True, False])
@@ -58,7 +58,7 @@ def context(worker: Worker) -> Context:
 def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_others() -> None:
     asking = ShiftedGradient(0.25)
     step, ctx = at_work(
-        [asking], Optimizer(), personal=("model.extractor.weight", "model.extractor.bias")
+        [asking], OptimizerSettings(), personal=("model.extractor.weight", "model.extractor.bias")
     )
     step(ctx, BATCH, (Stage(),))
     step(ctx, BATCH, (Stage("head", ("model.head",)),))
@@ -88,11 +88,11 @@ def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -
             assert torch.equal(grad, torch.ones_like(grad))
             grad.mul_(0.5)
 
-    step, ctx = at_work([Halving(), Ones()], Optimizer(weight_decay=0.1))
+    step, ctx = at_work([Halving(), Ones()], OptimizerSettings(weight_decay=0.1))
     before = ctx.vector.shared.clone()
     step(ctx, BATCH, (Stage(),))
     assert torch.allclose(ctx.vector.shared, before - 0.1 * (0.5 + 0.1 * before), atol=1e-7)
-    step, ctx = at_work([Ones()], Optimizer(), clip=1.0)
+    step, ctx = at_work([Ones()], OptimizerSettings(), clip=1.0)
     before = ctx.vector.shared.clone()
     step(ctx, BATCH, (Stage(),))
     assert torch.allclose((before - ctx.vector.shared).norm(), torch.tensor(0.1), atol=1e-6)
@@ -107,7 +107,7 @@ def test_terms_are_in_both_gradients() -> None:
 
     pulled, free = ShiftedGradient(0.5), ShiftedGradient(0.5)
     for methods in ([pulled, Pull()], [free]):
-        step, ctx = at_work(methods, Optimizer())
+        step, ctx = at_work(methods, OptimizerSettings())
         step(ctx, BATCH, (Stage(),))
     (_, params, here, there), (_, _, here_free, there_free) = pulled.seen[0], free.seen[0]
     assert torch.allclose((here - here_free)[-2:], params[-2:], atol=1e-6)
@@ -116,7 +116,7 @@ def test_terms_are_in_both_gradients() -> None:
 
 def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> None:
     asking = ShiftedGradient()
-    step, ctx = at_work([asking], Optimizer())
+    step, ctx = at_work([asking], OptimizerSettings())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
     expected = torch.cat(
         [g.flatten() for g in torch.autograd.grad(-loss, list(ctx.model.parameters()))]
@@ -135,7 +135,7 @@ def test_stage_with_another_loss_is_not_perturbed() -> None:
             return torch.ones_like(grad)
 
     stages: list[str] = []
-    step, ctx = at_work([Ones()], Optimizer())
+    step, ctx = at_work([Ones()], OptimizerSettings())
     before = ctx.model.head.bias.detach().clone()
     other = Stage("other", ("model.head",), lambda job, out: 2 * job.model.head.bias.sum())
     step(ctx, BATCH, (other, Stage(trains=("model.extractor",))))
@@ -153,7 +153,7 @@ def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
             job.state["sum"] = job.state["sum"] + out.logits.detach().sum()
             return loss + job.state["sum"] * job.model.head.bias.sum()
 
-    step, ctx = at_work([ShiftedGradient(0.1), Counting()], Optimizer())
+    step, ctx = at_work([ShiftedGradient(0.1), Counting()], OptimizerSettings())
     ctx.state["counting.sum"] = torch.zeros(())
     logits = ctx.model.head(ctx.model.features(X)).detach()
     step(ctx, BATCH, (Stage(),))
@@ -169,7 +169,7 @@ def test_a_failing_second_pass_puts_the_parameters_back() -> None:
                 raise RuntimeError("elsewhere")
             return loss
 
-    step, ctx = at_work([ShiftedGradient(0.1), Failing()], Optimizer())
+    step, ctx = at_work([ShiftedGradient(0.1), Failing()], OptimizerSettings())
     before = ctx.vector.data.clone()
     with pytest.raises(RuntimeError, match="elsewhere"):
         step(ctx, BATCH, (Stage(),))
@@ -177,7 +177,7 @@ def test_a_failing_second_pass_puts_the_parameters_back() -> None:
 
 
 def test_without_an_owner_of_the_hook_a_step_makes_no_second_pass() -> None:
-    step, ctx = at_work([FedProx(0.0)], Optimizer())
+    step, ctx = at_work([FedProx(0.0)], OptimizerSettings())
     passes: list[int] = []
     ctx.model.extractor.register_forward_hook(lambda *_: passes.append(1))
     step(ctx, BATCH, (Stage(),))

@@ -21,7 +21,7 @@ from raysim.api.setup import Setup
 from raysim.training.step import Step, gradients
 from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector, plan_layout
-from raysim.vectors.optimizer import LocalOptimizer, Optimizer, Optimizers
+from raysim.vectors.optimizer import LocalOptimizer, Optimizers, OptimizerSettings
 
 SHAPES = ((3, 4), (4,), (2, 4), (2,))
 
@@ -43,7 +43,7 @@ def by_torch(
     return [param.detach() for param in params]
 
 
-def by_us(settings: Optimizer, flat: bool, steps: int = 5) -> list[Tensor]:
+def by_us(settings: OptimizerSettings, flat: bool, steps: int = 5) -> list[Tensor]:
     ours, params = LocalOptimizer(settings), values(0)
     whole = [torch.cat([value.flatten() for value in params])]
     for step in range(1, steps + 1):
@@ -67,7 +67,7 @@ def by_us(settings: Optimizer, flat: bool, steps: int = 5) -> list[Tensor]:
     ids=str,
 )  # fmt: skip
 def test_sgd_is_that_of_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) -> None:
-    ours = by_us(Optimizer(**settings), flat)
+    ours = by_us(OptimizerSettings(**settings), flat)
     assert all(
         torch.equal(one, other)
         for one, other in zip(ours, by_torch(torch.optim.SGD, **settings), strict=True)
@@ -77,7 +77,7 @@ def test_sgd_is_that_of_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 def test_adam_is_that_of_pytorch_up_to_rounding(decay: float, flat: bool) -> None:
-    ours = by_us(Optimizer("adam", weight_decay=decay), flat)
+    ours = by_us(OptimizerSettings("adam", weight_decay=decay), flat)
     theirs = by_torch(torch.optim.Adam, weight_decay=decay)
     assert all(
         torch.allclose(one, other, rtol=1e-5, atol=1e-7)
@@ -109,7 +109,7 @@ Y = torch.tensor([0, 1, 1, 0, 1])
 
 def at_work(
     methods: Sequence[Method],
-    optimizer: Optimizer,
+    optimizer: OptimizerSettings,
     clip: float = 0.0,
     personal: Sequence[str] = (),
     **networks: nn.Module,
@@ -164,7 +164,7 @@ class Idle(Method):
 
 @pytest.mark.parametrize("methods", [[], [Idle()]], ids=["without a correction", "with one"])
 def test_a_step_is_a_step_of_pytorch(methods: list[Method]) -> None:
-    step, ctx = at_work(methods, Optimizer(momentum=0.9, weight_decay=0.01))
+    step, ctx = at_work(methods, OptimizerSettings(momentum=0.9, weight_decay=0.01))
     for _ in range(4):
         loss = step(ctx, BATCH, (Stage(),))
     expected = plain(4, momentum=0.9, weight_decay=0.01)
@@ -173,7 +173,7 @@ def test_a_step_is_a_step_of_pytorch(methods: list[Method]) -> None:
 
 
 def test_a_new_job_begins_without_momentum() -> None:
-    step, ctx = at_work([], Optimizer(momentum=0.9))
+    step, ctx = at_work([], OptimizerSettings(momentum=0.9))
     step(ctx, BATCH, (Stage(),))
     ctx.vector.shared.copy_(ctx.base)
     ctx.optimizers = Optimizers()
@@ -186,7 +186,7 @@ def test_a_new_job_begins_without_momentum() -> None:
 def test_clipping_is_that_of_pytorch_by_the_norm_of_the_whole_gradient(
     clip: float, cuts: bool
 ) -> None:
-    step, ctx = at_work([], Optimizer(), clip)
+    step, ctx = at_work([], OptimizerSettings(), clip)
     for _ in range(3):
         step(ctx, BATCH, (Stage(),))
     expected, free = plain(3, clip), plain(3)
@@ -221,7 +221,7 @@ class TwoStages(Method):
 def test_each_stage_moves_its_own_networks_in_its_own_direction_at_its_own_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
-    step, ctx = at_work([method], Optimizer(), **{"two.extra": extra})
+    step, ctx = at_work([method], OptimizerSettings(), **{"two.extra": extra})
     features = net().features(X).detach()
     step(ctx, BATCH, method.stages)
     # The mean of w.z + b rises along the mean of z, and along 1.
@@ -245,7 +245,7 @@ def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out
             return loss + 0.5 * job.model.head.bias.square().sum()
 
     method = TwoStages()
-    step, ctx = at_work([method, Pull()], Optimizer(), **{"two.extra": nn.Linear(4, 1)})
+    step, ctx = at_work([method, Pull()], OptimizerSettings(), **{"two.extra": nn.Linear(4, 1)})
     loss = step(ctx, BATCH, method.stages)
     model = net()
     task = nn.functional.cross_entropy(model.head(model.features(X)), Y)
@@ -267,13 +267,13 @@ def test_terms_of_methods_join_the_task_loss_only_and_the_report_leaves_them_out
 def test_loss_hook_must_return_a_scalar(returned: Any, problem: str) -> None:
     hooks = {"name": "mine", "loss": lambda self, job, out, loss: returned}
     method = type("Mine", (Method,), hooks)()
-    step, ctx = at_work([method], Optimizer())
+    step, ctx = at_work([method], OptimizerSettings())
     with pytest.raises(ValueError, match=f"method 'mine' returns {problem}"):
         step(ctx, BATCH, (Stage(),))
 
 
 def test_a_stage_that_has_nothing_to_train_is_refused() -> None:
-    step, ctx = at_work([], Optimizer())
+    step, ctx = at_work([], OptimizerSettings())
     with pytest.raises(ValueError, match=r"nothing to train in \['ghost'\]"):
         step(ctx, BATCH, (Stage(trains=("ghost",)),))
 
@@ -302,7 +302,7 @@ def test_corrections_apply_in_the_order_of_their_kinds_whatever_the_order_of_the
     order: tuple[str, ...],
 ) -> None:
     log: list[tuple[str, slice]] = []
-    step, ctx = at_work([correcting(kind, log) for kind in order], Optimizer())
+    step, ctx = at_work([correcting(kind, log) for kind in order], OptimizerSettings())
     step(ctx, BATCH, (Stage(),))
     assert log == [(kind, slice(0, 26)) for kind in ("add", "shift", "mix")]
 
@@ -310,7 +310,9 @@ def test_corrections_apply_in_the_order_of_their_kinds_whatever_the_order_of_the
 def test_corrections_see_shared_parameters_only() -> None:
     log: list[tuple[str, slice]] = []
     step, ctx = at_work(
-        [correcting("add", log)], Optimizer(), personal=("model.head.weight", "model.head.bias")
+        [correcting("add", log)],
+        OptimizerSettings(),
+        personal=("model.head.weight", "model.head.bias"),
     )
     before = ctx.vector.personal.clone()
     step(ctx, BATCH, (Stage(),))
@@ -330,7 +332,7 @@ def test_features_are_computed_once_however_many_methods_ask() -> None:
         def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
             return loss + 0.0 * out.features.sum()
 
-    step, ctx = at_work([Asking(), Asking()], Optimizer())
+    step, ctx = at_work([Asking(), Asking()], OptimizerSettings())
     ctx.model.extractor.register_forward_hook(lambda *_: asked.append(1))
     step(ctx, BATCH, (Stage(),))
     assert len(asked) == 1
@@ -355,7 +357,7 @@ def test_statistics_are_kept_within_the_context_and_move_outside() -> None:
         state={},
     )
     before = worker.vector.shared.clone()
-    with ctx.statistics_kept():
+    with ctx.keep_statistics():
         kept = ctx.model.train()(inputs)
     assert torch.equal(worker.vector.shared, before)
     moved = ctx.model(inputs)
@@ -370,7 +372,7 @@ def test_what_a_loss_does_not_depend_on_has_a_gradient_of_zeros() -> None:
 
 
 def test_flat_gradients_of_one_size_lie_in_one_place() -> None:
-    step, _ = at_work((), Optimizer())
+    step, _ = at_work((), OptimizerSettings())
     sizes, places = (3, 5, 3), []
     for size in sizes:
         with warnings.catch_warnings():

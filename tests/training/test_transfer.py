@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from raysim.api.client_state import ClientState
 from raysim.api.declarations import Local
-from raysim.api.messages import Job, Published
+from raysim.api.messages import Job, PublishedVersion
 from raysim.api.method import Method
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedpac import FedPAC
@@ -108,7 +108,7 @@ class TestCopiesAndWaits:
 
     def test_published_vector_is_not_copied_on_a_cpu(self) -> None:
         vector = np.arange(4, dtype=np.float32)
-        published = Published(0, vector, np.empty(0, np.int64))
+        published = PublishedVersion(0, vector, np.empty(0, np.int64))
         assert to_device(published.vector, CPU).data_ptr() == vector.ctypes.data
 
     def test_tensor_of_inference_mode_can_be_trained_on(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import ROUNDS, changed, run_spec
+from tiny_runs import ROUNDS, run_spec, with_settings
 
 from raysim.runtime import inprocess
 from raysim.simulation.fleet import Ideal
 from raysim.training.determinism import openblas_threads
 from raysim.vectors import blocks
-from raysim.vectors.blocks import compiled, folded, grouped, in_blocks
+from raysim.vectors.blocks import compile_function, fold_groups, in_blocks, split_into_groups
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
@@ -49,10 +49,10 @@ def test_an_error_in_a_block_is_raised() -> None:
 def test_a_sum_may_have_a_place_and_what_a_worker_has_summed_enters_as_it_is() -> None:
     rows = [np.random.default_rng(i).standard_normal(50, np.float32) for i in range(4)]
     place = torch.zeros(50)
-    whole = folded(grouped(rows, [1.0, 2.0, 3.0, 4.0], 2))
-    first = folded([(rows[:2], [1.0, 2.0])]).numpy()
+    whole = fold_groups(split_into_groups(rows, [1.0, 2.0, 3.0, 4.0], 2))
+    first = fold_groups([(rows[:2], [1.0, 2.0])]).numpy()
     first.flags.writeable = False
-    again = folded([([first], [1.0]), (rows[2:], [3.0, 4.0])], place)
+    again = fold_groups([([first], [1.0]), (rows[2:], [3.0, 4.0])], place)
     assert again is place and torch.equal(again, whole)
 
 
@@ -64,7 +64,9 @@ def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_thread
 
     with openblas_threads().limit(limits=2):
         before = threads()
-        during = [threads() for _ in inprocess.run(changed(run_spec(), rounds=1), ROUNDS, Ideal())]
+        during = [
+            threads() for _ in inprocess.run(with_settings(run_spec(), rounds=1), ROUNDS, Ideal())
+        ]
         assert during and all(found == {1} for found in during)
         assert threads() == before
 
@@ -101,24 +103,24 @@ def result(made: Any) -> tuple[float, int]:
 
 
 def test_machine_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
-    assert result(compiled(rule(tmp_path))) == (7.0, 0)
-    assert result(compiled(rule(tmp_path))) == (7.0, 1)
+    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(rule(tmp_path))) == (7.0, 1)
 
 
 def test_machine_code_of_an_older_source_is_never_taken_even_where_the_file_looks_the_same(
     tmp_path: Path,
 ) -> None:
-    assert result(compiled(rule(tmp_path))) == (7.0, 0)
-    assert result(compiled(rule(tmp_path, constant=2.0))) == (8.0, 0)
-    assert result(compiled(rule(tmp_path, scale=3.0))) == (10.0, 0)
-    assert result(compiled(rule(tmp_path))) == (7.0, 1)
+    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(rule(tmp_path, constant=2.0))) == (8.0, 0)
+    assert result(compile_function(rule(tmp_path, scale=3.0))) == (10.0, 0)
+    assert result(compile_function(rule(tmp_path))) == (7.0, 1)
 
 
 def test_damaged_machine_code_is_made_anew(tmp_path: Path) -> None:
-    assert result(compiled(rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
     for path in tmp_path.rglob("*.nb?"):
         path.write_bytes(b"damaged")
-    assert result(compiled(rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
 
 
 def test_without_a_place_on_disk_every_process_compiles(
@@ -127,14 +129,14 @@ def test_without_a_place_on_disk_every_process_compiles(
     monkeypatch.setattr(
         "numba.core.caching.CompileResultCacheImpl._locator_classes", []
     )  # as where none is writable
-    assert [result(compiled(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
+    assert [result(compile_function(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
 
 
 def test_two_that_find_nothing_keep_code_for_different_types_apart(tmp_path: Path) -> None:
-    made = [compiled(rule(tmp_path)) for _ in range(2)]
+    made = [compile_function(rule(tmp_path)) for _ in range(2)]
     for kind, each in zip((np.float32, np.float64), made, strict=True):
         each(np.zeros(1, kind), np.ones(1, kind))
-    again = compiled(rule(tmp_path))
+    again = compile_function(rule(tmp_path))
     for kind in (np.float32, np.float64):
         again(into := np.zeros(1, kind), np.full(1, 3, kind))
         assert into[0] == 7.0

@@ -24,7 +24,7 @@ from raysim.methods.fedld import PrincipalGradient
 from raysim.methods.recombination import recombine
 from raysim.simulation.server import Server
 from raysim.vectors import blocks, gram as module
-from raysim.vectors.gram import combination, gram, stretches
+from raysim.vectors.gram import gram_matrix, linear_combination, stretches
 from raysim.vectors.layout import Layout, plan_layout
 
 LAYOUT = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
@@ -56,7 +56,7 @@ def updates(rows: Tensor, version: int = 0) -> list[Update]:
 def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
     """These updates in one aggregation; the divisor is the sum of the weights unless another is given."""
     found = Aggregation(updates(rows), list(rows), weights, [0] * len(rows), {})
-    return found.reweighted(weights, lambda weights: divisor) if divisor else found
+    return found.with_weights(weights, lambda weights: divisor) if divisor else found
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(
     length: int, count: int
 ) -> None:
     rows = normal(count, length).pow(3)
-    got, exact = gram(rows.unbind()), rows.double() @ rows.double().T
+    got, exact = gram_matrix(rows.unbind()), rows.double() @ rows.double().T
     assert got.dtype == torch.float64 and torch.equal(got, got.T)
     norms = exact.diagonal().sqrt()
     gap = (got - exact).abs() / (norms[:, None] * norms)
@@ -91,12 +91,12 @@ def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(
 
 def test_a_gram_matrix_of_doubles_is_in_double_precision_at_any_length() -> None:
     rows = normal(4, 50_001).double()
-    assert torch.allclose(gram(rows.unbind()), rows @ rows.T, rtol=1e-13, atol=1e-10)
+    assert torch.allclose(gram_matrix(rows.unbind()), rows @ rows.T, rtol=1e-13, atol=1e-10)
 
 
 def test_vectors_without_entries_have_products_of_zero() -> None:
-    assert torch.equal(gram([torch.empty(0)] * 3), torch.zeros(3, 3, dtype=torch.float64))
-    assert len(combination([torch.empty(0)] * 3, [1.0] * 3, 2)) == 0
+    assert torch.equal(gram_matrix([torch.empty(0)] * 3), torch.zeros(3, 3, dtype=torch.float64))
+    assert len(linear_combination([torch.empty(0)] * 3, [1.0] * 3, 2)) == 0
 
 
 @pytest.mark.parametrize("length", [100_003, 400_000])
@@ -105,9 +105,9 @@ def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
 ) -> None:
     rows = normal(21, length).unbind()
     with on(1, monkeypatch):
-        alone = gram(rows)
+        alone = gram_matrix(rows)
     with on(3, monkeypatch):
-        assert torch.equal(gram(rows), alone)
+        assert torch.equal(gram_matrix(rows), alone)
 
 
 # --- the sum --------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
             part.add_(row, alpha=weight)
         parts.append(part)
     with on(threads, monkeypatch):
-        got = combination(rows, weights, 3)
+        got = linear_combination(rows, weights, 3)
     assert torch.equal(got, parts[0] + parts[1] + parts[2])
 
 

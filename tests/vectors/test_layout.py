@@ -96,7 +96,7 @@ def test_a_backward_pass_works_through_the_views() -> None:
     nets = networks()
     vector = flat(nets)
     loss = nets["model"](torch.ones(4, 3)).square().sum()
-    (grad,) = torch.autograd.grad(loss, vector.tensors(vector.layout.within(["model.2"])))
+    (grad,) = torch.autograd.grad(loss, vector.tensors(vector.layout.entries_in(["model.2"])))
     assert grad.shape == (2, 2)
 
 
@@ -113,11 +113,11 @@ def test_entries_are_found_by_network_or_module() -> None:
     layout = plan_layout(
         {"model": nn.ModuleDict({"head": nn.Linear(1, 1), "header": nn.Linear(1, 1)})}
     )
-    assert [entry.name for entry in layout.within(["model.head"])] == [
+    assert [entry.name for entry in layout.entries_in(["model.head"])] == [
         "model.head.weight",
         "model.head.bias",
     ]
-    assert len(layout.within(["model"])) == 4
+    assert len(layout.entries_in(["model"])) == 4
 
 
 def test_neighbours_merge_into_one_stretch_but_not_across_the_border_of_what_is_shared() -> None:
@@ -125,8 +125,8 @@ def test_neighbours_merge_into_one_stretch_but_not_across_the_border_of_what_is_
         "model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     }  # without buffers both parts touch
     layout = plan_layout(nets, ("model.1.weight", "model.1.bias"))
-    assert layout.runs(layout.within(["model"])) == (slice(0, 6), slice(6, 9))
-    assert layout.runs([layout.entries[0], layout.entries[3]]) == (slice(0, 4), slice(8, 9))
+    assert layout.stretches(layout.entries_in(["model"])) == (slice(0, 6), slice(6, 9))
+    assert layout.stretches([layout.entries[0], layout.entries[3]]) == (slice(0, 4), slice(8, 9))
 
 
 def test_all_of_it_can_be_in_double_precision() -> None:

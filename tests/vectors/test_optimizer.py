@@ -5,20 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysim.vectors.optimizer import LocalOptimizer, Optimizer, RecordedOptimizer, StackedOptimizer
+from raysim.vectors.optimizer import (
+    LocalOptimizer,
+    OptimizerSettings,
+    RecordedOptimizer,
+    StackedOptimizer,
+)
 
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
 def test_a_setting_of_zero_is_taken_and_one_below_is_refused(key: str) -> None:
-    Optimizer(**{key: 0.0})  # type: ignore[arg-type]
+    OptimizerSettings(**{key: 0.0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"local\.{key}=-0\.01 must be at least 0"):
-        Optimizer(**{key: -0.01})  # type: ignore[arg-type]
+        OptimizerSettings(**{key: -0.01})  # type: ignore[arg-type]
 
 
 def test_the_optimisers_of_many_clients_start_from_zeros() -> None:
     for kind in ("sgd", "adam"):
         stacked = StackedOptimizer(
-            Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
+            OptimizerSettings(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
         )
         assert stacked.counts == [0, 0, 0] and not any(
             part.any() for part in (*stacked.first, *stacked.second)
@@ -27,10 +32,10 @@ def test_the_optimisers_of_many_clients_start_from_zeros() -> None:
 
 
 SETTINGS = [
-    Optimizer(),
-    Optimizer(momentum=0.9, nesterov=True),
-    Optimizer(momentum=0.5, weight_decay=0.1),
-    Optimizer("adam"),
+    OptimizerSettings(),
+    OptimizerSettings(momentum=0.9, nesterov=True),
+    OptimizerSettings(momentum=0.5, weight_decay=0.1),
+    OptimizerSettings("adam"),
 ]
 
 
@@ -38,7 +43,7 @@ def gradient(step: int) -> torch.Tensor:
     return torch.arange(6, dtype=torch.float64).view(2, 3) + step
 
 
-def stepped(settings: Optimizer, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
+def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
     """The second row of a parameter after some steps by itself, and its optimiser."""
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):
@@ -47,7 +52,7 @@ def stepped(settings: Optimizer, steps: int = 3) -> tuple[torch.Tensor, LocalOpt
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_stacked_rows_step_as_single_clients(settings: Optimizer) -> None:
+def test_stacked_rows_step_as_single_clients(settings: OptimizerSettings) -> None:
     whole = torch.ones(2, 3, dtype=torch.float64)
     stacked = StackedOptimizer(settings, [whole])
     stacked.step_rows([0], [whole], [gradient(7)], 0.1)  # the second row has no client yet
@@ -63,7 +68,7 @@ def test_stacked_rows_step_as_single_clients(settings: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_recorded_optimizer_steps_as_the_loops(settings: Optimizer) -> None:
+def test_a_recorded_optimizer_steps_as_the_loops(settings: OptimizerSettings) -> None:
     row, rate = torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
     recorded = RecordedOptimizer(settings, [row])
     recorded.step([row], [gradient(7)[1]], rate)
@@ -79,7 +84,7 @@ def test_a_recorded_optimizer_steps_as_the_loops(settings: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_both_go_on_from_saved_buffers(settings: Optimizer) -> None:
+def test_both_go_on_from_saved_buffers(settings: OptimizerSettings) -> None:
     row, single = stepped(settings)
     saved, whole = single.save(), torch.stack([row, row])
     stacked, recorded = StackedOptimizer(settings, [whole]), RecordedOptimizer(settings, [row])

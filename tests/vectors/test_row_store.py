@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raysim.simulation import checkpoint
 from raysim.vectors import row_store as cache
-from raysim.vectors.row_store import extended, reserve, settled
+from raysim.vectors.row_store import extend_rows, reserve, rows_with_room
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def in_file(address: int) -> bool:
 
 
 def filled(place: cache.Place, count: int = 3) -> Tensor:
-    rows = extended(reserve((5, 2, 4), torch.float32, place), count)
+    rows = extend_rows(reserve((5, 2, 4), torch.float32, place), count)
     return rows.copy_(torch.arange(rows.numel()).view(rows.shape))
 
 
@@ -49,7 +49,7 @@ def test_a_cache_starts_empty_and_keeps_its_rows_as_it_grows(place: cache.Place)
     rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(
         7
     )  # what memory may hold
-    more = extended(rows, 5)
+    more = extend_rows(rows, 5)
     assert not more[len(rows) :].any()
     assert torch.equal(more[:3], torch.arange(24.0).view(3, 2, 4))
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
@@ -57,7 +57,7 @@ def test_a_cache_starts_empty_and_keeps_its_rows_as_it_grows(place: cache.Place)
 
 def test_no_more_rows_fit_than_were_reserved() -> None:
     with pytest.raises(RuntimeError, match="storage"):
-        extended(filled("disk"), 6)
+        extend_rows(filled("disk"), 6)
 
 
 def test_a_cache_on_disk_lies_in_a_file_that_has_no_name_any_more(folder: Path) -> None:
@@ -70,22 +70,26 @@ def test_a_cache_on_disk_lies_in_a_file_that_has_no_name_any_more(folder: Path) 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_rows_of_a_checkpoint_move_into_a_new_room_and_own_rows_stay(place: cache.Place) -> None:
     rows = filled(place)
-    assert settled(rows, 5, place) is rows
-    found = settled(rows.clone(), 5, place)
+    assert rows_with_room(rows, 5, place) is rows
+    found = rows_with_room(rows.clone(), 5, place)
     assert torch.equal(found, rows)
-    assert torch.equal(extended(found, 5)[:3], rows)
+    assert torch.equal(extend_rows(found, 5)[:3], rows)
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
 def test_rows_of_a_checkpoint_that_would_fill_the_room_move_to_disk_too() -> None:
     restored = filled("disk", 5).clone()
-    assert in_file(settled(restored, 5, "disk").data_ptr())
+    assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_rows_may_be_empty(place: cache.Place) -> None:
     rows = reserve((5, 2, 0), torch.float32, place)
-    assert extended(rows, 4).shape == settled(extended(rows, 4), 5, place).shape == (4, 2, 0)
+    assert (
+        extend_rows(rows, 4).shape
+        == rows_with_room(extend_rows(rows, 4), 5, place).shape
+        == (4, 2, 0)
+    )
 
 
 def test_a_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +101,7 @@ def test_a_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_checkpoint_writes_a_cache_from_its_file_and_maps_it_back(tmp_path: Path) -> None:
-    rows = extended(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(
+    rows = extend_rows(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(
         generator=torch.manual_seed(0)
     )  # 4 MB
     tracemalloc.start()

@@ -18,7 +18,7 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from raysim.api.messages import Published
+from raysim.api.messages import PublishedVersion
 from raysim.data.dataset import copy_to_cache
 from raysim.primitives.errors import first_line
 from raysim.runtime.placement import RayOptions, Size
@@ -201,7 +201,11 @@ class RayRuntime:
 
     def put(self, value: object) -> object:
         """Into the object store, once; workers of one node map the same memory. A small model travels in each call."""
-        return value if isinstance(value, Published) and value.nbytes <= INLINE else ray.put(value)
+        return (
+            value
+            if isinstance(value, PublishedVersion) and value.nbytes <= INLINE
+            else ray.put(value)
+        )
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """An actor task; its results belong to the caller."""

@@ -18,11 +18,11 @@ T = TypeVar("T")
 _OURS = str(Path(__file__).parents[1])
 
 
-class HookMistake(ValueError):
+class HookError(ValueError):
     """A hook returned or wrote what nobody can use: one sentence with the method, the hook and what to do."""
 
 
-class Undeclared(HookMistake, KeyError):
+class UndeclaredStateError(HookError, KeyError):
     """Client state that no method has declared."""
 
     def __init__(self, name: str):
@@ -38,40 +38,40 @@ class Undeclared(HookMistake, KeyError):
         )
 
 
-class State(dict[str, Tensor]):
+class DeclaredState(dict[str, Tensor]):
     """Client state by name, which says so of a name that was not declared."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise Undeclared(name)
+        raise UndeclaredStateError(name)
 
 
-def returned(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
+def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
     """What a hook returned, if it is of this kind, a class. instead: what to return."""
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)
     return value
 
 
-def one_for_each_step(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
+def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
     """Return what the function of `run.draw` returned, if it has one tensor for each step."""
     hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
-    tensors: Sequence[Tensor] = returned(values, (Sequence, Tensor), method, hook, instead)
+    tensors: Sequence[Tensor] = check_type(values, (Sequence, Tensor), method, hook, instead)
     if len(tensors) != steps:
-        raise HookMistake(
+        raise HookError(
             f"method '{method}' returns {len(tensors)} tensors from {hook}, and the job has "
             f"{steps} steps. Return {instead}."
         )
     return tensors
 
 
-def scalar(value: Any, method: str, hook: str) -> Tensor:
+def check_scalar(value: Any, method: str, hook: str) -> Tensor:
     """What a hook returned, if it is one number; a shape is known without waiting for the device."""
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
         raise _wrong(value, method, hook, "a scalar, such as its mean()")
     return value  # type: ignore[no-any-return]
 
 
-def vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
+def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
     """What a hook returned, if it is a vector of one of these sizes, by their names."""
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
         names = {
@@ -82,9 +82,9 @@ def vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tens
     return value
 
 
-def _wrong(value: Any, method: str, hook: str, instead: str) -> HookMistake:
+def _wrong(value: Any, method: str, hook: str, instead: str) -> HookError:
     what = "nothing" if value is None else _kind(value)
-    return HookMistake(f"method '{method}' returns {what} from {hook}: return {instead}")
+    return HookError(f"method '{method}' returns {what} from {hook}: return {instead}")
 
 
 def _kind(value: Any) -> str:
@@ -105,7 +105,7 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
             and np.asarray(value).dtype.kind not in "biuf"
         ):
             method, _, column = name.partition(".")
-            raise HookMistake(
+            raise HookError(
                 f"{where}.report['{column}'] of method '{method}' is {_kind(value)}. Give a number, "
                 "or leave it out."
             )
@@ -124,29 +124,29 @@ class StateNames:
 
 
 def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
-    """Raise HookMistake if client state lacks an entry after a job, or has one of another name.
+    """Raise HookError if client state lacks an entry after a job, or has one of another name.
 
     before: the entries when the job began, which include those of the run's own optimizers.
     """
     for name in state:
         if name not in before and name not in names:
-            raise Undeclared(name)
+            raise UndeclaredStateError(name)
     missing = next((name for name in before if name not in state), "")
     if missing:
         method, _, name = missing.partition(".")
-        raise HookMistake(
+        raise HookError(
             f"job.state['{name}'] of method '{method}' was removed. Put another value in its place."
         )
 
 
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
-    """Raise HookMistake for an upload that is not as a method declared it."""
+    """Raise HookError for an upload that is not as a method declared it."""
     for each in declarations.methods:
         prefix = f"{each.method}."
         for key in upload:
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and name not in each.uploads:
-                raise HookMistake(
+                raise HookError(
                     f"job.upload['{name}'] is not declared. Declare it in the method's setup: "
                     f'run.upload("{name}", floats).'
                 )
@@ -154,28 +154,28 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             expected = number_of_floats(floats, declarations.layout)
             tensor = upload.get(prefix + name)
             if tensor is None:
-                raise HookMistake(
+                raise HookError(
                     f"job.upload['{name}'] is missing, and method '{each.method}' declares it. "
                     "Fill it in `end`."
                 )
             if tensor.numel() != expected:
-                raise HookMistake(
+                raise HookError(
                     f"job.upload['{name}'] has {tensor.numel()} floats, and {expected} are "
                     f'declared. Correct run.upload("{name}", ...).'
                 )
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """What an error says, after its type where that says more."""
-    return str(error) if isinstance(error, HookMistake) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
 
 
-def traced(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """An error's traceback; of a user's method without raysim's lines, and of a mistake the user's lines alone."""
     method = failing_method(error)
     theirs = method is not None and not type(method).__module__.startswith("raysim.")
     told = traceback.TracebackException.from_exception(error)
-    if isinstance(error, HookMistake):  # which has said the rest
+    if isinstance(error, HookError):  # which has said the rest
         own = _own(told)
         return "".join(["Traceback (most recent call last):\n", *own.format()]) if own else ""
     if theirs:
