@@ -117,7 +117,7 @@ def at_work(
     nets = {"model": net(), **networks}
     vector = Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
     task = SimpleNamespace(num_classes=2, objective=OBJECTIVES["classification"])
-    trainer: Any = SimpleNamespace(tracking=[], task=task)
+    trainer: Any = SimpleNamespace(statistics_layers=[], task=task)
     ctx = Context(
         trainer=trainer,
         seed=0,

@@ -28,7 +28,7 @@ def test_blocks_cover_the_entries_once_and_results_keep_their_order(length: int)
 
 
 def test_threads_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "cores", lambda: 3)
+    monkeypatch.setattr(blocks, "num_threads", lambda: 3)
     blocks._pool.cache_clear()
     meeting = threading.Barrier(3, timeout=600)
     in_blocks(

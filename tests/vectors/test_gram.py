@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from raysim.api.declarations import Task
 from raysim.api.messages import Update
 from raysim.api.method import Method
-from raysim.api.server_view import Aggregation
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedgh import FedGH, HierarchicalFedGH
 from raysim.methods.fedld import PrincipalGradient
@@ -45,6 +45,10 @@ def server(*methods: Method, layout: Layout = LAYOUT, clients: int = 12, **setti
     )
 
 
+def view(target: Server) -> ServerView:
+    return ServerView(target, "test")
+
+
 def updates(rows: Tensor, version: int = 0) -> list[Update]:
     counters = np.ones(LAYOUT.shared_counters, np.int64)
     return [
@@ -64,7 +68,7 @@ def on(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks are shared by so many threads."""
     blocks._pool.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(blocks, "cores", lambda: threads)
+        patched.setattr(blocks, "num_threads", lambda: threads)
         yield
     blocks._pool.cache_clear()
 
@@ -117,7 +121,7 @@ def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
 def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> None:
     target, rows = server(group=group), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
-    got = recombine(given(rows, weights), target, "model", unchanged)
+    got = recombine(given(rows, weights), view(target), "model", unchanged)
     target.step(updates(rows), {}, [0] * 12, {})
     assert torch.equal(got, target.params), "from zero"
 
@@ -142,7 +146,9 @@ def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
 
 def test_coefficients_apply_to_the_rows_as_they_came() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
-    got = recombine(given(rows, [1.0, 2.0, 4.0], 8.0), server(), "model", lambda products: mixture)
+    got = recombine(
+        given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture
+    )
     want = torch.tensor([1.0, 2.0, 4.0]).double() @ mixture @ rows.double()[:, : LAYOUT.trained] / 8
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
 
@@ -154,7 +160,7 @@ def test_per_tensor_every_tensor_has_a_gram_matrix_of_its_own() -> None:
         seen.append(products)
         return unchanged(products)
 
-    recombine(given(rows, [1.0] * 3), server(), "tensor", note)
+    recombine(given(rows, [1.0] * 3), view(server()), "tensor", note)
     parts = stretches(LAYOUT, "tensor")
     assert [part.stop - part.start for part in parts] == [12, 3, 3, 3], "and none of the buffers"
     for products, part in zip(seen, parts, strict=True):
@@ -224,9 +230,9 @@ def test_no_second_copy_of_the_updates_is_made(
     method = rule()
     aggregation = given(rows, [1.0] * clients)
     with Sizes() as sizes, on(1, monkeypatch):
-        method.combine(aggregation, target)
+        method.combine(aggregation, view(target))
         tracemalloc.start()  # sees what NumPy takes
-        method.combine(aggregation, target)
+        method.combine(aggregation, view(target))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert sizes.largest == size
