@@ -711,7 +711,8 @@ def _partition(given: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose
 
     config = compose(given.overrides, given.conf)
-    from raysim.data.federated import draw_partition, statistics
+    from raysim.data.split_picture import draw_partition
+    from raysim.data.split_statistics import statistics
     from raysim.experiment.execute import partition
 
     data = partition(config, given.allow)

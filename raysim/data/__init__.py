@@ -1,1 +1,1 @@
-"""From sources to a federated data set: reading, corruption, partitions, batches."""
+"""Data of a run: reading, corruption, partitions and batches."""

@@ -1,11 +1,12 @@
-"""Arrays, tensors and data sets that are given from Python: stored in the cache once, and known by their checksum."""
+"""Arrays, tensors and data sets from Python: stored in the cache once, under their checksum."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -13,167 +14,232 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysim.data.columns import assembled
-from raysim.data.labels import labels_of
+from raysim.data.columns import assemble
+from raysim.data.labels import read_labels
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
 
 COLUMNS = ("inputs", "labels", "users")
+LabelLists: TypeAlias = list[list[Any]]  # for each sample the labels that it has
 
 
 @dataclass(frozen=True, eq=False)
-class GivenArrays:
-    """A user's own arrays, while they are stored."""
+class StoredArrays:
+    """A user's arrays while they are written into the cache; test rows come last."""
 
     inputs: NDArray[Any]
-    labels: NDArray[Any]
+    labels: NDArray[Any] | LabelLists
     users: NDArray[Any] | None
-    test: NDArray[np.bool_]
+    is_test: NDArray[np.bool_]
 
 
-_given: dict[str, GivenArrays] = {}  # by checksum
+_arrays_by_digest: dict[str, StoredArrays] = {}
 
 
 @dataclass(frozen=True)
 class Arrays(Source):
-    """What `store_arrays` made of a user's own arrays. digest: their checksum."""
+    """Arrays that `store_arrays` stored. digest: their checksum."""
 
     digest: str = ""
 
     def read(self) -> Raw:
-        if self.digest not in _given:
+        arrays = _arrays_by_digest.get(self.digest)
+        if arrays is None:
             raise ValueError(
-                f"data.digest={self.digest}: these arrays were given from Python, and the cache of this machine lacks "
-                "them: give them again, raysim.run(data=...)."
+                f"data.digest={self.digest}: these arrays came from Python, and the cache of this "
+                "machine does not have them. Give them again, raysim.run(data=...)."
             )
-        given = _given[self.digest]
-        labels = labels_of(given.labels, self.kind, None, "data")
-        users = "" if given.users is None else "the third array"
+        labels = read_labels(arrays.labels, self.kind, None, "data")
+        label_type = "lists"
+        if isinstance(arrays.labels, np.ndarray):
+            label_type = type_name(arrays.labels)
         origin = Origin(
-            f"the first array ({given.inputs.dtype})",
-            f"the second array ({type_name(given.labels)})",
-            users,
+            f"the first array ({arrays.inputs.dtype})",
+            f"the second array ({label_type})",
+            "" if arrays.users is None else "the third array",
         )
-        return assembled(given.inputs, labels, given.users, given.test, None, origin)
+        return assemble(arrays.inputs, labels, arrays.users, arrays.is_test, None, origin)
 
 
 def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arrays:
-    """Store a user's own samples and return their source.
+    """Store a user's samples in the cache and return their source.
 
+    data: (inputs, labels), without rows for central tests; ((inputs, labels), (inputs, labels)),
+    the second for central tests; or {"train": ..., "test": ...}. A torch `Dataset` may stand in
+    place of a pair. Arrays, tensors and lists are read.
+    inputs: [n, ...]; images are [n, h, w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table
+    of numbers.
+    labels: classes or values [n], see `labels.infer_kind`; [n, labels], 0 or 1 for each of several
+    labels, or several values; or for each sample a list of its labels.
+    A third column, users [n] (integers or text), names the client of each sample for
+    `partition=natural`.
     settings: arguments of `Arrays`.
-    data: (inputs, labels), of which no row is for central tests; ((inputs, labels), (inputs, labels)), the second for
-    tests, or {"train": ..., "test": ...}. Arrays, tensors, lists; or a `torch.utils.data.Dataset` in place of a pair.
-    Inputs [n, ...], images [n, h, w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers. Labels [n]
-    are classes or values, see `labels.inferred_kind`; [n, labels] several labels (0 or 1) or several values. A third
-    column, users [n] (integers or text), says whose sample each is, for `partition=natural`.
     """
-    train, test = _halves(data)
-    parts = [
-        _columns(part, name)
-        for part, name in ((train, "train"), (test, "test"))
-        if part is not None
-    ]
-    if len({len(columns) for columns in parts}) > 1:
+    train, test = _split_halves(data)
+    halves = [_read_half(train, "train")]
+    if test is not None:
+        halves.append(_read_half(test, "test"))
+    if len({len(columns) for columns in halves}) > 1:
         raise ValueError(
-            "data: users are given for training or for tests alone: give them for both."
+            "data: only one of training and test rows has users. Give users for both, or for none."
         )
-    columns = [
-        _joined(halves, what)
-        for halves, what in zip(zip(*parts, strict=True), COLUMNS, strict=False)
-    ]
+    columns = []
+    for number, name in enumerate(COLUMNS[: len(halves[0])]):
+        columns.append(_concatenate([half[number] for half in halves], name))
     inputs, labels, *users = columns
-    test = np.arange(len(labels)) >= len(parts[0][1])
-    source = Arrays(digest=_digest(columns, int((~test).sum())), **(settings or {}))
-    _given[source.digest] = GivenArrays(inputs, labels, users[0] if users else None, test)
+    is_test = np.arange(len(labels)) >= len(halves[0][1])
+    source = Arrays(digest=_digest(columns, int((~is_test).sum())), **(settings or {}))
+    assert isinstance(inputs, np.ndarray), "labels alone may be lists"
+    user_column = users[0] if users else None
+    assert not isinstance(user_column, list), "labels alone may be lists"
+    _arrays_by_digest[source.digest] = StoredArrays(inputs, labels, user_column, is_test)
     try:
         source.build()
     finally:
-        del _given[source.digest]
+        del _arrays_by_digest[source.digest]
     return source
 
 
-def _halves(data: object) -> tuple[object, object]:
-    """What is for training, and what for central tests."""
+def _split_halves(data: object) -> tuple[object, object]:
+    """Return the training half and the half for central tests, None if there is none."""
     if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
         return data["train"], data.get("test")
     if isinstance(data, Dataset):
         return data, None
     if isinstance(data, (tuple, list)) and len(data) in (2, 3):
-        halves = len(data) == 2 and isinstance(data[0], (tuple, Dataset))
-        return (data[0], data[1]) if halves else (data, None)
+        has_halves = len(data) == 2 and isinstance(data[0], (tuple, Dataset))
+        return (data[0], data[1]) if has_halves else (data, None)
     if isinstance(data, DataLoader):
         raise ValueError(
-            "data=DataLoader is not understood: give the data set that it reads, loader.dataset."
+            "data=DataLoader is not supported. Give the data set that it reads, loader.dataset."
         )
-    many = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
+    length = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
     raise ValueError(
-        f"data={type(data).__name__}{many} is not understood: give (inputs, labels) or (inputs, labels, users), a pair "
-        'of such for training and test or {"train": ..., "test": ...}, or a torch Dataset.'
+        f"data={type(data).__name__}{length} is not supported. Give (inputs, labels) or (inputs, "
+        'labels, users), a pair of these for training and test, {"train": ..., "test": ...}, or a '
+        "torch Dataset."
     )
 
 
-def _columns(part: object, name: str) -> tuple[np.ndarray, ...]:
-    """Inputs, labels and perhaps users of one half."""
+def _read_half(part: object, name: str) -> tuple[NDArray[Any] | LabelLists, ...]:
+    """Return the inputs, the labels and perhaps the users of one half."""
     if isinstance(part, TensorDataset):
         part = part.tensors
     if isinstance(part, Dataset):
-        part = tuple(zip(*(part[row] for row in range(len(part))), strict=True))  # type: ignore[arg-type]
+        part = _read_dataset(part, name)
     if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
         raise ValueError(
-            f"data: what is for {name} must be (inputs, labels) or (inputs, labels, users), not {type(part).__name__}."
+            f"data: the {name} half is a {type(part).__name__}. Give (inputs, labels) or (inputs, "
+            "labels, users)."
         )
-    is_frame = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
-    inputs, labels, *users = (
-        plain_array(column, f"data: the {what} for {name}")
-        for column, what in zip(part, COLUMNS, strict=False)
+    inputs = plain_array(part[0], f"data: the inputs for {name}")
+    labels: NDArray[Any] | LabelLists = _label_lists(part[1]) or plain_array(
+        part[1], f"data: the labels for {name}"
     )
-    if not (inputs.size and labels.size):
-        raise ValueError(
-            f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}, and so no samples: "
-            "give it some."
-        )
+    shapes = f"inputs of shape {inputs.shape} and {_describe_shape(labels)}"
+    has_labels = labels.size > 0 if isinstance(labels, np.ndarray) else len(labels) > 0
+    if not inputs.size or not has_labels:
+        raise ValueError(f"data: {name} has {shapes}, and so no samples. Give it some.")
     if len(inputs) != len(labels):
-        raise ValueError(
-            f"data: {name} has inputs of shape {inputs.shape} and labels of shape {labels.shape}: give each input one "
-            "label."
-        )
-    users = [column.reshape(-1) if column.shape == (len(labels), 1) else column for column in users]
-    for column in users:
-        if column.shape != (len(labels),) or column.dtype.kind not in "iuU":
-            raise ValueError(
-                f"data: {name} has users of shape {column.shape} ({column.dtype}) for {len(labels)} samples: give each "
-                "sample one, an integer or text."
-            )
-    if is_frame and inputs.dtype.kind in "biu":  # columns of a table are numbers, and no tokens
+        raise ValueError(f"data: {name} has {shapes}. Give each input one label.")
+    is_table = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))
+    if is_table and inputs.dtype.kind in "biu":  # columns of a table are numbers, not tokens
         inputs = inputs.astype(np.float64)
-    return _channels_first(inputs), labels, *users
+    inputs = _channels_first(inputs)
+    if len(part) == 2:
+        return inputs, labels
+    return inputs, labels, _read_users(part[2], len(labels), name)
 
 
-def _channels_first(inputs: np.ndarray) -> np.ndarray:
-    """Images of 8 bits as [n, c, h, w]; everything else as it is."""
+def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
+    users = plain_array(column, f"data: the users for {name}")
+    if users.shape == (count, 1):
+        users = users.reshape(-1)
+    if users.shape != (count,) or users.dtype.kind not in "iuU":
+        raise ValueError(
+            f"data: {name} has users of shape {users.shape} ({users.dtype}) for {count} samples. "
+            "Give each sample one, an integer or text."
+        )
+    return users
+
+
+def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
+    """Return the columns of a torch data set, whose items are (input, label) or with a user."""
+    items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
+    for row, item in enumerate(items):
+        if not isinstance(item, (tuple, list)):
+            keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+            raise ValueError(
+                f"data: item {row} of the data set for {name} is a {type(item).__name__}{keys}. "
+                "Return (input, label) from its __getitem__."
+            )
+    return tuple(zip(*items, strict=True))
+
+
+def _label_lists(column: object) -> LabelLists | None:
+    """Return labels that are lists of different lengths or of text; None for any other column."""
+    if isinstance(column, pd.Series) and column.dtype == object:
+        column = column.tolist()
+    if not isinstance(column, (list, tuple)) or not column:
+        return None
+    if not all(isinstance(row, (list, tuple)) for row in column):
+        return None
+    rows = [list(row) for row in column]
+    items: list[Any] = []
+    for row in rows:
+        items += row
+    if not all(type(label) in (int, str) for label in items):
+        return None
+    lengths = {len(row) for row in rows}
+    has_text = any(isinstance(label, str) for label in items)
+    if lengths == {1} or (len(lengths) == 1 and not has_text):
+        return None
+    return rows
+
+
+def _describe_shape(labels: NDArray[Any] | LabelLists) -> str:
+    if isinstance(labels, list):
+        return f"{len(labels)} lists of labels"
+    return f"labels of shape {labels.shape}"
+
+
+def _channels_first(inputs: NDArray[Any]) -> NDArray[Any]:
+    """Return images of 8 bits as [n, c, h, w]; other inputs stay unchanged."""
     if inputs.dtype != np.uint8 or inputs.ndim not in (3, 4):
         return inputs
     if inputs.ndim == 3:
         return inputs[:, None]
-    return (
-        inputs.transpose(0, 3, 1, 2)
-        if inputs.shape[1] not in (1, 3) and inputs.shape[3] in (1, 3)
-        else inputs
-    )
+    has_channels_last = inputs.shape[1] not in (1, 3) and inputs.shape[3] in (1, 3)
+    return inputs.transpose(0, 3, 1, 2) if has_channels_last else inputs
 
 
-def _joined(columns: tuple[np.ndarray, ...], what: str) -> np.ndarray:
-    if len({column.shape[1:] for column in columns}) > 1:
-        shapes = " and ".join(str(column.shape[1:]) for column in columns)
+def _concatenate(
+    parts: Sequence[NDArray[Any] | LabelLists], name: str
+) -> NDArray[Any] | LabelLists:
+    """Join a column of training rows and of test rows."""
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if not arrays:
+        return [row for part in parts for row in part]
+    if len(arrays) < len(parts):
         raise ValueError(
-            f"data: {what} for training and for tests have the shapes {shapes}: make them alike."
+            f"data: {name} are lists for one of training and test, and an array for the other. "
+            "Give lists for both, or an array for both."
         )
-    return np.concatenate(columns)
+    shapes = [array.shape[1:] for array in arrays]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"data: {name} for training and for tests have the shapes "
+            f"{' and '.join(map(str, shapes))}. Give them one shape."
+        )
+    return np.concatenate(arrays)
 
 
-def _digest(columns: Sequence[np.ndarray], train_rows: int) -> str:
+def _digest(columns: Sequence[NDArray[Any] | LabelLists], train_rows: int) -> str:
     digest = hashlib.blake2b(str(train_rows).encode(), digest_size=8)
-    for array in columns:
-        digest.update(f"{array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+    for column in columns:
+        if isinstance(column, list):
+            digest.update(json.dumps(column).encode())
+            continue
+        digest.update(f"{column.dtype} {column.shape}".encode())
+        digest.update(np.ascontiguousarray(column).tobytes())
     return digest.hexdigest()

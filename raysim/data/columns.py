@@ -1,8 +1,9 @@
-"""From the columns of a table to inputs, labels and users: which column is which, and what its values are."""
+"""The columns of a table to inputs, labels and users: which column is which, and its values."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,59 +11,54 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from raysim.data.labels import Labels, of_one_length
-from raysim.data.partition import Ints
-from raysim.data.pictures import spread_test, train_first
-from raysim.data.raw import Origin, Raw, numbered_domains
+from raysim.data.csr import Ints
+from raysim.data.labels import LabelSet, stack_lists
+from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
+from raysim.data.rows import choose_test_rows, number_domains, train_first
 from raysim.data.values import as_float32
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
 from raysim.primitives.memory import check_memory
 
-BYTES = Tokens(257)  # of text in UTF-8: 0 is padding, byte b is b + 1
-LABEL_NAMES = (
-    "label",
-    "labels",
-    "y",
-    "target",
-    "class",
-)  # a column so called, in this order, holds the labels
+UTF8_TOKENS = Tokens(257)  # 0 is padding, byte b is b + 1
+LABEL_NAMES = ("label", "labels", "y", "target", "class")  # usual names, the first one wins
 USER_NAMES = ("user", "user_id", "users", "client", "client_id")
-INDEX_NAMES = (
-    "",
-    "id",
-    "index",
-    "unnamed: 0",
-    "__index_level_0__",
-)  # numbers of rows: no inputs unless named
+# Columns that number the rows are no inputs unless `data.columns` names them.
+INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
 
-# ---- which column is which -----------------------------------------------------------------------------------------
+# ---- which column is which -----------------------------------------------------------------------
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
     """Return the column with the first of the usual names, in upper or lower case, or None."""
     by_lower_case = {name.lower(): name for name in reversed(names)}
-    return next((by_lower_case[name] for name in usual if name in by_lower_case), None)
+    for name in usual:
+        if name in by_lower_case:
+            return by_lower_case[name]
+    return None
 
 
 def find_label(names: Sequence[str], place: str) -> str:
-    """Return the column that is called as labels usually are. Raise ValueError where there is none."""
+    """Return the column with a usual name of labels. Raise ValueError if there is none."""
     label = find_column(names, LABEL_NAMES)
     if label is None:
         raise ValueError(
-            f"{place} has no column called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}, it has "
-            f"{', '.join(names)}: set data.label to the column of labels."
+            f"{place} has no column called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}, it "
+            f"has {', '.join(names)}. Set data.label to the column of labels."
         )
     return label
 
 
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
-    """Return the column of labels: `data.label`, else `data.label_column` (usual), else one that is called so."""
+    """Return the column of labels.
+
+    It is `data.label`, else `data.label_column` (`usual`), else one with a usual name.
+    """
     if label is None and usual == "label" and usual not in names:
         return find_label(names, place)
     name = label or usual
     if name not in names:
         key = "data.label" if label else "data.label_column"
-        raise ValueError(f"{place} has no column {name}, it has {', '.join(names)}: set {key}.")
+        raise ValueError(f"{place} has no column {name}, it has {', '.join(names)}. Set {key}.")
     return name
 
 
@@ -74,253 +70,315 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and those that are left out.
 
-    columns: `data.columns`; None: all but those that are known (labels, users, domains), number the rows, or are called
-    as users are. types: of all columns. Raise ValueError where these cannot stand side by side.
+    columns: `data.columns`; None: all columns but the known ones (labels, users, domains), those
+    that number the rows, and those with a usual name of users. types: of all columns.
+    Raise ValueError if these columns cannot be one input together.
     """
     if columns is not None:
         return columns, []
-    others = [name for name in types if name not in known]
-    unused = [name for name in others if name.lower() in (*INDEX_NAMES, *USER_NAMES)]
-    inputs = [name for name in others if name not in unused]
+    candidates = [name for name in types if name not in known]
+    unused = [name for name in candidates if name.lower() in (*INDEX_NAMES, *USER_NAMES)]
+    inputs = [name for name in candidates if name not in unused]
     if not inputs:
         raise ValueError(
-            f"{place} has no column for the input, it has {', '.join(types)}: set data.columns."
+            f"{place} has no column for the input, it has {', '.join(types)}. Set data.columns."
         )
     numbers = [name for name in inputs if _is_number(_stored_type(types[name]))]
     if len(inputs) == 1 or len(numbers) == len(inputs):
         return inputs, unused
-    odd = next(name for name in inputs if name not in numbers)
-    choices = [f"set data.columns={'+'.join(numbers)}"] if numbers else []
-    if is_text(_stored_type(types[odd])) or _is_list(types[odd]):
-        choices.append(f"set data.columns={odd}")
+    choices = ["+".join(numbers)] if numbers else []
+    for name in inputs:
+        kind = _stored_type(types[name])
+        if is_text(kind) or _is_list(kind) or _is_picture(kind):
+            choices.append(name)
+    described = ", ".join(f"{name} ({_stored_type(types[name])})" for name in inputs)
+    action = "Encode them as numbers"
+    if choices:
+        settings = " or ".join(f"data.columns={choice}" for choice in choices)
+        action = f"Set {settings}, or encode the others as numbers"
     raise ValueError(
-        f"{place}: column {odd} holds {types[odd]}, and only numbers can stand side by side: "
-        f"{', '.join([*choices, 'or encode it as numbers'])}."
+        f"{place} has the columns {described}, and only columns of numbers can be one input "
+        f"together. {action}."
     )
 
 
-def origin_of(
+def describe_origin(
     types: Mapping[str, pa.DataType],
     inputs: Sequence[str],
     label: str,
     user: str | None,
     unused: Sequence[str] = (),
 ) -> Origin:
-    """Return which columns became what, with their types, as the plan of a run says it."""
+    """Return which columns became inputs, labels and users, with their types."""
     shown = [f"{name} ({_stored_type(types[name])})" for name in inputs]
     if len(shown) > 4:
-        shown = [*shown[:2], "...", shown[-1]]
-        shown[0] = f"{len(inputs)} columns: {shown[0]}"
-    return Origin(
-        ", ".join(shown), f"{label} ({_stored_type(types[label])})", user or "", ", ".join(unused)
-    )
+        shown = [f"{len(inputs)} columns: {shown[0]}", shown[1], "...", shown[-1]]
+    label_type = _stored_type(types[label])
+    return Origin(", ".join(shown), f"{label} ({label_type})", user or "", ", ".join(unused))
 
 
-# ---- inputs --------------------------------------------------------------------------------------------------------
-def inputs_of(
-    table: pa.Table,
-    columns: Sequence[str],
-    length: int,
-    padding: int,
-    tokenizer: str | None,
-    place: str,
+# ---- inputs --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TokenSettings:
+    """How sequences become rows of token numbers.
+
+    length: tokens kept of a row. padding: the number that fills short rows.
+    tokenizer: a folder or name of Hugging Face's, for text; None: text becomes bytes.
+    """
+
+    length: int
+    padding: int
+    tokenizer: str | None
+
+
+def read_inputs(
+    table: pa.Table, columns: Sequence[str], settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return what the columns hold, a row for each sample, and what its tokens are.
+    """Return the values of the columns, a row for each sample, and its tokens if it has some.
 
-    Several columns of numbers stand side by side; one column holds numbers, vectors of one length, token numbers
-    (lists of integers) or text. length: tokens kept of a row. padding: the number that fills short rows up. tokenizer:
-    Hugging Face's, for text; None: bytes. Raise ValueError with the place and the column.
+    Several columns of numbers become one row; a single column holds numbers, vectors of one length,
+    token numbers (lists of integers) or text. Raise ValueError with the place and the column.
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
     for name, values in plain.items():
         if values.null_count:
             raise ValueError(
-                f"{place}: column {name} has empty values{_first_empty(values)}: remove or fill these rows."
+                f"{place}: column {name} has empty values{_first_empty(values)}. Remove or fill "
+                "these rows."
             )
-    odd = next((name for name, values in plain.items() if not _is_number(values.type)), None)
-    if odd is None:
-        places = {name: f"{place}: the values of column {name}" for name in columns}
-        return np.stack(
-            [as_float32(plain[name].to_numpy(), places[name]) for name in columns], axis=1
-        ), None
+    odd = [name for name, values in plain.items() if not _is_number(values.type)]
+    if not odd:
+        numbers = []
+        for name in columns:
+            values = plain[name].to_numpy()
+            numbers.append(as_float32(values, f"{place}: the values of column {name}"))
+        return np.stack(numbers, axis=1), None
     if len(columns) > 1:
         raise ValueError(
-            f"{place}: column {odd} is no number, and only numbers can stand side by side: name it alone."
+            f"{place}: column {odd[0]} of data.columns={'+'.join(columns)} holds "
+            f"{plain[odd[0]].type}, and only columns of numbers can be one input together. Set "
+            f"data.columns={odd[0]}, or leave it out."
         )
-    column, kind = plain[odd].combine_chunks(), plain[odd].type
-    if is_text(kind):
-        return _text(column.to_pylist(), length, tokenizer)
-    if not _is_list(kind):
+    return _read_column(plain[odd[0]].combine_chunks(), odd[0], settings, place)
+
+
+def _read_column(
+    column: pa.Array, name: str, settings: TokenSettings, place: str
+) -> tuple[NDArray[Any], Tokens | None]:
+    """Read a column of text or lists."""
+    if is_text(column.type):
+        return _read_text(column.to_pylist(), settings)
+    if not _is_list(column.type):
         raise ValueError(
-            f"{place}: column {odd} holds {kind}: it must hold numbers, lists of numbers or text."
+            f"{place}: column {name} holds {column.type}, which is no input. Choose a column of "
+            "numbers, lists of numbers or text."
         )
-    inner = _of_lists(kind)
     if column.flatten().null_count:
         raise ValueError(
-            f"{place}: column {odd} has lists with empty values: remove or fill these rows."
+            f"{place}: column {name} has lists with empty values. Remove or fill these rows."
         )
-    if pa.types.is_integer(inner):
+    item_type = _item_type(column.type)
+    if pa.types.is_integer(item_type):
         highest = int(column.flatten().to_numpy(zero_copy_only=False).max(initial=0))
-        # gru, the smallest network for tokens, learns 16 numbers for each
         check_memory(
-            f"{place}: column {odd} has the token {highest}, and the weights of so many",
-            64 * highest,
+            f"{place}: column {name} has the token {highest}, and the weights of so many tokens",
+            BYTES_PER_TOKEN * highest,
         )
-        return padded(column.to_pylist(), length, padding)
-    if not pa.types.is_floating(inner):
+        return pad_tokens(column.to_pylist(), settings.length, settings.padding)
+    if not pa.types.is_floating(item_type):
         raise ValueError(
-            f"{place}: column {odd} holds {kind}: its lists must be of integers (tokens) or of numbers."
+            f"{place}: column {name} holds {column.type}. Give lists of integers (tokens) or of "
+            "numbers."
         )
-    vectors = of_one_length(column.to_pylist(), f"{place}: column {odd}")
-    return as_float32(vectors, f"{place}: the values of column {odd}"), None
+    vectors = stack_lists(column.to_pylist(), f"{place}: column {name}")
+    return as_float32(vectors, f"{place}: the values of column {name}"), None
 
 
-def padded(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
-    """Token numbers in rows of the longest one's length, of at most `length`, filled up with padding at the end."""
-    width = max(1, min(length, max(map(len, rows), default=1)))
-    whole = np.full((len(rows), width), padding, np.int64)
+def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
+    """Return token numbers in rows of equal length, padded at the end.
+
+    Rows are as long as the longest one, but not longer than `length`.
+    """
+    longest = max(map(len, rows), default=1)
+    width = max(1, min(length, longest))
+    padded = np.full((len(rows), width), padding, np.int64)
     for number, row in enumerate(rows):
-        kept = row[:width]
-        whole[number, : len(kept)] = kept
-    return whole, Tokens(max(int(whole.max(initial=0)), padding) + 1, padding)
+        tokens = row[:width]
+        padded[number, : len(tokens)] = tokens
+    return padded, Tokens(max(int(padded.max(initial=0)), padding) + 1, padding)
 
 
-def _text(rows: Sequence[str], length: int, tokenizer: str | None) -> tuple[Ints, Tokens]:
-    if tokenizer is None:
-        return padded([[byte + 1 for byte in row.encode()[:length]] for row in rows], length)[
-            0
-        ], BYTES
-    transformers = import_optional("transformers", f"data.tokenizer={tokenizer}")
+def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Tokens]:
+    if settings.tokenizer is None:
+        byte_rows = [[byte + 1 for byte in row.encode()[: settings.length]] for row in rows]
+        return pad_tokens(byte_rows, settings.length)[0], UTF8_TOKENS
+    transformers = import_optional("transformers", f"data.tokenizer={settings.tokenizer}")
     try:
-        made = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(settings.tokenizer)
     except Exception as error:  # the hub, its cache and a file can fail in many ways
         raise ValueError(
-            f"data.tokenizer={tokenizer} cannot be read ({error}): name a folder that has it."
+            f"data.tokenizer={settings.tokenizer} cannot be read ({error}). Name a folder that has "
+            "it."
         ) from error
-    padding = made.pad_token_id if made.pad_token_id is not None else len(made)
-    rows_of_tokens = made(list(rows), truncation=True, max_length=length)["input_ids"]
-    return padded(rows_of_tokens, length, padding)[0], Tokens(max(len(made), padding + 1), padding)
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = len(tokenizer)
+    encoded = tokenizer(list(rows), truncation=True, max_length=settings.length)
+    padded, _ = pad_tokens(encoded["input_ids"], settings.length, padding)
+    return padded, Tokens(max(len(tokenizer), padding + 1), padding)
 
 
-# ---- labels and users ----------------------------------------------------------------------------------------------
-def column_of(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
-    """Return a column of labels: an array of numbers or text, [n, outputs] of lists of one length, or lists."""
+# ---- labels and users ----------------------------------------------------------------------------
+def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
+    """Return a column of labels.
+
+    It is an array of numbers or text, [n, outputs] of lists of a fixed size, or a list of lists.
+    """
     column = _plain_column(table, name, key, place).combine_chunks()
-    kind = column.type
     if column.null_count:
         raise ValueError(
-            f"{place}: column {name} has empty values{_first_empty(column)}: remove these rows."
+            f"{place}: column {name} has empty values{_first_empty(column)}. Remove these rows."
         )
-    values, inner = (column.flatten(), _of_lists(kind)) if _is_list(kind) else (column, kind)
-    if not (_is_number(inner) or is_text(inner) or (inner != kind and pa.types.is_null(inner))):
+    has_lists = _is_list(column.type)
+    values = column.flatten() if has_lists else column
+    value_type = _item_type(column.type) if has_lists else column.type
+    has_only_empty_lists = has_lists and pa.types.is_null(value_type)
+    if not (_is_number(value_type) or is_text(value_type) or has_only_empty_lists):
         raise ValueError(
-            f"{place}: column {name} holds {kind}: it must hold numbers, text, or lists of them."
+            f"{place}: column {name} holds {column.type}, which is no label. Give numbers, text, "
+            "or lists of them."
         )
     if values.null_count:
-        raise ValueError(f"{place}: column {name} has lists with empty values: remove these rows.")
-    if pa.types.is_uint64(inner):  # beside signed ones NumPy would make floats of them
-        highest = int(values.cast(inner).to_numpy(zero_copy_only=False).max(initial=0))
+        raise ValueError(f"{place}: column {name} has lists with empty values. Remove these rows.")
+    if pa.types.is_uint64(value_type):  # next to signed ones NumPy would make floats of them
+        highest = int(values.cast(value_type).to_numpy(zero_copy_only=False).max(initial=0))
         if highest >= 2**63:
             raise ValueError(
-                f"{place}: column {name} has the label {highest}, and labels are below {2**63}: correct it."
+                f"{place}: column {name} has the label {highest}, and labels are below {2**63}. "
+                "Correct it."
             )
-        values, inner = values.cast(pa.int64()), pa.int64()
-    if pa.types.is_fixed_size_list(kind):
-        return np.array(column.to_pylist()).reshape(len(column), kind.list_size)
-    return column.to_pylist() if _is_list(kind) else values.to_numpy(zero_copy_only=False)
+        values = values.cast(pa.int64())
+    if pa.types.is_fixed_size_list(column.type):
+        return np.array(column.to_pylist()).reshape(len(column), column.type.list_size)
+    return column.to_pylist() if has_lists else values.to_numpy(zero_copy_only=False)
 
 
-def integers_or_text(
+def group_values(
     table: pa.Table, name: str, place: str, key: str = "partition.column"
 ) -> NDArray[Any]:
-    """Return a column that names groups. Raise ValueError where it has empty values or is of another type."""
+    """Return a column of domains or users, integers or text.
+
+    Raise ValueError if it has empty values or another type.
+    """
     column = _plain_column(table, name, key, place)
     if not (is_text(column.type) or pa.types.is_integer(column.type)):
         raise ValueError(
-            f"{place}: column {name} holds {column.type}: domains and users must be integers or text."
+            f"{place}: column {name} holds {column.type}, which names no domain or user. Give "
+            "integers or text."
         )
     if column.null_count:
         raise ValueError(
-            f"{place}: column {name} has empty values{_first_empty(column)}: remove or fill these rows."
+            f"{place}: column {name} has empty values{_first_empty(column)}. Remove or fill these "
+            "rows."
         )
     values: NDArray[Any] = column.to_numpy()
     return values
 
 
-def go_together(one: pa.DataType, other: pa.DataType, floats: bool) -> bool:
-    """Whether two columns of labels are both of lists, or neither, and both of text, or neither.
+def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
+    """Return True if columns of labels of these types can be one column.
 
-    floats: whether floats must be no integers.
+    Both hold lists, or neither; both hold text, or neither; with `separate_floats`, both hold
+    floats, or neither.
     """
-    if _is_list(one) and _is_list(other):
-        one, other = _of_lists(one), _of_lists(other)
-        if pa.types.is_null(one) or pa.types.is_null(other):  # all of these lists are empty
+    if _is_list(one) != _is_list(other):
+        return False
+    if _is_list(one):
+        one, other = _item_type(one), _item_type(other)
+        if pa.types.is_null(one) or pa.types.is_null(other):  # all lists are empty
             return True
-    alike = (_is_list, is_text, pa.types.is_floating) if floats else (_is_list, is_text)
-    return all(bool(each(one)) == bool(each(other)) for each in alike)
+    if separate_floats and pa.types.is_floating(one) != pa.types.is_floating(other):
+        return False
+    return _is_list(one) == _is_list(other) and is_text(one) == is_text(other)
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of a column's values, which a dictionary of them hides."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-# ---- both ----------------------------------------------------------------------------------------------------------
-def assembled(
+# ---- inputs, labels and users together -----------------------------------------------------------
+def assemble(
     inputs: NDArray[Any],
-    labels: Labels,
+    labels: LabelSet,
     users: NDArray[Any] | None,
-    test: NDArray[np.bool_],
+    is_test: NDArray[np.bool_],
     tokens: Tokens | None,
     origin: Origin | None = None,
-    ordered: Sequence[str] | None = None,
+    domain_order: Sequence[str] | None = None,
 ) -> Raw:
-    """Put training rows first; users (any values) become domains, in the order of `numbered_domains`."""
-    values, names, kind = labels
-    order, train_rows = train_first(test)
+    """Put training rows first, and number users, who become domains.
+
+    users: integers or text; None: there are none. domain_order: see `number_domains`.
+    """
+    order, train_rows = train_first(is_test)
     domains: Ints | None = None
     domain_names: list[str] = []
     if users is not None:
-        domains, domain_names = numbered_domains(users, ~test, ordered)
-        domains = domains[order]
-    origin = origin or Origin()
+        numbers, domain_names = number_domains(users, ~is_test, domain_order)
+        domains = numbers[order]
     return Raw(
-        inputs[order], values[order], train_rows, names, domains, domain_names, kind, tokens, origin
+        inputs[order],
+        labels.values[order],
+        train_rows,
+        labels.names,
+        domains,
+        domain_names,
+        labels.kind,
+        tokens,
+        origin or Origin(),
     )
 
 
-def spread(labels: Labels, users: NDArray[Any] | None, fraction: float) -> NDArray[np.bool_]:
-    """Which rows are for testing where the data do not say so: a share of each class of each user, evenly spread."""
-    values, names, kind = labels
-    groups = (
-        values.astype(np.int64) if kind == "classification" else np.zeros(len(values), np.int64)
-    )
+def spread_test_rows(
+    labels: LabelSet, users: NDArray[Any] | None, fraction: float
+) -> NDArray[np.bool_]:
+    """Mark a share of each class of each user as test rows, evenly spread."""
+    if labels.kind == "classification":
+        groups = labels.values.astype(np.int64)
+    else:
+        groups = np.zeros(len(labels.values), np.int64)
     if users is not None:
-        groups = np.unique(users.astype(np.str_), return_inverse=True)[1] * len(names) + groups
-    return spread_test(groups, fraction)
+        _, user_numbers = np.unique(users.astype(np.str_), return_inverse=True)
+        groups = user_numbers * len(labels.names) + groups
+    return choose_test_rows(groups, fraction)
 
 
-def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
-    """Return a column in the plain type of its values. Raise ValueError where it is missing or cannot be read."""
-    if name not in table.column_names:
-        raise ValueError(
-            f"{place} has no column {name}, it has {', '.join(table.column_names)}: set {key}."
-        )
-    column = table[name]
-    if isinstance(column.type, pa.BaseExtensionType):
-        column = pa.chunked_array(
-            [chunk.storage for chunk in column.chunks], column.type.storage_type
-        )
-    try:
-        if pa.types.is_run_end_encoded(column.type):
-            column = pa.chunked_array(
-                [pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type
-            )
-        return column.cast(_stored_type(column.type))
-    except (pa.ArrowException, NotImplementedError) as error:
-        raise ValueError(
-            f"{place}: column {name} holds {table[name].type}, which cannot be read: convert it."
-        ) from error
+# ---- types of Arrow ------------------------------------------------------------------------------
+def values_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values, also of a dictionary-encoded column."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return True if a column of this type holds text."""
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(bool(test(kind)) for test in tests)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return any(bool(test(kind)) for test in tests)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(bool(test(kind)) for test in tests)
+
+
+def _is_picture(kind: pa.DataType) -> bool:
+    """Return True for a struct with the bytes of a picture, as Hugging Face stores images."""
+    return bool(pa.types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
+
+
+def _item_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the items of lists."""
+    return values_type(kind.value_type)
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
@@ -334,29 +392,31 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_string_view(kind) else kind
 
 
+def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
+    """Return a column in the plain type of its values.
+
+    key: names the column, for messages. Raise ValueError if it is missing or cannot be read.
+    """
+    if name not in table.column_names:
+        raise ValueError(
+            f"{place} has no column {name}, it has {', '.join(table.column_names)}. Set {key}."
+        )
+    column = table[name]
+    if isinstance(column.type, pa.BaseExtensionType):
+        chunks = [chunk.storage for chunk in column.chunks]
+        column = pa.chunked_array(chunks, column.type.storage_type)
+    try:
+        if pa.types.is_run_end_encoded(column.type):
+            chunks = [pc.run_end_decode(chunk) for chunk in column.chunks]
+            column = pa.chunked_array(chunks, column.type.value_type)
+        return column.cast(_stored_type(column.type))
+    except (pa.ArrowException, NotImplementedError) as error:
+        raise ValueError(
+            f"{place}: column {name} holds {table[name].type}, which cannot be read. Convert it."
+        ) from error
+
+
 def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
-    """Return where the first empty value is, in words."""
-    return f", the first in row {int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])}"
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    )
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column holds text."""
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
-
-
-def _of_lists(kind: pa.DataType) -> pa.DataType:
-    return plain_type(kind.value_type)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
+    """Return the row of the first empty value, as a part of a sentence."""
+    rows = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
+    return f", the first in row {rows[0]}"

@@ -1,4 +1,4 @@
-"""Random resized crops: a rectangle of each image, stretched to the size of the whole."""
+"""Random resized crops: a rectangle of each image, stretched to the size of the whole image."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from raysim.data.partition import Floats, Ints
+from raysim.data.csr import Floats, Ints
 
 TRIES = 10  # rectangles drawn per image
 ASPECT = (3 / 4, 4 / 3)  # width by height
 
 
 def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: Floats) -> Ints:
-    """Top, left, height and width of a rectangle per image, int64 [4, B], from uniforms [4, TRIES, B].
+    """Return the top, left, height and width of a rectangle per image, int64 [4, B].
 
-    A try takes a share of the image's area (uniform in `area`) and an aspect (log-uniform in 3/4 to 4/3), both rounded
-    to pixels; the first that fits is placed uniformly. Where none fits it is the centre: the whole image, cut to the
-    nearest allowed aspect. These are the rules of torchvision's RandomResizedCrop.
+    area: lowest and highest share of the image. uniforms: draws in [0, 1), [4, TRIES, B].
+    A try takes a share of the area (uniform) and an aspect (log-uniform in 3/4 to 4/3), both
+    rounded to pixels; the first that fits is placed uniformly. If none fits, the rectangle is the
+    centre: the whole image, cut to the nearest allowed aspect. These are the rules of
+    torchvision's RandomResizedCrop.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)
@@ -29,35 +31,43 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     heights = np.rint(np.sqrt(target / aspect)).astype(np.int64)
     widths = np.rint(np.sqrt(target * aspect)).astype(np.int64)
     fits = (heights > 0) & (heights <= height) & (widths > 0) & (widths <= width)
-    first = fits.argmax(axis=0)[None]
-    drawn = [
-        np.take_along_axis(each, first, axis=0)[0]
-        for each in (heights, widths, uniforms[2], uniforms[3])
-    ]
-    tops, lefts = (
-        np.floor(drawn[2] * (height - drawn[0] + 1)),
-        np.floor(drawn[3] * (width - drawn[1] + 1)),
-    )
-    boxes = np.stack([tops.astype(np.int64), lefts.astype(np.int64), drawn[0], drawn[1]])
+
+    first_fit = fits.argmax(axis=0)[None]
+    box_heights = np.take_along_axis(heights, first_fit, axis=0)[0]
+    box_widths = np.take_along_axis(widths, first_fit, axis=0)[0]
+    top_uniforms = np.take_along_axis(uniforms[2], first_fit, axis=0)[0]
+    left_uniforms = np.take_along_axis(uniforms[3], first_fit, axis=0)[0]
+    tops = np.floor(top_uniforms * (height - box_heights + 1)).astype(np.int64)
+    lefts = np.floor(left_uniforms * (width - box_widths + 1)).astype(np.int64)
+    boxes = np.stack([tops, lefts, box_heights, box_widths])
+
     tall, wide = min(height, round(width / ASPECT[0])), min(width, round(height * ASPECT[1]))
     centre = np.array([(height - tall) // 2, (width - wide) // 2, tall, wide])
     return np.where(fits.any(axis=0), boxes, centre[:, None])
 
 
 def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
-    """Each image's rectangle, bilinear (not antialiased) to the image's own size; uint8 [B, c, h, w] to the same."""
+    """Stretch each image's rectangle to the size of the image, bilinear and not antialiased.
+
+    images: uint8 [B, c, h, w], as the result. boxes: see `crop_boxes`.
+    """
     height, width = images.shape[2:]
     top, left, tall, wide = boxes
-    rows, columns = _places(top, tall, height), _places(left, wide, width)
+    rows, columns = _source_places(top, tall, height), _source_places(left, wide, width)
     grid = np.empty((len(images), height, width, 2), dtype=np.float32)
     grid[..., 0], grid[..., 1] = columns[:, None, :], rows[:, :, None]
-    where = torch.from_numpy(grid).to(images.device)
-    crops = functional.grid_sample(images.float(), where, "bilinear", "border", align_corners=False)
+    places = torch.from_numpy(grid).to(images.device)
+    crops = functional.grid_sample(
+        images.float(), places, "bilinear", "border", align_corners=False
+    )
     return crops.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Where each of `size` pixels reads, inside the rectangle only; -1 to 1 are the image's edges; [B, size]."""
+def _source_places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
+    """Return where each of `size` pixels is read, [B, size], inside the rectangle only.
+
+    -1 and 1 are the edges of the image.
+    """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)
     places: NDArray[np.float64] = (2 * inside + 1) / size - 1

@@ -1,4 +1,4 @@
-"""One data set, one Arrow file: written once into a cache folder, memory-mapped by everyone afterwards."""
+"""A data set as one Arrow file, written once into a cache folder and then memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,41 +17,51 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from raysim.data.csr import Ints
 from raysim.primitives.files import open_draft, replace_file, user_path, wait_for_folder
 from raysim.primitives.kinds import Kind, Tokens
 
-Ints: TypeAlias = NDArray[np.int64]
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
-Labels: TypeAlias = (
-    Ints | NDArray[np.float32]
-)  # classes [n]; labels that are there (0 or 1) or values [n, outputs]
+# classes [n]; or values, or several labels that are there (1) or not (0), [n, outputs]
+LabelArray: TypeAlias = Ints | NDArray[np.float32]
 
-FORMAT = 5  # raise it when the same settings give other bytes
+FORMAT = 5  # increase it when the same settings give other bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A whole data set in memory: training rows first, then the central test rows."""
+    """A whole data set in memory: training rows first, then the central test rows.
 
-    inputs: Inputs  # [n, ...]; images are uint8 [n, c, h, w]
-    labels: Labels
+    inputs: [n, ...]; images are uint8 [n, c, h, w]. class_names: of the model's outputs.
+    tokens: None if inputs are no token sequences.
+    columns: which columns became inputs, labels and users, for the plan of a run.
+    """
+
+    inputs: Inputs
+    labels: LabelArray
     domains: Ints
     train_rows: int
-    class_names: list[str]  # of the model's outputs
+    class_names: list[str]
     domain_names: list[str]
     kind: Kind = "classification"
-    tokens: Tokens | None = None  # where inputs are sequences
-    columns: str = ""  # what was read as what, for the plan of a run
+    tokens: Tokens | None = None
+    columns: str = ""
 
 
 class Dataset:
-    """A memory-mapped data set; all arrays are read-only views of the file, and pickling sends only the path."""
+    """A memory-mapped data set; its arrays are read-only views of the file.
+
+    Pickling sends only the path.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Raises ValueError when the file is missing or damaged; its checksum is verified once on each machine."""
+        """Open the file, and verify its checksum the first time on each machine.
+
+        Raise ValueError if the file is missing or damaged.
+        """
         self.path = Path(path)
         try:
-            samples = _mapped(self.path)
+            samples = _map_file(self.path)
         except (
             OSError,
             pa.ArrowException,
@@ -61,7 +71,8 @@ class Dataset:
             ValueError,
         ) as error:
             raise ValueError(
-                f"{path} is not a readable data set ({error}): delete it and it is built again."
+                f"{path} is not a readable data set ({error}). Delete it; the next run builds it "
+                "again."
             ) from error
         self.shape: tuple[int, ...] = samples.inputs.shape[1:]
         self.kind, self.tokens = samples.kind, samples.tokens
@@ -77,47 +88,52 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """Classes the labels may name, also those without a sample; of other tasks, the model's outputs."""
+        """Return the number of the model's outputs; of classes, those without a sample too."""
         return len(self.class_names)
 
     @property
     def is_images(self) -> bool:
-        """Whether inputs are pictures [channels, height, width] of 8 bits."""
+        """Return True if inputs are pictures [channels, height, width] of 8 bits."""
         return self.inputs.dtype == np.uint8 and len(self.shape) == 3
 
     def groups(self) -> tuple[Ints, list[str]]:
-        """What partitions and statistics count: the class of every row, or one group of all where there are none."""
+        """Return the class of every row and the classes' names.
+
+        Data without classes have one group of all rows.
+        """
         if self.kind == "classification":
             return cast(Ints, self.labels), self.class_names
         return np.zeros(len(self), np.int64), ["all"]
 
 
 def cache_folder(cache: str | None) -> Path:
-    """The setting, else the environment variable RAYSIM_CACHE, else ~/.cache/raysim."""
+    """Return the setting `data.cache`, else $RAYSIM_CACHE, else ~/.cache/raysim."""
     return user_path(cache or os.environ.get("RAYSIM_CACHE") or "~/.cache/raysim")
 
 
 def open_or_build(
-    cache: str | None, name: str, content: Mapping[str, object], make: Callable[[], Samples]
+    cache: str | None, name: str, content: Mapping[str, object], build: Callable[[], Samples]
 ) -> Dataset:
-    """The data set that `content` (JSON) determines: opened if it exists, else made and written.
+    """Open the data set that `content` (JSON) determines, or build and write it first.
 
-    Processes that ask for the same one at the same time wait for the first; a file appears complete or not at all.
+    Processes that need the same data set at the same time wait for the first one. A file appears
+    complete or not at all.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
-    path = (
-        cache_folder(cache)
-        / f"{name}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.arrow"
-    )
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    path = cache_folder(cache) / f"{name}-{digest}.arrow"
     if not path.exists():
         with wait_for_folder(path.parent, "data.cache"):
             if not path.exists():
-                _write(path, make())
+                _write(path, build())
     return Dataset(path)
 
 
 def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
-    """The file of that name in this machine's cache folder, written from another machine's bytes if it is missing."""
+    """Return the file of this name in this machine's cache folder; write it first if missing.
+
+    read: returns the file's bytes on another machine.
+    """
     path = cache_folder(None) / name
     if not path.exists():
         with wait_for_folder(path.parent, "data.cache"):
@@ -138,16 +154,11 @@ def _write(path: Path, samples: Samples) -> None:
         "train_rows": samples.train_rows,
         "columns": samples.columns,
     }
-    inputs, domains = (
-        np.ascontiguousarray(samples.inputs),
-        np.ascontiguousarray(samples.domains, dtype=np.int64),
-    )
-    labels = np.ascontiguousarray(samples.labels, dtype=_label_type(samples.kind))
-    columns = [
-        _rows(inputs),
-        pa.array(labels) if labels.ndim == 1 else _rows(labels),
-        pa.array(domains),
-    ]
+    inputs = np.ascontiguousarray(samples.inputs)
+    labels = np.ascontiguousarray(samples.labels, dtype=_label_dtype(samples.kind))
+    domains = np.ascontiguousarray(samples.domains, dtype=np.int64)
+    label_column = pa.array(labels) if labels.ndim == 1 else _binary_column(labels)
+    columns = [_binary_column(inputs), label_column, pa.array(domains)]
     batch = pa.record_batch(columns, names=["input", "label", "domain"])
     text = json.dumps(header)
     metadata = {"raysim": text, "sha256": _checksum(text.encode(), inputs, labels, domains)}
@@ -158,12 +169,12 @@ def _write(path: Path, samples: Samples) -> None:
         writer.write_batch(batch.replace_schema_metadata(metadata))
 
 
-def _label_type(kind: Kind) -> type[np.generic]:
+def _label_dtype(kind: Kind) -> type[np.generic]:
     return np.int64 if kind == "classification" else np.float32
 
 
-def _rows(values: NDArray[Any]) -> pa.Array:
-    """A column of one binary value per row."""
+def _binary_column(values: NDArray[Any]) -> pa.Array:
+    """Return a column of one binary value per row."""
     width = values.itemsize * math.prod(values.shape[1:])
     flat = values.reshape(-1).view(np.uint8)
     return pa.FixedSizeBinaryArray.from_buffers(
@@ -171,35 +182,45 @@ def _rows(values: NDArray[Any]) -> pa.Array:
     )
 
 
-def _values(column: pa.Array, kind: Any, shape: tuple[int, ...]) -> Any:
-    """What `_rows` wrote, as a view."""
-    return np.frombuffer(column.buffers()[1], dtype=kind, count=math.prod(shape)).reshape(shape)
+def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Return a view of what `_binary_column` wrote."""
+    values = np.frombuffer(column.buffers()[1], dtype=dtype, count=math.prod(shape))
+    return values.reshape(shape)
 
 
-def _mapped(path: Path) -> Samples:
-    """What `_write` wrote, as views of the file. Raises one of many errors where it is damaged."""
+def _map_file(path: Path) -> Samples:
+    """Return what `_write` wrote, as views of the file.
+
+    A damaged file raises one of many errors.
+    """
     if not path.is_file():
         raise OSError("it is no file")
     batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
     batch.validate()
     text = batch.schema.metadata[b"raysim"]
     header = json.loads(text)
-    kind, names = header["kind"], header["class_names"]
-    inputs = _values(batch.column(0), np.dtype(header["dtype"]), (batch.num_rows, *header["shape"]))
-    labels, domains = batch.column(1), batch.column(2).to_numpy()
-    classes = kind == "classification"
-    labels = (
-        labels.to_numpy()
-        if classes
-        else _values(labels, _label_type(kind), (batch.num_rows, len(names)))
-    )
-    if not _verified(path):
+    kind, class_names, rows = header["kind"], header["class_names"], batch.num_rows
+    inputs = _view_column(batch.column(0), np.dtype(header["dtype"]), (rows, *header["shape"]))
+    if kind == "classification":
+        labels = batch.column(1).to_numpy()
+    else:
+        labels = _view_column(batch.column(1), _label_dtype(kind), (rows, len(class_names)))
+    domains = batch.column(2).to_numpy()
+    if not _is_verified(path):
         if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():
             raise ValueError("its checksum is another")
         _mark_verified(path)
-    tokens = header["tokens"] and Tokens(*header["tokens"])
-    rows, domain_names, columns = header["train_rows"], header["domain_names"], header["columns"]
-    return Samples(inputs, labels, domains, rows, names, domain_names, kind, tokens, columns)
+    return Samples(
+        inputs,
+        labels,
+        domains,
+        header["train_rows"],
+        class_names,
+        header["domain_names"],
+        kind,
+        header["tokens"] and Tokens(*header["tokens"]),
+        header["columns"],
+    )
 
 
 def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
@@ -209,23 +230,21 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
     return digest.hexdigest()
 
 
-def _mark(path: Path) -> tuple[Path, str]:
-    """Where this machine notes which file it has verified, and what it notes."""
+def _verification_mark(path: Path) -> tuple[Path, str]:
+    """Return the file that marks a data set as verified on this machine, and its content."""
     stat = path.stat()
-    return (
-        path.parent / ".verified" / socket.gethostname() / path.name,
-        f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}",
-    )
+    mark = path.parent / ".verified" / socket.gethostname() / path.name
+    return mark, f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
-def _verified(path: Path) -> bool:
-    mark, content = _mark(path)
+def _is_verified(path: Path) -> bool:
+    mark, content = _verification_mark(path)
     return mark.is_file() and mark.read_text() == content
 
 
 def _mark_verified(path: Path) -> None:
-    """In a folder that cannot be written, the file is verified again by each process."""
-    mark, content = _mark(path)
+    """Write the mark; in a folder that is read-only, each process verifies the file again."""
+    mark, content = _verification_mark(path)
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         replace_file(mark, content.encode())

@@ -1,4 +1,4 @@
-"""Several sources as one data set: each is a domain, brought to a common size and number of channels."""
+"""Several data sets as one: each is a domain, brought to a common size and number of channels."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from raysim.data.csr import Ints
 from raysim.data.dataset import cache_folder
-from raysim.data.pictures import stacked
+from raysim.data.pictures import Pixels, stack_images
 from raysim.data.raw import Raw, Source
 from raysim.data.sources import Cifar10, Cifar100, Digits, FashionMnist, Mnist, Svhn, Usps
-from raysim.data.stored import Stored, holds_images, named_folder
+from raysim.data.stored import Stored, find_folder, holds_images
 from raysim.primitives.checks import require
 from raysim.primitives.errors import suggest
 from raysim.primitives.files import user_path
 
-DOWNLOADED = {
+TORCHVISION_SOURCES = {
     "mnist": Mnist,
     "fashion_mnist": FashionMnist,
     "svhn": Svhn,
@@ -26,14 +26,16 @@ DOWNLOADED = {
     "cifar10": Cifar10,
     "cifar100": Cifar100,
 }
+MAX_CLASSES_IN_MESSAGE = 12
 
 
 @dataclass(frozen=True)
 class Domains(Source):
-    """Domain k is the k-th name in `domains`: training rows of all domains first, then their test rows.
+    """Several data sets; domain k is the k-th name in `domains`.
 
-    A name is scikit-learn's `digits`, a set that torchvision downloads, or a folder in `root` with strips, Parquet
-    files or pictures. All must have the same classes in the same order; `size` and `channels` bring them to one shape.
+    A name is scikit-learn's `digits`, a set that torchvision downloads, or a folder in `root` with
+    strips, Parquet files or pictures. All must have the same classes in the same order. `size` and
+    `channels` bring them to one shape.
     """
 
     root: str | None = None
@@ -41,92 +43,113 @@ class Domains(Source):
     domains: list[str] = field(default_factory=lambda: ["mnist", "mnist_m", "svhn", "usps"])
 
     def check(self) -> None:
-        distinct = 0 < len(self.domains) == len(set(self.domains))
-        require("data.domains", self.domains, distinct, "a list of different names")
+        are_different = 0 < len(self.domains) == len(set(self.domains))
+        require("data.domains", self.domains, are_different, "a list of different names")
 
     def files(self) -> list[Path]:
-        return [path for name in self.domains for path in self._files(name)]
+        paths = []
+        for name in self.domains:
+            source = self._source(name)
+            try:
+                paths += source.files()
+            except ValueError as error:
+                raise ValueError(
+                    f"{str(error).removesuffix('.')}, or leave {name} out of data.domains."
+                ) from error
+        return paths
 
     def read(self) -> Raw:
-        parts = [self._part(name).read() for name in self.domains]
-        for name, raw in zip(self.domains, parts, strict=True):
-            if raw.kind != "classification":
-                raise ValueError(
-                    f"data.domains: {name} has labels for {raw.kind}, and domains of one data set must have classes: "
-                    "leave it out."
-                )
-        classes = [_bare(raw.class_names) for raw in parts]
-        for name, found in zip(self.domains, classes, strict=True):
-            if found != classes[0]:
-                raise ValueError(
-                    f"data.domains: {name} has the classes {_listed(found)}, {self.domains[0]} has "
-                    f"{_listed(classes[0])}; domains of one data set must have the same classes in the same order."
-                )
-        rows = _rows(parts)
-        domains, labels = (np.empty(sum(map(len, rows)), dtype=np.int64) for _ in range(2))
-        for number, (raw, places) in enumerate(zip(parts, rows, strict=True)):
-            domains[places], labels[places] = number, raw.labels
-        train_rows = sum(raw.train_rows for raw in parts)
-        return Raw(
-            self._images(parts, rows), labels, train_rows, classes[0], domains, list(self.domains)
-        )
+        parts = [self._source(name).read() for name in self.domains]
+        class_names = self._check_classes(parts)
+        rows_of_part = _rows_of_parts(parts)
+        total = sum(map(len, rows_of_part))
+        domains, labels = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+        for number, (part, rows) in enumerate(zip(parts, rows_of_part, strict=True)):
+            domains[rows], labels[rows] = number, part.labels
+        train_rows = sum(part.train_rows for part in parts)
+        images = self._stack_images(parts, rows_of_part)
+        return Raw(images, labels, train_rows, class_names, domains, list(self.domains))
 
-    def _part(self, name: str) -> Source:
-        """The source of one domain."""
+    def _check_classes(self, parts: list[Raw]) -> list[str]:
+        """Return the class names of all domains. Raise ValueError if they differ."""
+        for name, part in zip(self.domains, parts, strict=True):
+            if part.kind != "classification":
+                raise ValueError(
+                    f"data.domains: {name} has labels for {part.kind}, and domains of one data set "
+                    "must have classes. Leave it out."
+                )
+        class_names = _without_words(parts[0].class_names)
+        for name, part in zip(self.domains, parts, strict=True):
+            names = _without_words(part.class_names)
+            if names != class_names:
+                raise ValueError(
+                    f"data.domains: {name} has the classes {_shorten(names)}, {self.domains[0]} "
+                    f"has {_shorten(class_names)}, and domains of one data set must have the same "
+                    "classes in the same order. Leave one out, or rename its classes."
+                )
+        return class_names
+
+    def _source(self, name: str) -> Source:
+        """Return the source of one domain."""
         if name == "digits":
             return Digits()
-        if name in DOWNLOADED:
-            return DOWNLOADED[name](root=self.root, download=self.download, cache=self.cache)
+        if name in TORCHVISION_SOURCES:
+            source = TORCHVISION_SOURCES[name]
+            return source(root=self.root, download=self.download, cache=self.cache)
         root = user_path(self.root) if self.root else cache_folder(self.cache)
-        folder = named_folder(root, name)
+        folder = find_folder(root, name)
         if folder and holds_images(folder):
             return Stored(root=str(folder))
-        known = ["digits", *DOWNLOADED]
+        hint = suggest(name, ["digits", *TORCHVISION_SOURCES], "known are")
         raise ValueError(
-            f"data.domains names {name}, but data.root={root} has no folder {name} with strips, Parquet files or "
-            f"pictures: name the folder around it in data.root, or another domain; {suggest(name, known, 'known are')}."
+            f"data.domains names {name}, but data.root={root} has no folder {name} with strips, "
+            "Parquet files or pictures. Name the folder around it in data.root, or another "
+            f"domain; {hint}."
         )
 
-    def _files(self, name: str) -> list[Path]:
-        part = self._part(name)
-        try:
-            return part.files()
-        except ValueError as error:
-            raise ValueError(
-                f"{str(error).removesuffix('.')}, or leave {name} out of data.domains."
-            ) from error
-
-    def _images(self, parts: list[Raw], rows: list[NDArray[np.int64]]) -> NDArray[np.uint8]:
-        whole: NDArray[np.uint8] | None = None
-        for name, raw, places in zip(self.domains, parts, rows, strict=True):
-            pixels = stacked(raw.inputs, len(raw.labels), self.size, self.channels)
-            if whole is None:
-                whole = np.empty((sum(map(len, rows)), *pixels.shape[1:]), dtype=np.uint8)
-            if pixels.shape[1:] != whole.shape[1:]:
+    def _stack_images(self, parts: list[Raw], rows_of_part: list[Ints]) -> Pixels:
+        total = sum(map(len, rows_of_part))
+        stack: Pixels | None = None
+        for name, part, rows in zip(self.domains, parts, rows_of_part, strict=True):
+            pixels = stack_images(part.inputs, len(part.labels), self.size, self.channels)
+            if stack is None:
+                stack = np.empty((total, *pixels.shape[1:]), dtype=np.uint8)
+            if pixels.shape[1:] != stack.shape[1:]:
                 raise ValueError(
-                    f"data.domains: images of {name} have the shape {pixels.shape[1:]} (channels, height, width), "
-                    f"those of {self.domains[0]} {whole.shape[1:]}: set data.size and data.channels for all."
+                    f"data.domains: images of {name} have the shape {pixels.shape[1:]} (channels, "
+                    f"height, width), those of {self.domains[0]} {stack.shape[1:]}. Set data.size "
+                    "and data.channels for all."
                 )
-            whole[places] = pixels
-        assert whole is not None, "checked: there is a domain"
-        return whole
+            stack[rows] = pixels
+        assert stack is not None, "checked: there is a domain"
+        return stack
 
 
-def _rows(parts: list[Raw]) -> list[NDArray[np.int64]]:
-    """Where each part's rows go: the training rows of all parts, one after the other, then the test rows of all."""
-    train = np.cumsum([0, *(raw.train_rows for raw in parts)])
-    test = train[-1] + np.cumsum([0, *(len(raw.labels) - raw.train_rows for raw in parts)])
-    return [
-        np.concatenate((np.arange(train[k], train[k + 1]), np.arange(test[k], test[k + 1])))
-        for k in range(len(parts))
-    ]
+def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
+    """Return the rows of each part in the whole.
+
+    The training rows of all parts come first, one part after the other, then the test rows.
+    """
+    train_sizes = [part.train_rows for part in parts]
+    test_sizes = [len(part.labels) - part.train_rows for part in parts]
+    train = np.cumsum([0, *train_sizes])
+    test = train[-1] + np.cumsum([0, *test_sizes])
+    rows = []
+    for number in range(len(parts)):
+        train_rows = np.arange(train[number], train[number + 1])
+        test_rows = np.arange(test[number], test[number + 1])
+        rows.append(np.concatenate((train_rows, test_rows)))
+    return rows
 
 
-def _bare(names: list[str]) -> list[str]:
-    """Class names; "0 - zero" and so on, as torchvision has them for MNIST, without the words."""
-    worded = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
-    return [name.partition(" ")[0] for name in names] if worded else names
+def _without_words(names: list[str]) -> list[str]:
+    """Return class names; of names such as "0 - zero", torchvision's for MNIST, only the digit."""
+    have_words = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
+    return [name.partition(" ")[0] for name in names] if have_words else names
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (f", ... ({len(names)})" if len(names) > 12 else "")
+def _shorten(names: list[str]) -> str:
+    text = ", ".join(names[:MAX_CLASSES_IN_MESSAGE])
+    if len(names) > MAX_CLASSES_IN_MESSAGE:
+        text += f", ... ({len(names)})"
+    return text

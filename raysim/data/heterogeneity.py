@@ -1,13 +1,13 @@
-"""How unlike the clients of a split are, in a few numbers that a result has to be read with."""
+"""Measures of how much the clients of a split differ; a result must be read with them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.partition import Floats, Ints
+from raysim.data.csr import Floats, Ints
 
-SCALES = {  # the numbers of `heterogeneity`, each with what it says
+SCALES = {  # the measures of `heterogeneity`, each with its meaning
     "label_entropy": "entropy of a client's labels, nats",
     "label_entropy_std": "its standard deviation over clients",
     "largest_share": "share of a client's commonest class",
@@ -18,40 +18,43 @@ SCALES = {  # the numbers of `heterogeneity`, each with what it says
 
 
 def heterogeneity(counts: Ints) -> dict[str, float]:
-    """Means over clients with samples, of training samples of each client and class [N, C]; `SCALES` says of what.
+    """Return the measures of `SCALES`, as means over the clients that have samples.
 
-    The divergence is 0 where every client has the labels of all together, and nears 1 where no two share a class. It
-    compares labels alone, not how images of one class differ between clients.
+    counts: training samples of each client and class, [N, C].
+    The divergence is 0 if every client has the labels of all clients together, and nears 1 if no
+    two clients share a class. It compares labels alone, not the images of one class.
     """
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]
     shares = filled / filled.sum(axis=1, keepdims=True)
-    everyone = counts.sum(axis=0) / counts.sum()
-    own = entropy(filled)
-    middle = entropy((shares + everyone) / 2)
-    divergence = (middle - (own + entropy(everyone[None])) / 2) / np.log(2)
-    numbers = {
-        "label_entropy": own.mean(),
-        "label_entropy_std": own.std(),
+    all_shares = counts.sum(axis=0) / counts.sum()
+    entropies = entropy(filled)
+    mixture_entropies = entropy((shares + all_shares) / 2)
+    mean_entropies = (entropies + entropy(all_shares[None])) / 2
+    divergence = (mixture_entropies - mean_entropies) / np.log(2)
+    measures = {
+        "label_entropy": entropies.mean(),
+        "label_entropy_std": entropies.std(),
         "largest_share": shares.max(axis=1).mean(),
-        "effective_classes": np.exp(own).mean(),
+        "effective_classes": np.exp(entropies).mean(),
         "divergence": np.maximum(divergence, 0.0).mean(),
         "size_variation": sizes.std() / sizes.mean(),
     }
-    return {name: float(value) for name, value in numbers.items()}
+    return {name: float(value) for name, value in measures.items()}
 
 
-def format_heterogeneity(numbers: dict[str, float]) -> str:
-    """The numbers of `heterogeneity` as a line for a person."""
+def format_heterogeneity(measures: dict[str, float]) -> str:
+    """Return the measures of `heterogeneity` as one line of text."""
     return (
-        f"label entropy {numbers['label_entropy']:.3f} ± {numbers['label_entropy_std']:.3f} nats, commonest class "
-        f"{numbers['largest_share']:.0%}, {numbers['effective_classes']:.2f} effective classes, Jensen-Shannon "
-        f"divergence {numbers['divergence']:.3f} bits (means over clients)"
+        f"label entropy {measures['label_entropy']:.3f} ± {measures['label_entropy_std']:.3f} "
+        f"nats, commonest class {measures['largest_share']:.0%}, "
+        f"{measures['effective_classes']:.2f} effective classes, Jensen-Shannon divergence "
+        f"{measures['divergence']:.3f} bits (means over clients)"
     )
 
 
 def entropy(weights: Ints | NDArray[np.floating]) -> Floats:
-    """Of each row of weights [N, C], in nats."""
+    """Return the entropy of each row of weights, [N, C], in nats."""
     shares = weights / weights.sum(axis=1, keepdims=True)
     values: Floats = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
     return values

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`: a folder that `save_to_disk` wrote, or a name on the hub."""
+"""Data sets of Hugging Face's `datasets`: a folder of `save_to_disk`, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import pyarrow as pa
 
 from raysim.data.columns import (
     USER_NAMES,
-    assembled,
-    column_of,
+    TokenSettings,
+    assemble,
+    describe_origin,
     find_column,
     find_inputs,
-    inputs_of,
-    integers_or_text,
+    group_values,
     label_column,
-    origin_of,
-    spread,
+    label_values,
+    read_inputs,
+    spread_test_rows,
 )
-from raysim.data.labels import labels_of
+from raysim.data.labels import read_labels
 from raysim.data.pictures import Picture
-from raysim.data.raw import Origin, Raw, Source
+from raysim.data.raw import Raw, Source
+from raysim.data.rows import train_first
 from raysim.primitives.checks import at_least, in_range
 from raysim.primitives.errors import first_line
 from raysim.primitives.extras import import_optional
@@ -33,12 +35,16 @@ from raysim.primitives.files import user_path
 
 @dataclass(frozen=True)
 class HuggingFace(Source):
-    """Splits `train` and `test` of a data set; without the second, `test_fraction` of the rows is for testing.
+    """The splits `train` and `test` of a data set.
 
-    root: a folder that `save_to_disk` wrote; or `name` (and `config`) on the hub, which `datasets` downloads and keeps.
-    columns: the input; one column of images, or see `inputs_of`, as for `length`, `padding` and `tokenizer`; None: all
-    others. label, user: other names of `label_column` and `domain_column`, as data=csv has them; where neither is set,
-    columns that are called as usual (`LABEL_NAMES`, `USER_NAMES`).
+    root: a folder that `save_to_disk` wrote; or name (and config): on the hub, which `datasets`
+    downloads and keeps.
+    columns: the input, one column of images or what `read_inputs` reads; None: all columns but the
+    label and the user.
+    label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
+    of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
+    test_fraction: the share of each class of each user that is for testing, without a split `test`.
+    length, padding, tokenizer: see `TokenSettings`.
     """
 
     root: str | None = None
@@ -62,78 +68,94 @@ class HuggingFace(Source):
         if not self.root:
             return []
         folder = user_path(self.root)
-        return (
-            [path for path in sorted(folder.glob("**/*")) if path.is_file()]
-            if folder.is_dir()
-            else []
-        )
+        if not folder.is_dir():
+            return []
+        return [path for path in sorted(folder.glob("**/*")) if path.is_file()]
 
     def with_domains(self, column: str) -> HuggingFace:
-        """See `Source`."""
         return replace(self, user=column)
 
     def read(self) -> Raw:
-        splits = self._splits()
+        splits = self._load_splits()
         place = self.root or self.name or ""
         tables = [split.with_format("arrow")[:] for split in splits]
         table, features = pa.concat_tables(tables), splits[0].features
         label = label_column(list(features), self.label, self.label_column, place)
-        feature = features[label]
-        names = getattr(feature, "names", None) or getattr(
-            getattr(feature, "feature", None), "names", None
-        )
-        labels = labels_of(column_of(table, label, place), self.kind, names, place)
-        user: str | None = self.user or self.domain_column
-        if user == "domain" and user not in features:
-            user = find_column(list(features), USER_NAMES) if self.columns is None else None
-        if user is not None and user not in features:
-            raise ValueError(
-                f"{place} has no column {user}, it has {', '.join(features)}: set partition.column or data.user."
-            )
-        users = None if user is None else integers_or_text(table, user, place)
-        test = np.arange(len(table)) >= len(tables[0])
+        values = label_values(table, label, place)
+        labels = read_labels(values, self.kind, _class_names(features[label]), place)
+        user = self._find_user(list(features), place)
+        users = None if user is None else group_values(table, user, place)
         if len(tables) == 1:
-            test = spread(labels, users, self.test_fraction)
+            is_test = spread_test_rows(labels, users, self.test_fraction)
+        else:
+            is_test = np.arange(len(table)) >= len(tables[0])
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
         columns, unused = find_inputs(self.columns or None, types, (label, user), place)
+        origin = describe_origin(types, columns, label, user, unused)
         if len(columns) == 1 and type(features.get(columns[0])).__name__ == "Image":
-            origin = Origin(
-                f"{columns[0]} (image)", f"{label} ({types[label]})", user or "", ", ".join(unused)
-            )
-            raw = assembled(np.arange(len(test)), labels, users, test, None, origin)
-            order = np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)])
-            return replace(raw, inputs=_pictures(table[columns[0]], order, place))
-        inputs, tokens = inputs_of(table, columns, self.length, self.padding, self.tokenizer, place)
-        origin = origin_of(types, columns, label, user, unused)
-        return assembled(inputs, labels, users, test, tokens, origin)
+            origin = origin._replace(inputs=f"{columns[0]} (image)")
+            raw = assemble(np.arange(len(is_test)), labels, users, is_test, None, origin)
+            order, _ = train_first(is_test)
+            return replace(raw, inputs=_read_pictures(table[columns[0]], order, place))
+        settings = TokenSettings(self.length, self.padding, self.tokenizer)
+        inputs, tokens = read_inputs(table, columns, settings, place)
+        return assemble(inputs, labels, users, is_test, tokens, origin)
 
-    def _splits(self) -> list[Any]:
-        """The training split, and the test split if there is one."""
-        if bool(self.root) == bool(self.name):
+    def _find_user(self, names: list[str], place: str) -> str | None:
+        """Return the column of users, or None if there is none."""
+        user = self.user or self.domain_column
+        if user in names:
+            return user
+        if user == "domain":
+            return find_column(names, USER_NAMES) if self.columns is None else None
+        raise ValueError(
+            f"{place} has no column {user}, it has {', '.join(names)}. Set partition.column or "
+            "data.user."
+        )
+
+    def _load_splits(self) -> list[Any]:
+        """Return the training split, and the test split if there is one."""
+        if not self.root and not self.name:
             raise ValueError(
-                f"data.root={self.root}, data.name={self.name}: give one, a folder or a name on the hub."
+                "data=huggingface needs data.root, a folder that save_to_disk wrote, or data.name, "
+                "a name on the hub. Set one of them."
+            )
+        if self.root and self.name:
+            raise ValueError(
+                f"data.root={self.root} and data.name={self.name} name two data sets. Set one of "
+                "them to null."
             )
         datasets = import_optional("datasets", "data=huggingface")
+        key = "root" if self.root else "name"
         try:
             if self.root:
-                found = datasets.load_from_disk(str(user_path(self.root)))
+                loaded = datasets.load_from_disk(str(user_path(self.root)))
             else:
-                found = datasets.load_dataset(self.name, self.config)
+                loaded = datasets.load_dataset(self.name, self.config)
         except Exception as error:  # the hub, its cache and files can fail in many ways
+            reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
             raise ValueError(
-                f"data.{'root' if self.root else 'name'}={self.root or self.name} cannot be read "
-                f"({type(error).__name__}: {first_line(error).rstrip('.')}): name a folder that save_to_disk wrote, or "
-                "a data set that can be downloaded."
+                f"data.{key}={self.root or self.name} cannot be read ({reason}). Name a folder "
+                "that save_to_disk wrote, or a data set that can be downloaded."
             ) from error
-        splits = found if isinstance(found, dict) else {"train": found}
+        splits = loaded if isinstance(loaded, dict) else {"train": loaded}
         if "train" not in splits:
             raise ValueError(
-                f"{self.root or self.name} has the splits {', '.join(splits)}, and none is called train."
+                f"data.{key}={self.root or self.name} has the splits {', '.join(splits)}, and none "
+                "is called train. Rename one."
             )
         return [splits[name] for name in ("train", "test") if name in splits]
 
 
-def _pictures(column: pa.ChunkedArray, order: np.ndarray, place: str) -> Iterator[Picture]:
+def _class_names(feature: Any) -> list[str] | None:
+    """Return the class names of a label, or of the items of a list of labels; None: it has none."""
+    names: list[str] | None = getattr(feature, "names", None)
+    if names:
+        return names
+    return getattr(getattr(feature, "feature", None), "names", None)
+
+
+def _read_pictures(column: pa.ChunkedArray, order: np.ndarray, place: str) -> Iterator[Picture]:
     for row in order.tolist():
         value = column[row].as_py()
         content = value["bytes"] if value["bytes"] is not None else Path(value["path"])

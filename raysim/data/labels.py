@@ -1,152 +1,195 @@
-"""What labels stand for: one rule for every source, and the numbers that they are stored as."""
+"""The meaning of labels: one rule for every source, and the numbers that labels are stored as."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.pictures import numbered
+from raysim.data.rows import number_labels
 from raysim.data.values import refuse_nan, type_name
 from raysim.primitives.kinds import Kind
 from raysim.primitives.memory import check_memory
 
-Labels: TypeAlias = tuple[
-    NDArray[Any], list[str], Kind
-]  # stored labels, names of the outputs, what is learnt
-
-MOST_CLASSES_OF_FLOATS = 100  # more different whole floats are values
-EXACT_FLOATS = 2.0**53  # below it every whole number is a float64
+MAX_CLASSES_OF_FLOATS = 100  # more different whole floats are values
+EXACT_FLOATS = 2.0**53  # every whole number below it is a float64
 
 
-def labels_of(values: Any, kind: Kind | None, names: list[str] | None, place: str) -> Labels:
-    """Return labels as they are stored, the names of the outputs, and what is learnt.
+class LabelSet(NamedTuple):
+    """Labels as they are stored, the names of the model's outputs, and what is learnt."""
 
-    values: an array of labels, [n] or [n, outputs], where [n, 1] is read as [n]; or for each row a list of its labels.
-    kind: `data.kind`; None: what `inferred_kind` says. names: of the outputs, where the source has them.
+    values: NDArray[Any]
+    names: list[str]
+    kind: Kind
+
+
+def read_labels(values: Any, kind: Kind | None, names: list[str] | None, place: str) -> LabelSet:
+    """Return labels in the form in which they are stored.
+
+    values: an array, [n] or [n, outputs], where [n, 1] is read as [n]; or a list of labels for
+    each row. kind: `data.kind`; None: `infer_kind`. names: of the outputs, if the source has them.
+    place: the source in messages.
     """
-    lists = not isinstance(values, np.ndarray)
-    if lists and kind == "classification" and values and all(len(row) == 1 for row in values):
-        values, lists = np.array([row[0] for row in values]), False
-    if not lists:
-        refuse_nan(values, f"{place}: the labels")
-        if values.ndim > 1 and math.prod(values.shape[1:]) == 1:
-            values = values.reshape(-1)
-        if values.ndim > 2:
-            raise ValueError(
-                f"{place}: the labels have the shape {list(values.shape)}: give one label, or one row, for each sample."
-            )
-        if values.dtype.kind == "b":
-            values = values.astype(np.int64)
-    kind = kind or inferred_kind(values)
-    if kind == "classification":
-        return *numbered(_classes(values, place), names, place), kind
-    if lists:
-        if kind == "multilabel":
-            return *_indicators(values, names, place), kind
-        values = of_one_length(values, place)
-    if values.dtype.kind not in "iuf":
+    if not isinstance(values, np.ndarray):
+        return _read_lists(values, kind, names, place)
+    refuse_nan(values, f"{place}: the labels")
+    if values.ndim > 1 and math.prod(values.shape[1:]) == 1:
+        values = values.reshape(-1)
+    if values.ndim > 2:
         raise ValueError(
-            f"{place} has labels of type {type_name(values)} and shape {list(values.shape)}, and data.kind={kind} "
-            "needs numbers: give numbers, or one class for each sample."
+            f"{place}: the labels have the shape {list(values.shape)}, and raysim learns one label "
+            "or one row of labels per sample. Give an array of shape [n] or [n, labels]."
         )
-    values = values[:, None] if values.ndim == 1 else values
-    usual = (
-        ["value"] if values.shape[1] == 1 else [str(number) for number in range(values.shape[1])]
-    )
-    names = names if names and len(names) == values.shape[1] else usual
-    return _rounded(values, kind, place), names, kind
+    if values.dtype.kind == "b":
+        values = values.astype(np.int64)
+    if kind is None:
+        _refuse_position_labels(values, place)
+        kind = infer_kind(values)
+    if kind == "classification":
+        numbers, class_names = number_labels(_to_classes(values, place), names, place)
+        return LabelSet(numbers, class_names, kind)
+    return _read_values(values, kind, names, place)
 
 
-def inferred_kind(values: Any) -> Kind:
+def infer_kind(values: Any) -> Kind:
     """Return what is learnt from labels of this form.
 
-    Integers and text [n] are classes, and so are floats that are whole numbers from 0 on, if there are at most 100
-    different ones, of two rows each in the mean. Other floats are values. Lists of labels, and integers [n, labels],
-    are several labels that are there or not.
+    Integers and text [n] are classes. Floats [n] are classes if they are whole numbers from 0 on,
+    at most 100 different ones, with two rows each on average; other floats are values. Integers
+    [n, labels], and lists of labels, are several labels that are there or not.
     """
     if not isinstance(values, np.ndarray):
         return "multilabel"
     if values.dtype.kind == "f":
-        return "classification" if values.ndim == 1 and _count_classes(values) else "regression"
+        are_classes = values.ndim == 1 and _are_whole_classes(values)
+        return "classification" if are_classes else "regression"
     return "classification" if values.ndim == 1 else "multilabel"
 
 
-def of_one_length(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
+def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
     """Return lists as an array. Raise ValueError if their lengths differ."""
-    if len({len(row) for row in rows}) > 1:
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1:
         raise ValueError(
-            f"{place} has lists of {min(map(len, rows))} to {max(map(len, rows))} numbers: make them equal."
+            f"{place} has lists of {min(lengths)} to {max(lengths)} numbers. Make them equally "
+            "long."
         )
     return np.array(rows)
 
 
-def _count_classes(values: NDArray[Any]) -> int:
-    """Return how many classes floats name, or 0 where they are values."""
-    if not len(values) or not _are_whole(values) or values.min() < 0 or values.max() >= len(values):
-        return 0
-    different = len(np.unique(values))
-    return different if different <= min(MOST_CLASSES_OF_FLOATS, len(values) // 2) else 0
-
-
-def _are_whole(values: NDArray[Any]) -> bool:
-    return bool(np.isfinite(values).all() and (np.floor(values) == values).all())
-
-
-def _classes(values: Any, place: str) -> NDArray[Any]:
-    """Return labels that are read as classes as integers or text."""
-    if not isinstance(values, np.ndarray) or values.ndim > 1:
-        form = (
-            "lists of labels"
-            if not isinstance(values, np.ndarray)
-            else f"labels of shape {list(values.shape)}"
-        )
+def _read_lists(
+    rows: Sequence[Sequence[Any]], kind: Kind | None, names: list[str] | None, place: str
+) -> LabelSet:
+    """Read a list of labels for each row."""
+    kind = kind or "multilabel"
+    if kind == "multilabel":
+        indicators, label_names = _to_indicators(rows, names, place)
+        return LabelSet(indicators, label_names, kind)
+    if kind == "regression":
+        return _read_values(stack_lists(rows, place), kind, names, place)
+    if not rows or any(len(row) != 1 for row in rows):
         raise ValueError(
-            f"{place} has {form}, which are no classes: give one class for each sample, or set data.kind=multilabel or "
-            "data.kind=regression."
+            f"{place} has lists of labels, which are no classes. Give one class for each sample, "
+            "or set data.kind=multilabel or data.kind=regression."
+        )
+    classes = _to_classes(np.array([row[0] for row in rows]), place)
+    numbers, class_names = number_labels(classes, names, place)
+    return LabelSet(numbers, class_names, kind)
+
+
+def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
+    """Return numbers as float32 [n, outputs]."""
+    if values.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{place} has labels of type {type_name(values)} and shape {list(values.shape)}, and "
+            f"data.kind={kind} needs numbers. Give numbers, or one class for each sample."
+        )
+    values = values[:, None] if values.ndim == 1 else values
+    outputs = values.shape[1]
+    if not names or len(names) != outputs:
+        names = ["value"] if outputs == 1 else [str(number) for number in range(outputs)]
+    return LabelSet(_to_float32(values, kind, place), names, kind)
+
+
+def _refuse_position_labels(values: NDArray[Any], place: str) -> None:
+    """Raise ValueError for rows of classes, such as one for each token of a sequence."""
+    if values.ndim != 2 or values.dtype.kind not in "iuU":
+        return
+    if values.dtype.kind != "U" and np.isin(values, (0, 1)).all():
+        return
+    raise ValueError(
+        f"{place}: the labels are {type_name(values)} of shape {list(values.shape)}, such as a "
+        "class for each position of a sequence, and raysim learns no label per position. Give one "
+        "class for each sample, 0 or 1 for each of several labels, or set data.kind=regression to "
+        f"learn the {values.shape[1]} numbers of a sample as values."
+    )
+
+
+def _are_whole_classes(values: NDArray[Any]) -> bool:
+    """Return True if floats are few whole numbers from 0 on."""
+    if not len(values) or not np.isfinite(values).all() or (np.floor(values) != values).any():
+        return False
+    if values.min() < 0 or values.max() >= len(values):
+        return False
+    return len(np.unique(values)) <= min(MAX_CLASSES_OF_FLOATS, len(values) // 2)
+
+
+def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
+    """Return labels that are read as classes, as integers or text."""
+    if values.ndim > 1:
+        raise ValueError(
+            f"{place} has labels of shape {list(values.shape)}, which are no classes. Give one "
+            "class for each sample, or set data.kind=multilabel or data.kind=regression."
         )
     if values.dtype.kind != "f":
         return values
     floats = values.astype(np.float64)
-    wrong = ~np.isfinite(floats) | (np.floor(floats) != floats) | (np.abs(floats) >= EXACT_FLOATS)
-    if wrong.any():
+    is_class = np.isfinite(floats) & (np.floor(floats) == floats) & (np.abs(floats) < EXACT_FLOATS)
+    if not is_class.all():
         raise ValueError(
-            f"{place} has the label {floats[wrong][0]:g}, which is no class: set data.kind=regression, or correct it."
+            f"{place} has the label {floats[~is_class][0]:g}, which is no class. Set "
+            "data.kind=regression, or correct it."
         )
     return floats.astype(np.int64)
 
 
-def _rounded(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
-    """Return values as float32. Raise ValueError for those beyond its range; `labelled` checks the others."""
+def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
+    """Return values as float32. Raise ValueError for finite ones beyond its range."""
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.array_equal(np.isfinite(values), np.isfinite(floats)):
         largest = float(np.abs(values[np.isfinite(values)]).max())
         raise ValueError(
-            f"{place} has the label {largest:g}, beyond what float32 holds: scale labels for {kind} down."
+            f"{place} has the label {largest:g}, beyond the range of float32. Scale the labels for "
+            f"{kind} down."
         )
     return floats
 
 
-def _indicators(
-    sets: Sequence[Sequence[Any]], names: list[str] | None, place: str
+def _to_indicators(
+    rows: Sequence[Sequence[Any]], names: list[str] | None, place: str
 ) -> tuple[NDArray[np.float32], list[str]]:
-    """Return whether each label is in each set, and the labels' names, `numbered` as classes are."""
-    flat = [label for row in sets for label in row]
-    if odd := [label for label in flat if type(label) not in (int, str)]:
-        raise ValueError(
-            f"{place} has the label {odd[0]} in a list, and lists of labels are of integers or of text: convert them, "
-            "or set data.kind=regression."
-        )
-    values = np.array(flat, np.int64 if all(type(label) is int for label in flat) else object)
-    numbers, names = numbered(values, names, place, len(sets))
+    """Return 1 where a row has a label and 0 elsewhere, [n, labels], and the labels' names."""
+    flat: list[Any] = []
+    for row in rows:
+        flat += row
+    for label in flat:
+        if type(label) not in (int, str):
+            raise ValueError(
+                f"{place} has the label {label} in a list, and lists of labels hold integers or "
+                "text. Convert them, or set data.kind=regression."
+            )
+    are_integers = all(type(label) is int for label in flat)
+    values = np.array(flat, np.int64 if are_integers else object)
+    numbers, names = number_labels(values, names, place, len(rows))
     names = names or ["0"]
     check_memory(
-        f"{place}: {len(names)} labels of each of {len(sets)} images", 4 * len(names) * len(sets)
+        f"{place}: {len(names)} labels of each of {len(rows)} rows", 4 * len(names) * len(rows)
     )
-    whole = np.zeros((len(sets), len(names)), np.float32)
-    whole[np.repeat(np.arange(len(sets)), [len(row) for row in sets]), numbers] = 1
-    return whole, names
+    indicators = np.zeros((len(rows), len(names)), np.float32)
+    owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    indicators[owners, numbers] = 1
+    return indicators, names

@@ -1,4 +1,4 @@
-"""A partition that somebody else has drawn: for each client a list of the training rows that it has."""
+"""A split of the user's own: for each client a list of training rows."""
 
 from __future__ import annotations
 
@@ -10,48 +10,51 @@ from typing import Any
 
 import numpy as np
 
+from raysim.data.csr import CSR, Ints, Partition
 from raysim.data.dataset import cache_folder
-from raysim.data.partition import CSR, Draws, Ints, Partition, Partitioner
+from raysim.data.partition import Draws, Partitioner
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import parse_json, regular_file, replace_file, user_path
 
-FORM = "a JSON file with a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5], NAME: [1, 2]}"
+FORM = "a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5], NAME: [1, 2]}"
 
 
 @dataclass(frozen=True)
 class Listed(Partitioner):
-    """Every client has the rows that a file lists for it; rows of the training data, from 0, in no list stay unused.
+    """Every client has the training rows that a file lists for it.
 
-    file: JSON, a list of lists or an object of lists, of which the first is client 0's.
+    file: JSON, a list of lists or an object of lists; the first list is client 0's. Rows count
+    from 0, and rows in no list stay unused.
     """
 
     file: str | None = None
 
     def assign(self, draws: Draws) -> CSR:
-        """Raises ValueError, in one sentence, for lists that are none, and rows that are not there or given twice."""
-        found = self._content()
-        given = user_path(str(self.file)).parent == cache_folder(
-            None
-        )  # from Python, by `store_lists`
-        return _checked(
-            found, "partition" if given else f"partition.file={self.file}", len(draws.labels)
-        )
+        """Return the listed rows.
+
+        Raise ValueError for a file without lists, and for rows that do not exist or occur twice.
+        """
+        content = self._read_file()
+        is_from_python = user_path(str(self.file)).parent == cache_folder(None)  # `store_lists`
+        place = "partition" if is_from_python else f"partition.file={self.file}"
+        return _check_lists(content, place, len(draws.labels))
 
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str] | None:
-        """Return the names that the file gives the lists; None where it gives none."""
-        found = self._content()
-        return list(found) if isinstance(found, dict) else None
+        """Return the names of the lists, or None if they have none."""
+        content = self._read_file()
+        return list(content) if isinstance(content, dict) else None
 
-    def _content(self) -> Any:
+    def _read_file(self) -> Any:
         if self.file is None:
-            raise ValueError(f"partition.file=null names no lists: set it to {FORM}")
+            raise ValueError(f"partition=listed needs partition.file, a JSON file with {FORM}.")
         try:
             return parse_json(regular_file(user_path(self.file)).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"partition.file={self.file} cannot be read ({first_line(error)}): give {FORM}"
+                f"partition.file={self.file} cannot be read ({first_line(error)}). Give a JSON "
+                f"file with {FORM}."
             ) from error
 
 
@@ -59,16 +62,17 @@ def store_lists(
     rows: Mapping[int | str, Sequence[int]] | Sequence[Sequence[int]],
     settings: Mapping[str, Any] | None = None,
 ) -> Listed:
-    """Return the partition of lists from Python, stored in the cache of this machine under their checksum.
+    """Store lists from Python in the cache of this machine and return their partition.
 
-    settings: arguments of `Listed`.
+    settings: arguments of `Listed`. The file's name is the checksum of the lists.
     """
-    csr = _checked(rows, "partition", None)
+    csr = _check_lists(rows, "partition", None)
     lists = [csr.rows(client).tolist() for client in range(len(csr))]
     names = [str(name) for name in rows] if isinstance(rows, Mapping) else []
-    is_named = names != [str(number) for number in range(len(names))]
-    content = json.dumps(dict(zip(names, lists, strict=True)) if is_named else lists).encode()
-    path = cache_folder(None) / f"rows-{hashlib.blake2b(content, digest_size=8).hexdigest()}.json"
+    has_names = names != [str(number) for number in range(len(names))]
+    content = json.dumps(dict(zip(names, lists, strict=True)) if has_names else lists).encode()
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    path = cache_folder(None) / f"rows-{digest}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
@@ -76,51 +80,57 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Whether an argument is lists of rows, and not an option's values by their keys."""
+    """Return True for lists of rows, and False for an option's values by their keys."""
     if isinstance(part, Mapping):
-        rows = all(isinstance(value, (list, tuple, range, np.ndarray)) for value in part.values())
-        return bool(part) and (rows or not any(isinstance(key, str) for key in part))
+        list_types = (list, tuple, range, np.ndarray)
+        are_lists = all(isinstance(value, list_types) for value in part.values())
+        has_text_keys = any(isinstance(key, str) for key in part)
+        return bool(part) and (are_lists or not has_text_keys)
     return isinstance(part, (list, tuple))
 
 
-def _checked(found: Any, place: str, total: int | None) -> CSR:
-    form = FORM.removeprefix("a JSON file with ") if place == "partition" else FORM
-    lists = list(found.values()) if isinstance(found, Mapping) else found
+def _check_lists(content: Any, place: str, total: int | None) -> CSR:
+    """Return the lists of all clients. Raise ValueError for wrong rows.
+
+    total: the number of training rows; None: it is not known yet.
+    """
+    form = FORM if place == "partition" else f"a JSON file with {FORM}"
+    lists = list(content.values()) if isinstance(content, Mapping) else content
     if not isinstance(lists, (list, tuple)) or not lists:
-        raise ValueError(f"{place} holds no list of clients: give {form}")
-    names = list(found if isinstance(found, Mapping) else range(len(found)))
-    parts = [
-        _numbers(each, f"{place}, client {name}", form)
-        for name, each in zip(names, lists, strict=True)
-    ]
-    csr = CSR(
-        np.concatenate(parts), np.concatenate(([0], np.cumsum([len(part) for part in parts])))
-    )
+        raise ValueError(f"{place} holds no list of clients. Give {form}.")
+    names = list(content if isinstance(content, Mapping) else range(len(content)))
+    parts = []
+    for name, rows in zip(names, lists, strict=True):
+        parts.append(_read_rows(rows, f"{place}, client {name}", form))
+    csr = CSR.from_counts(np.concatenate(parts), np.array([len(part) for part in parts]))
+
     order = np.argsort(csr.indices, kind="stable")
-    twice = np.flatnonzero(np.diff(csr.indices[order]) == 0)
-    if len(twice):
-        row = csr.indices[order[twice[0]]]
-        one, other = (names[owner] for owner in csr.owners[order[twice[0] : twice[0] + 2]])
+    repeated = np.flatnonzero(np.diff(csr.indices[order]) == 0)
+    if len(repeated):
+        first, second = order[repeated[0] : repeated[0] + 2]
+        owner, other_owner = names[csr.owners[first]], names[csr.owners[second]]
         raise ValueError(
-            f"{place} gives row {row} to client {one} and to client {other}: give it to one"
+            f"{place} gives row {csr.indices[first]} to client {owner} and to client "
+            f"{other_owner}. Give it to one."
         )
-    wrong = np.flatnonzero((csr.indices < 0) | (csr.indices >= (total or np.inf)))
-    if len(wrong):
-        rows = (
-            "rows are counted from 0"
-            if total is None
-            else f"the training data has the rows 0 to {total - 1}"
+    is_wrong = (csr.indices < 0) | (csr.indices >= (total or np.inf))
+    if is_wrong.any():
+        wrong = np.flatnonzero(is_wrong)[0]
+        allowed = "rows are counted from 0"
+        if total is not None:
+            allowed = f"the training data has the rows 0 to {total - 1}"
+        raise ValueError(
+            f"{place} gives row {csr.indices[wrong]} to client {names[csr.owners[wrong]]}, and "
+            f"{allowed}. Leave it out."
         )
-        row, name = csr.indices[wrong[0]], names[csr.owners[wrong[0]]]
-        raise ValueError(f"{place} gives row {row} to client {name}, and {rows}: leave it out")
     return csr
 
 
-def _numbers(rows: Any, place: str, form: str) -> Ints:
+def _read_rows(rows: Any, place: str, form: str) -> Ints:
     try:
-        found = np.asarray(rows if len(rows) else np.empty(0, np.int64))
+        numbers = np.asarray(rows if len(rows) else np.empty(0, np.int64))
     except (TypeError, ValueError):
-        found = np.empty(0)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"{place} has no list of row numbers: give {form}")
-    return found.astype(np.int64)
+        numbers = np.empty(0)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise ValueError(f"{place} has no list of row numbers. Give {form}.")
+    return numbers.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Strips: many equal images stacked from top to bottom in one lossless picture file, with labels and names beside."""
+"""Strips: many equal images stacked from top to bottom in one lossless picture file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.partition import Ints
-from raysim.data.pictures import Picture, are_names, numbered
-from raysim.data.raw import Raw, Source
+from raysim.data.csr import Ints
+from raysim.data.pictures import Picture
+from raysim.data.raw import Raw, Source, require_root
+from raysim.data.rows import are_names, number_labels
 from raysim.primitives.checks import require
-from raysim.primitives.files import existing_file, parse_json, user_path
+from raysim.primitives.files import existing_file, parse_json
+
+SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)
 class Strips(Source):
-    """The files <split>-000.png, -001.png, ... and <split>-labels.npy in a folder, with meta.json (`classes`).
+    """The files <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json of a folder.
 
-    root: that folder, or the one around it; `name` is the folder in it. The splits are train and test, others are not
-    read. The images are square unless meta.json says how many pixels high they are (`height`).
+    The splits are train and test; other files are not read. meta.json names the classes
+    (`classes`) and the height of an image in pixels (`height`); without it images are square.
+    root: the folder, or the one around it, in which it is called `name`.
     """
 
     root: str | None = None
@@ -28,108 +32,114 @@ class Strips(Source):
 
     def files(self) -> list[Path]:
         folder = self.folder()
-        return [
-            *existing_file(folder / "meta.json"),
-            *(path for split in ("train", "test") for path in _files(folder, split)),
-        ]
+        paths = existing_file(folder / "meta.json")
+        for split in SPLITS:
+            paths += [*_strip_files(folder, split), _label_file(folder, split)]
+        return paths
 
     def read(self) -> Raw:
         folder = self.folder()
-        height, names = _meta(folder / "meta.json")
-        parts = [_split(folder, split, height) for split in ("train", "test")]
-        shapes = [images.shape[1:] for images, _ in parts]
-        if shapes[0] != shapes[1]:
+        height, names = _read_description(folder / "meta.json")
+        train_images, train_labels = _read_split(folder, "train", height)
+        test_images, test_labels = _read_split(folder, "test", height)
+        if train_images.shape[1:] != test_images.shape[1:]:
             raise ValueError(
-                f"{folder} has images of the shape {shapes[0]} for training and {shapes[1]} for testing."
+                f"{folder} has images of the shape {train_images.shape[1:]} for training and "
+                f"{test_images.shape[1:]} for testing. Give them one shape."
             )
-        labels, class_names = numbered(
-            np.concatenate([labels for _, labels in parts]), names, str(folder)
-        )
-        images = np.concatenate([images for images, _ in parts])
-        return Raw(images, labels, len(parts[0][1]), class_names, domain_names=[folder.name])
+        labels = np.concatenate([train_labels, test_labels])
+        numbers, class_names = number_labels(labels, names, str(folder))
+        images = np.concatenate([train_images, test_images])
+        return Raw(images, numbers, len(train_labels), class_names, domain_names=[folder.name])
 
     def folder(self) -> Path:
-        """Where the files are. Raises ValueError when they are not there."""
-        folder = user_path(self.root or "")
-        folder = folder / self.name if self.name and (folder / self.name).is_dir() else folder
-        for split in ("train", "test"):
-            if not self.root or not all(path.is_file() for path in _files(folder, split)):
+        """Return the folder of the files. Raise ValueError if they are missing."""
+        set_name = self.name or "strips"
+        root = require_root(self.root, "data=strips", f"the folder with the files of {set_name}")
+        folder = root
+        if self.name and (root / self.name).is_dir():
+            folder = root / self.name
+        for split in SPLITS:
+            paths = [*_strip_files(folder, split), _label_file(folder, split)]
+            if not all(path.is_file() for path in paths):
                 raise ValueError(
-                    f"data.root={self.root} holds no {self.name or 'strips'}: looked for {split}-000.png (or .webp) "
-                    f"and {split}-labels.npy in {folder if self.root else 'it'}; name the folder that has them."
+                    f"data.root={self.root} holds no {set_name}: {split}-000.png (or .webp) or "
+                    f"{split}-labels.npy is missing in {folder}. Name the folder that has them."
                 )
         return folder
 
 
 def are_strips(folder: Path) -> bool:
-    """Whether the folder holds labels of strips."""
-    return (folder / "train-labels.npy").is_file()
+    """Return True if the folder holds labels of strips."""
+    return _label_file(folder, "train").is_file()
 
 
-def _files(folder: Path, split: str) -> list[Path]:
-    """The split's strips in order, and its labels last."""
-    strips = sorted(folder.glob(f"{split}-[0-9]*.*"))
-    return [*(strips or [folder / f"{split}-000.png"]), folder / f"{split}-labels.npy"]
+def _strip_files(folder: Path, split: str) -> list[Path]:
+    """Return the split's strips in order; if there are none, the name of the first one."""
+    return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 
-def _meta(path: Path) -> tuple[int | None, list[str] | None]:
-    """Height of one image, and the names of the classes, as far as the file says."""
-    there = existing_file(path)
+def _label_file(folder: Path, split: str) -> Path:
+    return folder / f"{split}-labels.npy"
+
+
+def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
+    """Return the height of an image and the names of the classes, None if the file has none."""
+    is_there = bool(existing_file(path))
     try:
-        meta = parse_json(path.read_bytes()) if there else {}
-        height, names = meta.get("height"), meta.get("classes")
+        description = parse_json(path.read_bytes()) if is_there else {}
+        height, names = description.get("height"), description.get("classes")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no readable JSON mapping ({error}): fetch it again."
+            f"{path} is no readable JSON mapping ({error}). Fetch it again."
         ) from error
-    require(
-        f"{path}: height",
-        height,
-        height is None or (type(height) is int and height > 0),
-        "a number of pixels",
-    )
-    require(
-        f"{path}: classes", names, names is None or are_names(names), "a list of different texts"
-    )
+    is_height = height is None or (type(height) is int and height > 0)
+    require(f"{path}: height", height, is_height, "a number of pixels")
+    has_names = names is None or are_names(names)
+    require(f"{path}: classes", names, has_names, "a list of different texts")
     return height, names
 
 
-def _split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uint8], Ints]:
-    """The images of all strips of a split, uint8 [n, c, h, w], and their labels."""
-    *strips, file = _files(folder, split)
+def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[np.uint8], Ints]:
+    """Return the images of all strips of a split, uint8 [n, c, h, w], and their labels."""
+    label_file = _label_file(folder, split)
     try:
-        with file.open("rb") as content:
+        with label_file.open("rb") as content:
             labels = np.lib.format.read_array(content)  # never unpickles
     except Exception as error:  # a damaged header fails in many ways
-        raise ValueError(f"{file} is no readable NumPy file ({error}): fetch it again.") from error
-    if labels.dtype.kind not in "iuU":
         raise ValueError(
-            f"{file} has labels of type {labels.dtype}: they must be integers or text."
-        )
-    parts = [_cut(path, height) for path in strips]
-    for path, part in zip(strips, parts, strict=True):
-        if part.shape[1:] != parts[0].shape[1:]:
+            f"{label_file} is no readable NumPy file ({error}). Fetch it again."
+        ) from error
+    if labels.dtype.kind not in "iuU":
+        raise ValueError(f"{label_file} has labels of type {labels.dtype}. Give integers or text.")
+    paths = _strip_files(folder, split)
+    strips = [_cut_strip(path, height) for path in paths]
+    for path, images in zip(paths, strips, strict=True):
+        if images.shape[1:] != strips[0].shape[1:]:
             raise ValueError(
-                f"{path} has images of the shape {part.shape[1:]} (channels, height, width), the strips before it "
-                f"{parts[0].shape[1:]}: they must be equal."
+                f"{path} has images of the shape {images.shape[1:]} (channels, height, width), the "
+                f"strips before it {strips[0].shape[1:]}. Give them one shape."
             )
-    images = np.concatenate(parts)
+    images = np.concatenate(strips)
     if labels.shape != (len(images),):
         raise ValueError(
-            f"{file} has labels of the shape {labels.shape}, its strips hold {len(images)} images."
+            f"{label_file} has labels of the shape {labels.shape}, its strips hold {len(images)} "
+            "images. Give each image one label."
         )
     return images, labels
 
 
-def _cut(path: Path, height: int | None) -> NDArray[np.uint8]:
+def _cut_strip(path: Path, height: int | None) -> NDArray[np.uint8]:
+    """Return the images of one strip. height: of an image; None: images are square."""
     picture = Picture(str(path), path).open()
-    grey = picture.mode in ("1", "L", "LA")
-    pixels = np.asarray(picture.convert("L" if grey else "RGB"))
+    is_grey = picture.mode in ("1", "L", "LA")
+    pixels = np.asarray(picture.convert("L" if is_grey else "RGB"))
     total, width = pixels.shape[:2]
-    if total % (height or width):
+    height = height or width
+    if total % height:
         raise ValueError(
-            f"{path} is {total} pixels high, no multiple of {height or width}: a strip holds whole images from top to "
-            "bottom."
+            f"{path} is {total} pixels high, no multiple of {height}. Stack whole images from top "
+            "to bottom."
         )
-    images = pixels.reshape(-1, height or width, width, 1 if grey else 3)
+    images = pixels.reshape(-1, height, width, 1 if is_grey else 3)
     return images.transpose(0, 3, 1, 2)

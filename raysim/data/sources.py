@@ -1,8 +1,8 @@
-"""Where data come from: every source by its name, and the data sets that download or make themselves.
+"""All sources of data by name, and those that download or generate their samples.
 
-Each source ends as one cached Arrow file (`dataset.py`). Its settings (`raw.py`) carry everything that is asked of the
-data: the pixels (size, channels), the corruptions (`federated.py` applies them) and the pipeline of the training step
-(`batches.py`). Sources fail with one sentence that names the key and the path.
+Each source ends as one cached Arrow file (`dataset.py`). Its settings (`raw.py`) say what is done
+with the data: the pixels (size, channels), the corruptions (`corrupted.py`) and the pipeline of the
+training step (`batches.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from raysim.data.csr import Ints
 from raysim.data.dataset import Dataset, cache_folder
 from raysim.data.huggingface import HuggingFace
+from raysim.data.image_folder import ImageFolder
 from raysim.data.packed import Strips
-from raysim.data.partition import Ints
-from raysim.data.pictures import numbered, spread_test, train_first
+from raysim.data.parquet import Parquet
 from raysim.data.raw import Raw, Source
-from raysim.data.stored import ImageFolder, Parquet, Stored, holds_images, named_folder
+from raysim.data.rows import choose_test_rows, number_labels, train_first
+from raysim.data.stored import Stored, find_folder, holds_images
 from raysim.data.tables import Csv, JsonLines
 from raysim.data.tabular import Npz, NumPy, Tabular
 from raysim.data.text import Leaf, Markov
@@ -56,257 +58,272 @@ __all__ = [
     "Usps",
 ]
 
-IDX = tuple(
-    f"raw/{split}-{kind}-ubyte"
-    for split in ("train", "t10k")
-    for kind in ("images-idx3", "labels-idx1")
+IDX_FILES = (
+    "raw/train-images-idx3-ubyte",
+    "raw/train-labels-idx1-ubyte",
+    "raw/t10k-images-idx3-ubyte",
+    "raw/t10k-labels-idx1-ubyte",
 )
 IDX_SETS = ("MNIST", "FashionMNIST")
-BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
-TORCHVISION = {  # the files that torchvision's classes read, below their root
-    "MNIST": [f"MNIST/{file}" for file in IDX],
-    "FashionMNIST": [f"FashionMNIST/{file}" for file in IDX],
-    "CIFAR10": [f"cifar-10-batches-py/{file}" for file in BATCHES],
+BATCH_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
+TORCHVISION_FILES = {  # what torchvision's classes read, below their root
+    "MNIST": [f"MNIST/{file}" for file in IDX_FILES],
+    "FashionMNIST": [f"FashionMNIST/{file}" for file in IDX_FILES],
+    "CIFAR10": [f"cifar-10-batches-py/{file}" for file in BATCH_FILES],
     "CIFAR100": [f"cifar-100-python/{file}" for file in ("train", "test", "meta")],
     "SVHN": ["train_32x32.mat", "test_32x32.mat"],
     "USPS": ["usps.bz2", "usps.t.bz2"],
 }
 
 
-# ---- data sets by name ---------------------------------------------------------------------------------------------
-
-
+# ---- data sets by name ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Digits(Source):
-    """scikit-learn's 1,797 8x8 digits, no download; every fifth image of a class is a test image."""
+    """The 1,797 digits of scikit-learn, 8x8, no download; every fifth image of a class is test."""
 
     def read(self) -> Raw:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         labels = digits.target.astype(np.int64)
-        order, train_rows = train_first(spread_test(labels, 0.2))
+        order, train_rows = train_first(choose_test_rows(labels, 0.2))
         images = np.floor(digits.images * (255 / 16) + 0.5).astype(np.uint8)[:, None]
-        return Raw(
-            images[order], labels[order], train_rows, [str(name) for name in digits.target_names]
-        )
+        names = [str(name) for name in digits.target_names]
+        return Raw(images[order], labels[order], train_rows, names)
 
 
 @dataclass(frozen=True)
 class Mnist(Source):
-    """MNIST by torchvision; `root` holds the folder MNIST/raw and is downloaded to where it does not."""
+    """MNIST by torchvision. root: holds the folder MNIST/raw, or gets it by download."""
 
     root: str | None = None
     download: bool = True
 
     def files(self) -> list[Path]:
-        return _files(self, "MNIST")
+        return _find_files(self, "MNIST")
 
     def read(self) -> Raw:
-        return _read(self, "MNIST")
+        return _read_set(self, "MNIST")
 
 
 @dataclass(frozen=True)
 class FashionMnist(Source):
-    """Fashion-MNIST by torchvision; `root` holds the folder FashionMNIST/raw and is downloaded to where it does not."""
+    """Fashion-MNIST by torchvision. root: holds FashionMNIST/raw, or gets it by download."""
 
     root: str | None = None
     download: bool = True
 
     def files(self) -> list[Path]:
-        return _files(self, "FashionMNIST")
+        return _find_files(self, "FashionMNIST")
 
     def read(self) -> Raw:
-        return _read(self, "FashionMNIST")
+        return _read_set(self, "FashionMNIST")
 
 
 @dataclass(frozen=True)
 class Cifar10(Source):
-    """CIFAR-10 by torchvision; `root` holds cifar-10-batches-py and is downloaded to where it does not."""
+    """CIFAR-10 by torchvision. root: holds cifar-10-batches-py, or gets it by download."""
 
     root: str | None = None
     download: bool = True
 
     def files(self) -> list[Path]:
-        return _files(self, "CIFAR10")
+        return _find_files(self, "CIFAR10")
 
     def read(self) -> Raw:
-        return _read(self, "CIFAR10")
+        return _read_set(self, "CIFAR10")
 
 
 @dataclass(frozen=True)
 class Cifar100(Source):
-    """CIFAR-100 by torchvision; `root` holds cifar-100-python and is downloaded to where it does not."""
+    """CIFAR-100 by torchvision. root: holds cifar-100-python, or gets it by download."""
 
     root: str | None = None
     download: bool = True
 
     def files(self) -> list[Path]:
-        return _files(self, "CIFAR100")
+        return _find_files(self, "CIFAR100")
 
     def read(self) -> Raw:
-        return _read(self, "CIFAR100")
+        return _read_set(self, "CIFAR100")
 
 
 @dataclass(frozen=True)
 class Svhn(Source):
-    """SVHN by torchvision, without `extra`; `root` holds train_32x32.mat and is downloaded to where it does not."""
+    """SVHN by torchvision, without `extra`. root: holds train_32x32.mat, or gets it by download."""
 
     root: str | None = None
     download: bool = True
 
     def files(self) -> list[Path]:
-        return _files(self, "SVHN")
+        return _find_files(self, "SVHN")
 
     def read(self) -> Raw:
-        return _read(self, "SVHN")
+        return _read_set(self, "SVHN")
 
 
 @dataclass(frozen=True)
 class Usps(Source):
-    """USPS by torchvision; `root` holds usps.bz2 and is downloaded to where it does not."""
+    """USPS by torchvision. root: holds usps.bz2, or gets it by download."""
 
     root: str | None = None
     download: bool = True
 
     def files(self) -> list[Path]:
-        return _files(self, "USPS")
+        return _find_files(self, "USPS")
 
     def read(self) -> Raw:
-        return _read(self, "USPS")
+        return _read_set(self, "USPS")
 
 
 Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usps
 
 
-def _files(source: Downloadable, kind: str) -> list[Path]:
-    """The data set's files, downloaded first if one is missing and that is allowed.
+def _find_files(source: Downloadable, set_name: str) -> list[Path]:
+    """Return the files of a data set; download them first if one is missing.
 
-    Instead of torchvision's files, a folder of the set's name may hold it as strips, Parquet or pictures.
+    In place of torchvision's files, a folder of the set's name may hold it as strips, Parquet files
+    or pictures. Raise ValueError if files are missing and the download is off or fails.
     """
-    root = _root(source)
-    if folder := _complete(root, kind):
-        return [folder / name for name in TORCHVISION[kind]]
-    if stored := _stored(root, kind):
+    root = _root_folder(source)
+    folder = _find_complete_folder(root, set_name)
+    if folder:
+        return [folder / name for name in TORCHVISION_FILES[set_name]]
+    stored = _find_stored(root, set_name)
+    if stored:
         return stored.files()
-    missing = next(name for name in TORCHVISION[kind] if not (root / name).is_file())
+    missing = next(name for name in TORCHVISION_FILES[set_name] if not (root / name).is_file())
     if not source.download:
         raise ValueError(
-            f"data.root={root} holds no {kind}: {missing} is missing there; name the folder that holds it, or set "
-            "data.download=true."
+            f"data.root={root} holds no {set_name}: {missing} is missing there. Name the folder "
+            "that holds it, or set data.download=true."
         )
     with wait_for_folder(root, "data.root"):
-        _download(root, kind, missing)
-    return [root / name for name in TORCHVISION[kind]]
+        _download(root, set_name, missing)
+    return [root / name for name in TORCHVISION_FILES[set_name]]
 
 
-def _read(source: Downloadable, kind: str) -> Raw:
-    folder = _complete(_root(source), kind)
-    stored = None if folder else _stored(_root(source), kind)
-    return stored.read() if stored else _torchvision(folder or _root(source), kind)
+def _read_set(source: Downloadable, set_name: str) -> Raw:
+    root = _root_folder(source)
+    folder = _find_complete_folder(root, set_name)
+    stored = None if folder else _find_stored(root, set_name)
+    return stored.read() if stored else _read_torchvision(folder or root, set_name)
 
 
-def _root(source: Downloadable) -> Path:
+def _root_folder(source: Downloadable) -> Path:
     return user_path(source.root) if source.root else cache_folder(source.cache)
 
 
-def _complete(root: Path, kind: str) -> Path | None:
-    """Root or the folder of the set's name in it, where that has all of torchvision's files."""
-    folders = (root, named_folder(root, kind))
-    return next(
-        (
-            each
-            for each in folders
-            if each and all((each / name).is_file() for name in TORCHVISION[kind])
-        ),
-        None,
-    )
+def _find_complete_folder(root: Path, set_name: str) -> Path | None:
+    """Return the root, or the folder of the set's name in it, that has all of torchvision's files.
+
+    None: neither has all of them.
+    """
+    for folder in (root, find_folder(root, set_name)):
+        if folder and all((folder / name).is_file() for name in TORCHVISION_FILES[set_name]):
+            return folder
+    return None
 
 
-def _stored(root: Path, kind: str) -> Stored | None:
-    folder = named_folder(root, kind)
+def _find_stored(root: Path, set_name: str) -> Stored | None:
+    folder = find_folder(root, set_name)
     return Stored(root=str(folder)) if folder and holds_images(folder) else None
 
 
-def _download(folder: Path, kind: str, missing: str) -> None:
-    if kind in IDX_SETS and (processed := folder / kind / "processed").is_dir():
+def _download(folder: Path, set_name: str, missing: str) -> None:
+    processed = folder / set_name / "processed"
+    if set_name in IDX_SETS and processed.is_dir():
         raise ValueError(
-            f"data.root={folder} holds no {kind}: {missing} is missing there, and {processed} of an old torchvision "
-            "keeps this one from downloading it: remove it."
+            f"data.root={folder} holds no {set_name}: {missing} is missing there, and {processed} "
+            "of an old torchvision keeps this one from downloading it. Remove that folder."
         )
     try:
         for split in ("train", "test"):
-            _opened(folder, kind, split, download=True)
-    except (
-        Exception
-    ) as error:  # torchvision and the network fail in many ways; the user needs one sentence
+            _open_split(folder, set_name, split, download=True)
+    except Exception as error:  # torchvision and the network fail in many ways
         raise ValueError(
-            f"data.root={folder} holds no {kind} ({missing} is missing there) and its download failed "
-            f"({_reason(error)}): name a folder that holds it in data.root."
+            f"data.root={folder} holds no {set_name} ({missing} is missing there) and its download "
+            f"failed ({_download_error(error)}). Name a folder that holds it in data.root."
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    """What a failed download says, without the address that torchvision puts around it."""
-    return next(iter(re.findall(r"<urlopen error (?:\[[^]]*\] )?(.*?)>", str(error))), str(error))
+def _download_error(error: Exception) -> str:
+    """Return the reason of a failed download, without the address around it."""
+    reasons = re.findall(r"<urlopen error (?:\[[^]]*\] )?(.*?)>", str(error))
+    return reasons[0] if reasons else str(error)
 
 
-def _torchvision(folder: Path, kind: str) -> Raw:
-    place = f"data.root={folder}: {kind}"
+def _read_torchvision(folder: Path, set_name: str) -> Raw:
+    place = f"data.root={folder}: {set_name}"
     try:
-        parts = [_half(folder, kind, split) for split in ("train", "test")]
-    except Exception as error:  # whatever a damaged file makes of torchvision's reader
-        raise ValueError(f"{place} cannot be read there ({error}): fetch it again.") from error
-    for (images, labels, _), what in zip(parts, ("training", "testing"), strict=True):
+        train_images, train_labels, class_names = _read_split(folder, set_name, "train")
+        test_images, test_labels, _ = _read_split(folder, set_name, "test")
+    except Exception as error:  # torchvision's reader fails in many ways on a damaged file
+        raise ValueError(f"{place} cannot be read there ({error}). Fetch it again.") from error
+    halves = ((train_images, train_labels, "training"), (test_images, test_labels, "testing"))
+    for images, labels, use in halves:
         if len(images) != len(labels):
             raise ValueError(
-                f"{place} has {len(images)} images and {len(labels)} labels for {what}: fetch it again."
+                f"{place} has {len(images)} images and {len(labels)} labels for {use}. Fetch it "
+                "again."
             )
-    first, second = (f"{images.shape[2]} x {images.shape[3]}" for images, *_ in parts)
-    if first != second:
+    if train_images.shape[2:] != test_images.shape[2:]:
         raise ValueError(
-            f"{place} has images of {first} pixels for training and of {second} for testing."
+            f"{place} has images of {_pixels(train_images)} pixels for training and of "
+            f"{_pixels(test_images)} for testing. Fetch it again."
         )
-    labels, names = numbered(np.concatenate([labels for _, labels, _ in parts]), parts[0][2], place)
-    return Raw(np.concatenate([images for images, *_ in parts]), labels, len(parts[0][1]), names)
+    all_labels = np.concatenate([train_labels, test_labels])
+    numbers, names = number_labels(all_labels, class_names, place)
+    return Raw(np.concatenate([train_images, test_images]), numbers, len(train_labels), names)
 
 
-def _half(folder: Path, kind: str, split: str) -> tuple[NDArray[np.uint8], Ints, list[str]]:
-    """Images [n, c, h, w], labels and class names (digits where torchvision has none) of one split."""
-    if (
-        kind in IDX_SETS
-    ):  # its class would rather read what an old version of itself pickled beside these files
+def _pixels(images: NDArray[np.uint8]) -> str:
+    return f"{images.shape[2]} x {images.shape[3]}"
+
+
+def _read_split(
+    folder: Path, set_name: str, split: str
+) -> tuple[NDArray[np.uint8], Ints, list[str]]:
+    """Return the images [n, c, h, w], labels and class names of one split.
+
+    Class names are digits if torchvision has none.
+    """
+    if set_name in IDX_SETS:
+        # torchvision's class prefers a pickle of an old version next to these files
         from torchvision.datasets import mnist
 
-        files = [
-            str(folder / name) for name in TORCHVISION[kind][0 if split == "train" else 2 :][:2]
-        ]
-        pixels = mnist.read_image_file(files[0]).numpy()[:, None]
-        return pixels, mnist.read_label_file(files[1]).numpy(), list(getattr(mnist, kind).classes)
-    found = _opened(folder, kind, split, download=False)
-    pixels = np.asarray(found.data)
-    pixels = (
-        pixels[:, None]
-        if pixels.ndim == 3
-        else pixels
-        if kind == "SVHN"
-        else pixels.transpose(0, 3, 1, 2)
-    )
-    labels = np.asarray(found.labels if kind == "SVHN" else found.targets, dtype=np.int64)
-    return pixels, labels, list(getattr(found, "classes", "0123456789"))
+        names = TORCHVISION_FILES[set_name]
+        image_file, label_file = names[:2] if split == "train" else names[2:]
+        pixels = mnist.read_image_file(str(folder / image_file)).numpy()[:, None]
+        labels = mnist.read_label_file(str(folder / label_file)).numpy()
+        return pixels, labels, list(getattr(mnist, set_name).classes)
+    loaded = _open_split(folder, set_name, split, download=False)
+    pixels = np.asarray(loaded.data)
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]
+    elif set_name != "SVHN":  # which has its channels first
+        pixels = pixels.transpose(0, 3, 1, 2)
+    labels = np.asarray(loaded.labels if set_name == "SVHN" else loaded.targets, dtype=np.int64)
+    return pixels, labels, list(getattr(loaded, "classes", "0123456789"))
 
 
-def _opened(folder: Path, kind: str, split: str, download: bool) -> Any:
-    """A split as torchvision's class has it."""
+def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
+    """Return torchvision's data set of one split."""
     import torchvision
 
-    which = {"split": split} if kind == "SVHN" else {"train": split == "train"}
-    return getattr(torchvision.datasets, kind)(str(folder), download=download, **which)
+    selection: dict[str, Any] = {"train": split == "train"}
+    if set_name == "SVHN":
+        selection = {"split": split}
+    dataset = getattr(torchvision.datasets, set_name)
+    return dataset(str(folder), download=download, **selection)
 
 
 @dataclass(frozen=True)
 class Synthetic(Source):
-    """Gaussian class prototypes, a shift per domain and noise (relative to the prototypes): for tests and timing."""
+    """Gaussian class prototypes with a shift per domain and noise, for tests and timing.
+
+    noise, shift: deviations relative to those of the prototypes. test_samples: central test rows.
+    """
 
     shape: list[int] = field(default_factory=lambda: [1, 8, 8])
     classes: int = 10
@@ -318,17 +335,17 @@ class Synthetic(Source):
     seed: int = 0
 
     def check(self) -> None:
-        valid = len(self.shape) == 3 and self.shape[0] in (1, 3) and min(self.shape) >= 1
-        require("data.shape", self.shape, valid, "[channels, height, width] with 1 or 3 channels")
+        is_image = len(self.shape) == 3 and self.shape[0] in (1, 3) and min(self.shape) >= 1
+        require(
+            "data.shape", self.shape, is_image, "[channels, height, width] with 1 or 3 channels"
+        )
         for key in ("classes", "domains", "samples"):
             at_least(f"data.{key}", getattr(self, key), 1)
         for key in ("test_samples", "noise", "shift", "seed"):
             at_least(f"data.{key}", getattr(self, key), 0)
-        images, patterns, size = (
-            self.samples + self.test_samples,
-            self.classes + self.domains,
-            math.prod(self.shape),
-        )
+        images = self.samples + self.test_samples
+        patterns = self.classes + self.domains
+        size = math.prod(self.shape)
         check_memory(
             f"data.samples={self.samples} and data.test_samples={self.test_samples}", images * 40
         )
@@ -348,7 +365,6 @@ class Synthetic(Source):
             noise = self.noise * rng.standard_normal((len(part), *self.shape), dtype=np.float32)
             values = prototypes[labels[part]] + shifts[domains[part]] + noise
             images[part] = np.clip(128 + 32 * values, 0, 255).astype(np.uint8)
-        names = [f"domain {number}" for number in range(self.domains)]
-        return Raw(
-            images, labels, self.samples, [str(c) for c in range(self.classes)], domains, names
-        )
+        class_names = [str(label) for label in range(self.classes)]
+        domain_names = [f"domain {number}" for number in range(self.domains)]
+        return Raw(images, labels, self.samples, class_names, domains, domain_names)

@@ -13,33 +13,35 @@ import pyarrow.json
 
 from raysim.data.columns import (
     USER_NAMES,
-    assembled,
-    column_of,
+    TokenSettings,
+    assemble,
+    describe_origin,
     find_column,
     find_inputs,
     find_label,
-    inputs_of,
-    integers_or_text,
-    origin_of,
-    spread,
+    group_values,
+    label_values,
+    read_inputs,
+    spread_test_rows,
 )
-from raysim.data.labels import labels_of
-from raysim.data.raw import Raw, Source
+from raysim.data.labels import read_labels
+from raysim.data.raw import Raw, Source, require_root
 from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.errors import first_line
-from raysim.primitives.files import existing_file, regular_file, user_path
+from raysim.primitives.files import existing_file, regular_file
 
-ONE_BLOCK = 2**31 - 1  # bytes: types are inferred from a file's first block
+ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 
 
 @dataclass(frozen=True)
-class Table(Source):
+class TextTable(Source):
     """A file of rows, or a folder with a file of training rows and perhaps one of test rows.
 
-    label and user name the columns of labels and of users (clients, with partition=natural); None: a column that is
-    called so (`LABEL_NAMES`, `USER_NAMES`). columns: what is the input; None: all other columns. Without a file of
-    test rows, `test_fraction` of each class of each user is for testing. `length`, `padding`, `tokenizer`: see
-    `inputs_of`.
+    columns: the input; None: all columns but the label and the user.
+    label, user: the columns of labels and of users (clients, with partition=natural); None: a
+    column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
+    test_fraction: the share of each class of each user that is for testing, without a test file.
+    length, padding, tokenizer: see `TokenSettings`.
     """
 
     root: str | None = None
@@ -50,79 +52,77 @@ class Table(Source):
     length: int = 128
     padding: int = 0
     tokenizer: str | None = None
-    endings: ClassVar[tuple[str, ...]] = ()
+    option: ClassVar[str] = ""  # what the user chose, such as "data=csv"
+    endings: ClassVar[tuple[str, ...]] = ()  # of its files; messages name the first one
 
     def check(self) -> None:
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
         at_least("data.length", self.length, 1)
         require("data.columns", self.columns, self.columns != [], "a list of columns, or null")
 
-    def with_domains(self, column: str) -> Table:
-        """See `Source`."""
+    def with_domains(self, column: str) -> TextTable:
         return replace(self, user=column)
 
     def files(self) -> list[Path]:
-        root = user_path(self.root or "")
-        if self.root and root.is_file():
+        train_name, test_name = f"train{self.endings[0]}", f"test{self.endings[0]}"
+        root = require_root(self.root, self.option, f"a file, or a folder with {train_name}")
+        if root.is_file():
             return [root]
-        train, test = (
-            [path for ending in self.endings for path in existing_file(root / f"{split}{ending}")]
-            if self.root
-            else []
-            for split in ("train", "test")
+        train = self._files_of_split(root, "train")
+        test = self._files_of_split(root, "test")
+        if len(train) == 1 and len(test) <= 1:
+            return [*train, *test]
+        what = f"no {train_name}"
+        if train or test:
+            what = " and ".join(path.name for path in train + test)
+        raise ValueError(
+            f"data.root={self.root} holds {what}. Name a file, or a folder with one {train_name} "
+            f"and perhaps one {test_name}."
         )
-        if len(train) != 1 or len(test) > 1:
-            what = " and ".join(path.name for path in train + test) or f"no train{self.endings[0]}"
-            raise ValueError(
-                f"data.root={self.root} holds {what}: name a file, or a folder with one train{self.endings[0]} and "
-                f"perhaps one test{self.endings[0]}."
-            )
-        return [*train, *test]
+
+    def _files_of_split(self, root: Path, split: str) -> list[Path]:
+        paths: list[Path] = []
+        for ending in self.endings:
+            paths += existing_file(root / f"{split}{ending}")
+        return paths
 
     def read(self) -> Raw:
         paths = self.files()
         place = str(paths[0])
         tables = [self._read_file(path) for path in paths]
-        for table, path in zip(tables, paths, strict=True):
-            if set(table.column_names) != set(tables[0].column_names):
-                raise ValueError(
-                    f"{path} has the columns {', '.join(table.column_names)}, and {place} has "
-                    f"{', '.join(tables[0].column_names)}: give both the same."
-                )
-        try:
-            table = pa.concat_tables(tables, promote_options="permissive")
-        except pa.ArrowException as error:
-            raise ValueError(
-                f"{paths[-1]} does not fit {place} ({first_line(error)}): use the same types."
-            ) from error
+        table = _concatenate(tables, paths)
         names = table.column_names
         types = dict(zip(names, table.schema.types, strict=True))
         label = self.label or find_label(names, place)
         user = self.user or find_column([name for name in names if name != label], USER_NAMES)
-        labels = labels_of(column_of(table, label, place, "data.label"), self.kind, None, place)
-        users = None if user is None else integers_or_text(table, user, place, "data.user")
-        test = np.arange(len(table)) >= len(tables[0])
-        if len(tables) == 1:
-            test = spread(labels, users, self.test_fraction)
-        columns, unused = find_inputs(self.columns, types, (label, user), place)
-        inputs, tokens = inputs_of(table, columns, self.length, self.padding, self.tokenizer, place)
-        return assembled(
-            inputs, labels, users, test, tokens, origin_of(types, columns, label, user, unused)
+        labels = read_labels(
+            label_values(table, label, place, "data.label"), self.kind, None, place
         )
+        users = None if user is None else group_values(table, user, place, "data.user")
+        if len(tables) == 1:
+            is_test = spread_test_rows(labels, users, self.test_fraction)
+        else:
+            is_test = np.arange(len(table)) >= len(tables[0])
+        columns, unused = find_inputs(self.columns, types, (label, user), place)
+        settings = TokenSettings(self.length, self.padding, self.tokenizer)
+        inputs, tokens = read_inputs(table, columns, settings, place)
+        origin = describe_origin(types, columns, label, user, unused)
+        return assemble(inputs, labels, users, is_test, tokens, origin)
 
     def _read_file(self, path: Path) -> pa.Table:
-        """Return a file's rows. Raise ValueError where it is empty, or names a column twice."""
+        """Return a file's rows. Raise ValueError if it is empty or names a column twice."""
         try:
             table = self.parse(regular_file(path))
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} cannot be read ({first_line(error).rstrip('.')}): correct the file."
+                f"{path} cannot be read ({first_line(error).rstrip('.')}). Correct the file."
             ) from error
         names = table.column_names
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"{path} has two columns called {twice!r}: rename one.")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{path} has two columns called {name!r}. Rename one.")
         if not table.num_rows:
-            raise ValueError(f"{path} has no rows: put some there.")
+            raise ValueError(f"{path} has no rows. Write some, or name another file.")
         return table
 
     def parse(self, path: Path) -> pa.Table:
@@ -131,13 +131,15 @@ class Table(Source):
 
 
 @dataclass(frozen=True)
-class Csv(Table):
-    """Comma-separated values with the names of the columns in the first line; see `Table`.
+class Csv(TextTable):
+    """Comma-separated values with the names of the columns in the first line.
 
-    delimiter: what separates the values of a row. A field that is empty or NA, and not in quotes, is missing.
+    delimiter: what separates the values of a row. A field that is empty or NA, and not in quotes,
+    is missing.
     """
 
     delimiter: str = ","
+    option: ClassVar[str] = "data=csv"
     endings: ClassVar[tuple[str, ...]] = (".csv", ".csv.gz")
 
     def check(self) -> None:
@@ -145,29 +147,45 @@ class Csv(Table):
         require("data.delimiter", self.delimiter, len(self.delimiter) == 1, "one character")
 
     def parse(self, path: Path) -> pa.Table:
-        """See `Table`."""
         table = pyarrow.csv.read_csv(
             path,
-            pyarrow.csv.ReadOptions(block_size=ONE_BLOCK),
+            pyarrow.csv.ReadOptions(block_size=ONE_BLOCK_BYTES),
             pyarrow.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True),
             pyarrow.csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False),
         )
         header = table.column_names[0]
-        if table.num_columns == 1 and (
-            other := next((mark for mark in ";\t|," if mark in header), None)
-        ):
-            raise ValueError(
-                f"{path} has one column, {header!r}: set data.delimiter={other!r} if that separates the columns."
-            )
+        if table.num_columns == 1:
+            for mark in ";\t|,":
+                if mark in header:
+                    raise ValueError(
+                        f"{path} has one column, {header!r}. Set data.delimiter={mark!r} if that "
+                        "separates the columns."
+                    )
         return table
 
 
 @dataclass(frozen=True)
-class JsonLines(Table):
-    """A JSON object in each line, with the same keys in all; see `Table`. Lists of numbers are vectors or tokens."""
+class JsonLines(TextTable):
+    """A JSON object in each line, with the same keys in all; lists are vectors or tokens."""
 
+    option: ClassVar[str] = "data=jsonl"
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json", ".jsonl.gz")
 
     def parse(self, path: Path) -> pa.Table:
-        """See `Table`."""
-        return pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=ONE_BLOCK))
+        return pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=ONE_BLOCK_BYTES))
+
+
+def _concatenate(tables: list[pa.Table], paths: list[Path]) -> pa.Table:
+    """Return the rows of all files. Raise ValueError if their columns differ."""
+    for table, path in zip(tables, paths, strict=True):
+        if set(table.column_names) != set(tables[0].column_names):
+            raise ValueError(
+                f"{path} has the columns {', '.join(table.column_names)}, and {paths[0]} has "
+                f"{', '.join(tables[0].column_names)}. Give both the same columns."
+            )
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"{paths[-1]} does not fit {paths[0]} ({first_line(error)}). Use the same types."
+        ) from error

@@ -1,4 +1,4 @@
-"""Sequences of tokens: LEAF's files, in which users are clients, and what Markov chains make where there is no file."""
+"""Token sequences and other data of users: LEAF's files, and Markov chains, which need no file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raysim.data.columns import assembled, padded
-from raysim.data.labels import labels_of
-from raysim.data.partition import Floats, Ints
-from raysim.data.pictures import PICTURES, Picture, train_first
-from raysim.data.raw import Origin, Raw, Source
+from raysim.data.columns import assemble, pad_tokens
+from raysim.data.csr import Floats, Ints
+from raysim.data.labels import LabelSet, read_labels
+from raysim.data.pictures import PICTURE_SUFFIXES, Picture
+from raysim.data.raw import Origin, Raw, Source, require_root
+from raysim.data.rows import train_first
 from raysim.data.values import as_float32, plain_array, type_name
 from raysim.primitives.checks import at_least, between, one_of
 from raysim.primitives.files import parse_json, regular_file, user_path
@@ -21,19 +22,22 @@ from raysim.primitives.kinds import Tokens
 from raysim.primitives.memory import check_memory
 from raysim.primitives.streams import stream
 
-# What LEAF knows of Shakespeare, in its order.
+# The characters of LEAF's Shakespeare, in LEAF's order.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-OTHER = len(LETTERS) + 1  # any other character; 0 is padding
+TOKEN_OF_LETTER = {letter: token for token, letter in enumerate(LETTERS, 1)}  # 0 is padding
+OTHER_TOKEN = len(LETTERS) + 1  # any other character
 
 
 @dataclass(frozen=True)
 class Leaf(Source):
-    """The files that LEAF (Caldas et al. 2018) writes: root/train/*.json and root/test/*.json; every user is a domain.
+    """The files of LEAF (Caldas et al. 2018): root/train/*.json and root/test/*.json.
 
-    Inputs that are texts become characters, and labels that are single characters the 80 of LEAF's Shakespeare; lists
-    of numbers stay numbers, of `shape` where that is given ([1, 28, 28] for FEMNIST). `length`: characters kept.
-    images: the folder of the pictures, where inputs are names of files (CelebA). field: which entry is the text, from
-    0, where inputs are lists of fields (Sent140).
+    Every user is a domain. Inputs are text, whose characters become tokens; lists of numbers; names
+    of pictures (CelebA); or lists of fields (Sent140). Labels that are single characters are the 80
+    of LEAF's Shakespeare.
+    length: characters kept of a text, the last ones. shape: of inputs that are numbers, such as
+    [1, 28, 28] for FEMNIST; None: as they are. images: the folder of the pictures.
+    field: which field is the text, from 0.
     """
 
     root: str | None = None
@@ -48,123 +52,126 @@ class Leaf(Source):
             at_least("data.field", self.field, 0)
 
     def files(self) -> list[Path]:
-        root = user_path(self.root or "")
-        parts = [
-            sorted((root / split).glob("*.json")) if self.root else []
-            for split in ("train", "test")
-        ]
-        if not parts[0]:
-            raise ValueError(
-                f"data.root={self.root} holds no train/*.json: name the folder in which LEAF's preprocess.sh left "
-                "train and test."
-            )
-        return [path for part in parts for path in part]
+        content = "the folder in which LEAF's preprocess.sh left train/*.json and test/*.json"
+        root = require_root(self.root, "LEAF's data", content)
+        train, test = (
+            sorted((root / "train").glob("*.json")),
+            sorted((root / "test").glob("*.json")),
+        )
+        if not train:
+            raise ValueError(f"data.root={self.root} holds no train/*.json. Name {content}.")
+        return [*train, *test]
 
     def read(self) -> Raw:
-        entries = [
-            (path, user, data)
-            for path in self.files()
-            for user, data in sorted(_users(path).items())
-        ]
-        sizes = [len(data["y"]) for *_, data in entries]
-        users = np.repeat([user for _, user, _ in entries], sizes)
-        test = np.repeat([path.parent.name == "test" for path, *_ in entries], sizes)
-        inputs = [x for *_, data in entries for x in data["x"]]
+        inputs: list[Any] = []
+        answers: list[Any] = []
+        users: list[str] = []
+        is_test: list[bool] = []
+        for path in self.files():
+            for user, samples in sorted(_read_users(path).items()):
+                count = len(samples["y"])
+                inputs += samples["x"]
+                answers += samples["y"]
+                users += [user] * count
+                is_test += [path.parent.name == "test"] * count
         place = str(user_path(self.root or ""))
-        answers = plain_array(
-            [y for *_, data in entries for y in data["y"]], f"{place}: the labels y"
-        )
+        labels = plain_array(answers, f"{place}: the labels y")
         if self.field is not None:
             inputs = _pick_field(inputs, self.field, place)
+        rows = _LeafRows(labels, np.array(users), np.array(is_test, np.bool_), place)
         if inputs and all(isinstance(x, str) for x in inputs):
-            return self._read_text(inputs, answers, users, test, place)
-        return self._read_numbers(inputs, answers, users, test, place)
+            return self._read_text(inputs, rows)
+        return self._read_numbers(inputs, rows)
 
-    def _read_text(
-        self,
-        texts: list[str],
-        answers: NDArray[Any],
-        users: NDArray[Any],
-        test: NDArray[np.bool_],
-        place: str,
-    ) -> Raw:
-        are_files = all(PurePath(text).suffix.lower() in PICTURES for text in texts)
+    def _read_text(self, texts: list[str], rows: _LeafRows) -> Raw:
+        are_files = all(PurePath(text).suffix.lower() in PICTURE_SUFFIXES for text in texts)
         if self.images is None and are_files:
             raise ValueError(
-                f"{place}: the inputs x are names of picture files such as {texts[0]!r}: set data.images to the folder "
-                "that holds them, and data.size to bring them to one size."
+                f"{rows.place}: the inputs x are names of picture files such as {texts[0]!r}. Set "
+                "data.images to the folder that holds them, and data.size to bring them to one "
+                "size."
             )
-        letters = (
-            answers.dtype.kind == "U"
-            and answers.ndim == 1
-            and all(len(answer) == 1 for answer in answers)
-        )
-        names = list(LETTERS) if letters and not are_files else None
-        labels = labels_of(answers, self.kind, names, place)
-        origin = Origin("x (text)", f"y ({type_name(answers)})", "users")
+        are_letters = rows.labels.dtype.kind == "U" and rows.labels.ndim == 1
+        are_letters = are_letters and all(len(label) == 1 for label in rows.labels)
+        names = list(LETTERS) if are_letters and not are_files else None
+        labels = read_labels(rows.labels, self.kind, names, rows.place)
         if self.images is not None:
-            folder = user_path(self.images)
-            paths = [folder / text for text in texts]
-            if missing := next((path for path in paths if not path.is_file()), None):
-                raise ValueError(
-                    f"data.images={self.images} holds no {missing.name}: name the folder that has it."
-                )
-            raw = assembled(
-                np.arange(len(texts)),
-                labels,
-                users,
-                test,
-                None,
-                origin._replace(inputs="x (files)"),
-            )
-            order, _ = train_first(test)
-            return replace(
-                raw, inputs=(Picture(str(paths[row]), paths[row]) for row in order.tolist())
-            )
-        tokens = [[LETTER.get(letter, OTHER) for letter in text[-self.length :]] for text in texts]
-        rows, _ = padded(tokens, self.length)
-        return assembled(rows, labels, users, test, Tokens(OTHER + 1), origin)
+            return self._read_pictures(self.images, texts, labels, rows)
+        token_rows = []
+        for text in texts:
+            letters = text[-self.length :]
+            token_rows.append([TOKEN_OF_LETTER.get(letter, OTHER_TOKEN) for letter in letters])
+        inputs, _ = pad_tokens(token_rows, self.length)
+        tokens = Tokens(OTHER_TOKEN + 1)
+        return assemble(inputs, labels, rows.users, rows.is_test, tokens, rows.origin("text"))
 
-    def _read_numbers(
-        self,
-        inputs: list[Any],
-        answers: NDArray[Any],
-        users: NDArray[Any],
-        test: NDArray[np.bool_],
-        place: str,
+    def _read_pictures(
+        self, images: str, names: list[str], labels: LabelSet, rows: _LeafRows
     ) -> Raw:
+        folder = user_path(images)
+        paths = [folder / name for name in names]
+        for path in paths:
+            if not path.is_file():
+                raise ValueError(
+                    f"data.images={images} holds no {path.name}. Name the folder that has it."
+                )
+        numbers = np.arange(len(names))
+        raw = assemble(numbers, labels, rows.users, rows.is_test, None, rows.origin("files"))
+        order, _ = train_first(rows.is_test)
+        pictures = (Picture(str(paths[row]), paths[row]) for row in order.tolist())
+        return replace(raw, inputs=pictures)
+
+    def _read_numbers(self, inputs: list[Any], rows: _LeafRows) -> Raw:
         if self.images is not None:
             raise ValueError(
-                f"data.images={self.images}: the inputs x are no names of picture files: leave it null."
+                f"data.images={self.images}: the inputs x are no names of picture files. Leave it "
+                "null."
             )
-        _refuse_fields(inputs, place)
-        values = plain_array(inputs, f"{place}: the inputs x")
+        _refuse_fields(inputs, rows.place)
+        place = f"{rows.place}: the inputs x"
+        values = plain_array(inputs, place)
         if values.dtype.kind not in "biuf":
-            raise ValueError(
-                f"{place}: the inputs x are {values.dtype}: they must be text or lists of numbers."
-            )
+            raise ValueError(f"{place} are {values.dtype}. Give text or lists of numbers.")
         try:
             values = values.reshape(len(inputs), *(self.shape or [-1]))
         except ValueError as error:
             size = int(np.prod(values.shape[1:]))
             raise ValueError(
-                f"data.shape={self.shape} does not hold the {size} numbers of an input in {place}: correct it."
+                f"data.shape={self.shape} does not hold the {size} numbers of an input in "
+                f"{rows.place}. Correct it."
             ) from error
-        floats = as_float32(values, f"{place}: the inputs x")
-        labels = labels_of(answers, self.kind, None, place)
-        origin = Origin("x (lists of numbers)", f"y ({type_name(answers)})", "users")
-        return assembled(floats, labels, users, test, None, origin)
+        floats = as_float32(values, place)
+        labels = read_labels(rows.labels, self.kind, None, rows.place)
+        origin = rows.origin("lists of numbers")
+        return assemble(floats, labels, rows.users, rows.is_test, None, origin)
+
+
+@dataclass(frozen=True, eq=False)
+class _LeafRows:
+    """The labels and users of all samples, and which samples are for testing."""
+
+    labels: NDArray[Any]
+    users: NDArray[Any]
+    is_test: NDArray[np.bool_]
+    place: str
+
+    def origin(self, form: str) -> Origin:
+        """Return where inputs of this form, labels and users were read."""
+        return Origin(f"x ({form})", f"y ({type_name(self.labels)})", "users")
 
 
 def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
-    """Return one text of each input that is a list of fields. Raise ValueError where an input has none there."""
+    """Return one text of each input that is a list of fields."""
+    texts = []
     for x in inputs:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
             form = f"a list of {len(x)} fields" if isinstance(x, list) else f"a {type(x).__name__}"
             raise ValueError(
-                f"data.field={field}: an input x of {place} is {form} without a text there: set another."
+                f"data.field={field}: an input x of {place} is {form} without a text there. Set "
+                "another field."
             )
-    return [x[field] for x in inputs]
+        texts.append(x[field])
+    return texts
 
 
 def _refuse_fields(inputs: list[Any], place: str) -> None:
@@ -172,40 +179,43 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
     for x in inputs:
         if not isinstance(x, list):
             continue
-        texts = [number for number, value in enumerate(x) if isinstance(value, str)]
-        if texts:
-            longest = max(texts, key=lambda number: len(x[number]))
+        text_fields = [field for field, value in enumerate(x) if isinstance(value, str)]
+        if text_fields:
+            longest = max(text_fields, key=lambda field: len(x[field]))
             raise ValueError(
-                f"{place}: the inputs x are lists of {len(x)} fields: set data.field to the one that is the text, such "
-                f"as {longest} with {x[longest][:40]!r} (Sent140: 4)."
+                f"{place}: the inputs x are lists of {len(x)} fields. Set data.field to the one "
+                f"that is the text, such as {longest} with {x[longest][:40]!r} (Sent140: 4)."
             )
 
 
-LETTER = {letter: number for number, letter in enumerate(LETTERS, 1)}
-
-
-def _users(path: Path) -> dict[str, dict[str, list[Any]]]:
-    """The samples of every user in a file."""
+def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
+    """Return the samples of every user in a file: lists x and y."""
     try:
-        users = parse_json(regular_file(path).read_bytes())["user_data"]
-        for user, data in users.items():
-            if len(data["x"]) != len(data["y"]):
-                raise ValueError(f"{user} has {len(data['x'])} inputs and {len(data['y'])} labels")
+        users: dict[str, dict[str, list[Any]]] = parse_json(regular_file(path).read_bytes())[
+            "user_data"
+        ]
+        for user, samples in users.items():
+            if len(samples["x"]) != len(samples["y"]):
+                raise ValueError(
+                    f"{user} has {len(samples['x'])} inputs and {len(samples['y'])} labels"
+                )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no file of LEAF ({error}): it needs user_data with x and y of each user."
+            f"{path} is no file of LEAF ({error}). Give one with user_data, and x and y of each "
+            "user."
         ) from error
-    found: dict[str, dict[str, list[Any]]] = users
-    return found
+    return users
 
 
 @dataclass(frozen=True)
 class Markov(Source):
-    """Sequences of tokens that Markov chains made; every user is a domain.
+    """Token sequences that Markov chains generate; every user is a domain.
 
-    label="next": the token that follows the sequence. All users share a chain, of which `skew` is replaced by one of
-    their own. label="chain": which of `chains` made it; `skew` of a user's sequences are of its favourite one. Lengths
-    are from `shortest` to `length`, padded at the end. samples and test_samples are of each user.
+    label: "next" is the token that follows the sequence. All users share a chain, of which the
+    share `skew` is replaced by a chain of the user. "chain" is which of `chains` chains made the
+    sequence; the share `skew` of a user's sequences comes from the user's favourite chain.
+    length, shortest: of the sequences, padded at the end.
+    samples, test_samples: of each user.
     """
 
     users: int = 20
@@ -238,49 +248,50 @@ class Markov(Source):
         )
 
     def read(self) -> Raw:
-        rng, each = stream(self.seed, "markov"), self.samples + self.test_samples
-        users = np.repeat(np.arange(self.users), each)
-        test = np.tile(np.arange(each) >= self.samples, self.users)
-        following, chain = self._chains(rng, users)
-        sequences = _drawn(following, chain, self.length + 1, rng)
+        rng = stream(self.seed, "markov")
+        rows_of_user = self.samples + self.test_samples
+        users = np.repeat(np.arange(self.users), rows_of_user)
+        is_test = np.tile(np.arange(rows_of_user) >= self.samples, self.users)
+        transitions, chains = self._draw_chains(rng, users)
+        sequences = _draw_sequences(transitions, chains, self.length + 1, rng)
         lengths = rng.integers(self.shortest, self.length + 1, len(users))
-        inputs = np.where(
-            np.arange(self.length) < lengths[:, None], sequences[:, : self.length] + 1, 0
-        )
-        answers = sequences[np.arange(len(users)), lengths] if self.label == "next" else chain
-        names = [
-            str(number)
-            for number in range(self.vocabulary if self.label == "next" else self.chains)
-        ]
+        is_inside = np.arange(self.length) < lengths[:, None]
+        inputs = np.where(is_inside, sequences[:, : self.length] + 1, 0)
+        if self.label == "next":
+            answers, outputs = sequences[np.arange(len(users)), lengths], self.vocabulary
+        else:
+            answers, outputs = chains, self.chains
+        labels = LabelSet(answers, [str(number) for number in range(outputs)], "classification")
         width = len(str(self.users - 1))
-        owners = np.array([f"user {user:0{width}d}" for user in users])
-        return assembled(
-            inputs, (answers, names, "classification"), owners, test, Tokens(self.vocabulary + 1)
-        )
+        names = np.array([f"user {user:0{width}d}" for user in users])
+        return assemble(inputs, labels, names, is_test, Tokens(self.vocabulary + 1))
 
-    def _chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
-        """Chances of the next token, [chains, V, V], and which chain makes each sequence."""
+    def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
+        """Return probabilities of the next token, [chains, V, V], and the chain of each row."""
         size = self.vocabulary
 
-        def chains(count: int) -> Floats:
+        def draw(count: int) -> Floats:
             return rng.dirichlet(np.full(size, 0.1), size=(count, size))
 
         if self.label == "next":
-            common = chains(1)
-            return (1 - self.skew) * common + self.skew * chains(self.users), users
-        favourite = rng.random(len(users)) < self.skew
-        return chains(self.chains), np.where(
-            favourite, users % self.chains, rng.integers(self.chains, size=len(users))
-        )
+            shared_chain = draw(1)
+            return (1 - self.skew) * shared_chain + self.skew * draw(self.users), users
+        is_favourite = rng.random(len(users)) < self.skew
+        transitions = draw(self.chains)
+        other_chains = rng.integers(self.chains, size=len(users))
+        return transitions, np.where(is_favourite, users % self.chains, other_chains)
 
 
-def _drawn(following: Floats, chain: Ints, length: int, rng: np.random.Generator) -> Ints:
-    """A sequence for each entry of `chain`, [n, length], by inverse CDF."""
-    cumulative = np.cumsum(following, axis=2)
-    whole = np.empty((len(chain), length), np.int64)
-    whole[:, 0] = rng.integers(following.shape[2], size=len(chain))
+def _draw_sequences(
+    transitions: Floats, chains: Ints, length: int, rng: np.random.Generator
+) -> Ints:
+    """Draw a sequence for each entry of `chains`, [n, length], by inverse CDF."""
+    cumulative = np.cumsum(transitions, axis=2)
+    sequences = np.empty((len(chains), length), np.int64)
+    sequences[:, 0] = rng.integers(transitions.shape[2], size=len(chains))
     for place in range(1, length):
-        rows = cumulative[chain, whole[:, place - 1]]
-        above = rng.random(len(chain))[:, None] * rows[:, -1:]  # the sum may be 0.99...9
-        whole[:, place] = np.minimum((rows <= above).sum(axis=1), following.shape[2] - 1)
-    return whole
+        rows = cumulative[chains, sequences[:, place - 1]]
+        uniforms = rng.random(len(chains))[:, None] * rows[:, -1:]  # the sum may be 0.99...9
+        next_tokens = (rows <= uniforms).sum(axis=1)
+        sequences[:, place] = np.minimum(next_tokens, transitions.shape[2] - 1)
+    return sequences

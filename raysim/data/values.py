@@ -1,8 +1,8 @@
-"""Plain NumPy arrays of columns in any type of NumPy, PyTorch, pandas, SciPy or Arrow, and how numbers are stored."""
+"""Columns in any type of NumPy, PyTorch, pandas, SciPy or Arrow to plain NumPy arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -13,80 +13,86 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
-NUMPY_FLOATS = (
-    torch.float16,
-    torch.float32,
-    torch.float64,
-)  # of PyTorch's types of floats, those that NumPy has
-LARGEST = float(np.finfo(np.float32).max)
+NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)  # PyTorch's floats that NumPy has
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def plain_array(column: Any, what: str) -> NDArray[Any]:
-    """Return a column as an array of booleans, integers, floats or text, or of a type that its reader refuses.
+def plain_array(column: Any, place: str) -> NDArray[Any]:
+    """Return a column as an array of booleans, integers, floats or text.
 
-    Columns of a table stand side by side. what: the column's place in messages, as in "data: the labels for train".
-    Raise ValueError for missing values, for rows of unequal shapes, and for values that mix types.
+    Other types of NumPy, such as dates, stay unchanged for the caller to refuse. The columns of a
+    table become the columns of one array. place: the column in messages, such as "data: the labels
+    for train". Raise ValueError for missing values, rows of different shapes and mixed types.
     """
     if isinstance(column, torch.Tensor):
-        return _read_tensor(column, what)
+        return _read_tensor(column, place)
+    if isinstance(column, Mapping):
+        raise ValueError(
+            f"{place} are a dictionary with {', '.join(map(str, column))}, and raysim reads one "
+            "array. Join its arrays, for example with numpy.column_stack, or give a pandas frame."
+        )
     if isinstance(column, (pa.Array, pa.ChunkedArray, pa.Table, pa.RecordBatch)):
         column = column.to_pandas(types_mapper=pd.ArrowDtype)
     if isinstance(column, pd.DataFrame):
-        return _read_frame(column, what)
+        return _read_frame(column, place)
     if isinstance(column, (pd.Series, pd.Index, pd.api.extensions.ExtensionArray)):
-        return _read_series(pd.Series(column), what)
+        return _read_series(pd.Series(column), place)
     if sparse.issparse(column):
         return np.asarray(column.toarray())
     if isinstance(column, np.ma.MaskedArray) and np.ma.is_masked(column):
-        _refuse_missing(np.ma.getmaskarray(column), what)
+        _refuse_missing(np.ma.getmaskarray(column), place)
     if isinstance(column, (list, tuple)):
-        return _read_list(column, what)
-    return _read_array(np.asarray(column), what)
+        return _read_list(column, place)
+    return _read_array(np.asarray(column), place)
 
 
-def as_float32(values: NDArray[Any], what: str) -> NDArray[np.float32]:
-    """Return numbers as float32. Raise ValueError for those that are not finite, or beyond its range."""
+def as_float32(values: NDArray[Any], place: str) -> NDArray[np.float32]:
+    """Return numbers as float32.
+
+    Raise ValueError for numbers that are not finite or beyond the range of float32.
+    """
     if not np.isfinite(values).all():
-        raise ValueError(f"{what} are nan or infinite: replace or remove them.")
+        raise ValueError(f"{place} are nan or infinite. Replace or remove them.")
     with np.errstate(over="ignore"):
         floats: NDArray[np.float32] = values.astype(np.float32)
     if not np.isfinite(floats).all():
         largest = np.format_float_scientific(np.abs(values).max(), 2, trim="-")
         raise ValueError(
-            f"{what} are as large as {largest}, and raysim stores float32, which ends at {LARGEST:.3g}: scale them "
-            "down, or remove these rows."
+            f"{place} are as large as {largest}, and raysim stores float32, which ends at "
+            f"{LARGEST_FLOAT32:.3g}. Scale them down, or remove these rows."
         )
     return floats
 
 
 def type_name(values: NDArray[Any]) -> str:
-    """Return the type of an array's values in a user's words."""
+    """Return the type of an array's values, "text" for text."""
     return "text" if values.dtype.kind == "U" else str(values.dtype)
 
 
-def refuse_nan(values: NDArray[Any], what: str) -> None:
+def refuse_nan(values: NDArray[Any], place: str) -> None:
     """Raise ValueError if floats have a missing value."""
     if values.dtype.kind == "f" and np.isnan(values).any():
-        _refuse_missing(np.isnan(values), what)
+        _refuse_missing(np.isnan(values), place)
 
 
-def _refuse_missing(missing: NDArray[np.bool_], what: str) -> None:
-    rows = np.flatnonzero(missing.reshape(len(missing), -1).any(axis=1))
+def _refuse_missing(is_missing: NDArray[np.bool_], place: str) -> None:
+    rows = np.flatnonzero(is_missing.reshape(len(is_missing), -1).any(axis=1))
     raise ValueError(
-        f"{what} have a missing value in row {rows[0]} ({len(rows)} of {len(missing)} rows have one): remove or fill "
-        "these rows."
+        f"{place} have a missing value in row {rows[0]} ({len(rows)} of {len(is_missing)} rows "
+        "have one). Remove or fill these rows."
     )
 
 
-# ---- PyTorch -------------------------------------------------------------------------------------------------------
-def _read_tensor(tensor: torch.Tensor, what: str) -> NDArray[Any]:
-    if tensor.is_meta or tensor.is_nested:
-        form = (
-            "on the device meta, which holds no values"
-            if tensor.is_meta
-            else "nested, of rows of unequal shapes"
+# ---- PyTorch -------------------------------------------------------------------------------------
+def _read_tensor(tensor: torch.Tensor, place: str) -> NDArray[Any]:
+    if tensor.is_meta:
+        raise ValueError(
+            f"{place} are a tensor on the device meta, which holds no values. Give one with values."
         )
-        raise ValueError(f"{what} are a tensor {form}: give one of values, all rows of one shape.")
+    if tensor.is_nested:
+        raise ValueError(
+            f"{place} are a nested tensor, whose rows differ in shape. Give rows of one shape."
+        )
     try:
         tensor = tensor.detach().cpu()
         tensor = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
@@ -95,123 +101,122 @@ def _read_tensor(tensor: torch.Tensor, what: str) -> NDArray[Any]:
         values: NDArray[Any] = tensor.resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{what} are a tensor of {tensor.dtype}, which NumPy has not: convert it."
+            f"{place} are a tensor of {tensor.dtype}, which NumPy does not have. Convert it."
         ) from error
     return values
 
 
-# ---- pandas --------------------------------------------------------------------------------------------------------
-def _read_frame(frame: pd.DataFrame, what: str) -> NDArray[Any]:
-    columns = [
-        _read_series(frame.iloc[:, number], f"{what}, column {name}")
-        for number, name in enumerate(frame)
-    ]
-    odd = [
-        name for name, values in zip(frame, columns, strict=True) if values.dtype.kind not in "biuf"
-    ]
-    if odd and len(columns) > 1:
-        raise ValueError(
-            f"{what}: column {odd[0]} holds no numbers, and only numbers can stand side by side: leave it out, or "
-            "encode it as numbers."
-        )
+# ---- pandas --------------------------------------------------------------------------------------
+def _read_frame(frame: pd.DataFrame, place: str) -> NDArray[Any]:
+    columns = []
+    for number, name in enumerate(frame):
+        values = _read_series(frame.iloc[:, number], f"{place}, column {name}")
+        if values.dtype.kind not in "biuf" and frame.shape[1] > 1:
+            raise ValueError(
+                f"{place}: column {name} holds no numbers, and only columns of numbers can be one "
+                "input together. Leave it out, or encode it as numbers."
+            )
+        columns.append(values)
     return np.stack(columns, axis=1) if columns else np.empty((len(frame), 0))
 
 
-def _read_series(series: pd.Series, what: str) -> NDArray[Any]:
+def _read_series(series: pd.Series, place: str) -> NDArray[Any]:
     if series.isna().any():
-        _refuse_missing(series.isna().to_numpy(), what)
+        _refuse_missing(series.isna().to_numpy(), place)
     if isinstance(series.dtype, pd.CategoricalDtype):
         series = series.astype(series.cat.categories.dtype)
     if isinstance(series.dtype, np.dtype):
-        return _read_array(series.to_numpy(), what)
+        return _read_array(series.to_numpy(), place)
     is_sparse = isinstance(series.dtype, pd.SparseDtype)
     number_type = series.dtype.subtype if is_sparse else getattr(series.dtype, "numpy_dtype", None)
     if isinstance(number_type, np.dtype) and number_type.kind in "biuf":
         return np.asarray(series.to_numpy(dtype=number_type))
-    return _read_array(series.to_numpy(dtype=object), what)
+    return _read_array(series.to_numpy(dtype=object), place)
 
 
-# ---- lists and arrays ----------------------------------------------------------------------------------------------
-def _read_list(rows: Sequence[Any], what: str) -> NDArray[Any]:
+# ---- lists and arrays ----------------------------------------------------------------------------
+def _read_list(rows: Sequence[Any], place: str) -> NDArray[Any]:
     if any(isinstance(row, torch.Tensor) for row in rows):
-        rows = [_read_tensor(row, what) if isinstance(row, torch.Tensor) else row for row in rows]
+        rows = [_read_tensor(row, place) if isinstance(row, torch.Tensor) else row for row in rows]
     try:
         values = np.asarray(rows)
-        if values.dtype.kind in "USO":  # NumPy writes numbers, None and nan next to text as text
+        if values.dtype.kind in "USO":  # NumPy turns numbers, None and nan next to text into text
             values = np.array(rows, dtype=object)
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{what} are not all of one shape: fill short ones up, or cut long ones."
-        ) from error
-    return _read_array(values, what)
+        raise _unequal_shapes(place) from error
+    return _read_array(values, place)
 
 
-def _read_array(values: NDArray[Any], what: str) -> NDArray[Any]:
+def _read_array(values: NDArray[Any], place: str) -> NDArray[Any]:
     if not values.ndim:
         raise ValueError(
-            f"{what} are one {type(values.item()).__name__}: give an array with a row for each sample."
+            f"{place} are one {type(values.item()).__name__}. Give an array with a row for each "
+            "sample."
         )
     if values.dtype.kind == "S":
-        return _decode(values.ravel().tolist(), what).reshape(values.shape)
+        return _decode(values.ravel().tolist(), place).reshape(values.shape)
     if values.dtype.kind not in "OT":
         return values
     items = values.ravel().tolist()
-    missing = np.array([_is_missing(item) for item in items], np.bool_)
-    if missing.any():
-        _refuse_missing(missing.reshape(values.shape), what)
-    if (
-        values.ndim == 1
-        and items
-        and all(isinstance(item, (list, tuple, np.ndarray, torch.Tensor)) for item in items)
-    ):
+    is_missing = np.array([_is_missing(item) for item in items], np.bool_)
+    if is_missing.any():
+        _refuse_missing(is_missing.reshape(values.shape), place)
+    row_types = (list, tuple, np.ndarray, torch.Tensor)
+    if values.ndim == 1 and items and all(isinstance(item, row_types) for item in items):
         if len({np.shape(item) for item in items}) > 1:
-            raise ValueError(
-                f"{what} are not all of one shape: fill short ones up, or cut long ones."
-            )
-        return _read_list(
-            [item if isinstance(item, torch.Tensor) else np.asarray(item) for item in items], what
-        )
-    return _read_items(items, what).reshape(values.shape)
+            raise _unequal_shapes(place)
+        rows = [item if isinstance(item, torch.Tensor) else np.asarray(item) for item in items]
+        return _read_list(rows, place)
+    return _read_items(items, place).reshape(values.shape)
 
 
-def _read_items(items: list[Any], what: str) -> NDArray[Any]:
-    """Return Python's values, of one type all of them, as a flat array."""
-    for types, dtype in (
+def _unequal_shapes(place: str) -> ValueError:
+    return ValueError(f"{place} are not all of one shape. Pad short ones, or cut long ones.")
+
+
+def _read_items(items: list[Any], place: str) -> NDArray[Any]:
+    """Return Python values of one type as a flat array."""
+    types: tuple[tuple[tuple[type, ...], Any], ...] = (
         ((str,), np.str_),
         ((bool, np.bool_), np.bool_),
         ((int, np.integer), np.int64),
         ((int, float, np.integer, np.floating, Decimal), np.float64),
-    ):
-        if all(isinstance(item, types) for item in items):
+    )
+    for python_types, dtype in types:
+        if all(isinstance(item, python_types) for item in items):
             try:
                 return np.array([dtype(item) for item in items], dtype)
             except OverflowError as error:
                 raise ValueError(
-                    f"{what} have an integer of more than 64 bits: give floats."
+                    f"{place} have an integer of more than 64 bits. Give floats."
                 ) from error
     if all(isinstance(item, bytes) for item in items):
-        return _decode(items, what)
+        return _decode(items, place)
     names = sorted({type(item).__name__ for item in items})
     if len(names) > 1:
         raise ValueError(
-            f"{what} mix values of the types {', '.join(names)}: convert them to one, numbers or text."
+            f"{place} mix values of the types {', '.join(names)}. Convert them to one type, "
+            "numbers or text."
         )
-    raise ValueError(f"{what} are values of type {names[0]}: convert them to numbers or text.")
+    if all(isinstance(item, Mapping) for item in items):
+        keys = ", ".join(map(str, items[0]))
+        raise ValueError(
+            f"{place} are dictionaries with {keys}, and raysim reads one array per sample. Join "
+            "the arrays of a sample into one, or give the one that is the input."
+        )
+    raise ValueError(f"{place} are values of type {names[0]}. Convert them to numbers or text.")
 
 
-def _decode(items: list[bytes], what: str) -> NDArray[Any]:
+def _decode(items: list[bytes], place: str) -> NDArray[Any]:
     try:
         return np.array([item.decode() for item in items], np.str_)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{what} are bytes that are no text in UTF-8 ({error}): decode them first."
+            f"{place} are bytes that are no UTF-8 text ({error}). Decode them first."
         ) from error
 
 
 def _is_missing(item: Any) -> bool:
-    return (
-        item is None
-        or item is pd.NA
-        or item is pd.NaT
-        or (isinstance(item, (float, np.floating)) and item != item)
-    )
+    if item is None or item is pd.NA or item is pd.NaT:
+        return True
+    return isinstance(item, (float, np.floating)) and item != item

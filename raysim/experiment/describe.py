@@ -16,8 +16,9 @@ from raysim.api.composition import HOOKS
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.api.method import Method
-from raysim.data.federated import FederatedData, statistics
+from raysim.data.federated import FederatedData
 from raysim.data.heterogeneity import format_heterogeneity
+from raysim.data.split_statistics import statistics
 from raysim.experiment.settings import Experiment
 from raysim.primitives.version import __version__
 from raysim.simulation.best_model import best_criterion

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from raysim.data.federated import size_edges
 from raysim.data.heterogeneity import SCALES
 from raysim.data.partition import Ints
+from raysim.data.split_picture import size_edges
 from raysim.primitives.checks import finite_values
 from raysim.primitives.files import make_folder, replace_file, without_password
 from raysim.results.clients import (

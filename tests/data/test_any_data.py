@@ -1,4 +1,4 @@
-"""Data that are no images: their inputs, their labels, their users, and what is refused of them."""
+"""Data other than images: their inputs, labels and users."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from tiny import picture, write_picture
 
 from raysim.data.corruption import Rotation
-from raysim.data.federated import federate, statistics
+from raysim.data.federated import federate
 from raysim.data.partition import IID, Dirichlet, Natural
 from raysim.data.raw import Raw, Source
 from raysim.data.sources import Digits, HuggingFace, Leaf, Markov, NumPy, Parquet, Tabular
+from raysim.data.split_statistics import statistics
 from raysim.data.text import LETTERS
 
 
-class Given(Source):
+class InputsOfTest(Source):
     """Inputs of a test, with labels 0 and 1 in turn."""
 
     inputs: NDArray[Any]
@@ -32,13 +33,13 @@ class Given(Source):
 
 
 def built(inputs: NDArray[Any], cache: Path) -> Any:
-    source = Given(cache=str(cache))
+    source = InputsOfTest(cache=str(cache))
     object.__setattr__(source, "inputs", inputs)
     return source.build()
 
 
-# --- what is stored is what was given -------------------------------------------------------------------------------
-def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
+# ---- stored inputs -------------------------------------------------------------------------------
+def test_tokens_and_numbers_are_stored_unchanged(tmp_path: Path) -> None:
     tokens = np.full((4, 3), 4253)
     data = built(tokens, tmp_path / "tokens")
     assert data.inputs.dtype == np.int64 and np.array_equal(data.inputs, tokens)
@@ -53,38 +54,34 @@ def test_tokens_and_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "sentence"),
+    ("inputs", "value"),
     [
         (np.full((4, 2), np.nan), "nan or infinite"),
         (
             np.full((4, 2), -3),
-            "has the token -3, its tokens are 0 or more: .* store measurements as floats",
+            "token -3",
         ),
-        (np.full((4, 2), 1j), r"inputs of type complex128: they must be numbers\.$"),
+        (np.full((4, 2), 1j), "complex128"),
         (
             np.full((4, 2), "a"),
-            "inputs of type <U1: they must be numbers; text is read from a file: data=csv",
+            "<U1.*data=csv",
         ),
     ],
 )
-def test_inputs_that_no_model_could_read_are_refused(
-    inputs: NDArray[Any], sentence: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_unreadable_inputs_are_rejected(inputs: NDArray[Any], value: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"InputsOfTest.*{value}"):
         built(inputs, tmp_path)
 
 
-def test_what_is_for_images_is_refused_for_other_data() -> None:
-    with pytest.raises(
-        ValueError, match=r"data\.augment=\['flip'\] is for images, and the data has float32 inputs"
-    ):
+def test_image_settings_are_rejected_for_other_data() -> None:
+    with pytest.raises(ValueError, match=r"data\.augment=\['flip'\]"):
         federate(Tabular("wine", augment=["flip"]), IID(clients=3), 0)
-    with pytest.raises(ValueError, match=r"data\.rotation\.per=client is for images"):
+    with pytest.raises(ValueError, match=r"data\.rotation\.per=client"):
         federate(Markov(rotation=Rotation("client")), Natural(), 0)
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-def test_scikit_learns_tables_are_standardised_by_their_training_rows() -> None:
+# ---- tables --------------------------------------------------------------------------------------
+def test_tabular_is_standardised_by_training_rows() -> None:
     wine, diabetes = Tabular("wine").build(), Tabular("diabetes").build()
     assert wine.shape == (13,) and wine.class_names == ["class_0", "class_1", "class_2"]
     for values in (wine.inputs, diabetes.inputs, diabetes.labels):
@@ -97,7 +94,7 @@ def test_scikit_learns_tables_are_standardised_by_their_training_rows() -> None:
     assert diabetes.kind == "regression" and diabetes.labels.shape == (442, 1)
 
 
-def test_data_without_classes_are_split_but_not_by_class() -> None:
+def test_data_without_classes_cannot_be_split_by_class() -> None:
     source = Tabular("diabetes")
     split: Any = statistics(federate(source, IID(clients=4), 0))
     assert split["clients"] == 4 and split["pooled_entropy"] == 0
@@ -112,14 +109,12 @@ def test_data_without_classes_are_split_but_not_by_class() -> None:
         alike.items() <= split["heterogeneity"].items()
         and split["heterogeneity"]["size_variation"] < 0.02
     )
-    with pytest.raises(
-        ValueError, match=r"Dirichlet shares out classes, and the data has none \(regression\)"
-    ):
+    with pytest.raises(ValueError, match=r"Dirichlet .*partition=iid"):
         federate(source, Dirichlet(clients=4, alpha=1.0), 0)
-    with pytest.raises(ValueError) as refused:  # its labels are no whole numbers
+    with pytest.raises(ValueError) as error:  # its labels are no whole numbers
         federate(source, Dirichlet(clients=4, alpha=1.0), 0)
-    assert "integers" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"data\.label_noise=0\.1 changes classes"):
+    assert "data.kind" not in str(error.value)
+    with pytest.raises(ValueError, match=r"data\.label_noise=0\.1"):
         federate(Tabular("diabetes", label_noise=0.1), IID(clients=4), 0)
 
 
@@ -138,7 +133,7 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_the_type_of_labels_says_what_is_learnt(
+def test_numpy_labels_decide_what_is_learnt(
     labels: Any, kind: str, outputs: list[str], tmp_path: Path
 ) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
@@ -149,67 +144,63 @@ def test_the_type_of_labels_says_what_is_learnt(
         )
 
 
-def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"train\.npz has arrays of different lengths \(x 3, y 2\)"
-    ):
+def test_numpy_rejects_arrays_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.npz .*x 3, y 2"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
-    with pytest.raises(ValueError, match="has no array y"):
+    with pytest.raises(ValueError, match=r"train\.npz .*array y"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)))).build()
-    with pytest.raises(ValueError, match="labels for multilabel that are not all 0 or 1"):
+    with pytest.raises(ValueError, match=r"shape \[3, 2\].*data\.kind=regression"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
     np.savez(tmp_path / "test.npz", x=np.zeros((3, 2)), y=np.zeros(3))
     with pytest.raises(
         ValueError,
-        match=r"y of train\.npz is int64 and of test\.npz float64: write both in one type",
+        match=r"y of train\.npz .*int64 .*test\.npz float64",
     ):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.arange(3))).build()
-    with pytest.raises(ValueError, match=r"x of train\.npz is uint8 and of test\.npz float64"):
+    with pytest.raises(ValueError, match=r"x of train\.npz .*uint8 .*test\.npz float64"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2), np.uint8), y=np.zeros(3))).build()
-    with pytest.raises(ValueError, match=r"holds no train\.npz"):
+    with pytest.raises(ValueError, match=r"data\.root=.*none"):
         NumPy(str(tmp_path / "none")).build()
 
 
 @pytest.mark.parametrize(
     "make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"]
 )
-def test_a_file_for_tests_that_cannot_be_read_is_not_passed_by(make: Any, tmp_path: Path) -> None:
+def test_numpy_rejects_unreadable_test_file(make: Any, tmp_path: Path) -> None:
     source = NumPy(saved(tmp_path, x=np.zeros((4, 2)), y=np.arange(4) % 2))
     make(tmp_path / "test.npz")
-    with pytest.raises(ValueError, match=r"test\.npz is no regular file"):
+    with pytest.raises(ValueError, match=r"test\.npz"):
         source.build()
 
 
-# --- users as clients -----------------------------------------------------------------------------------------------
-def test_a_column_of_users_makes_the_clients(tmp_path: Path) -> None:
+# ---- users as clients ----------------------------------------------------------------------------
+def test_natural_makes_clients_of_a_column(tmp_path: Path) -> None:
     users = [7, 3, 7, 3, 3, 9]
     table = pa.table({"a": np.arange(6.0), "b": [1] * 6, "label": [0, 1] * 3, "user_id": users})
     pq.write_table(table, tmp_path / "train.parquet")
     source = Parquet(str(tmp_path), columns=["a", "b"], test_fraction=0.0)
     data = federate(source, Natural(column="user_id", test_fraction=0.0), 0)
     dataset = data.open()
-    own = [
+    inputs = [
         sorted(dataset.inputs[data.partition.train.rows(client), 0].tolist()) for client in range(2)
     ]
-    assert own == [[1.0, 3.0, 4.0], [0.0, 2.0]]  # users 3 and 7; 9 has too few
+    assert inputs == [[1.0, 3.0, 4.0], [0.0, 2.0]]  # users 3 and 7; 9 has too few
     assert len(data.partition) == 2 and dataset.domain_names == ["3", "7", "9"]
     with pytest.raises(
-        ValueError, match=r"train\.parquet has no column who, it has a, b, label, user_id"
+        ValueError, match=r"train\.parquet .*who.* a, b, label, user_id.*partition\.column"
     ):
         federate(source, Natural(column="who"), 0)
     with pytest.raises(
         ValueError,
-        match=r"partition\.column=user_id names a column, and data source Digits has none",
+        match=r"partition\.column=user_id .*Digits",
     ):
         federate(Digits(), Natural(column="user_id"), 0)
-    with pytest.raises(
-        ValueError, match=r"partition\.clients=3 is more than the 2 users with partition\.minimum=2"
-    ):
+    with pytest.raises(ValueError, match=r"partition\.clients=3 .*partition\.minimum=2"):
         federate(source, Natural(column="user_id", clients=3), 0)
 
 
-# --- sequences ------------------------------------------------------------------------------------------------------
-def test_text_and_lists_in_parquet_become_tokens(tmp_path: Path) -> None:
+# ---- sequences -----------------------------------------------------------------------------------
+def test_parquet_text_and_lists_become_tokens(tmp_path: Path) -> None:
     table = pa.table({"text": ["ab", "c", "é"], "ids": [[5, 6, 7, 8], [9], []], "label": [0, 1, 0]})
     pq.write_table(table, tmp_path / "train.parquet")
     text = Parquet(str(tmp_path), columns=["text"], test_fraction=0.0).build()
@@ -222,26 +213,24 @@ def test_text_and_lists_in_parquet_become_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [10**15, 2**63 - 1, 2**64 - 1])
-def test_a_token_of_more_than_any_vocabulary_is_named(token: int, tmp_path: Path) -> None:
+def test_parquet_rejects_huge_token(token: int, tmp_path: Path) -> None:
     ids = pa.array([[1, 2], [token]], pa.list_(pa.uint64() if token >= 2**63 else pa.int64()))
     pq.write_table(pa.table({"ids": ids, "label": [0, 1]}), tmp_path / "train.parquet")
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path}: column ids has the token {token}, and .* GiB of memory"
-    ):
+    with pytest.raises(ValueError, match=rf"{tmp_path}: column ids .*{token}"):
         Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
 
 
 @pytest.mark.parametrize("row", [[None], [1, None], [0.5, None]])
-def test_lists_with_empty_values_are_no_inputs(row: list, tmp_path: Path) -> None:
+def test_parquet_rejects_lists_with_empty_values(row: list, tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [row, row], "label": [0, 1]}), tmp_path / "train.parquet")
     with pytest.raises(
         ValueError,
-        match=rf"{tmp_path}: column ids h.*(lists with empty values|must be of integers)",
+        match=rf"{tmp_path}: column ids ",
     ):
         Parquet(str(tmp_path), columns=["ids"], test_fraction=0.0).build()
 
 
-def test_lists_of_labels_are_several_labels(tmp_path: Path) -> None:
+def test_parquet_lists_of_labels_are_several_labels(tmp_path: Path) -> None:
     table = pa.table({"x": [0.0, 1.0, 2.0], "label": [["b", "a"], [], ["c"]]})
     pq.write_table(table, tmp_path / "train.parquet")
     data = Parquet(str(tmp_path), columns=["x"], test_fraction=0.0).build()
@@ -263,7 +252,7 @@ def write_leaf(folder: Path) -> str:
     return str(folder)
 
 
-def test_leafs_shakespeare_is_read_from_its_files(tmp_path: Path) -> None:
+def test_leaf_reads_shakespeare(tmp_path: Path) -> None:
     data = federate(Leaf(write_leaf(tmp_path)), Natural(test_fraction=0.0), 0)
     dataset = data.open()
     assert (
@@ -276,16 +265,14 @@ def test_leafs_shakespeare_is_read_from_its_files(tmp_path: Path) -> None:
     assert "".join(LETTERS[token - 1] for token in dataset.inputs[row]) == "But, soft! "
     assert LETTERS[dataset.labels[row]] == "w"
     (tmp_path / "train" / "b.json").write_text('{"user_data": {"A": {"x": ["a"], "y": []}}}')
-    with pytest.raises(
-        ValueError, match=r"b\.json is no file of LEAF \(A has 1 inputs and 0 labels\)"
-    ):
+    with pytest.raises(ValueError, match=r"b\.json .*A has 1 inputs and 0 labels"):
         Leaf(str(tmp_path)).build()
 
 
 @pytest.mark.parametrize(
     "make", [lambda path: path.symlink_to(path.name), os.mkfifo], ids=["link", "pipe"]
 )
-def test_a_file_that_nobody_can_read_to_its_end_is_named(make: Any, tmp_path: Path) -> None:
+def test_leaf_rejects_unreadable_file(make: Any, tmp_path: Path) -> None:
     path = Path(write_leaf(tmp_path), "train/all_data_train_9.json")
     path.unlink()
     make(path)
@@ -293,7 +280,7 @@ def test_a_file_that_nobody_can_read_to_its_end_is_named(make: Any, tmp_path: Pa
         Leaf(str(tmp_path)).build()
 
 
-def test_leafs_other_sets_are_numbers(tmp_path: Path) -> None:
+def test_leaf_reads_numbers(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     data = {"f0": {"x": [[0.5] * 4] * 3, "y": [1, 0, 1]}}
     (tmp_path / "train" / "a.json").write_text(json.dumps({"user_data": data}))
@@ -318,7 +305,7 @@ def write_users(folder: Path, x: Any, y: Any) -> Path:
     return folder
 
 
-def test_leafs_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
+def test_leaf_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
     pictures = {f"{user}{row}.png": picture(4, 4, 3) for user in "ab" for row in range(4)}
     for name, pixels in pictures.items():
         write_picture(tmp_path / "celeba" / name, pixels)
@@ -329,20 +316,20 @@ def test_leafs_names_of_pictures_need_their_folder(tmp_path: Path) -> None:
     assert dataset.is_images and dataset.shape == (3, 4, 4) and dataset.class_names == ["0", "1"]
     assert np.array_equal(dataset.inputs[0].transpose(1, 2, 0), pictures["a0.png"])
     assert Leaf(str(root), images=str(tmp_path / "celeba"), size=2).build().shape == (3, 2, 2)
-    with pytest.raises(ValueError, match=r"set data\.images"):
+    with pytest.raises(ValueError, match=r"data\.images"):
         Leaf(str(root)).build()
     with pytest.raises(ValueError, match=r"data\.images=.*a0\.png"):
         Leaf(str(root), images=str(tmp_path)).build()
 
 
-def test_leafs_lists_of_fields_need_the_one_that_is_text(tmp_path: Path) -> None:
+def test_leaf_lists_of_fields_need_the_text_field(tmp_path: Path) -> None:
     root = write_users(
         tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
     )
     dataset = Leaf(str(root), field=3).build()
     assert dataset.shape == (10,) and dataset.kind == "classification"
     assert "".join(LETTERS[token - 1] for token in dataset.inputs[0]) == "I am happy"
-    with pytest.raises(ValueError, match=r"set data\.field .*3 with 'I am happy'"):
+    with pytest.raises(ValueError, match=r"data\.field .*3 with 'I am happy'"):
         Leaf(str(root)).build()
     for field in (4, 5):  # a number, and none
         with pytest.raises(ValueError, match=rf"data\.field={field}"):
@@ -371,7 +358,7 @@ def test_leafs_lists_of_fields_need_the_one_that_is_text(tmp_path: Path) -> None
         (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": -1}, r"data\.field=-1"),
     ],
 )
-def test_forms_of_leaf_that_cannot_be_read_are_named(
+def test_leaf_rejects_other_forms(
     x: Any, y: Any, settings: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
     root = write_users(tmp_path, x, y)
@@ -379,12 +366,12 @@ def test_forms_of_leaf_that_cannot_be_read_are_named(
         Leaf(str(root), **settings).build()
 
 
-def test_markov_chains_leave_their_traces_in_the_sequences() -> None:
+def test_markov_sequences_follow_their_chains() -> None:
     source = Markov(users=3, samples=400, test_samples=0, vocabulary=4, skew=1.0, shortest=16)
     data = federate(source, Natural(test_fraction=0.0), 0)
     dataset = data.open()
     assert len(data.partition) == 3 and dataset.inputs.min() == 1 and dataset.tokens == (5, 0)
-    following = []
+    transitions = []
     for client in range(3):
         rows = data.partition.train.rows(client)
         counts = np.zeros((4, 4))
@@ -393,16 +380,16 @@ def test_markov_chains_leave_their_traces_in_the_sequences() -> None:
         np.add.at(
             inside, (dataset.inputs[rows, :-1].ravel() - 1, dataset.inputs[rows, 1:].ravel() - 1), 1
         )
-        following.append(inside / inside.sum(1, keepdims=True).clip(1))
+        transitions.append(inside / inside.sum(1, keepdims=True).clip(1))
         seen = counts.sum(1) >= 50
         assert (
-            np.abs(counts[seen] / counts[seen].sum(1, keepdims=True) - following[-1][seen]).max()
+            np.abs(counts[seen] / counts[seen].sum(1, keepdims=True) - transitions[-1][seen]).max()
             < 0.15
         )
-    assert np.abs(following[0] - following[1]).max() > 0.3  # every user has its own chain
+    assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_chains_are_told_from_sequences_of_unequal_length() -> None:
+def test_markov_chain_labels_and_lengths() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(
@@ -415,8 +402,8 @@ def test_chains_are_told_from_sequences_of_unequal_length() -> None:
     )
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------------------------
-def test_a_folder_of_hugging_faces_datasets_is_read(tmp_path: Path) -> None:
+# ---- Hugging Face --------------------------------------------------------------------------------
+def test_hugging_face_reads_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
         {
@@ -436,15 +423,30 @@ def test_a_folder_of_hugging_faces_datasets_is_read(tmp_path: Path) -> None:
         dataset.inputs.tolist() == [[98, 0], [99, 99], [100, 0], [101, 0], [98, 0]]
         and len(data.central) == 1
     )
-    with pytest.raises(
-        ValueError, match=r"has no column who, it has text, label, user: set partition\.column"
-    ):
+    with pytest.raises(ValueError, match=r"who.* text, label, user.*partition\.column"):
         federate(source, Natural(column="who"), 0)
-    with pytest.raises(ValueError, match=r"data\.root=.*nowhere cannot be read"):
+    with pytest.raises(ValueError, match=r"data\.root=.*nowhere"):
         HuggingFace(str(tmp_path / "nowhere")).build()
 
 
-def test_images_of_hugging_faces_datasets_are_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [None, ["title", "text"]])
+def test_hugging_face_text_columns_are_named_with_their_key(
+    columns: list[str] | None, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"title": ["a", "b"], "text": ["c", "d"], "stars": [1, 2], "label": [0, 1]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    source = HuggingFace(str(tmp_path / "set"), columns=columns)
+    with pytest.raises(ValueError, match=r"title.*text.*data\.columns=title"):
+        source.build()
+
+
+def test_hugging_face_needs_root_or_name() -> None:
+    with pytest.raises(ValueError, match=r"^data=huggingface needs data\.root.*data\.name"):
+        HuggingFace().build()
+
+
+def test_hugging_face_reads_images(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     from PIL import Image
 
@@ -462,14 +464,12 @@ def test_images_of_hugging_faces_datasets_are_images(tmp_path: Path) -> None:
     )
 
 
-def test_without_the_package_its_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hugging_face_names_missing_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         ValueError,
-        match=r"data=huggingface needs the package datasets .* the extra \[huggingface\]",
+        match=r"data=huggingface .*\[huggingface\]",
     ):
         HuggingFace(str(tmp_path)).build()

@@ -16,7 +16,7 @@ from raysim.data.crops import TRIES, crop_boxes, resized_crops
 IMAGES = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (64, 3, 8, 6), dtype=np.uint8))
 
 
-def test_normalisation_is_scale_then_subtract_then_divide_bit_for_bit() -> None:
+def test_normalise_scales_subtracts_and_divides() -> None:
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     expected = (IMAGES.float() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[
         :, None, None
@@ -25,7 +25,7 @@ def test_normalisation_is_scale_then_subtract_then_divide_bit_for_bit() -> None:
     assert torch.equal(Pipeline().normalise(IMAGES), IMAGES.float() / 255)
 
 
-def test_normalisation_keeps_leading_axes_accepts_one_value_and_leaves_its_input_alone() -> None:
+def test_normalise_keeps_leading_axes_and_its_input() -> None:
     before, pipeline = IMAGES.clone(), Pipeline((0.5,), (0.5,))
     lanes = pipeline.normalise(IMAGES.reshape(4, 16, 3, 8, 6), torch.float64)
     assert lanes.dtype == torch.float64 and lanes.shape == (4, 16, 3, 8, 6)
@@ -33,20 +33,20 @@ def test_normalisation_keeps_leading_axes_accepts_one_value_and_leaves_its_input
     assert torch.equal(IMAGES, before)
 
 
-def test_no_augmentation_returns_the_same_object_and_draws_nothing() -> None:
+def test_no_augmentation_draws_nothing() -> None:
     rng = np.random.default_rng(1)
     assert Pipeline().augment_images(IMAGES, rng) is IMAGES
     assert rng.random() == np.random.default_rng(1).random()
 
 
-def test_a_flip_mirrors_about_half_of_the_images_and_keeps_the_others() -> None:
+def test_flip_mirrors_about_half_of_the_images() -> None:
     flipped = Pipeline(augment=("flip",)).augment_images(IMAGES, np.random.default_rng(2))
     mirrored = sum(torch.equal(a, b.flip(-1)) for a, b in zip(flipped, IMAGES, strict=True))
-    kept = sum(torch.equal(a, b) for a, b in zip(flipped, IMAGES, strict=True))
-    assert mirrored + kept == 64 and 16 < mirrored < 48
+    unchanged = sum(torch.equal(a, b) for a, b in zip(flipped, IMAGES, strict=True))
+    assert mirrored + unchanged == 64 and 16 < mirrored < 48
 
 
-def test_a_crop_is_a_window_of_the_zero_padded_image() -> None:
+def test_crop_is_a_window_of_the_padded_image() -> None:
     padding = 2
     cropped = Pipeline(augment=("crop",), crop_padding=padding).augment_images(
         IMAGES, np.random.default_rng(3)
@@ -75,7 +75,7 @@ def test_augmentation_is_a_function_of_the_stream(augment: tuple[str, ...]) -> N
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_a_rotation_by_a_right_angle_moves_every_pixel_and_a_small_one_leaves_the_centre() -> None:
+def test_rotation_moves_pixels_counter_clockwise() -> None:
     square = torch.arange(9, dtype=torch.uint8).reshape(1, 1, 3, 3)
 
     class Right:
@@ -95,27 +95,25 @@ def test_a_rotation_by_a_right_angle_moves_every_pixel_and_a_small_one_leaves_th
     assert torch.equal(still, IMAGES)
 
 
-def test_rotation_comes_after_crop_and_flip_and_leaves_their_draws_alone() -> None:
+def test_rotation_comes_after_crop_and_flip() -> None:
     both = Pipeline(augment=("crop", "flip", "rotate"), rotate_degrees=0.0)
     alone = Pipeline(augment=("crop", "flip"))
-    found, expected = (
-        each.augment_images(IMAGES, np.random.default_rng(3)) for each in (both, alone)
+    rotated, unrotated = (
+        pipeline.augment_images(IMAGES, np.random.default_rng(3)) for pipeline in (both, alone)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(rotated, unrotated)
 
 
-def test_what_only_moves_pixels_has_the_bits_it_always_had() -> None:
+def test_moved_pixels_have_known_bits() -> None:
     moved = Pipeline(augment=("crop", "flip", "rotate")).augment_images(
         IMAGES, np.random.default_rng(5)
     )
     assert hashlib.sha256(moved.numpy().tobytes()).hexdigest()[:16] == "78083843e9596208"
 
 
-def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_stated_order() -> (
-    None
-):
+def test_all_augmentations_run_in_the_stated_order() -> None:
     pipeline = Pipeline(augment=ALL[::-1], crop_area=(0.5, 0.9), jitter=0.4, grey=0.5)
-    found = pipeline.augment_images(IMAGES, np.random.default_rng(7))
+    augmented = pipeline.augment_images(IMAGES, np.random.default_rng(7))
     rng, count = np.random.default_rng(7), len(IMAGES)
     boxes = crop_boxes(height=8, width=6, area=(0.5, 0.9), uniforms=rng.random((4, TRIES, count)))
     images = Pipeline(augment=("crop", "flip", "rotate")).augment_images(
@@ -123,24 +121,27 @@ def test_everything_together_is_each_step_after_the_other_on_the_draws_in_the_st
     )
     factors = torch.from_numpy(rng.uniform(0.6, 1.4, (3, count))).float()
     for change, strength in zip(
-        (colour.brightened, colour.contrasted, colour.saturated), factors, strict=True
+        (colour.scale_brightness, colour.scale_contrast, colour.scale_saturation),
+        factors,
+        strict=True,
     ):
         images = change(images, strength)
-    images = colour.hue_turned(images, torch.from_numpy(rng.uniform(-0.4, 0.4, count)).float())
-    images = colour.greyed(images, torch.from_numpy(rng.random(count) < 0.5))
-    assert torch.equal(found, images) and found.dtype == torch.uint8 and found.shape == IMAGES.shape
+    images = colour.shift_hue(images, torch.from_numpy(rng.uniform(-0.4, 0.4, count)).float())
+    images = colour.make_grey(images, torch.from_numpy(rng.random(count) < 0.5))
+    assert torch.equal(augmented, images)
+    assert augmented.dtype == torch.uint8 and augmented.shape == IMAGES.shape
 
 
-def test_grey_images_of_one_channel_and_of_three_are_augmented_alike() -> None:
-    """FRAug transforms the one channel of its grey digits and then repeats it; here it is repeated before."""
+def test_grey_images_of_one_and_three_channels_are_alike() -> None:
+    """FRAug augments one channel and then repeats it; raysim repeats it before."""
     one, pipeline = IMAGES[:, :1], Pipeline(augment=ALL, grey=0.5)
     single = pipeline.augment_images(one, np.random.default_rng(3))
     triple = pipeline.augment_images(one.repeat(1, 3, 1, 1), np.random.default_rng(3))
     assert torch.equal(triple, single.repeat(1, 3, 1, 1))
 
 
-def test_about_the_stated_share_of_images_turns_grey() -> None:
+def test_stated_share_of_images_turns_grey() -> None:
     images = IMAGES.repeat(20, 1, 1, 1)
-    found = Pipeline(augment=("grey",), grey=0.1).augment_images(images, np.random.default_rng(0))
-    grey = (found == found[:, :1]).flatten(1).all(1)
-    assert 90 < int(grey.sum()) < 170 and torch.equal(found[~grey], images[~grey])
+    changed = Pipeline(augment=("grey",), grey=0.1).augment_images(images, np.random.default_rng(0))
+    grey = (changed == changed[:, :1]).flatten(1).all(1)
+    assert 90 < int(grey.sum()) < 170 and torch.equal(changed[~grey], images[~grey])

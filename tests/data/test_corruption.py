@@ -1,4 +1,4 @@
-"""Label noise changes exactly the stated number of labels; rotations turn images the way one sees it."""
+"""Label noise changes the stated number of labels; rotations are counter-clockwise as seen."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def noisy(labels: np.ndarray, ratio: float, classes: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.29, 0.5, 1.0])
-def test_noise_changes_exactly_the_stated_number_of_labels(ratio: float) -> None:
+def test_noise_changes_stated_number_of_labels(ratio: float) -> None:
     labels = RNG.integers(0, 7, 100)
     changed = noisy(labels, ratio, 7)
     assert (changed != labels).sum() == round(100 * ratio)
     assert changed.min() >= 0 and changed.max() < 7
 
 
-def test_full_noise_on_two_classes_flips_every_label() -> None:
+def test_noise_of_one_flips_every_label_of_two_classes() -> None:
     labels = RNG.integers(0, 2, 50)
     assert np.array_equal(noisy(labels, 1.0, 2), 1 - labels)
 
 
-def test_clients_take_the_angles_in_turn() -> None:
+def test_client_angles_are_taken_in_turn() -> None:
     assert client_rotation_angles(num_clients=5, angles=[0, 15, 30]).tolist() == [0, 15, 30, 0, 15]
 
 
-def test_an_angle_of_probability_zero_is_never_drawn_even_at_the_edges() -> None:
+def test_image_angle_of_probability_zero_is_never_drawn() -> None:
     drawn = image_rotation_angles(
         probabilities=[0.0, 0.3, 0.7, 0.0], uniforms=[0.0, 0.3, 1.0], angles=[1, 2, 3, 4]
     )
@@ -68,7 +68,7 @@ def test_four_quarter_turns_are_the_identity(interpolation: str, size: int) -> N
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
-def test_a_quarter_turn_moves_the_right_edge_to_the_top_and_zero_degrees_do_nothing(
+def test_quarter_turn_moves_right_edge_to_top(
     interpolation: str,
 ) -> None:
     image = np.zeros((2, 1, 5, 5), dtype=np.uint8)
@@ -78,7 +78,7 @@ def test_a_quarter_turn_moves_the_right_edge_to_the_top_and_zero_degrees_do_noth
     assert np.array_equal(turned[1], image[1])
 
 
-def test_each_image_gets_its_own_angle_whatever_its_neighbours() -> None:
+def test_rotation_is_independent_of_the_batch() -> None:
     angles = np.array([15.0, 0.0, 135.0, 15.0, 270.0])
     together = rotate_images(images=IMAGES, angles=angles)
     alone = [rotate_images(images=IMAGES[i : i + 1], angles=angles[i : i + 1])[0] for i in range(5)]
@@ -105,16 +105,13 @@ def test_pooling_averages_and_rounds_half_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "key"),
     [
-        (
-            {"per": "row"},
-            r"data.rotation.per='row' does not exist: use one of 'none', 'client', 'image'",
-        ),
-        ({"angles": []}, r"data.rotation.angles=\[\] must be a list of at least one"),
-        ({"concentration": 0.0}, r"data.rotation.concentration=0.0"),
+        ({"per": "row"}, r"data\.rotation\.per='row'"),
+        ({"angles": []}, r"data\.rotation\.angles=\[\]"),
+        ({"concentration": 0.0}, r"data\.rotation\.concentration=0\.0"),
     ],
 )
-def test_an_impossible_rotation_is_refused(settings: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_rotation_is_rejected(settings: dict, key: str) -> None:
+    with pytest.raises(ValueError, match=key):
         Rotation(**settings)

@@ -1,4 +1,4 @@
-"""Random resized crops: the rectangles of torchvision's rules, and pixels interpolated inside them only."""
+"""Random resized crops: torchvision's rectangles, and pixels interpolated inside them only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def boxes(height: int, width: int, area: tuple[float, float], count: int = 2000)
     return crop_boxes(height=height, width=width, area=area, uniforms=uniforms)
 
 
-def test_rectangles_lie_inside_with_the_area_and_aspect_asked_for() -> None:
+def test_crop_boxes_have_area_and_aspect() -> None:
     top, left, tall, wide = boxes(200, 200, (0.6, 0.9))
     assert (
         (top >= 0).all()
@@ -33,13 +33,13 @@ def test_rectangles_lie_inside_with_the_area_and_aspect_asked_for() -> None:
     assert abs(np.log(aspect).mean()) < 0.02, "as often wide as tall"
 
 
-def test_a_place_is_uniform_over_all_that_fit() -> None:
+def test_crop_boxes_are_placed_uniformly() -> None:
     top, _, tall, _ = boxes(10, 10, (0.5, 0.5), 20_000)
     places = np.bincount(top[tall == 8])
     assert len(places) == 3 and places.min() > 0.9 * places.max(), "rows 0, 1 and 2"
 
 
-def test_the_first_try_that_fits_is_taken() -> None:
+def test_crop_boxes_take_first_try_that_fits() -> None:
     uniforms = np.full((4, TRIES, 1), 0.5)
     uniforms[0, :2], uniforms[1, 1:] = 1.0, 0.5
     uniforms[1, 0] = 0.0  # all of the area at aspect 3/4 is taller than the image
@@ -61,13 +61,11 @@ def test_the_first_try_that_fits_is_taken() -> None:
         (12, 14, [0, 0, 12, 14]),
     ],
 )
-def test_where_no_try_fits_the_centre_of_the_nearest_aspect_is_taken(
-    height: int, width: int, expected: list[int]
-) -> None:
+def test_crop_boxes_fall_back_to_the_centre(height: int, width: int, expected: list[int]) -> None:
     assert boxes(height, width, (4.0, 5.0), 3).T.tolist() == [expected] * 3
 
 
-def test_areas_above_the_image_leave_the_small_ones_among_them() -> None:
+def test_crop_areas_above_one_keep_smaller_draws() -> None:
     """COVID-FL's 0.8 to 1.2: what fits is smaller than the image, what never fits is the whole of it."""
     _, _, tall, wide = boxes(100, 100, (0.8, 1.2))
     whole = (tall == 100) & (wide == 100)
@@ -75,23 +73,23 @@ def test_areas_above_the_image_leave_the_small_ones_among_them() -> None:
 
 
 @pytest.mark.parametrize("box", [(0, 0, 24, 20), (3, 5, 10, 7), (20, 0, 4, 20), (0, 19, 1, 1)])
-def test_a_rectangle_is_stretched_as_if_it_were_an_image_of_its_own(
+def test_resized_crop_equals_resized_part(
     box: tuple[int, int, int, int],
 ) -> None:
     top, left, tall, wide = box
-    found = resized_crops(IMAGES, np.repeat(np.array(box)[:, None], len(IMAGES), axis=1))
+    crops = resized_crops(IMAGES, np.repeat(np.array(box)[:, None], len(IMAGES), axis=1))
     part = IMAGES[:, :, top : top + tall, left : left + wide].float()
     expected = functional.interpolate(part, (24, 20), mode="bilinear", align_corners=False)
-    assert found.dtype == torch.uint8 and found.shape == IMAGES.shape
-    assert (found.float() - expected).abs().max() <= 0.51, "equal but for rounding to whole levels"
+    assert crops.dtype == torch.uint8 and crops.shape == IMAGES.shape
+    assert (crops.float() - expected).abs().max() <= 0.51, "equal but for rounding to whole levels"
     if box == (0, 0, 24, 20):
-        assert torch.equal(found, IMAGES)
+        assert torch.equal(crops, IMAGES)
 
 
-def test_each_image_gets_its_own_rectangle_whatever_else_is_in_the_batch() -> None:
-    found = boxes(24, 20, (0.3, 1.0), len(IMAGES))
-    whole = resized_crops(IMAGES, found)
+def test_resized_crop_is_independent_of_the_batch() -> None:
+    rectangles = boxes(24, 20, (0.3, 1.0), len(IMAGES))
+    whole = resized_crops(IMAGES, rectangles)
     single = torch.cat(
-        [resized_crops(IMAGES[k : k + 1], found[:, k : k + 1]) for k in range(len(IMAGES))]
+        [resized_crops(IMAGES[k : k + 1], rectangles[:, k : k + 1]) for k in range(len(IMAGES))]
     )
     assert torch.equal(whole, single)

@@ -1,4 +1,4 @@
-"""The files of conf/data and conf/partition: every option of a class, under its own name, with the class's checks."""
+"""The files of conf/data and conf/partition: every setting of a class, with its default."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def built(option: str, *overrides: str) -> object:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_file_names_every_setting_of_its_class(option: str) -> None:
-    thing = built(option)
-    assert isinstance(thing, Source if option.startswith("data/") else Partitioner)
-    assert {field.name for field in dataclasses.fields(thing)} == set(node(option)) - {"_target_"}
+def test_option_file_names_every_setting(option: str) -> None:
+    part = built(option)
+    assert isinstance(part, Source if option.startswith("data/") else Partitioner)
+    assert {field.name for field in dataclasses.fields(part)} == set(node(option)) - {"_target_"}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_file_says_the_same_as_the_constructor_except_for_papers_values(option: str) -> None:
-    thing = built(option)
-    for field in dataclasses.fields(thing):  # type: ignore[arg-type]
+def test_option_file_has_defaults_of_constructor(option: str) -> None:
+    part = built(option)
+    for field in dataclasses.fields(part):  # type: ignore[arg-type]
         default = (
             field.default
             if field.default_factory is dataclasses.MISSING
             else field.default_factory()
         )
         if default is not dataclasses.MISSING and field.name not in PAPERS:
-            assert getattr(thing, field.name) == default, field.name
+            assert getattr(part, field.name) == default, field.name
 
 
 def test_options_can_be_overridden_one_by_one() -> None:
@@ -72,7 +72,7 @@ def test_options_can_be_overridden_one_by_one() -> None:
     assert mnist.rotation.interpolation == "nearest"
 
 
-def test_the_papers_pipelines_are_the_defaults_of_their_data_sets() -> None:
+def test_data_sets_have_pipelines_of_their_papers() -> None:
     mnist, fashion, cifar = built("data/mnist"), built("data/fashion_mnist"), built("data/cifar10")
     assert (
         isinstance(mnist, Mnist)
@@ -95,7 +95,7 @@ IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         ("covid_fl", 384, ["resized_crop", "flip", "rotate"], [0.8, 1.2]),
     ],
 )
-def test_feature_shift_studies_have_their_papers_pipelines(
+def test_feature_shift_sets_have_pipelines_of_papers(
     option: str, size: int, augment: list[str], area: list[float]
 ) -> None:
     source = built(f"data/{option}")
@@ -109,7 +109,7 @@ def test_feature_shift_studies_have_their_papers_pipelines(
     )
 
 
-def test_medical_and_ten_class_studies_have_their_papers_pipelines() -> None:
+def test_medical_sets_have_pipelines_of_papers() -> None:
     retina, covid, ten = (built(f"data/{option}") for option in ("retina", "covid_fl", "domainnet"))
     assert isinstance(retina, Stored) and isinstance(covid, Stored) and isinstance(ten, Stored)
     assert (retina.crop_area, retina.rotate_degrees, covid.rotate_degrees) == (
@@ -125,12 +125,12 @@ def test_medical_and_ten_class_studies_have_their_papers_pipelines() -> None:
     )
 
 
-def test_the_small_medical_set_is_found_by_its_name(shared: Path) -> None:
+def test_pneumonia_mnist_is_found_by_its_name(shared: Path) -> None:
     source = built("data/pneumonia_mnist", f"data.root={shared / 'data'}")
     assert isinstance(source, Stored) and source.build().class_names == ["normal", "pneumonia"]
 
 
-def test_a_user_chooses_the_domains(shared: Path) -> None:
+def test_domains_can_be_chosen(shared: Path) -> None:
     source = built(
         "data/digit_domains", f"data.root={shared / 'data'}", "data.domains=[usps,digits]"
     )
@@ -138,7 +138,7 @@ def test_a_user_chooses_the_domains(shared: Path) -> None:
     assert source.build().domain_names == ["usps", "digits"] and source.build().shape == (3, 32, 32)
 
 
-def test_a_wrong_value_is_refused_with_its_key() -> None:
+def test_wrong_value_names_its_key() -> None:
     with pytest.raises(ValueError, match=r"data.rotation.per=row"):
         built("data/mnist", "data.rotation.per=row")
     with pytest.raises(ValueError, match=r"partition.clients=0"):

@@ -1,4 +1,4 @@
-"""A federated data set: which pixels and labels a corruption touches, and that the clean parts stay clean."""
+"""Federated data: the pixels and labels that a corruption changes, and statistics of splits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from raysim.data.corruption import Rotation, rotate_images
-from raysim.data.federated import class_counts, draw_partition, federate, pool_clients, statistics
+from raysim.data.federated import federate, pool_clients
 from raysim.data.partition import IID, Dirichlet, Domain, DomainClass, Partitioner, Quantity
 from raysim.data.sources import Synthetic
+from raysim.data.split_picture import draw_partition
+from raysim.data.split_statistics import class_counts, statistics
 
 SOURCE = Synthetic(samples=300, test_samples=20, shape=[1, 8, 8])
 ANGLES = [0.0, 90.0, 135.0]
@@ -24,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_without_corruption_there_is_no_second_file(cache: Path) -> None:
+def test_clean_data_has_no_second_file(cache: Path) -> None:
     data = federate(SOURCE, IID(5), 0)
     assert data.dataset_path == SOURCE.build().path and len(list(cache.glob("*.arrow"))) == 1
     assert data.central.tolist() == list(range(300, 320))
@@ -32,7 +34,7 @@ def test_without_corruption_there_is_no_second_file(cache: Path) -> None:
     assert data.title == "Synthetic(samples=300, test_samples=20), IID(clients=5)"
 
 
-def test_federated_data_travel_as_a_path_and_arrays() -> None:
+def test_federated_data_pickles_as_path_and_arrays() -> None:
     data = federate(replace(SOURCE, mean=[0.5], std=[0.25], augment=["flip"]), IID(5), 0)
     copy = pickle.loads(pickle.dumps(data))
     assert (
@@ -44,7 +46,7 @@ def test_federated_data_travel_as_a_path_and_arrays() -> None:
     assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
 
 
-def test_the_training_step_gets_the_pipeline_of_the_source() -> None:
+def test_federated_data_has_pipeline_of_source() -> None:
     source = replace(
         SOURCE, augment=["resized_crop", "rotate"], crop_area=[0.6, 1.0], jitter=0.1, grey=0.5
     )
@@ -53,9 +55,7 @@ def test_the_training_step_gets_the_pipeline_of_the_source() -> None:
     assert "crop_area" not in data.title
 
 
-def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_and_nothing_else() -> (
-    None
-):
+def test_noise_changes_training_labels_alone() -> None:
     source, partitioner = replace(SOURCE, label_noise=0.3), Quantity(6, 2.0, test_fraction=0.25)
     data, clean = federate(source, partitioner, 1), SOURCE.build()
     wrong = data.open().labels != clean.labels
@@ -68,7 +68,7 @@ def test_noise_hits_exactly_the_stated_number_of_each_clients_training_labels_an
     assert not np.array_equal(federate(source, partitioner, 2).open().labels, data.open().labels)
 
 
-def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle() -> None:
+def test_rotation_per_client_turns_all_rows_of_client() -> None:
     source = replace(SOURCE, rotation=Rotation(per="client", angles=ANGLES))
     data, clean = federate(source, IID(4), 0), SOURCE.build()
     for client, angle in enumerate([0.0, 90.0, 135.0, 0.0]):
@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_train_and_test_rows_of_a_client_by_one_angle(
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_the_central_test_set_is_spread_over_the_angles_or_there_once_per_angle() -> None:
+def test_rotation_of_central_test_set() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -97,7 +97,7 @@ def test_the_central_test_set_is_spread_over_the_angles_or_there_once_per_angle(
     assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
 
 
-def test_rotation_per_image_follows_each_clients_own_preferences() -> None:
+def test_rotation_per_image_follows_client_preferences() -> None:
     rotation = Rotation(per="image", angles=ANGLES, concentration=0.05)
     data = federate(replace(SOURCE, rotation=rotation), IID(10), 0)
     turns = data.open().domains
@@ -111,7 +111,7 @@ def test_rotation_per_image_follows_each_clients_own_preferences() -> None:
     assert len(set(turns.tolist())) == 3
 
 
-def test_the_domains_of_a_multi_domain_source_survive_rotation() -> None:
+def test_rotation_keeps_domains_of_the_source() -> None:
     source = replace(SOURCE, domains=3, rotation=Rotation(per="client", angles=ANGLES))
     data = federate(source, Domain(2), 0)
     assert np.array_equal(data.open().domains, replace(SOURCE, domains=3).build().domains)
@@ -125,7 +125,7 @@ def test_pooling_comes_after_rotation() -> None:
     assert np.array_equal(data.open().inputs, (sums + 2) // 4)
 
 
-def test_rows_of_no_client_stay_as_they_are() -> None:
+def test_rows_of_no_client_stay_unchanged() -> None:
     source = replace(SOURCE, label_noise=1.0, rotation=Rotation(per="client", angles=[90.0]))
     data, clean = federate(source, IID(5, fraction=0.5), 0), SOURCE.build()
     used = np.concatenate((data.partition.train.indices, data.partition.test.indices, data.central))
@@ -135,7 +135,7 @@ def test_rows_of_no_client_stay_as_they_are() -> None:
     assert np.array_equal(data.open().labels[unused], clean.labels[unused])
 
 
-def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
+def test_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
     noisy = replace(SOURCE, label_noise=0.1)
     paths = [
         federate(noisy, IID(clients), seed).dataset_path
@@ -147,22 +147,19 @@ def test_a_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "key"),
     [
-        (
-            {"mean": [0.5, 0.5], "std": [0.5, 0.5]},
-            r"data.mean=\[0.5, 0.5\] has 2 values, the inputs have 1 channel",
-        ),
-        ({"pool": 3}, r"data.pool=3 does not divide images of 8 x 8"),
-        ({"classes": 1, "label_noise": 0.5}, r"data.label_noise=0.5 needs at least two classes"),
+        ({"mean": [0.5, 0.5], "std": [0.5, 0.5]}, r"data.mean=\[0.5, 0.5\]"),
+        ({"pool": 3}, r"data.pool=3 .* 8 x 8"),
+        ({"classes": 1, "label_noise": 0.5}, "data.label_noise=0.5"),
     ],
 )
-def test_settings_that_do_not_fit_the_images_are_refused(settings: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_settings_that_do_not_fit_images_are_rejected(settings: dict, key: str) -> None:
+    with pytest.raises(ValueError, match=key):
         federate(replace(SOURCE, **settings), IID(5), 0)
 
 
-def test_a_share_for_validation_leaves_the_test_rows_alone_and_is_turned_as_its_client() -> None:
+def test_validation_rows_are_rotated_as_their_client() -> None:
     source = replace(SOURCE, rotation=Rotation(per="client"), label_noise=1.0)
     without, having = (
         federate(source, IID(5, validation_fraction=share), 0) for share in (0.0, 0.1)
@@ -186,7 +183,7 @@ def test_a_share_for_validation_leaves_the_test_rows_alone_and_is_turned_as_its_
     assert pool_clients(having).partition.validation is validation
 
 
-def test_clients_tests_may_be_the_central_samples_of_their_domain() -> None:
+def test_client_tests_may_be_central_rows_of_domain() -> None:
     source = Synthetic(samples=300, test_samples=60, domains=3)
     for partitioner in (
         Domain(2, test_fraction=None),
@@ -198,7 +195,7 @@ def test_clients_tests_may_be_the_central_samples_of_their_domain() -> None:
         assert sorted(test.indices.tolist()) == data.central.tolist() == list(range(300, 360))
         for client in range(6):
             rows = [part.rows(client) for part in (train, test)]
-            assert [set(images.domains[each].tolist()) for each in rows] == [{client // 2}] * 2
+            assert [set(images.domains[part].tolist()) for part in rows] == [{client // 2}] * 2
             if isinstance(partitioner, DomainClass):
                 assert set(images.labels[rows[1]].tolist()) <= set(partitioner.groups[client % 2])
         assert statistics(data)["unused"] == 0
@@ -209,19 +206,14 @@ def test_clients_tests_may_be_the_central_samples_of_their_domain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "sentence"),
+    ("source", "key"),
     [
-        (Synthetic(samples=30, test_samples=0), "of which the data has none"),
-        (
-            Synthetic(rotation=Rotation(per="client")),
-            r"data.rotation.per=client turns in other ways",
-        ),
+        (Synthetic(samples=30, test_samples=0), "has none"),
+        (Synthetic(rotation=Rotation(per="client")), "data.rotation.per=client"),
     ],
 )
-def test_what_has_no_central_tests_for_its_clients_is_refused(
-    source: Synthetic, sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{sentence}"):
+def test_missing_central_tests_are_rejected(source: Synthetic, key: str) -> None:
+    with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{key}"):
         federate(source, Domain(test_fraction=None), 0)
 
 
@@ -248,7 +240,7 @@ def test_statistics_describe_the_split() -> None:
 @pytest.mark.parametrize(
     "partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)]
 )
-def test_a_partition_is_drawn_as_a_png(partitioner: Partitioner, tmp_path: Path) -> None:
+def test_partition_is_drawn_as_png(partitioner: Partitioner, tmp_path: Path) -> None:
     from PIL import Image
 
     draw_partition(federate(SOURCE, partitioner, 0), tmp_path / "partition.png")

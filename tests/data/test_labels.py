@@ -1,4 +1,4 @@
-"""One rule says what labels are, for every source, and `data.kind` says otherwise."""
+"""The meaning of labels: one rule for every source, and `data.kind` changes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raysim.data.arrays import store_arrays
-from raysim.data.labels import inferred_kind, labels_of
+from raysim.data.labels import infer_kind, read_labels
 from raysim.data.raw import Source
 from raysim.data.sources import (
     Csv,
@@ -117,7 +117,7 @@ LABELS = {
 
 @pytest.mark.parametrize("write", FORMS)
 @pytest.mark.parametrize("name", LABELS)
-def test_every_source_reads_the_same_labels_alike(
+def test_every_source_reads_labels_alike(
     write: Callable[[Path, np.ndarray], Source], name: str, tmp_path: Path
 ) -> None:
     labels, kind, outputs = LABELS[name]
@@ -131,7 +131,7 @@ def test_every_source_reads_the_same_labels_alike(
 
 
 @pytest.mark.parametrize("write", [write for write in FORMS if write is not as_arrays])
-def test_the_kind_says_otherwise_in_every_source(
+def test_kind_setting_wins_in_every_source(
     write: Callable[[Path, np.ndarray], Source], tmp_path: Path
 ) -> None:
     source: Any = write(tmp_path, np.array([5.0, 4.0] * 6))
@@ -139,7 +139,7 @@ def test_the_kind_says_otherwise_in_every_source(
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == [5.0, 4.0] * 6
 
 
-def test_the_kind_says_otherwise_of_arrays() -> None:
+def test_kind_setting_wins_for_arrays() -> None:
     labels = np.arange(12) % 3
     dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
     assert dataset.kind == "regression" and dataset.labels.ravel().tolist() == labels.tolist()
@@ -147,7 +147,7 @@ def test_the_kind_says_otherwise_of_arrays() -> None:
 
 @pytest.mark.parametrize("write", [as_leaf, as_numpy, as_npz, as_parquet, as_arrays])
 @pytest.mark.parametrize("name", ["integers", "whole floats", "floats"])
-def test_labels_in_one_column_are_read_as_flat_ones(
+def test_labels_of_one_column_are_read_as_flat(
     write: Callable[[Path, np.ndarray], Source], name: str, tmp_path: Path
 ) -> None:
     labels, kind, outputs = LABELS[name]
@@ -157,7 +157,7 @@ def test_labels_in_one_column_are_read_as_flat_ones(
 
 
 # ---- the kind in sources that know their labels --------------------------------------------------------------------
-def test_class_names_that_are_numbers_can_be_values() -> None:
+def test_numeric_class_names_can_be_values() -> None:
     digits, values = Digits().build(), Digits(kind="regression").build()
     assert values.kind == "regression" and np.array_equal(values.labels[:, 0], digits.labels)
 
@@ -171,7 +171,7 @@ def test_class_names_that_are_numbers_can_be_values() -> None:
     ],
     ids=["digits", "wine", "diabetes"],
 )
-def test_a_kind_that_labels_cannot_be_is_refused(source: Source) -> None:
+def test_kind_that_labels_cannot_be_is_rejected(source: Source) -> None:
     with pytest.raises(ValueError, match=r"data\.kind=|labels for multilabel"):
         source.build()
 
@@ -185,7 +185,7 @@ def test_folders_named_by_numbers_can_be_values(tmp_path: Path) -> None:
     assert dataset.labels.tolist() == [[20.0], [35.0]]
 
 
-def test_a_kind_that_does_not_exist_is_refused() -> None:
+def test_unknown_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"data\.kind='classes'"):
         Digits(kind="classes")  # type: ignore[arg-type]
 
@@ -204,14 +204,14 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
         ([[1], [2, 3]], "multilabel"),
     ],
 )
-def test_the_form_of_labels_says_what_is_learnt(values: Any, kind: str) -> None:
-    assert inferred_kind(values) == kind
+def test_infer_kind_by_form_of_labels(values: Any, kind: str) -> None:
+    assert infer_kind(values) == kind
 
 
 @pytest.mark.parametrize("labels", [[0.5, 1.0], [np.inf, 1.0], [2.0**60, 1.0]])
-def test_floats_that_are_no_classes_are_refused(labels: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"place .* no class: set data.kind=regression"):
-        labels_of(np.array(labels), "classification", None, "place")
+def test_floats_that_are_no_classes_are_rejected(labels: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"place .*data\.kind=regression"):
+        read_labels(np.array(labels), "classification", None, "place")
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,56 @@ def test_floats_that_are_no_classes_are_refused(labels: list[float]) -> None:
 )
 def test_several_labels_are_no_classes(labels: Any) -> None:
     with pytest.raises(ValueError, match="place"):
-        labels_of(labels, "classification", None, "place")
+        read_labels(labels, "classification", None, "place")
 
 
-def test_lists_of_one_label_are_classes_where_the_kind_says_so() -> None:
-    values, names, kind = labels_of([[1], [0], [1]], "classification", None, "place")
-    assert (values.tolist(), names, kind) == ([1, 0, 1], ["0", "1"], "classification")
+def test_lists_of_one_label_are_classes_if_kind_says_so() -> None:
+    labels = read_labels([[1], [0], [1]], "classification", None, "place")
+    assert labels.values.tolist() == [1, 0, 1]
+    assert (labels.names, labels.kind) == (["0", "1"], "classification")
+
+
+# ---- several labels, and labels per position -----------------------------------------------------
+@pytest.mark.parametrize(
+    "labels",
+    [np.arange(36).reshape(12, 3) % 4, np.array([["noun", "verb"]] * 12), np.zeros((12, 2, 2))],
+    ids=["integers", "text", "three axes"],
+)
+def test_labels_per_position_are_rejected_with_their_shape(labels: np.ndarray) -> None:
+    shape = str(list(labels.shape)).replace("[", r"\[")
+    with pytest.raises(ValueError, match=shape):
+        store_arrays((INPUTS, labels))
+
+
+def test_integers_per_position_are_values_if_kind_says_so() -> None:
+    labels = np.arange(36).reshape(12, 3) % 4
+    dataset = store_arrays((INPUTS, labels), {"kind": "regression"}).build()
+    assert dataset.class_names == ["0", "1", "2"] and dataset.labels.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([["a"], ["b", "a"], []] * 4, ["a", "b"]),
+        ([("a", "b"), ("b", "c"), ("a", "c")] * 4, ["a", "b", "c"]),
+        ([[0], [2, 1], []] * 4, ["0", "1", "2"]),
+    ],
+    ids=["text", "equally long text", "integers"],
+)
+def test_lists_of_labels_from_python_are_several_labels(rows: list, names: list[str]) -> None:
+    halves = ((INPUTS, rows), (INPUTS[:3], rows[:3]))
+    dataset = store_arrays(halves).build()
+    assert (dataset.kind, dataset.class_names, dataset.train_rows) == ("multilabel", names, 12)
+    for labels, indicators in zip([*rows, *rows[:3]], dataset.labels, strict=True):
+        expected = {str(label) for label in labels}
+        assert {names[column] for column in np.flatnonzero(indicators)} == expected
+
+
+def test_lists_of_labels_next_to_array_are_rejected() -> None:
+    with pytest.raises(ValueError, match="data: labels"):
+        store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
+
+
+def test_lists_of_one_text_are_classes() -> None:
+    dataset = store_arrays((INPUTS, [["a"], ["b"]] * 6)).build()
+    assert (dataset.kind, dataset.class_names) == ("classification", ["a", "b"])

@@ -1,4 +1,4 @@
-"""Strips: every image at its place, and a sentence for files that do not belong together."""
+"""Strips: every image at its place, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_strips_are_cut_from_top_to_bottom_in_the_order_of_their_numbers(
-    channels: int, tmp_path: Path
-) -> None:
+def test_strips_are_cut_from_top_to_bottom(channels: int, tmp_path: Path) -> None:
     images = write_strips(tmp_path / "set", channels=channels, rows=(12, 4), classes=["no", "yes"])
     built = Strips(root=str(tmp_path / "set")).build()
     assert np.array_equal(
@@ -34,7 +32,7 @@ def test_strips_are_cut_from_top_to_bottom_in_the_order_of_their_numbers(
     assert built.class_names == ["no", "yes"] and built.domain_names == ["set"]
 
 
-def test_the_folder_may_be_named_or_the_one_around_it_and_other_splits_are_not_read(
+def test_strips_root_may_be_the_folder_around(
     tmp_path: Path,
 ) -> None:
     write_strips(tmp_path / "set")
@@ -47,14 +45,14 @@ def test_the_folder_may_be_named_or_the_one_around_it_and_other_splits_are_not_r
     )
 
 
-def test_without_a_description_images_are_square_and_classes_are_numbers(tmp_path: Path) -> None:
+def test_strips_without_description_are_square(tmp_path: Path) -> None:
     write_strips(tmp_path, classes=["a", "b", "c"])
     (tmp_path / "meta.json").unlink()
     built = Strips(root=str(tmp_path)).build()
     assert built.shape == (1, 4, 4) and built.class_names == ["0", "1", "2"]
 
 
-def test_the_description_may_give_another_height(tmp_path: Path) -> None:
+def test_strips_description_may_give_the_height(tmp_path: Path) -> None:
     images = write_strips(tmp_path, rows=(4, 2), classes=["a"], per_strip=2)
     for split, count in (("train", 8), ("test", 4)):
         np.save(tmp_path / f"{split}-labels.npy", np.zeros(count, dtype=np.uint8))
@@ -63,47 +61,47 @@ def test_the_description_may_give_another_height(tmp_path: Path) -> None:
     assert built.shape == (1, 2, 4) and np.array_equal(built.inputs[1, 0], images[0, 2:])
 
 
-def test_what_does_not_fit_together_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.root=None holds no strips"):
+def test_strips_mistakes_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data=strips needs data\.root"):
         Strips().build()
     with pytest.raises(
-        ValueError, match=rf"data.root={tmp_path} holds no pneumoniamnist: .* train-labels.npy"
+        ValueError, match=rf"data.root={tmp_path} .*pneumoniamnist.*train-labels.npy"
     ):
         Strips(root=str(tmp_path), name="pneumoniamnist").build()
     write_strips(tmp_path)
     np.save(tmp_path / "test-labels.npy", np.zeros(7, dtype=np.uint8))
     with pytest.raises(
         ValueError,
-        match=r"test-labels.npy has labels of the shape \(7,\), its strips hold 10 images",
+        match=r"test-labels.npy .*\(7,\).* 10 images",
     ):
         Strips(root=str(tmp_path)).build()
     write_strips(tmp_path, classes=["a", "b"])
     (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
-    with pytest.raises(ValueError, match=r"has the label 1, its classes are 0 to 0"):
+    with pytest.raises(ValueError, match=r"label 1.* 0 to 0"):
         Strips(root=str(tmp_path)).build()
     (tmp_path / "meta.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"meta.json is no readable JSON mapping"):
+    with pytest.raises(ValueError, match=r"meta.json "):
         Strips(root=str(tmp_path)).build()
 
 
-def test_strips_of_broken_or_unequal_size_are_named(tmp_path: Path) -> None:
+def test_strips_of_unequal_size_are_named(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     write_picture(tmp_path / "train-001.png", picture(9, 4))
-    with pytest.raises(ValueError, match=r"train-001.png is 9 pixels high, no multiple of 4"):
+    with pytest.raises(ValueError, match=r"train-001.png .*9 .* 4"):
         Strips(root=str(tmp_path)).build()
     write_picture(tmp_path / "train-001.png", picture(10, 5))
     with pytest.raises(
         ValueError,
-        match=r"train-001.png has images of the shape \(1, 5, 5\).*before it \(1, 4, 4\)",
+        match=r"train-001.png .*\(1, 5, 5\).*\(1, 4, 4\)",
     ):
         Strips(root=str(tmp_path)).build()
     (tmp_path / "train-001.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"train-001.png is not a readable picture"):
+    with pytest.raises(ValueError, match=r"train-001.png "):
         Strips(root=str(tmp_path)).build()
     write_strips(tmp_path)
     (tmp_path / "train-labels.npy").write_bytes(b"no array")
-    with pytest.raises(ValueError, match=r"train-labels.npy is no readable NumPy file"):
+    with pytest.raises(ValueError, match=r"train-labels.npy "):
         Strips(root=str(tmp_path)).build()
 
 
@@ -125,7 +123,7 @@ def test_strips_of_broken_or_unequal_size_are_named(tmp_path: Path) -> None:
         3,
     ],
 )
-def test_what_a_description_may_not_say_is_named(meta: object, tmp_path: Path) -> None:
+def test_strips_wrong_description_is_named(meta: object, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|no multiple of 1000"):
@@ -135,13 +133,13 @@ def test_what_a_description_may_not_say_is_named(meta: object, tmp_path: Path) -
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
 )
-def test_a_description_that_is_no_file_is_not_passed_by(make: Any, tmp_path: Path) -> None:
+def test_strips_description_must_be_a_file(make: Any, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     make(tmp_path / "meta.json")
     with pytest.raises(
         ValueError,
-        match=rf"^{tmp_path / 'meta.json'} is no regular file: remove it, or put the file",
+        match=rf"^{tmp_path / 'meta.json'} ",
     ):
         Strips(root=str(tmp_path)).build()
 
@@ -149,31 +147,31 @@ def test_a_description_that_is_no_file_is_not_passed_by(make: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b'{"height": 1' + b"0" * 5000 + b"}", b"\xff", b"\0"]
 )
-def test_a_description_that_is_no_json_is_named(content: bytes, tmp_path: Path) -> None:
+def test_strips_description_must_be_json(content: bytes, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'} is no readable JSON mapping"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'} "):
         Strips(root=str(tmp_path)).build()
 
 
-def test_labels_of_strips_are_one_integer_for_each_image(tmp_path: Path) -> None:
-    for labels, sentence in (
+def test_strips_need_an_integer_label_per_image(tmp_path: Path) -> None:
+    for labels, value in (
         (np.zeros(10), "float64"),
         (np.zeros(10, dtype="M8[s]"), "datetime64"),
         (3, "shape"),
     ):
         write_strips(tmp_path)
         np.save(tmp_path / "test-labels.npy", labels)
-        with pytest.raises(ValueError, match=rf"test-labels.npy has labels of .*{sentence}"):
+        with pytest.raises(ValueError, match=rf"test-labels.npy .*{value}"):
             Strips(root=str(tmp_path)).build()
     write_strips(tmp_path)
     header = b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000,), }"
     (tmp_path / "test-labels.npy").write_bytes(header.ljust(127) + b"\n" + bytes(10))
-    with pytest.raises(ValueError, match=r"test-labels.npy is no readable NumPy file"):
+    with pytest.raises(ValueError, match=r"test-labels.npy "):
         Strips(root=str(tmp_path)).build()
 
 
-def test_strips_that_are_no_regular_files_are_not_opened(tmp_path: Path) -> None:
+def test_strips_pipe_is_not_opened(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "train-000.png").unlink()
     os.mkfifo(tmp_path / "train-000.png")
@@ -190,7 +188,7 @@ def test_strips_that_are_no_regular_files_are_not_opened(tmp_path: Path) -> None
         ("cifar10", (3, 32, 32), (50_000, 60_000), 10),
     ],
 )
-def test_the_real_strips_have_their_stated_sizes(
+def test_real_strips_have_their_stated_sizes(
     name: str, shape: tuple[int, ...], rows: tuple[int, int], classes: int, shared: Path
 ) -> None:
     built = Strips(root=str(shared / "data"), name=name).build()
@@ -201,18 +199,18 @@ def test_the_real_strips_have_their_stated_sizes(
     assert np.array_equal(built.inputs[0].transpose(1, 2, 0).squeeze(), np.asarray(first))
 
 
-def test_the_x_rays_have_their_published_mean(shared: Path) -> None:
+def test_pneumonia_mnist_has_its_published_mean(shared: Path) -> None:
     built = Strips(root=str(shared / "data"), name="pneumoniamnist").build()
     assert built.class_names == ["normal", "pneumonia"]
     assert np.bincount(built.labels[:4708]).tolist() == [1214, 3494]
     assert abs(built.inputs[:4708].mean() / 255 - 0.5719) < 1e-4
 
 
-def test_labels_whose_header_breaks_off_in_the_middle_are_told(tmp_path: Path) -> None:
+def test_strips_labels_with_broken_header_are_named(tmp_path: Path) -> None:
     write_strips(tmp_path / "set")
     file = tmp_path / "set/train-labels.npy"
     file.write_bytes(
         file.read_bytes().replace(b"}", b" ")
     )  # Python's tokenizer gives up, which is no ValueError
-    with pytest.raises(ValueError, match=r"train-labels.npy is no readable NumPy file"):
+    with pytest.raises(ValueError, match=r"train-labels.npy "):
         Strips(root=str(tmp_path / "set")).build()

@@ -1,4 +1,4 @@
-"""Sources end as one memory-mapped file, the same however they are stored, and say in a sentence what they miss."""
+"""Sources become one memory-mapped file, and name the files that they miss."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-# ---- the file ------------------------------------------------------------------------------------------------------
-
-
-def test_a_data_set_is_read_only_mapped_and_pickles_as_its_path() -> None:
+# ---- the cached file -----------------------------------------------------------------------------
+def test_dataset_is_read_only_and_pickles_as_its_path() -> None:
     built = Synthetic(samples=20_000).build()
     assert not built.inputs.flags.writeable and not built.labels.flags.writeable
     assert (
@@ -52,7 +50,7 @@ def test_a_data_set_is_read_only_mapped_and_pickles_as_its_path() -> None:
     assert np.array_equal(pickle.loads(content).inputs, built.inputs)
 
 
-def test_the_second_build_opens_the_file_of_the_first(cache: Path) -> None:
+def test_second_build_opens_file_of_the_first(cache: Path) -> None:
     first = Synthetic().build()
     written = first.path.stat().st_mtime_ns
     assert (
@@ -63,11 +61,11 @@ def test_the_second_build_opens_the_file_of_the_first(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_the_cache_setting_comes_before_the_environment(tmp_path: Path) -> None:
-    assert Synthetic(cache=str(tmp_path / "own")).build().path.parent == tmp_path / "own"
+def test_cache_setting_wins_over_environment(tmp_path: Path) -> None:
+    assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
-def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache: Path) -> None:
+def test_one_of_several_processes_builds_the_file(cache: Path) -> None:
     built = []
 
     def make() -> Samples:
@@ -93,7 +91,7 @@ def test_processes_that_ask_at_once_get_one_file_and_one_of_them_builds_it(cache
     }
 
 
-def test_a_write_that_fails_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError("no space left on device")
 
@@ -103,10 +101,10 @@ def test_a_write_that_fails_leaves_no_file(cache: Path, monkeypatch: pytest.Monk
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_a_damaged_file_is_named(cache: Path) -> None:
+def test_damaged_file_is_named(cache: Path) -> None:
     path = Synthetic().build().path
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ValueError, match=rf"{path} is not a readable data set .* delete it"):
+    with pytest.raises(ValueError, match=rf"^{path} "):
         Dataset(path)
 
 
@@ -118,16 +116,14 @@ def flip(path: Path, place: int) -> None:
 
 
 @pytest.mark.parametrize("array", ["inputs", "labels", "domains"])
-def test_a_flipped_byte_of_any_array_is_noticed(array: str) -> None:
+def test_flipped_byte_of_any_array_is_detected(array: str) -> None:
     built = Synthetic(samples=50, test_samples=0).build()
     flip(built.path, built.path.read_bytes().find(getattr(built, array)[20:40].tobytes()))
-    with pytest.raises(
-        ValueError, match=rf"{built.path} is not .* \(its checksum is another\): delete it"
-    ):
+    with pytest.raises(ValueError, match=rf"^{built.path} .*checksum"):
         Synthetic(samples=50, test_samples=0).build()
 
 
-def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
+def test_damaged_byte_never_gives_other_data() -> None:
     path = Synthetic(shape=[1, 2, 2], classes=2, samples=4, test_samples=0).build().path
     content = path.read_bytes()
     good = Dataset(path)
@@ -135,18 +131,18 @@ def test_no_damaged_byte_of_a_file_gives_other_data() -> None:
     for place in range(0, len(content), 3):
         flip(path, place)
         try:
-            found = Dataset(path)
+            dataset = Dataset(path)
         except ValueError as error:
             assert str(path) in str(error)
         else:  # padding, or what the reader has twice
             assert (
-                np.array_equal(found.inputs, images)
-                and [found.class_names, found.domain_names] == names
+                np.array_equal(dataset.inputs, images)
+                and [dataset.class_names, dataset.domain_names] == names
             )
         path.write_bytes(content)
 
 
-def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.data import dataset
 
     verified: list[object] = []
@@ -163,10 +159,8 @@ def test_a_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -
     assert len(verified) == 3
 
 
-# ---- named data sets -----------------------------------------------------------------------------------------------
-
-
-def test_digits_are_scaled_to_full_range_with_a_test_share_of_every_class() -> None:
+# ---- data sets by name ---------------------------------------------------------------------------
+def test_digits_have_full_range_and_test_share() -> None:
     digits = Digits().build()
     assert (
         digits.inputs.shape == (1797, 1, 8, 8)
@@ -177,14 +171,14 @@ def test_digits_are_scaled_to_full_range_with_a_test_share_of_every_class() -> N
     assert (test == np.bincount(digits.labels) // 5).all()
 
 
-def test_mnist_is_read_from_a_folder_that_holds_it(tmp_path: Path) -> None:
+def test_mnist_is_read_from_its_folder(tmp_path: Path) -> None:
     images = write_mnist(tmp_path)
     built = Mnist(root=str(tmp_path), download=False).build()
     assert np.array_equal(built.inputs[:, 0], images) and built.train_rows == 6
     assert built.labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8] and built.num_classes == 10
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     first = Mnist(root=str(tmp_path)).build()
     file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
@@ -203,74 +197,66 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         (Usps, "usps.bz2"),
     ],
 )
-def test_a_root_without_the_set_is_named_with_what_was_looked_for(
-    kind: type[Source], file: str, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        ValueError, match=rf"data.root={tmp_path} holds no .*{file}.*data.download=true"
-    ):
+def test_root_without_set_names_missing_file(kind: type[Source], file: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*{file}.*data.download=true"):
         kind(root=str(tmp_path), download=False).build()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "no route to worker",
         "Error downloading a.gz: Tried http://HOST/a.gz, got: <urlopen error [Errno -2] no route to worker> ",
         "<urlopen error no route to worker>",
     ],
 )
-def test_a_failed_download_is_one_sentence(
-    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failed_download_names_reason_and_key(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(said)
+        raise OSError(message)
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", fail)
     with pytest.raises(
         ValueError,
-        match=r"download failed \(no route to worker\): name a folder that holds it in data.root",
+        match=r"\(no route to worker\).*data\.root",
     ):
         Cifar10(root=str(tmp_path)).build()
 
 
-def test_a_damaged_mnist_file_is_named(tmp_path: Path) -> None:
+def test_damaged_mnist_file_is_named(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(b"\0" * 20)
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST cannot be read there"):
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST "):
         Mnist(root=str(tmp_path)).build()
 
 
-def test_an_idx_label_file_must_have_a_label_for_every_image_of_its_split(tmp_path: Path) -> None:
+def test_mnist_needs_a_label_for_every_image(tmp_path: Path) -> None:
     write_mnist(tmp_path, train=6, test=5)
     file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
     content = file.read_bytes()
     file.write_bytes(np.array([2049, 5], ">i4").tobytes() + content[8:13])
-    with pytest.raises(
-        ValueError, match=rf"data.root={tmp_path}: MNIST has 6 images and 5 labels for training"
-    ):
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST .*6 images and 5 labels"):
         Mnist(root=str(tmp_path)).build()
     file.write_bytes(content[:-1] + b"\xc8")
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path}.*MNIST.* has the label 200, its classes are 0 to 9"
-    ):
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*MNIST.* 200"):
         Mnist(root=str(tmp_path)).build()
 
 
-def test_images_of_training_and_testing_must_be_of_one_size(tmp_path: Path) -> None:
+def test_mnist_images_must_have_one_size(tmp_path: Path) -> None:
     images = write_mnist(tmp_path, train=6, test=3)
     header = np.array([2051, 3, 14, 56], ">i4").tobytes()
     (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(header + images[6:].tobytes())
     with pytest.raises(
         ValueError,
-        match=r"MNIST has images of 28 x 28 pixels for training and of 14 x 56 for testing",
+        match=r"MNIST .*28 x 28 .*14 x 56",
     ):
         Mnist(root=str(tmp_path)).build()
 
 
-def test_a_cache_of_an_old_torchvision_beside_the_files_is_not_read(tmp_path: Path) -> None:
+def test_mnist_cache_of_old_torchvision_is_not_read(tmp_path: Path) -> None:
     images = write_mnist(tmp_path)
     other = (torch.zeros(2, 28, 28, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
     (tmp_path / "MNIST/processed").mkdir()
@@ -280,7 +266,7 @@ def test_a_cache_of_an_old_torchvision_beside_the_files_is_not_read(tmp_path: Pa
     assert np.array_equal(built.inputs[:, 0], images) and built.train_rows == 6
     for file in (tmp_path / "MNIST/raw").iterdir():
         file.unlink()
-    with pytest.raises(ValueError, match=r"MNIST/processed .* remove it"):
+    with pytest.raises(ValueError, match=r"MNIST/processed "):
         Mnist(root=str(tmp_path)).build()
 
 
@@ -295,9 +281,7 @@ def write_usps(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "USPS"])
-def test_usps_is_read_as_torchvision_stores_it_in_root_or_in_a_folder_of_its_name(
-    inner: str, tmp_path: Path
-) -> None:
+def test_usps_is_read_from_root_or_its_folder(inner: str, tmp_path: Path) -> None:
     write_usps(tmp_path / inner)
     built = Usps(root=str(tmp_path), download=False).build()
     assert (
@@ -308,7 +292,7 @@ def test_usps_is_read_as_torchvision_stores_it_in_root_or_in_a_folder_of_its_nam
     assert built.shape == (1, 16, 16) and built.inputs[0].sum() == built.inputs[0, 0, 0, 0] == 255
 
 
-def test_svhn_digits_are_numbered_from_zero_and_its_pixels_keep_their_places(
+def test_svhn_labels_and_pixels_keep_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
@@ -330,7 +314,7 @@ def test_svhn_digits_are_numbered_from_zero_and_its_pixels_keep_their_places(
     assert np.array_equal(built.inputs[1], images[..., 1].transpose(2, 0, 1))
 
 
-def test_torchvisions_files_come_before_a_folder_of_the_sets_name_and_that_before_a_download(
+def test_torchvision_files_win_over_folder_of_the_set(
     tmp_path: Path,
 ) -> None:
     strips = write_strips(tmp_path / "usps", size=16)
@@ -339,44 +323,39 @@ def test_torchvisions_files_come_before_a_folder_of_the_sets_name_and_that_befor
     assert len(Usps(root=str(tmp_path)).build()) == 4
 
 
-def test_synthetic_data_have_the_stated_shape_and_balanced_classes_in_every_domain() -> None:
+def test_synthetic_has_balanced_classes_per_domain() -> None:
     built = Synthetic(shape=[3, 5, 7], classes=4, domains=2, samples=80, test_samples=8).build()
     assert built.shape == (3, 5, 7) and built.domain_names == ["domain 0", "domain 1"]
     cells = np.bincount(built.domains[:80] * 4 + built.labels[:80])
     assert set(cells.tolist()) == {10}
 
 
-def test_noise_free_synthetic_classes_differ_and_domains_shift_them() -> None:
+def test_synthetic_domains_shift_classes() -> None:
     built = Synthetic(classes=2, domains=2, samples=8, test_samples=0, noise=0.0).build()
     assert len({image.tobytes() for image in built.inputs}) == 4
 
 
-# ---- settings of all sources ---------------------------------------------------------------------------------------
-
-
+# ---- settings of all sources ---------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "key"),
     [
-        ({"size": 0}, r"data.size=0 .* from 1 to 32768"),
-        ({"channels": 2}, r"data.channels=2 .* 1, 3 or null"),
-        ({"label_noise": 1.5}, r"data.label_noise=1.5 .* from 0 to 1"),
+        ({"size": 0}, "data.size=0"),
+        ({"channels": 2}, "data.channels=2"),
+        ({"label_noise": 1.5}, "data.label_noise=1.5"),
         ({"pool": 0}, r"data.pool=0"),
-        (
-            {"augment": ["shear"]},
-            r"data.augment=\['shear'\] .* crop, flip, rotate, resized_crop, jitter and grey",
-        ),
-        ({"crop_area": [0.9, 0.5]}, r"data.crop_area=\[0.9, 0.5\] .* \[lowest, highest\]"),
+        ({"augment": ["shear"]}, r"data.augment=\['shear'\]"),
+        ({"crop_area": [0.9, 0.5]}, r"data.crop_area=\[0.9, 0.5\]"),
         ({"crop_area": [0.0, 0.5]}, r"data.crop_area=\[0.0, 0.5\]"),
         ({"crop_area": [0.5]}, r"data.crop_area=\[0.5\]"),
-        ({"jitter": 0.6}, r"data.jitter=0.6 .* from 0 to 0.5"),
-        ({"grey": -0.1}, r"data.grey=-0.1 .* from 0 to 1"),
-        ({"mean": [0.5]}, r"data.mean=\[0.5\] and data.std=None belong together"),
-        ({"mean": [0.5], "std": [0.0]}, r"data.std=\[0.0\] .* above 0"),
+        ({"jitter": 0.6}, "data.jitter=0.6"),
+        ({"grey": -0.1}, "data.grey=-0.1"),
+        ({"mean": [0.5]}, r"data.mean=\[0.5\] and data.std=None"),
+        ({"mean": [0.5], "std": [0.0]}, r"data.std=\[0.0\]"),
         ({"shape": [2, 4, 4]}, r"data.shape=\[2, 4, 4\]"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_settings_name_their_key(settings: dict, key: str) -> None:
+    with pytest.raises(ValueError, match=key):
         Synthetic(**settings)
 
 
@@ -390,7 +369,7 @@ def test_arrays_are_resized_as_pictures_are() -> None:
     assert np.abs(large.inputs[2].astype(int) - np.asarray(resized)).max() <= 1
 
 
-def test_the_settings_of_the_training_step_are_its_pipeline_and_change_no_file() -> None:
+def test_pipeline_settings_change_no_file() -> None:
     source = Synthetic(
         mean=[0.5],
         std=[0.25],
@@ -405,11 +384,9 @@ def test_the_settings_of_the_training_step_are_its_pipeline_and_change_no_file()
     assert source.build().path == Synthetic().build().path
 
 
-# ---- real data -----------------------------------------------------------------------------------------------------
-
-
+# ---- real data -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kind", "mean"), [(Mnist, 0.1307), (FashionMnist, 0.2860)])
-def test_the_real_sets_have_their_published_means(
+def test_real_sets_have_their_published_means(
     kind: type[Source], mean: float, shared: Path
 ) -> None:
     built = kind(root=str(shared / "data"), download=False).build()
@@ -417,7 +394,7 @@ def test_the_real_sets_have_their_published_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_only_keeps_classes_in_its_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):
@@ -432,12 +409,12 @@ def test_a_source_may_keep_some_classes_in_an_order_of_its_own(tmp_path: Path) -
     assert np.bincount(built.labels[: built.train_rows]).tolist() == [8, 8]
     assert np.bincount(built.domains).tolist() == [10, 10]
     assert Synthetic(classes=4, samples=8, only=["2", "0"]).build().num_classes == 2
-    with pytest.raises(ValueError, match=r"data.only names 'bta': did you mean bat\?"):
+    with pytest.raises(ValueError, match=r"data.only .*'bta'.* bat"):
         ImageFolder(root=str(tmp_path), only=["bta"]).build()
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(Usps, (7291, 9298)), (Cifar100, (2000, 2500))])
-def test_sets_of_torchvision_are_found_as_strips(
+def test_torchvision_sets_are_found_as_strips(
     kind: type[Source], rows: tuple[int, int], shared: Path
 ) -> None:
     built = kind(root=str(shared / "data"), download=False).build()

@@ -1,4 +1,4 @@
-"""Sets of the user's own: the same images however they are stored, and a sentence for what does not fit."""
+"""Parquet files, folders of pictures, and data sets by name in either form."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-# ---- Parquet -------------------------------------------------------------------------------------------------------
-
-
+# ---- Parquet -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("struct", [True, False])
-def test_parquet_images_come_back_pixel_for_pixel(struct: bool, tmp_path: Path) -> None:
+def test_parquet_images_keep_every_pixel(struct: bool, tmp_path: Path) -> None:
     pixels = [picture() for _ in range(5)]
     names = {"class_names": json.dumps(["cat", "dog", "cow"])}
     write_parquet(tmp_path / "train.parquet", pixels[:3], [0, 1, 0], struct, metadata=names)
@@ -46,7 +44,7 @@ def test_parquet_images_come_back_pixel_for_pixel(struct: bool, tmp_path: Path) 
     assert built.domain_names == [tmp_path.name]
 
 
-def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(
+def test_parquet_folders_are_domains_of_one_size(
     tmp_path: Path,
 ) -> None:
     for name, size, channels in (("usps", 4, 1), ("photo", 6, 3)):
@@ -55,7 +53,7 @@ def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(
             write_parquet(tmp_path / name / f"{split}.parquet", pixels, [0, 1])
     with pytest.raises(
         ValueError,
-        match=r"usps/train.parquet, row 0 has the shape \(1, 4, 4\).*\(3, 6, 6\): set data.size",
+        match=r"usps/train.parquet, row 0 .*\(1, 4, 4\).*\(3, 6, 6\).*data\.size",
     ):
         Parquet(root=str(tmp_path)).build()
     built = Parquet(root=str(tmp_path), size=5, channels=3).build()
@@ -63,13 +61,13 @@ def test_folders_of_parquet_sets_are_domains_and_differing_shapes_need_a_size(
     assert built.domains.tolist() == [0, 0, 1, 1, 0, 0, 1, 1] and built.train_rows == 4
     grey = built.inputs[built.domains == 1]
     assert (grey == grey[:, :1]).all()
-    listed = Parquet(
+    from_list = Parquet(
         root=[str(tmp_path / "usps"), str(tmp_path / "photo")], size=5, channels=3
     ).build()
-    assert sorted(listed.domain_names) == built.domain_names
+    assert sorted(from_list.domain_names) == built.domain_names
 
 
-def test_parquet_domains_text_labels_and_parts_are_understood(tmp_path: Path) -> None:
+def test_parquet_domains_text_labels_and_parts(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-0.parquet", [picture()], ["dog"], domain=["b"])
     write_parquet(tmp_path / "train-1.parquet", [picture()], ["cat"], domain=["a"])
     write_parquet(tmp_path / "test-0.parquet", [picture()], ["cat"], domain=["b"])
@@ -78,7 +76,7 @@ def test_parquet_domains_text_labels_and_parts_are_understood(tmp_path: Path) ->
     assert built.domain_names == ["a", "b"] and built.domains.tolist() == [1, 0, 1]
 
 
-def test_class_names_of_the_hugging_face_layout_are_used(tmp_path: Path) -> None:
+def test_parquet_uses_hugging_face_class_names(tmp_path: Path) -> None:
     info = {
         "info": {"features": {"kind": {"names": ["no", "yes", "maybe"], "_type": "ClassLabel"}}}
     }
@@ -94,45 +92,41 @@ def test_class_names_of_the_hugging_face_layout_are_used(tmp_path: Path) -> None
     assert built.class_names == ["no", "yes", "maybe"] and built.labels.tolist() == [1, 1]
 
 
-def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.root is empty"):
+def test_parquet_mistakes_name_key_and_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data=parquet needs data\.root"):
         Parquet().build()
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path / 'none'} holds no train.parquet"):
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path / 'none'} .*train.parquet"):
         Parquet(root=str(tmp_path / "none")).build()
     write_parquet(tmp_path / "train.parquet", [picture()], [0])
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path} holds no test.parquet"):
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*test.parquet"):
         Parquet(root=str(tmp_path)).build()
     write_parquet(tmp_path / "test.parquet", [picture()], [-1])
-    with pytest.raises(
-        ValueError, match=r"has no column y, it has image, label: set data.label_column"
-    ):
+    with pytest.raises(ValueError, match=r"column y.* image, label.*data\.label_column"):
         Parquet(root=str(tmp_path), label_column="y").build()
-    with pytest.raises(ValueError, match=r"has the label -1, its classes are 0 to 0"):
+    with pytest.raises(ValueError, match=r"label -1.* 0 to 0"):
         Parquet(root=str(tmp_path)).build()
     (tmp_path / "test.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path / 'test.parquet'} is no readable Parquet file"
-    ):
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'test.parquet'}"):
         Parquet(root=str(tmp_path)).build()
 
 
 @pytest.mark.parametrize("label", [10**6, 10**12, 2**63 - 1])
-def test_a_label_beyond_the_number_of_images_makes_no_classes(label: int, tmp_path: Path) -> None:
+def test_parquet_label_beyond_rows_makes_no_classes(label: int, tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}.parquet", [picture(), picture()], [0, label])
     with pytest.raises(
         ValueError,
-        match=rf"has the label {label}, and 4 images: labels without names count the classe",
+        match=rf"label {label}, and 4 .*data\.kind=regression",
     ):
         Parquet(root=str(tmp_path)).build()
 
 
-def test_an_unsigned_label_is_named_as_it_is_stored(tmp_path: Path) -> None:
+def test_parquet_unsigned_label_is_named(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(
             tmp_path / f"{split}.parquet", [picture()], pa.array([2**64 - 1], pa.uint64())
         )
-    with pytest.raises(ValueError, match=rf"has the label {2**64 - 1}"):
+    with pytest.raises(ValueError, match=rf"label {2**64 - 1}"):
         Parquet(root=str(tmp_path)).build()
 
 
@@ -141,25 +135,24 @@ NOT_DOMAINS = [*NOT_LABELS, ([1, 2], "list<"), (1.5, "double")]
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "kind", "must"),
-    [("label", *each, "it must hold numbers, text, or lists") for each in NOT_LABELS]
-    + [("domain", *each, "domains and users must be integers or text") for each in NOT_DOMAINS],
+    ("column", "value", "kind"),
+    [("label", *case) for case in NOT_LABELS] + [("domain", *case) for case in NOT_DOMAINS],
 )
-def test_labels_and_domains_of_other_types_are_refused(
-    column: str, value: object, kind: str, must: str, tmp_path: Path
+def test_parquet_rejects_other_types_of_labels(
+    column: str, value: object, kind: str, tmp_path: Path
 ) -> None:
     for split in ("train", "test"):
         columns = {"label": [0], "domain": ["a"]} | {column: [value]}
         write_parquet(tmp_path / f"{split}.parquet", [picture()], columns.pop("label"), **columns)
-    with pytest.raises(ValueError, match=rf"train.parquet: column {column} holds {kind}.*: {must}"):
+    with pytest.raises(ValueError, match=rf"train.parquet: column {column} holds {kind}"):
         Parquet(root=str(tmp_path)).build()
 
 
-def test_labels_are_text_in_all_files_or_numbers_in_all(tmp_path: Path) -> None:
+def test_parquet_labels_have_one_type_in_all_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [picture(), picture()], ["0", "1"])
     write_parquet(tmp_path / "test.parquet", [picture()], [1])
     with pytest.raises(
-        ValueError, match=r"test.parquet: column label holds int64, .*train.parquet holds string"
+        ValueError, match=r"test.parquet: column label .*int64.*train.parquet .*string"
     ):
         Parquet(root=str(tmp_path)).build()
 
@@ -178,30 +171,26 @@ def test_labels_are_text_in_all_files_or_numbers_in_all(tmp_path: Path) -> None:
         {"huggingface": '{"info": {"features": {"label": {"names": 7}}}}'},
     ],
 )
-def test_class_names_in_a_files_metadata_must_be_a_list_of_names(
-    metadata: dict, tmp_path: Path
-) -> None:
+def test_parquet_class_names_must_be_a_list_of_names(metadata: dict, tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}.parquet", [picture()], [0], metadata=metadata)
-    with pytest.raises(
-        ValueError, match=r"train.parquet: its class names.* a list of different texts"
-    ):
+    with pytest.raises(ValueError, match=r"train.parquet: its class names"):
         Parquet(root=str(tmp_path)).build()
 
 
 @pytest.mark.parametrize(
     "column", [pa.array([3]), pa.array([[1]]), pa.array(["x"]), pa.array([{"path": "a.png"}])]
 )
-def test_a_column_without_bytes_of_pictures_is_named(column: pa.Array, tmp_path: Path) -> None:
+def test_parquet_column_without_pictures_is_named(column: pa.Array, tmp_path: Path) -> None:
     for split in ("train", "test"):
         pq.write_table(pa.table({"image": column, "label": [0]}), tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match=r"train.parquet: column image holds .*: .* bytes"):
+    with pytest.raises(ValueError, match=r"train.parquet: column image .*data\.image_column"):
         Parquet(root=str(tmp_path)).build()
 
 
-def test_a_file_that_never_ends_is_not_opened(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train-0.parquet")
-    with pytest.raises(ValueError, match=r"train-0.parquet is no regular file"):
+    with pytest.raises(ValueError, match=r"train-0.parquet "):
         Parquet(root=str(tmp_path)).build()
     write_picture(tmp_path / "folder/a/1.png", picture())
     for make in (
@@ -210,7 +199,7 @@ def test_a_file_that_never_ends_is_not_opened(tmp_path: Path) -> None:
         lambda path: path.symlink_to(path),
     ):
         make(fifo := tmp_path / "folder/a/2.png")
-        with pytest.raises(ValueError, match=rf"{fifo} is no regular file"):
+        with pytest.raises(ValueError, match=rf"{fifo} "):
             ImageFolder(root=str(tmp_path / "folder")).build()
         fifo.unlink()
 
@@ -219,9 +208,7 @@ def test_a_file_that_never_ends_is_not_opened(tmp_path: Path) -> None:
     "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
 )
 @pytest.mark.parametrize("name", ["split.csv", "test.parquet"])
-def test_a_file_that_need_not_be_there_is_not_passed_by_where_it_cannot_be_read(
-    name: str, make: Any, tmp_path: Path
-) -> None:
+def test_unreadable_optional_file_is_rejected(name: str, make: Any, tmp_path: Path) -> None:
     for number in range(2):
         write_picture(tmp_path / f"a/{number}.png", picture())
     write_parquet(tmp_path / "train.parquet", [picture(), picture()], [0, 1])
@@ -233,12 +220,12 @@ def test_a_file_that_need_not_be_there_is_not_passed_by_where_it_cannot_be_read(
     )
     with pytest.raises(
         ValueError,
-        match=rf"^{tmp_path / name} is no regular file: remove it, or put the file there",
+        match=rf"^{tmp_path / name} ",
     ):
         source.build()
 
 
-def test_folders_that_contain_themselves_end(tmp_path: Path) -> None:
+def test_image_folder_that_contains_itself_ends(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/1.png", picture())
     write_picture(tmp_path / "a/2.png", picture())
     (tmp_path / "a/b").symlink_to(tmp_path / "a")
@@ -246,7 +233,7 @@ def test_folders_that_contain_themselves_end(tmp_path: Path) -> None:
     assert len(ImageFolder(root=str(tmp_path), test_fraction=0.5).build()) == 2
 
 
-def test_a_split_file_is_text_of_regular_rows(tmp_path: Path) -> None:
+def test_image_folder_rejects_irregular_split_file(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/1.png", picture())
     for content in (
         b"path,domain,class,split\n\xff\xfe,a,x,test\n",
@@ -260,24 +247,22 @@ def test_a_split_file_is_text_of_regular_rows(tmp_path: Path) -> None:
         ImageFolder(root=str(tmp_path)).build()
 
 
-def test_a_broken_picture_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
+def test_parquet_broken_picture_names_its_row(tmp_path: Path) -> None:
     for split in ("train", "test"):
         table = pa.table({"image": [encoded(picture()), b"no picture"], "label": [0, 1]})
         pq.write_table(table, tmp_path / f"{split}.parquet")
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path / 'train.parquet'}, row 1 is not a readable picture"
-    ):
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'train.parquet'}, row 1 "):
         Parquet(root=str(tmp_path)).build()
 
 
-def test_parquet_without_a_test_file_holds_out_a_share_of_every_class_of_every_domain(
+def test_parquet_test_fraction_of_each_class_and_domain(
     tmp_path: Path,
 ) -> None:
     pixels = [picture() for _ in range(16)]
     labels, domains = [0, 1] * 8, ["b"] * 8 + ["a"] * 8
     write_parquet(tmp_path / "train-0.parquet", pixels[:6], labels[:6], domain=domains[:6])
     write_parquet(tmp_path / "train-1.parquet", pixels[6:], labels[6:], domain=domains[6:])
-    with pytest.raises(ValueError, match=r"holds no test.parquet: .* set data.test_fraction"):
+    with pytest.raises(ValueError, match=r"test.parquet.*data\.test_fraction"):
         Parquet(root=str(tmp_path)).build()
     built = Parquet(root=str(tmp_path), test_fraction=0.25).build()
     assert built.train_rows == 12 and built.domain_names == ["a", "b"]
@@ -291,14 +276,14 @@ def test_parquet_without_a_test_file_holds_out_a_share_of_every_class_of_every_d
     assert not stored, "every image is there once"
 
 
-def test_a_test_file_wins_over_the_fraction(tmp_path: Path) -> None:
+def test_parquet_test_file_wins_over_fraction(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [picture() for _ in range(4)], [0, 1, 0, 1])
     write_parquet(tmp_path / "test.parquet", [picture()], [1])
     built = Parquet(root=str(tmp_path), test_fraction=0.5).build()
     assert (built.train_rows, len(built)) == (4, 5)
 
 
-def test_a_domain_without_training_rows_comes_last(tmp_path: Path) -> None:
+def test_parquet_domain_without_training_rows_is_last(tmp_path: Path) -> None:
     hospitals = tmp_path / "hospitals"
     write_parquet(hospitals / "train.parquet", [picture(), picture()], [0, 1], domain=["x", "y"])
     write_parquet(hospitals / "test.parquet", [picture()], [0])
@@ -306,9 +291,7 @@ def test_a_domain_without_training_rows_comes_last(tmp_path: Path) -> None:
     assert built.domain_names == ["x", "y", "hospitals"] and built.domains.tolist() == [0, 1, 2]
 
 
-# ---- labels in lists -------------------------------------------------------------------------------------------------
-
-
+# ---- labels in lists -----------------------------------------------------------------------------
 def write_labels(
     folder: Path, train: object, test: object = None, names: list[str] | None = None
 ) -> Parquet:
@@ -325,71 +308,69 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_a_label_in_a_list_beyond_the_number_of_images_makes_no_classes(
-    label: int, tmp_path: Path
-) -> None:
+def test_label_lists_beyond_rows_make_no_classes(label: int, tmp_path: Path) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
     with pytest.raises(
         ValueError,
-        match=rf"has the label {label}, and 6 images: labels without names count the class",
+        match=rf"label {label}, and 6 .*data\.kind=regression",
     ):
         source.build()
 
 
 @pytest.mark.parametrize(
-    ("labels", "names", "sentence"),
+    ("labels", "names", "value"),
     [
-        ([[0], [1], [-1]], None, r"has the label -1, its classes are 0 to 1: correct it\.$"),
-        ([[0], [1], [-100]], None, r"has the label -100, its classes are 0 to 1: correct it\.$"),
-        ([[0], [7], [1]], ["a", "b"], r"has the label 7, its classes are 0 to 1: correct it\.$"),
-        ([[0], [1], [-1]], ["a", "b"], r"has the label -1, its classes are 0 to 1: correct it\.$"),
-        ([["a"], ["z"]], ["a", "b"], r"has the label z, its class names are a, b: correct one\.$"),
+        ([[0], [1], [-1]], None, r"label -1.* 0 to 1"),
+        ([[0], [1], [-100]], None, r"label -100.* 0 to 1"),
+        ([[0], [7], [1]], ["a", "b"], r"label 7.* 0 to 1"),
+        ([[0], [1], [-1]], ["a", "b"], r"label -1.* 0 to 1"),
+        ([["a"], ["z"]], ["a", "b"], r"label z.* a, b"),
         (
             [[0], [None]],
             None,
-            r"train.parquet: column label has lists with empty values: remove these rows\.$",
+            r"train.parquet: column label ",
         ),
         (
             [["a"], [None]],
             None,
-            r"train.parquet: column label has lists with empty values: remove these rows\.$",
+            r"train.parquet: column label ",
         ),
         (
             [[[0]], [[1]]],
             None,
-            r"train.parquet: column label holds list<.*list<.*: it must hold numbers, text, or l",
+            r"train.parquet: column label holds list<.*list<",
         ),
         (
             [[{"a": 1}]],
             None,
-            r"train.parquet: column label holds list<.*struct<.*: it must hold numbers, text, or l",
+            r"train.parquet: column label holds list<.*struct<",
         ),
         (
             [[b"a"], [b"b"]],
             None,
-            r"train.parquet: column label holds list<.*binary>: it must hold numbers, text, or",
+            r"train.parquet: column label holds list<.*binary>",
         ),
         (
             [[date(2020, 1, 1)]],
             None,
-            r"train.parquet: column label holds list<.*date32.*>: it must hold numbers, tex",
+            r"train.parquet: column label holds list<.*date32.*>",
         ),
         (
             [[0.5], [1.0]],
             None,
-            r"has the label 0.5 in a list, and lists of labels .* set data\.kind=regression",
+            r"label 0.5 in a list.*data\.kind=regression",
         ),
         (
             [[True], [False]],
             None,
-            r"has the label True in a list, and lists of labels are of integers or of text",
+            r"label True in a list",
         ),
     ],
 )
-def test_what_a_list_of_labels_may_not_hold_is_named(
-    labels: list, names: list[str] | None, sentence: str, tmp_path: Path
+def test_label_lists_name_wrong_values(
+    labels: list, names: list[str] | None, value: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=value):
         write_labels(tmp_path, labels, names=names).build()
 
 
@@ -404,17 +385,17 @@ def test_what_a_list_of_labels_may_not_hold_is_named(
         (
             INTS,
             FLOATS,
-            r"double, but .*train.parquet holds int64: use one for all files, or set data\.kind=regression",
+            r"double, but .*train.parquet holds int64.*data\.kind=regression",
         ),
         (
             FLOATS,
             INTS,
-            r"int64, but .*train.parquet holds double: use one for all files, or set data\.kind=regression",
+            r"int64, but .*train.parquet holds double.*data\.kind=regression",
         ),
         (SETS, [[0.5]], r"list<.*: double>, but .*train.parquet holds list<.*: int64>"),
     ],
 )
-def test_labels_of_one_file_that_are_not_as_the_others_are_named(
+def test_label_types_that_differ_between_files_are_named(
     train: list, test: list, kinds: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"test.parquet: column label holds {kinds}"):
@@ -424,13 +405,13 @@ def test_labels_of_one_file_that_are_not_as_the_others_are_named(
 @pytest.mark.parametrize(
     "other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())]
 )
-def test_lists_of_labels_may_be_stored_in_several_ways(other: pa.DataType, tmp_path: Path) -> None:
+def test_label_lists_of_several_arrow_types(other: pa.DataType, tmp_path: Path) -> None:
     built = write_labels(tmp_path, [[0], [0, 2], []], pa.array([[2], [1]], other)).build()
     assert built.kind == "multilabel" and built.class_names == ["0", "1", "2"]
     assert built.labels.tolist() == [[1, 0, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
 
 
-def test_a_file_in_which_no_image_has_a_label_goes_with_any_lists(tmp_path: Path) -> None:
+def test_label_lists_may_all_be_empty_in_one_file(tmp_path: Path) -> None:
     for labels, names in (([["b"], ["a"]], ["a", "b"]), ([[1], [0]], ["0", "1"])):
         built = write_labels(tmp_path, [[], []], labels).build()
         assert built.class_names == names and built.labels.tolist() == [
@@ -441,7 +422,7 @@ def test_a_file_in_which_no_image_has_a_label_goes_with_any_lists(tmp_path: Path
         ]
 
 
-def test_three_files_of_which_one_has_no_label_are_still_of_one_kind(tmp_path: Path) -> None:
+def test_label_lists_have_one_type_in_three_files(tmp_path: Path) -> None:
     source = write_labels(tmp_path, [[], []], SETS)
     (tmp_path / "test.parquet").rename(tmp_path / "test-0.parquet")
     pq.write_table(pa.table({"x": [0.0], "label": [["a"]]}), tmp_path / "test-1.parquet")
@@ -452,7 +433,7 @@ def test_three_files_of_which_one_has_no_label_are_still_of_one_kind(tmp_path: P
         source.build()
 
 
-def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_every_file(
+def test_label_lists_of_fixed_size_are_indicators(
     tmp_path: Path,
 ) -> None:
     train = pa.array([[0, 1, 1]], pa.list_(pa.int64(), 3))
@@ -463,7 +444,7 @@ def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_eve
     for test in ([[1, 0]], pa.array([[1, 0]], pa.list_(pa.int64(), 2)), [[1, 0, 0], [1]], [[]]):
         with pytest.raises(
             ValueError,
-            match=r"test.parquet: column label has a list of \d labels, and .*train.* of 3: m",
+            match=r"test.parquet: column label .* \d labels.*train.* of 3",
         ):
             write_labels(tmp_path, train, test).build()
 
@@ -471,27 +452,21 @@ def test_lists_of_a_fixed_size_hold_0_or_1_for_each_label_and_are_as_long_in_eve
 def test_unsigned_labels_go_with_signed_ones(tmp_path: Path) -> None:
     built = write_labels(tmp_path, INTS, pa.array([1], pa.uint64())).build()
     assert built.kind == "classification" and built.labels.tolist() == [0, 1, 1]
-    with pytest.raises(
-        ValueError, match=rf"test.parquet: column label has the label {2**63}, and .* below {2**63}"
-    ):
+    with pytest.raises(ValueError, match=rf"test.parquet: column label .*{2**63}"):
         write_labels(tmp_path, SETS, pa.array([[2**63]], pa.list_(pa.uint64()))).build()
 
 
-def test_values_may_be_integers_in_one_file_where_the_kind_is_said(tmp_path: Path) -> None:
+def test_values_may_be_integers_in_one_file(tmp_path: Path) -> None:
     source = replace(write_labels(tmp_path, INTS, FLOATS), kind="regression")
     assert source.build().labels.tolist() == [[0.0], [1.0], [0.0], [1.0]]
-    with pytest.raises(
-        ValueError, match=r"has labels of type text .* data\.kind=regression needs numbers"
-    ):
+    with pytest.raises(ValueError, match=r"text .*data\.kind=regression"):
         replace(write_labels(tmp_path, [["a"], ["b"]]), kind="regression").build()
-    with pytest.raises(ValueError, match=r"has lists of 1 to 2 numbers: make them equal"):
+    with pytest.raises(ValueError, match=r" 1 to 2 numbers"):
         replace(write_labels(tmp_path, [[0.5], [1.5, 2.5]]), kind="regression").build()
 
 
-# ---- folders of pictures -------------------------------------------------------------------------------------------
-
-
-def test_an_image_folder_of_domains_splits_every_class_of_every_domain(tmp_path: Path) -> None:
+# ---- folders of pictures -------------------------------------------------------------------------
+def test_image_folder_test_fraction_of_each_class(tmp_path: Path) -> None:
     for domain in ("photo", "sketch"):
         for name in ("dog", "cat"):
             for number in range(5):
@@ -506,7 +481,7 @@ def test_an_image_folder_of_domains_splits_every_class_of_every_domain(tmp_path:
     assert np.bincount(built.domains[16:] * 2 + built.labels[16:]).tolist() == [1, 1, 1, 1]
 
 
-def test_an_image_folder_of_classes_is_one_domain(tmp_path: Path) -> None:
+def test_image_folder_of_classes_is_one_domain(tmp_path: Path) -> None:
     pixels = [picture() for _ in range(4)]
     for number, one in enumerate(pixels):
         write_picture(tmp_path / f"class{number % 2}" / f"{number}.png", one)
@@ -517,7 +492,7 @@ def test_an_image_folder_of_classes_is_one_domain(tmp_path: Path) -> None:
     )
 
 
-def test_a_split_file_decides_what_is_test(tmp_path: Path) -> None:
+def test_image_folder_split_file_decides_test_rows(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/x/1.png", picture())
     write_picture(tmp_path / "a/x/2.png", picture())
     (tmp_path / "split.csv").write_text(
@@ -525,14 +500,14 @@ def test_a_split_file_decides_what_is_test(tmp_path: Path) -> None:
     )
     assert ImageFolder(root=str(tmp_path)).build().train_rows == 1
     (tmp_path / "split.csv").write_text("path,domain,class,split\na/x/3.png,a,x,test\n")
-    with pytest.raises(ValueError, match=r"split.csv names a/x/3.png, which is not there"):
+    with pytest.raises(ValueError, match=r"split.csv .*a/x/3.png"):
         ImageFolder(root=str(tmp_path)).build()
     (tmp_path / "split.csv").write_text("path,class,split\n")
-    with pytest.raises(ValueError, match=r"split.csv .* lacks the column domain"):
+    with pytest.raises(ValueError, match=r"split.csv .*domain"):
         ImageFolder(root=str(tmp_path)).build()
 
 
-def test_folders_train_and_test_say_what_is_for_testing(tmp_path: Path) -> None:
+def test_image_folder_train_and_test_folders(tmp_path: Path) -> None:
     for split, count in (("train", 3), ("test", 2), ("val", 5)):
         for name in ("normal", "ill"):
             for number in range(count):
@@ -542,7 +517,7 @@ def test_folders_train_and_test_say_what_is_for_testing(tmp_path: Path) -> None:
     assert built.class_names == ["ill", "normal"] and built.domain_names == ["fundus"]
 
 
-def test_folders_train_and_test_may_hold_domains_and_the_test_set_may_be_common(
+def test_image_folder_domains_may_share_test_set(
     tmp_path: Path,
 ) -> None:
     for hospital in ("zurich", "basel"):
@@ -556,32 +531,30 @@ def test_folders_train_and_test_may_hold_domains_and_the_test_set_may_be_common(
     ]
 
 
-def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.root=None is no folder"):
+def test_image_folder_mistakes_name_key_and_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data=image_folder needs data\.root"):
         ImageFolder().build()
-    with pytest.raises(ValueError, match=rf"data.root={tmp_path} holds no pictures"):
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*no pictures"):
         ImageFolder(root=str(tmp_path)).build()
     write_picture(tmp_path / "a/1.png", picture())
     (tmp_path / "a/2.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'a/2.png'} is not a readable picture"):
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'a/2.png'} "):
         ImageFolder(root=str(tmp_path)).build()
     write_picture(tmp_path / "b/a/1.png", picture())
-    with pytest.raises(ValueError, match=r"mixes class/ and domain/class/"):
+    with pytest.raises(ValueError, match=r"data\.root=.*class/ and domain/class/"):
         ImageFolder(root=str(tmp_path)).build()
 
 
-def test_pictures_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
+def test_pictures_of_more_than_eight_bits_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((4, 4), 40_000, dtype=np.uint16)).save(tmp_path / "a/1.png")
-    with pytest.raises(ValueError, match=r"a/1.png has more than 8 bits per pixel"):
+    with pytest.raises(ValueError, match=r"a/1.png .*8 bits"):
         ImageFolder(root=str(tmp_path)).build()
 
 
-# ---- whichever form lies there ---------------------------------------------------------------------------------------
-
-
+# ---- data sets by name ---------------------------------------------------------------------------
 def forms(root: Path) -> list[np.ndarray]:
-    """One set of two classes and four images as strips, Parquet and pictures, each in a folder of its form's name."""
+    """Write one set of two classes and four images as strips, Parquet files and pictures."""
     images = list(write_strips(root / "strips/Office-Home", rows=(2, 2), classes=["a", "b"]))
     names = {"class_names": json.dumps(["a", "b"])}
     for split, part in (("train", images[:2]), ("test", images[2:])):
@@ -592,9 +565,7 @@ def forms(root: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["strips", "parquet", "pictures"])
-def test_a_named_set_is_the_same_in_every_form_and_found_under_any_spelling(
-    form: str, tmp_path: Path
-) -> None:
+def test_stored_set_is_the_same_in_every_form(form: str, tmp_path: Path) -> None:
     images = forms(tmp_path)
     around = Stored(root=str(tmp_path / form), name="OfficeHome").build()
     assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [
@@ -608,7 +579,7 @@ def test_a_named_set_is_the_same_in_every_form_and_found_under_any_spelling(
     assert np.array_equal(itself.inputs, around.inputs)
 
 
-def test_columns_and_fraction_reach_the_parquet_reader(tmp_path: Path) -> None:
+def test_stored_passes_columns_to_parquet(tmp_path: Path) -> None:
     write_parquet(
         tmp_path / "train.parquet",
         [picture() for _ in range(4)],
@@ -625,24 +596,20 @@ def test_columns_and_fraction_reach_the_parquet_reader(tmp_path: Path) -> None:
     )
 
 
-def test_a_named_set_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"data.root=None is no folder: name the one with PACS as strips, Parquet"
-    ):
+def test_stored_names_missing_set(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"PACS needs data\.root"):
         Stored(name="PACS").build()
     with pytest.raises(
         ValueError,
-        match=rf"data.root={tmp_path} has no folder PACS and is none itself: .* no pictures",
+        match=rf"data.root={tmp_path} has no folder PACS.*no pictures",
     ):
         Stored(root=str(tmp_path), name="PACS").build()
-    with pytest.raises(ValueError, match=r"data.test_fraction=1.0 must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match=r"data.test_fraction=1.0"):
         Stored(root=str(tmp_path), test_fraction=1.0)
 
 
-# ---- real data -------------------------------------------------------------------------------------------------------
-
-
-def test_pacs_has_four_domains_and_the_stated_split(shared: Path) -> None:
+# ---- real data -----------------------------------------------------------------------------------
+def test_pacs_has_four_domains(shared: Path) -> None:
     built = Stored(root=str(shared / "data"), name="PACS", size=32).build()
     assert built.domain_names == ["art_painting", "cartoon", "photo", "sketch"]
     assert built.class_names == ["dog", "elephant", "giraffe", "guitar", "horse", "house", "person"]

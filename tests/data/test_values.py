@@ -1,4 +1,4 @@
-"""Columns in every type of NumPy, PyTorch, pandas, SciPy and Arrow are read, or refused in one sentence."""
+"""Columns in every type of NumPy, PyTorch, pandas, SciPy and Arrow are read or rejected."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from scipy import sparse
 
 from raysim.data.arrays import store_arrays
 from raysim.data.dataset import Dataset
+from raysim.data.raw import Raw, Source
 from raysim.data.sources import Parquet
 from raysim.data.values import plain_array
 
@@ -121,7 +122,7 @@ MISSING = {
 
 @pytest.mark.parametrize("name", MISSING)
 @pytest.mark.parametrize("place", [1, 2], ids=["labels", "users"])
-def test_missing_values_are_refused(name: str, place: int) -> None:
+def test_missing_values_are_rejected(name: str, place: int) -> None:
     parts: list[Any] = [TABLE, INTEGERS, INTEGERS]
     parts[place] = MISSING[name]
     with pytest.raises(ValueError, match=r"^data: "):
@@ -149,13 +150,15 @@ UNREADABLE = {
     "one text": "abcdef",
     "nothing": None,
     "generator": (label for label in INTEGERS),
-    "ragged": [[1, 2], [1], [1], [1], [1], [1]],
+    "dictionary": {"first": INTEGERS, "second": INTEGERS},
+    "dictionaries": [{"a": 1}] * 6,
+    "ragged floats": [[0.5, 1.5], [0.5], [0.5], [0.5], [0.5], [0.5]],
 }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_types_that_cannot_be_read_are_refused(name: str) -> None:
+def test_unreadable_types_are_rejected(name: str) -> None:
     for parts in (
         (TABLE, UNREADABLE[name]),
         (UNREADABLE[name], INTEGERS),
@@ -165,7 +168,48 @@ def test_types_that_cannot_be_read_are_refused(name: str) -> None:
             store_arrays(parts)
 
 
-# ---- inputs --------------------------------------------------------------------------------------------------------
+# ---- dictionaries of inputs ----------------------------------------------------------------------
+class Items(torch.utils.data.Dataset):
+    """A data set whose items are given."""
+
+    def __init__(self, *items: object) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> object:
+        return self.items[row]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ({"image": TABLE, "age": TABLE}, INTEGERS),
+        Items(*[{"image": row, "age": row} for row in TABLE]),
+        Items(*[({"image": row, "age": row}, 0) for row in TABLE]),
+    ],
+    ids=["dictionary", "items", "inputs of items"],
+)
+def test_dictionary_of_inputs_is_rejected_with_its_keys(data: object) -> None:
+    with pytest.raises(ValueError, match=r"^data: .*image, age"):
+        store_arrays(data)
+
+
+class DictionarySource(Source):
+    """A source whose inputs are a dictionary."""
+
+    def read(self) -> Raw:
+        inputs: Any = {"image": TABLE, "age": TABLE}
+        return Raw(inputs, np.array(INTEGERS), 6, ["a", "b", "c"])
+
+
+def test_source_with_dictionary_of_inputs_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"DictionarySource .*image, age"):
+        DictionarySource().build()
+
+
+# ---- inputs --------------------------------------------------------------------------------------
 def frame(**columns: Any) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
@@ -201,12 +245,12 @@ def test_inputs_of_any_type_are_the_same_data(inputs: object) -> None:
     assert np.array_equal(dataset.inputs, TABLE.astype(np.float32))
 
 
-def test_integers_in_a_frame_are_numbers() -> None:
+def test_frame_of_integers_has_numbers() -> None:
     dataset = store_arrays((frame(age=INTEGERS, score=[3, 2, 1, 3, 2, 1]), INTEGERS)).build()
     assert dataset.tokens is None and dataset.inputs[:, 1].tolist() == [3, 2, 1, 3, 2, 1]
 
 
-def test_text_in_a_frame_is_named() -> None:
+def test_frame_with_text_names_the_column() -> None:
     with pytest.raises(ValueError, match="column city"):
         store_arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
 
@@ -214,24 +258,24 @@ def test_text_in_a_frame_is_named() -> None:
 @pytest.mark.parametrize(
     "inputs", [np.full((6, 2), 1e300), np.full((6, 2), -1e39), [[1e300, 0.0]] * 6]
 )
-def test_arrays_beyond_float32_are_refused(inputs: object) -> None:
+def test_inputs_beyond_float32_are_rejected(inputs: object) -> None:
     with pytest.raises(ValueError, match=r"inputs .* float32"):
         store_arrays((inputs, INTEGERS))
 
 
-def test_the_largest_float32_is_stored() -> None:
+def test_largest_float32_is_stored() -> None:
     largest = float(np.finfo(np.float32).max)
     assert store_arrays((np.full((6, 2), largest), INTEGERS)).build().inputs.max() == np.float32(
         largest
     )
 
 
-def test_labels_beyond_float32_are_refused() -> None:
+def test_labels_beyond_float32_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"label 1e[+]300"):
         store_arrays((TABLE, np.linspace(0, 1e300, 6)))
 
 
-# ---- Arrow's types in files ----------------------------------------------------------------------------------------
+# ---- Arrow's types in files ----------------------------------------------------------------------
 def read_parquet(folder: Path, **columns: Any) -> Dataset:
     table = {"x": pa.array(np.arange(6.0)), "label": pa.array(INTEGERS)} | columns
     pq.write_table(pa.table(table), folder / "train.parquet")
@@ -290,9 +334,7 @@ def test_arrow_text_is_labels_and_users(column: pa.Array, tmp_path: Path) -> Non
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_arrow_columns_that_cannot_be_read_are_named(
-    column: pa.Array, name: str, tmp_path: Path
-) -> None:
+def test_unreadable_arrow_column_is_named(column: pa.Array, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"column {name} "):
         read_parquet(tmp_path, **{name: column})
 
@@ -300,6 +342,6 @@ def test_arrow_columns_that_cannot_be_read_are_named(
 @pytest.mark.parametrize(
     "column", [pa.array([1e300] * 6), pa.array([[1e300]] * 6)], ids=["numbers", "vectors"]
 )
-def test_parquet_beyond_float32_is_refused(column: pa.Array, tmp_path: Path) -> None:
+def test_parquet_beyond_float32_is_rejected(column: pa.Array, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"column x .*float32"):
         read_parquet(tmp_path, x=column)

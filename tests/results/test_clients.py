@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysim.data.federated import class_counts
 from raysim.data.heterogeneity import heterogeneity
+from raysim.data.split_statistics import class_counts
 from raysim.experiment.execute import build, run
 from raysim.results.clients import (
     CLIENTS_FILE,

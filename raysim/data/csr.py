@@ -1,0 +1,98 @@
+"""The rows of every client in two integer arrays, however many clients there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class CSR:
+    """The row numbers of N clients: client k has `indices[offsets[k]:offsets[k+1]]`.
+
+    Both arrays are int64; `offsets` has N + 1 entries, the first of which is 0. The arrays can
+    also be read by their names, `csr["indices"]`, as those of the project's test vectors.
+    """
+
+    indices: Ints
+    offsets: Ints
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("indices", "offsets"))
+
+    def __getitem__(self, name: str) -> Ints:
+        return {"indices": self.indices, "offsets": self.offsets}[name]
+
+    @property
+    def counts(self) -> Ints:
+        """Return the number of rows of each client, [N]."""
+        return np.diff(self.offsets)
+
+    @property
+    def owners(self) -> Ints:
+        """Return the client of each entry of `indices`."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    def rows(self, client: int) -> Ints:
+        """Return the row numbers of one client, as a view."""
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+
+    @classmethod
+    def from_counts(cls, indices: Ints, counts: Ints) -> CSR:
+        """Return consecutive parts of `indices`, of `counts[k]` rows for client k."""
+        return cls(indices, np.concatenate(([0], np.cumsum(counts))))
+
+    @classmethod
+    def from_owners(cls, indices: Ints, owners: Ints, clients: int) -> CSR:
+        """Group row numbers by the client that owns each; a client's rows keep their order."""
+        counts = np.bincount(owners, minlength=clients)
+        return cls.from_counts(indices[np.argsort(owners, kind="stable")], counts)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The training, test and validation rows of each client; all parts have the same clients.
+
+    train: rows that clients train on; unseen clients have none.
+    test, validation: rows held out of each client's own. validation: None if nothing is held out.
+    spare: training rows that `partition.fraction` left out; None if it left out none.
+    unseen: clients that are never trained, ascending; None: all are trained.
+    with_unseen: the training rows of all clients, unseen ones included; None: as `train`.
+    """
+
+    train: CSR
+    test: CSR
+    spare: CSR | None = None
+    validation: CSR | None = None
+    unseen: Ints | None = None
+    with_unseen: CSR | None = None
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    @property
+    def all_train(self) -> CSR:
+        """Return the training rows of all clients, unseen ones included."""
+        return self.train if self.with_unseen is None else self.with_unseen
+
+    def parts_of_clients(self) -> list[CSR]:
+        """Return the parts that clients hold: all training rows, test and validation rows."""
+        parts = (self.all_train, self.test, self.validation)
+        return [part for part in parts if part is not None]
+
+    @property
+    def unseen_count(self) -> int:
+        """Return how many clients of `train` are unseen; 0 for pooled data with its one client."""
+        if self.unseen is None or self.with_unseen is None:
+            return 0
+        return len(self.unseen)

@@ -1,0 +1,421 @@
+"""Parquet files of pictures, numbers, text or token numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from raysim.data.columns import (
+    USER_NAMES,
+    TokenSettings,
+    are_compatible,
+    assemble,
+    describe_origin,
+    find_column,
+    find_inputs,
+    group_values,
+    label_column,
+    label_values,
+    read_inputs,
+    spread_test_rows,
+    values_type,
+)
+from raysim.data.labels import LabelSet, read_labels
+from raysim.data.pictures import Picture
+from raysim.data.raw import Raw, Source
+from raysim.data.rows import are_names, join_names, natural_order
+from raysim.primitives.checks import at_least, in_range, require
+from raysim.primitives.files import existing_file, parse_json, regular_file, user_path
+from raysim.primitives.kinds import Kind
+
+ROWS_AT_ONCE = 256  # pictures that are read from a file at once
+
+
+class ParquetColumns(NamedTuple):
+    """The columns of Parquet files that are the input, the label and the user.
+
+    user: may be missing in the files. unused: columns that are left out.
+    """
+
+    inputs: list[str]
+    label: str
+    user: str
+    has_pictures: bool
+    unused: list[str]
+
+
+@dataclass(frozen=True)
+class Parquet(Source):
+    """Folders with train.parquet and test.parquet, or with parts train-*.parquet and so on.
+
+    root: one such folder, a list of them, or a folder of them; several are domains, named by their
+    folders.
+    image_column: the picture files, as bytes or in a struct {bytes, path}, as Hugging Face stores
+    them. columns: the input in place of an image; None: all columns but the label and the user, if
+    there is no image column.
+    label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
+    of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
+    test_fraction: the share of each class of each domain that is for testing, for a folder without
+    test.parquet; None: every folder must have that file.
+    length, padding, tokenizer: see `TokenSettings`.
+    """
+
+    root: str | list[str] | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    domain_column: str = "domain"
+    test_fraction: float | None = None
+    columns: list[str] | None = None
+    label: str | None = None
+    user: str | None = None
+    length: int = 128
+    padding: int = 0
+    tokenizer: str | None = None
+
+    def check(self) -> None:
+        if self.test_fraction is not None:
+            in_range("data.test_fraction", self.test_fraction, least=0, below=1)
+        at_least("data.length", self.length, 1)
+
+    def with_domains(self, column: str) -> Parquet:
+        for path in self.files():
+            names = _read_schema(path).names
+            if column not in names:
+                raise ValueError(
+                    f"{path} has no column {column}, it has {', '.join(names)}. Set "
+                    "partition.column."
+                )
+        return replace(self, user=column)
+
+    def files(self) -> list[Path]:
+        paths: list[Path] = []
+        for folder in self._folders():
+            paths += [*split_files(folder, "train"), *split_files(folder, "test")]
+        return paths
+
+    def read(self) -> Raw:
+        folders = self._folders()
+        paths: list[Path] = []
+        test_file_count = 0
+        for folder in folders:
+            paths += split_files(folder, "train")
+        for folder in folders:
+            test_files = split_files(folder, "test")
+            paths += test_files
+            test_file_count += len(test_files)
+        columns = self._find_columns(paths[0])
+        domain_parts = [self._read_domains(path, columns) for path in paths]
+        sizes = [len(part) for part in domain_parts]
+        domains, domain_order = join_names(domain_parts), None
+        if len(folders) > 1:
+            domains, domain_order = _prefix_folders(domain_parts, paths, columns.user)
+        labels = self._read_labels(paths, columns.label, str(folders[0]))
+
+        is_test_file = np.arange(len(paths)) >= len(paths) - test_file_count
+        is_test = np.repeat(is_test_file, sizes)
+        has_no_test_file = [not split_files(path.parent, "test") for path in paths]
+        is_unsplit = np.repeat(has_no_test_file, sizes)
+        if is_unsplit.any():
+            unsplit_labels = labels._replace(values=labels.values[is_unsplit])
+            is_test[is_unsplit] = spread_test_rows(
+                unsplit_labels, domains[is_unsplit], self.test_fraction or 0.0
+            )
+
+        types = _column_types(paths[0])
+        user = columns.user if columns.user in types else None
+        origin = describe_origin(types, columns.inputs, columns.label, user, columns.unused)
+        if columns.has_pictures:
+            rows = np.arange(len(is_test))
+            raw = assemble(rows, labels, domains, is_test, None, origin, domain_order)
+            return replace(raw, inputs=self._train_first_pictures(paths, is_test, sizes))
+        table = pa.concat_tables([_read_columns(path, columns.inputs) for path in paths])
+        settings = TokenSettings(self.length, self.padding, self.tokenizer)
+        inputs, tokens = read_inputs(table, columns.inputs, settings, str(folders[0]))
+        return assemble(inputs, labels, domains, is_test, tokens, origin, domain_order)
+
+    def _find_columns(self, path: Path) -> ParquetColumns:
+        """Return the columns that the settings and the first file's schema say."""
+        types = _column_types(path)
+        names = list(types)
+        label = label_column(names, self.label, self.label_column, str(path))
+        user = self.user or self.domain_column
+        if self.columns is not None:
+            return ParquetColumns(self.columns, label, user, False, [])
+        if self.image_column in names or self.image_column != "image":
+            return ParquetColumns([self.image_column], label, user, True, [])
+        for name, kind in types.items():
+            if name not in (label, user) and _may_be_pictures(kind):
+                raise ValueError(
+                    f"{path} has no column {self.image_column}, and column {name} holds {kind}. "
+                    f"Set data.image_column={name} if these are pictures, or data.columns to the "
+                    "columns of the input."
+                )
+        if user not in names:
+            user = find_column(names, USER_NAMES) or user
+        inputs, unused = find_inputs(None, types, (label, user, self.domain_column), str(path))
+        return ParquetColumns(inputs, label, user, False, unused)
+
+    def _folders(self) -> list[Path]:
+        """Return the folders with the files of each domain."""
+        if not self.root:
+            raise ValueError(
+                "data=parquet needs data.root, a folder with train.parquet and test.parquet, or a "
+                "list of such folders. Set data.root."
+            )
+        if isinstance(self.root, list):
+            folders = [user_path(root) for root in self.root]
+            names = [folder.name for folder in folders]
+            if len(set(names)) < len(names):
+                raise ValueError(
+                    f"data.root={self.root} has two folders of one name, and domains are named by "
+                    "their folders. Rename one."
+                )
+        else:
+            root = user_path(self.root)
+            folders = [root]
+            if root.is_dir() and not split_files(root, "train"):
+                inner = sorted(root.iterdir())
+                folders = [path for path in inner if split_files(path, "train")] or [root]
+        for folder in folders:
+            if not split_files(folder, "train"):
+                raise ValueError(
+                    f"data.root={folder} holds no train.parquet and no train-*.parquet. Name a "
+                    "folder that has them."
+                )
+            if self.test_fraction is None and not split_files(folder, "test"):
+                raise ValueError(
+                    f"data.root={folder} holds no test.parquet and no test-*.parquet. Name a "
+                    "folder that has them, or set data.test_fraction."
+                )
+        return folders
+
+    def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
+        """Return the domain of each row, an integer or text.
+
+        It is the folder's name if there is no column of domains. Raise ValueError if a column that
+        a setting names is missing.
+        """
+        names = _read_schema(path).names
+        input_key = "image_column" if columns.has_pictures else "columns"
+        needed = [(column, input_key) for column in columns.inputs]
+        needed.append((columns.label, "label" if self.label else "label_column"))
+        if self.user:
+            needed.append((self.user, "user"))
+        for column, key in needed:
+            if column not in names:
+                raise ValueError(
+                    f"{path} has no column {column}, it has {', '.join(names)}. Set data.{key}."
+                )
+        present = [name for name in names if name in (columns.label, columns.user)]
+        table = _read_columns(path, present)
+        for name in table.column_names:
+            if table[name].null_count:
+                raise ValueError(
+                    f"{path}: column {name} has empty values. Remove or fill these rows."
+                )
+        if columns.user not in names:
+            return np.full(table.num_rows, path.parent.name)
+        domains = group_values(table, columns.user, str(path))
+        return domains if domains.dtype.kind in "iu" else domains.astype(np.str_)
+
+    def _read_labels(self, paths: list[Path], label: str, place: str) -> LabelSet:
+        _check_label_types(paths, label, self.kind)
+        parts = []
+        for path in paths:
+            parts.append(label_values(_read_columns(path, [label]), label, str(path)))
+        values = _join_labels(paths, parts, label)
+        return read_labels(values, self.kind, _read_class_names(paths, label), place)
+
+    def _train_first_pictures(
+        self, paths: list[Path], is_test: NDArray[np.bool_], sizes: list[int]
+    ) -> Iterator[Picture]:
+        """Yield the pictures of all training rows, then those of all test rows."""
+        masks = np.split(is_test, np.cumsum(sizes)[:-1])
+        for path, mask in zip(paths, masks, strict=True):
+            if not mask.all():
+                yield from itertools.compress(self._read_pictures(path), ~mask)
+        for path, mask in zip(paths, masks, strict=True):
+            if mask.any():
+                yield from itertools.compress(self._read_pictures(path), mask)
+
+    def _read_pictures(self, path: Path) -> Iterator[Picture]:
+        kind = _read_schema(path).field(self.image_column).type
+        bytes_type = kind
+        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            bytes_type = kind.field("bytes").type
+        if not (pa.types.is_binary(bytes_type) or pa.types.is_large_binary(bytes_type)):
+            raise ValueError(
+                f"{path}: column {self.image_column} holds {kind}, and not the bytes of picture "
+                "files, alone or as `bytes` of a struct. Set data.image_column to a column that "
+                "does."
+            )
+        with _readable(path):
+            batches = pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE, columns=[self.image_column])
+        rows = itertools.count()
+        while True:
+            with _readable(path):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for value in batch.column(0).to_pylist():
+                content = value["bytes"] if isinstance(value, dict) else value
+                yield Picture(f"{path}, row {next(rows)}", content)
+
+
+def split_files(folder: Path, split: str) -> list[Path]:
+    """Return <split>.parquet of a folder, else its parts <split>-*.parquet."""
+    parts = existing_file(folder / f"{split}.parquet")
+    return parts or [regular_file(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
+
+
+def has_parquet_files(folder: Path) -> bool:
+    """Return True if a folder, or one inside it, has training files."""
+    inner = [path for path in folder.iterdir() if path.is_dir()]
+    return any(split_files(path, "train") for path in (folder, *inner))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise ValueError with the file's name if it cannot be read."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{path} is no readable Parquet file ({error}). Fetch it again."
+        ) from error
+
+
+def _read_schema(path: Path) -> pa.Schema:
+    with _readable(path):
+        return pq.read_schema(path)
+
+
+def _read_columns(path: Path, columns: list[str]) -> pa.Table:
+    with _readable(path):
+        return pq.read_table(path, columns=columns)
+
+
+def _column_types(path: Path) -> dict[str, pa.DataType]:
+    """Return the types of a file's columns by their names."""
+    schema = _read_schema(path)
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
+def _may_be_pictures(kind: pa.DataType) -> bool:
+    tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_struct)
+    return any(bool(test(kind)) for test in tests)
+
+
+# ---- domains and labels --------------------------------------------------------------------------
+def _prefix_folders(
+    parts: list[NDArray[Any]], paths: list[Path], user: str
+) -> tuple[NDArray[np.str_], list[str] | None]:
+    """Put the folder's name in front of the names in a domain column.
+
+    parts: the domains of each file. Return also the order of the domains, None if some are text.
+    """
+    names = []
+    parts_by_folder: dict[str, list[NDArray[Any]]] = {}
+    for part, path in zip(parts, paths, strict=True):
+        folder = path.parent.name
+        parts_by_folder.setdefault(folder, []).append(part)
+        has_column = user in _read_schema(path).names
+        names.append(np.char.add(f"{folder}/", part.astype(np.str_)) if has_column else part)
+    domains = np.concatenate(names)
+    if any(part.dtype.kind not in "iu" for part in parts):
+        return domains, None
+    order = []
+    for folder in sorted(parts_by_folder):
+        order += [f"{folder}/{name}" for name in natural_order(join_names(parts_by_folder[folder]))]
+    return domains, order
+
+
+def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
+    """Raise ValueError if files mix text and numbers, or lists and single labels.
+
+    kind: with None and classification, floats and integers do not mix either, because integers
+    would become values unnoticed.
+    """
+    first_paths: dict[pa.DataType, Path] = {}
+    for path in paths:
+        first_paths.setdefault(values_type(_read_schema(path).field(name).type), path)
+    separate_floats = kind in (None, "classification")
+    for (one, earlier), (other, path) in itertools.combinations(first_paths.items(), 2):
+        if are_compatible(one, other, separate_floats):
+            continue
+        hint = ""
+        if are_compatible(one, other, separate_floats=False):
+            hint = ", or set data.kind=regression"
+        raise ValueError(
+            f"{path}: column {name} holds {other}, but {earlier} holds {one}. Use one type for all "
+            f"files{hint}."
+        )
+
+
+def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
+    """Return the labels of all files in the form of the first file's.
+
+    That is an array of numbers or text, a list for each row, or rows of a fixed length.
+    """
+    if isinstance(parts[0], list):
+        rows: list[Any] = []
+        for part in parts:
+            rows += part if isinstance(part, list) else part.tolist()
+        return rows
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    width = parts[0].shape[1]
+    arrays = []
+    for path, part in zip(paths, parts, strict=True):
+        for row in part:
+            if len(row) != width:
+                raise ValueError(
+                    f"{path}: column {name} has a list of {len(row)} labels, and {paths[0]} lists "
+                    f"of {width}. Make them equally long."
+                )
+        arrays.append(np.array(part).reshape(len(part), width))
+    return np.concatenate(arrays)
+
+
+def _read_class_names(paths: list[Path], label: str) -> list[str] | None:
+    """Return the class names in the files' metadata, raysim's or Hugging Face's.
+
+    Raise ValueError if two files name different classes.
+    """
+    class_names: list[str] | None = None
+    for path in paths:
+        names = _read_names_of_file(path, label)
+        if names and class_names and names != class_names:
+            raise ValueError(
+                f"{path} names the classes {', '.join(names)}, the files before it "
+                f"{', '.join(class_names)}. Give all files the same names."
+            )
+        class_names = class_names or names
+    return class_names
+
+
+def _read_names_of_file(path: Path, label: str) -> list[str] | None:
+    names: list[str] | None
+    metadata = _read_schema(path).metadata or {}
+    try:
+        names = parse_json(metadata.get(b"class_names", b"null"))
+        hugging_face = parse_json(metadata.get(b"huggingface", b"{}"))
+        features = hugging_face.get("info", {}).get("features", {})
+        if names is None:
+            names = features.get(label, {}).get("names")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: its class names ({error}) must be a list of different texts in JSON."
+        ) from error
+    has_names = names is None or are_names(names)
+    return require(f"{path}: its class names", names, has_names, "a list of different texts")

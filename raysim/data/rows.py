@@ -1,0 +1,117 @@
+"""Rows of a data set: which are for testing, their order, and numbers for labels and domains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysim.data.csr import Ints
+from raysim.data.splits import floor_counts
+
+
+# ---- training and test rows ----------------------------------------------------------------------
+def choose_test_rows(groups: Ints, fraction: float) -> NDArray[np.bool_]:
+    """Mark `fraction` of each group's rows, rounded down and evenly spread, as test rows."""
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups)
+    rank = np.empty(len(groups), dtype=np.int64)
+    rank[order] = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return floor_counts((rank + 1) * fraction) > floor_counts(rank * fraction)
+
+
+def train_first(is_test: NDArray[np.bool_]) -> tuple[Ints, int]:
+    """Return the order with training rows first, and the number of training rows."""
+    return np.argsort(is_test, kind="stable"), int((~is_test).sum())
+
+
+# ---- numbers for names ---------------------------------------------------------------------------
+def are_names(value: object) -> bool:
+    """Return True if a value from a file can be the names of classes."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
+
+
+def number_labels(
+    values: NDArray[np.generic], names: list[str] | None, place: str, rows: int | None = None
+) -> tuple[Ints, list[str]]:
+    """Return labels as numbers 0 to C-1, and the names of the C classes.
+
+    values: integers or text; text is numbered by `names`, or alphabetically.
+    names: None gives integers as many classes as the largest label says, but no more than `rows`
+    (None: as many as there are labels). place: the source in messages.
+    """
+    rows = len(values) if rows is None else rows
+    if values.dtype.kind in "OU":
+        return _number_text(values, names, place)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{place} has labels of type {values.dtype}. Give integers or text.")
+    if not len(values):
+        return values.astype(np.int64), names or []
+    lowest, highest = int(values.min()), int(values.max())
+    if not names and highest >= rows and lowest >= 0:
+        raise ValueError(
+            f"{place} has the label {highest}, and {rows} samples: labels without names count the "
+            "classes from 0. Number them without gaps, give all classes their names, or set "
+            "data.kind=regression for values."
+        )
+    classes = len(names) if names else highest + 1
+    if lowest < 0 or highest >= classes:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"{place} has the label {wrong}, its classes are 0 to {classes - 1}. Correct it."
+        )
+    return values.astype(np.int64), names or [str(label) for label in range(classes)]
+
+
+def _number_text(
+    values: NDArray[np.generic], names: list[str] | None, place: str
+) -> tuple[Ints, list[str]]:
+    present = sorted(set(values.tolist()))
+    names = names or present
+    unknown = sorted(set(present) - set(names))
+    if unknown:
+        raise ValueError(
+            f"{place} has the label {unknown[0]}, its class names are {', '.join(names)}. Correct "
+            "one of them."
+        )
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers[value] for value in values.tolist()], dtype=np.int64), names
+
+
+def number_domains(
+    values: NDArray[Any], is_train: NDArray[np.bool_], order: Sequence[str] | None = None
+) -> tuple[Ints, list[str]]:
+    """Number domains, or users; those without training rows come last.
+
+    values: the name of each row's domain. order: all names in the order of their numbers; None:
+    `natural_order`.
+    """
+    names = values.astype(np.str_)
+    ordered = natural_order(values) if order is None else order
+    trained = set(names[is_train].tolist())
+    with_training_rows = [name for name in ordered if name in trained]
+    without_training_rows = [name for name in ordered if name not in trained]
+    return number_labels(names, with_training_rows + without_training_rows, "a domain")
+
+
+def natural_order(values: NDArray[Any]) -> list[str]:
+    """Return the different values as text, in order.
+
+    Numbers are ordered by value, text as text ("user10" comes before "user2").
+    """
+    if values.dtype.kind in "iuf":
+        return [str(value) for value in np.unique(values).tolist()]
+    return sorted(set(values.astype(np.str_).tolist()))
+
+
+def join_names(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate names of domains, as integers if all are integers, else as text."""
+    if all(part.dtype.kind in "iu" for part in parts):
+        joined = np.concatenate(parts)
+        if joined.dtype.kind in "iu":  # signed and unsigned integers of 64 bits become floats
+            return joined
+    return np.concatenate([part.astype(np.str_) for part in parts])

@@ -1,0 +1,275 @@
+"""Pure functions that split rows over clients: every random draw is an argument.
+
+The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
+Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). No function makes
+a Python object per client, so that a million clients cost two arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from raysim.data.csr import CSR, Floats, Ints, Partition
+
+# Without it a cumulative sum of 0.99...9 gives a sample to a client whose share is 0, and
+# 100 * 0.29 gives 28.
+GUARD = 1e-9
+
+
+# ---- counts --------------------------------------------------------------------------------------
+def fraction_count(*, total: int, fraction: float) -> int:
+    """Return floor(total * fraction + 1e-9)."""
+    return math.floor(total * fraction + GUARD)
+
+
+def floor_counts(values: NDArray[np.floating]) -> Ints:
+    """Return floor(value + 1e-9) of each value, as `fraction_count` does for one."""
+    counts: Ints = np.floor(values + GUARD).astype(np.int64)
+    return counts
+
+
+def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
+    """Return True if every client has at least `minimum` rows."""
+    return bool((np.diff(np.asarray(offsets)) >= minimum).all())
+
+
+def share_counts(total: int, shares: Floats) -> Ints:
+    """Cut `total` samples at the cumulative shares; the last share gets all that remain."""
+    cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
+    cuts[-1] = total
+    return np.diff(cuts, prepend=0)
+
+
+def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> Iterator[Ints]:
+    """Yield, for one class after another, how many of its samples each client gets, [N].
+
+    sizes: samples of each class, [C]. proportions: the clients' shares of each class, [C, N].
+    balance: a client that holds n/N samples or more gets nothing of the following classes.
+    """
+    total, clients = int(sizes.sum()), proportions.shape[1]
+    totals = np.zeros(clients, dtype=np.int64)
+    for size, class_shares in zip(sizes, proportions, strict=True):
+        shares = class_shares
+        if balance and size:
+            is_open = totals * clients < total
+            shares = np.where(is_open, shares, 0.0)
+            if not shares.sum() > 0:
+                shares = is_open
+            shares = shares / shares.sum()
+        counts = share_counts(int(size), shares)
+        totals += counts
+        yield counts
+
+
+def _even_offsets(total: int, parts: int) -> Ints:
+    """Return the bounds of even parts, [parts + 1]; the first ones get one sample more."""
+    numbers = np.arange(parts + 1)
+    return numbers * (total // parts) + np.minimum(numbers, total % parts)
+
+
+# ---- splits of all rows --------------------------------------------------------------------------
+def iid_split(*, order: ArrayLike, num_clients: int) -> CSR:
+    """Cut a permutation into even parts; the first n mod N clients get one sample more."""
+    indices = np.asarray(order, dtype=np.int64)
+    return CSR(indices, _even_offsets(len(indices), num_clients))
+
+
+def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
+    """Cut a permutation at the cumulative `proportions`, [N]."""
+    indices = np.asarray(order, dtype=np.int64)
+    return CSR.from_counts(indices, share_counts(len(indices), np.asarray(proportions)))
+
+
+def dirichlet_label_split(
+    *, labels: ArrayLike, proportions: ArrayLike, order: ArrayLike, balance: bool = False
+) -> CSR:
+    """Cut each class, in `order`, at the cumulative `proportions`, [C, N].
+
+    balance: see `class_counts_by_client`.
+    """
+    labels, shares = np.asarray(labels), np.asarray(proportions)
+    clients = np.arange(shares.shape[1])
+    sizes = np.bincount(labels, minlength=len(shares))
+    owners = []
+    for counts in class_counts_by_client(sizes, shares, balance):
+        owners.append(np.repeat(clients, counts))
+    samples = _sort_by_class(labels, np.asarray(order))
+    return CSR.from_owners(samples, np.concatenate(owners), len(clients))
+
+
+def class_proportions(*, client_distributions: ArrayLike) -> Floats:
+    """Turn the clients' class distributions, [N, C], into clients' shares of each class, [C, N].
+
+    A class that no client wants is shared equally.
+    """
+    weights = np.asarray(client_distributions, dtype=np.float64).T
+    mass = weights.sum(axis=1, keepdims=True)
+    equal = np.full_like(weights, 1 / weights.shape[1])
+    shares: Floats = np.divide(weights, mass, out=equal, where=mass > 0)
+    return shares
+
+
+def dirichlet_client_split(
+    *,
+    labels: ArrayLike,
+    proportions: ArrayLike,
+    turns: ArrayLike,
+    uniforms: ArrayLike,
+    order: ArrayLike,
+) -> CSR:
+    """Let clients take single samples in turn, without replacement.
+
+    proportions: each client's class distribution, [N, C].
+    turns: the client that takes each sample, [n]. uniforms: its draw in [0, 1), [n].
+    order: within a class, samples are taken in this order.
+    """
+    labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
+    pools = np.bincount(labels, minlength=shares.shape[1])
+    classes = draw_classes(shares, turns, np.asarray(uniforms), pools)
+    return hand_out_classes(labels, turns, classes, np.asarray(order), len(shares))
+
+
+def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
+    """Return the class that is taken at each turn, by inverse CDF over the classes that are left.
+
+    proportions: each client's class distribution, [N, C].
+    pools: samples left of each class, [C]; what is taken is subtracted in place.
+    """
+    shares = np.where(pools > 0, proportions, 0.0)
+    classes = np.empty(len(turns), dtype=np.int64)
+    for step, (client, uniform) in enumerate(zip(turns.tolist(), uniforms.tolist(), strict=True)):
+        cumulative = np.cumsum(shares[client])
+        if not cumulative[-1] > 0:  # the client's classes are used up: it takes any other
+            cumulative = np.cumsum(pools / pools.sum())
+        label = int(np.searchsorted(cumulative / cumulative[-1], uniform, side="right"))
+        if label == len(pools):  # rounding: take the last class of positive probability
+            label = int(np.searchsorted(cumulative, cumulative[-1]))
+        classes[step] = label
+        pools[label] -= 1
+        if not pools[label]:
+            shares[:, label] = 0.0
+    return classes
+
+
+def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
+    """Give each turn a sample of the class it took; samples of a class go out in `order`.
+
+    A client's rows are in the order of its turns.
+    """
+    samples = _sort_by_class(labels, order)
+    sizes = np.bincount(labels)
+    starts = np.cumsum(sizes) - sizes
+    by_class = np.argsort(classes, kind="stable")
+    counts = np.bincount(classes, minlength=len(starts))
+    places = np.arange(len(classes)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    indices = np.empty(len(classes), dtype=np.int64)
+    indices[by_class] = samples[places]
+    return CSR.from_owners(indices, turns, clients)
+
+
+def shard_split(
+    *,
+    labels: ArrayLike,
+    num_clients: int,
+    shards_per_client: int,
+    order: ArrayLike,
+    assignment: ArrayLike,
+) -> CSR:
+    """Sort by label, cut into N * S even shards and give client k S of them.
+
+    assignment: the shards in the order in which clients get them, [N * S].
+    """
+    samples = _sort_by_class(np.asarray(labels), np.asarray(order))
+    bounds = _even_offsets(len(samples), num_clients * shards_per_client)
+    shards = np.asarray(assignment)
+    sizes = np.diff(bounds)[shards]
+    ends = np.cumsum(sizes)
+    places = np.arange(len(samples)) + np.repeat(bounds[shards] - (ends - sizes), sizes)
+    offsets = np.concatenate(([0], ends[shards_per_client - 1 :: shards_per_client]))
+    return CSR(samples[places], offsets)
+
+
+def domain_split(
+    *, domains: ArrayLike, num_domains: int, order: ArrayLike, clients_per_domain: int = 1
+) -> CSR:
+    """Cut each domain, in `order`, evenly over its clients.
+
+    Client `domain * clients_per_domain + part` gets that part of the domain.
+    """
+    domains = np.asarray(domains)
+    sizes = np.bincount(domains, minlength=num_domains)
+    counts = [np.diff(_even_offsets(int(size), clients_per_domain)) for size in sizes]
+    samples = _sort_by_class(domains, np.asarray(order))
+    return CSR.from_counts(samples, np.concatenate(counts))
+
+
+def domain_class_split(
+    *,
+    domains: ArrayLike,
+    labels: ArrayLike,
+    num_domains: int,
+    class_groups: Sequence[Sequence[int]],
+) -> CSR:
+    """Make a client of each domain and group of classes; its row numbers ascend.
+
+    Client `domain * len(class_groups) + group`. Rows of classes in no group stay unused.
+    """
+    domains, labels = np.asarray(domains), np.asarray(labels)
+    largest = int(labels.max(initial=0))
+    for group in class_groups:
+        largest = max(largest, *group)
+    group_of_class = np.full(largest + 1, -1)
+    for number, group in enumerate(class_groups):
+        group_of_class[list(group)] = number
+    groups = group_of_class[labels]
+    used = np.flatnonzero(groups >= 0)
+    owners = domains[used] * len(class_groups) + groups[used]
+    return CSR.from_owners(used, owners, num_domains * len(class_groups))
+
+
+# ---- parts of each client's rows -----------------------------------------------------------------
+def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order: ArrayLike) -> CSR:
+    """Keep the first `fraction_count` rows of each client by `order`.
+
+    indices, offsets: of a `CSR`. The rows of a smaller fraction are among those of a larger one.
+    """
+    csr = CSR(np.asarray(indices), np.asarray(offsets))
+    places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
+    return CSR.from_owners(csr.indices[places], csr.owners[places], len(csr))
+
+
+def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
+    """Return where in `csr.indices` the first `counts[k]` rows by `order` of each client k are."""
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = np.arange(len(order))
+    places = np.lexsort((ranks[csr.indices], csr.owners))
+    rank_in_client = np.arange(len(places)) - np.repeat(csr.offsets[:-1], csr.counts)
+    return places[rank_in_client < np.repeat(counts, csr.counts)]
+
+
+def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
+    """Hold out shares of each client's rows, by `order` first for test, then for validation.
+
+    Each part has `fraction_count` rows, but the last row of a client stays in training.
+    """
+    most = np.maximum(csr.counts - 1, 0)
+    test_counts = np.minimum(floor_counts(csr.counts * test), most)
+    out_counts = np.minimum(test_counts + floor_counts(csr.counts * validation), most)
+    part_of_row = np.zeros(len(csr.indices), dtype=np.int8)  # 0: training, 1: test, 2: validation
+    part_of_row[leading_places(csr, out_counts, order)] = 2
+    part_of_row[leading_places(csr, test_counts, order)] = 1
+    parts = []
+    for part in range(3):
+        is_in_part = part_of_row == part
+        rows, owners = csr.indices[is_in_part], csr.owners[is_in_part]
+        parts.append(CSR.from_owners(rows, owners, len(csr)))
+    return Partition(parts[0], parts[1], validation=parts[2] if validation else None)
+
+
+def _sort_by_class(labels: Ints, order: Ints) -> Ints:
+    """Return all row numbers by ascending class, within a class by `order`."""
+    return np.asarray(order[np.argsort(labels[order], kind="stable")], dtype=np.int64)
