@@ -53,9 +53,11 @@ MANY = 20  # names that hide the one that is meant
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The most similar valid name, or ""."""
-    alike = 0.5 if len(name) < 4 else 0.6  # rl is half of lr
-    return next(iter(difflib.get_close_matches(name, list(valid), 1, alike)), "")
+    """Return the most similar valid name in upper or lower case, or ""."""
+    by_lower_case = {option.lower(): option for option in reversed(list(valid))}
+    cutoff = 0.5 if len(name) < 4 else 0.6  # rl is half of lr
+    matches = difflib.get_close_matches(name.lower(), list(by_lower_case), 1, cutoff)
+    return by_lower_case[matches[0]] if matches else ""
 
 
 def suggest(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from raysim.data.domains import Domains
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source, Stored
+from raysim.experiment.compose import compose as compose_run
 from raysim.experiment.instantiate import build_object, resolve
 from raysim.primitives.files import conf_folder
 
@@ -143,3 +144,12 @@ def test_wrong_value_names_its_key() -> None:
         built("data/mnist", "data.rotation.per=row")
     with pytest.raises(ValueError, match=r"partition.clients=0"):
         built("partition/iid", "partition.clients=0")
+
+
+@pytest.mark.parametrize(
+    ("override", "option"),
+    [("data=MNIST", "mnist"), ("data=CSV", "csv"), ("partition=IID", "iid"), ("model=MLP", "mlp")],
+)
+def test_option_in_wrong_case_gets_a_suggestion(override: str, option: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{override} .*did you mean {option}\?"):
+        compose_run([override])
