@@ -92,7 +92,7 @@ class WorkerCalls:
             self.wait(call)
 
     def _send(self, call: Call) -> None:
-        self._client_states.returned(call.bytes_read)  # 0 unless the call is made again
+        self._client_states.release_read(call.bytes_read)  # 0 unless the call is made again
         sent, call.bytes_read = self._client_states.send(call.worker, call.states)
         left = [use.next_job for use in call.states if use.next_job >= 0]
         returned = 1 + len(left) + call.remote_values
@@ -153,7 +153,7 @@ class WorkerCalls:
         call.is_answered, call.args, call.ref = True, (), None
         self._unanswered[worker].remove(call)
         self._deaths_in_a_row[worker] = 0
-        self._client_states.returned(call.bytes_read)
+        self._client_states.release_read(call.bytes_read)
         self.when_answered(call)
 
     # --- deaths ----------------------------------------------------------------------------------------------------

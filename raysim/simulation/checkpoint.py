@@ -1,14 +1,16 @@
-"""Checkpoints: everything a run is, written atomically, verified on reading, without pickle.
+"""Checkpoints: the complete state of a run, written atomically, verified when read, without pickle.
 
-A checkpoint is a folder `round-000050` with `run.json` (numbers), `server.safetensors` (named tensors; many go to
-several files), `index.safetensors` and `manifest.json`. What checkpoints share is in `log` beside it: client states in
-`states-00000017.safetensors`, where the index says which file has whose (`state_log`), and of a long history thousands
-of rows at a time in `rows-00000009.json`. The manifest has the SHA-256 of every file that the checkpoint needs, and of
-what it says itself. It comes last: before it, there is no checkpoint. No file is ever changed, and those that no
-manifest names are removed.
+A checkpoint is a folder `round-000050` with `run.json` (numbers), `server.safetensors` (named
+tensors; several files if there are many), `index.safetensors` and `manifest.json`. The folder `log`
+next to it has files that checkpoints share: client states in `states-00000017.safetensors`, where
+the index has the file of each client (see `state_log.py`), and thousands of rows of a long history
+in `rows-00000009.json`. The manifest has the SHA-256 of every file that the checkpoint needs, and of
+its own content. It is written last; without it a folder is no checkpoint. Files are never changed,
+and files that no manifest names are removed.
 
-A folder is locked as long as a run writes there (`files.held`). Behind a URL there are no locks: `writer` says which
-process writes there, the last that began; an earlier one finds that before it writes or removes more, and stops.
+A folder is locked while a run writes there (`files.lock_folder`). Behind a URL there are no locks:
+the file `writer` names the process that began to write last; an earlier process finds that before
+it writes or removes anything, and stops.
 """
 
 from __future__ import annotations
@@ -38,28 +40,32 @@ from raysim.primitives.files import (
 )
 from raysim.primitives.stores import Store, is_remote, open_store, split_address
 from raysim.primitives.version import __version__
-from raysim.simulation.state_log import CLIENT, FILE, MOST, Index, StatesByClient
+from raysim.simulation.state_log import CLIENT, FILE, MAX_TENSORS, StateIndex, StatesByClient
 
 MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
-_NEEDED = {_RUN, "server.safetensors", _INDEX}
+_REQUIRED = {_RUN, "server.safetensors", _INDEX}
 FORMAT = 2  # of run.json; a checkpoint with another one cannot be continued
-_LOG = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
+_LOG_FILE = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
 _ROWS = 4096  # rows of the history in a file
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two aggregations. clients: the named tensors of their client states; jobs: which job left each."""
+    """A run between two aggregations.
 
-    numbers: Mapping[str, Any]  # JSON
+    numbers: JSON. clients: the named tensors of each accepted client state. jobs: by client, the
+    job that left the state.
+    """
+
+    numbers: Mapping[str, Any]
     server: Arrays
     clients: Mapping[int, Arrays]
     jobs: Mapping[int, int]
 
 
 def save_model(tensors: Arrays, path: Path) -> None:
-    """Named tensors as one file, complete or not at all."""
+    """Write named tensors as one file, complete or not at all."""
     with report_full_disk(path, _size(tensors)), draft_file(path) as draft:
         save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, draft)
 
@@ -73,21 +79,20 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- what is there --------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 def list_complete(folder: Path) -> list[Path]:
-    """Complete checkpoints in a local folder, oldest first."""
-    there = open_store(folder)
-    return [folder / _folder(version) for version in _versions(there)]
+    """Return the complete checkpoints in a local folder, oldest first."""
+    return [folder / _folder(version) for version in _complete_versions(open_store(folder))]
 
 
 def find_latest(where: str | Path) -> str:
-    """The address of the last complete checkpoint in a folder or behind a URL, "" if there is none."""
-    versions = _versions(open_store(where))
+    """Return the address of the last complete checkpoint in a folder or behind a URL, or ""."""
+    versions = _complete_versions(open_store(where))
     return f"{where}/{_folder(versions[-1])}" if versions else ""
 
 
 def version_of(address: str | Path) -> int:
-    """The round after which a checkpoint was written; -1 if its name does not say so."""
+    """Return the round after which a checkpoint was written; -1 if its name is another one."""
     number = split_address(address)[1].removeprefix("round-")
     return int(number) if number.isdecimal() else -1
 
@@ -96,169 +101,183 @@ def _folder(version: int) -> str:
     return f"round-{version:06d}"
 
 
-def _versions(there: Store, whole: bool = True) -> list[int]:
-    """Of complete checkpoints, or of those that were only begun."""
-    folders = (name for name in there.names() if name.startswith("round-") and name[6:].isdecimal())
-    found = ((int(folder[6:]), there.names(folder)) for folder in folders)
-    return sorted(version for version, files in found if files and (MANIFEST in files) == whole)
+def _files_by_version(place: Store) -> dict[int, Sequence[str]]:
+    """Return the files of each checkpoint's folder that is not empty."""
+    folders = [name for name in place.names() if re.fullmatch(r"round-\d+", name)]
+    files = {int(folder.removeprefix("round-")): place.names(folder) for folder in folders}
+    return {version: files[version] for version in sorted(files) if files[version]}
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
+def _complete_versions(place: Store) -> list[int]:
+    return [version for version, files in _files_by_version(place).items() if MANIFEST in files]
+
+
+def _incomplete_versions(place: Store) -> list[int]:
+    return [version for version, files in _files_by_version(place).items() if MANIFEST not in files]
+
+
+# --- writing --------------------------------------------------------------------------------------
 class Checkpoints:
-    """Writes the checkpoints of one run, to where no other run writes, and keeps the last few.
+    """Writes the checkpoints of one run where no other run writes, and keeps the last few.
 
-    where: a folder, or a URL. resume: the checkpoint that the run goes on from; if it is one of these, its log goes on.
+    where: a folder or a URL. resume: the address of the checkpoint that the run continues from; if
+    it is in `where`, its log is continued.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
         self.where, self.keep, self._resume = str(where), keep, resume
         self._store: Store | None = None
-        self._me = f"{this_process()} ({secrets.token_hex(8)})"
-        self._manifests: dict[int, Mapping[str, str]] = {}  # by version: of those that are there
-        self._last = -1  # the version that was written last, or gone on from
-        self._log: dict[
-            str, str
-        ] = {}  # checksums by name of the log's files that this version needs
-        self._index = Index()  # of this version
+        self._writer = f"{this_process()} ({secrets.token_hex(8)})"
+        self._manifests: dict[int, Mapping[str, str]] = {}  # of existing checkpoints, by version
+        self._last = -1  # the version that was written last, or that the run continued from
+        # Of that version: checksums of its files in the log, by name; and its index.
+        self._log: dict[str, str] = {}
+        self._index = StateIndex()
 
     def write(self, version: int, snapshot: Snapshot) -> str:
-        """Write a checkpoint, then remove all but the last few. Returns its address.
+        """Write a checkpoint, remove all but the last few, and return its address.
 
-        Those of later rounds go as well: the run has left their course when it went on from an earlier one. The version
-        that was written last is there already: between two aggregations nothing changes that a result depends on.
-        Raises OSError where another process has begun to write.
+        Checkpoints of later rounds are removed as well: the run left their course when it continued
+        from an earlier one. The version that was written last is not written again: between two
+        aggregations nothing changes that a result depends on. Raises OSError if another process has
+        begun to write.
         """
-        there = self._opened()
+        place = self._open()
         if is_remote(self.where):
-            self._check_writer(there)
+            self._check_writer(place)
         if version != self._last:
             self._remove([version])
             try:
-                self._write(there, version, snapshot)
+                self._write(place, version, snapshot)
             except Exception:
-                self._clear()
+                self._remove_leftovers()
                 raise
-        earlier = sorted(each for each in self._manifests if each <= version)
-        self._remove([each for each in self._manifests if each not in earlier[-self.keep :]])
+        earlier = sorted(known for known in self._manifests if known <= version)
+        kept = earlier[-self.keep :]
+        self._remove([known for known in self._manifests if known not in kept])
         return f"{self.where}/{_folder(version)}"
 
-    def _write(self, there: Store, version: int, snapshot: Snapshot) -> None:
+    def _write(self, place: Store, version: int, snapshot: Snapshot) -> None:
+        folder = _folder(version)
         rows = snapshot.numbers.get("rows", [])
-        index = self._index.of_now(snapshot.jobs)
-        log = (
-            self._log
-            | self._put_rows(there, rows)
-            | self._put_states(there, index, snapshot.clients)
-        )
-        index, folder = index.closed(), _folder(version)
-        needed = {_states_name(number) for number in index.files[:, 0].tolist()}
-        log = {
-            name: digest
-            for name, digest in log.items()
-            if name in needed or name.startswith("log/rows-")
-        }
-        left = {"rows": rows[len(rows) // _ROWS * _ROWS :]} if rows else {}
-        parts = [
-            (f"server{f'-{number}' if number else ''}", part)
-            for number, part in enumerate(_parts(snapshot.server))
-        ]
-        files = log | {
-            _RUN: _put_json(
-                there, f"{folder}/{_RUN}", {"format": FORMAT, **snapshot.numbers, **left}
-            ),
-            **{
-                f"{name}.safetensors": _put(there, f"{folder}/{name}.safetensors", part)
-                for name, part in parts
-            },
-            _INDEX: _put(
-                there, f"{folder}/{_INDEX}", {"states": index.states, "files": index.files}
-            ),
-        }
-        there.settle("log", folder)
-        _put_json(there, f"{folder}/{MANIFEST}", files | {MANIFEST: _own_digest(files)})
-        there.settle(folder, "")
-        self._manifests[version], self._last, self._log, self._index = files, version, log, index
+        index = self._index.update(snapshot.jobs)
+        log = self._log | self._write_rows(place, rows)
+        log |= self._write_states(place, index, snapshot.clients)
+        index = index.with_sizes()
+        log = _without_abandoned(log, index)
+        numbers = {"format": FORMAT, **snapshot.numbers}
+        if rows:
+            numbers["rows"] = rows[len(rows) // _ROWS * _ROWS :]  # the others are in the log
+        files = log | {_RUN: _write_json(place, f"{folder}/{_RUN}", numbers)}
+        for part, tensors in enumerate(_split(snapshot.server)):
+            name = f"server-{part}.safetensors" if part else "server.safetensors"
+            files[name] = _write_tensors(place, f"{folder}/{name}", tensors)
+        tables = {"states": index.states, "files": index.files}
+        files[_INDEX] = _write_tensors(place, f"{folder}/{_INDEX}", tables)
+        place.settle("log", folder)
+        manifest = files | {MANIFEST: _digest_of_manifest(files)}
+        _write_json(place, f"{folder}/{MANIFEST}", manifest)
+        place.settle(folder, "")
+        self._manifests[version], self._last = files, version
+        self._log, self._index = log, index
 
-    def _put_states(
-        self, there: Store, index: Index, clients: Mapping[int, Arrays]
+    def _write_states(
+        self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the states that `index` lacks."""
-        parts = (
-            (_states_name(number), part)
-            for number, part in index.parts(clients, self._next_number())
-        )
-        return {name: _put(there, name, part) for name, part in parts}
-
-    def _put_rows(self, there: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write the rows that now fill a file, if there are any."""
+        """Write the states that are not in a file yet; return checksums by name."""
         files = {}
-        known = sum(name.startswith("log/rows-") for name in self._log)
-        for number in range(known, len(rows) // _ROWS):
-            # The last of these files is the last of all rows, so that their names are in the rows' order.
-            name = f"log/rows-{self._next_number() + number - known:08d}.json"
-            files[name] = _put_json(there, name, rows[number * _ROWS : (number + 1) * _ROWS])
+        for number, tensors in index.write_files(clients, self._next_number()):
+            name = _states_name(number)
+            files[name] = _write_tensors(place, name, tensors)
+        return files
+
+    def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
+        """Write the rows that fill a file by now; return checksums by name."""
+        files = {}
+        written = sum(name.startswith("log/rows-") for name in self._log)
+        for number in range(written, len(rows) // _ROWS):
+            # Numbers grow, so that the names of the files are in the order of the rows.
+            name = f"log/rows-{self._next_number() + number - written:08d}.json"
+            files[name] = _write_json(place, name, rows[number * _ROWS : (number + 1) * _ROWS])
         return files
 
     def _next_number(self) -> int:
-        """Of a new file in the log: no checkpoint that is there names it."""
-        names = (_LOG.fullmatch(name) for manifest in self._manifests.values() for name in manifest)
-        return 1 + max((int(name[2]) for name in names if name), default=0)
+        """Return a number for a new file in the log that no existing checkpoint names."""
+        last = 0
+        for manifest in self._manifests.values():
+            for name in manifest:
+                match = _LOG_FILE.fullmatch(name)
+                if match:
+                    last = max(last, int(match[2]))
+        return last + 1
 
-    # --- what stays ------------------------------------------------------------------------------------------------
-    def _opened(self) -> Store:
-        """The place; before anything is written there, what a killed run had begun is removed."""
+    # --- removing ---------------------------------------------------------------------------------
+    def _open(self) -> Store:
+        """Return the store; the first time remove what a killed run had begun to write."""
         if self._store is None:
-            self._store = there = open_store(self.where)
+            self._store = place = open_store(self.where)
             if is_remote(self.where):
-                _put_text(there, WRITER, self._me.encode())
-            self._manifests = {
-                version: _named_files(there, version) for version in _versions(there)
-            }
-            self._go_on(there)
-            self._clear()
+                _write_bytes(place, WRITER, self._writer.encode())
+            for version in _complete_versions(place):
+                self._manifests[version] = _manifest_if_valid(place, version)
+            self._continue_log(place)
+            self._remove_leftovers()
         return self._store
 
-    def _check_writer(self, there: Store) -> None:
-        with there.local(WRITER) as path:
-            if (now := path.read_text()) != self._me:
-                raise OSError(
-                    f"{now.partition(' (')[0]} writes its checkpoints to {there} too, and began later"
-                )
+    def _check_writer(self, place: Store) -> None:
+        with place.local(WRITER) as path:
+            writer = path.read_text()
+        if writer != self._writer:
+            raise OSError(
+                f"{writer.partition(' (')[0]} writes its checkpoints to {place} too, and began later"
+            )
 
-    def _go_on(self, there: Store) -> None:
-        """Let the log of the checkpoint that the run goes on from be this run's, if it lies here."""
-        where = split_address(self._resume)[0] if self._resume else ""
-        if not where or (
-            where != self.where
-            and (is_remote(where) or Path(where).resolve() != Path(self.where).resolve())
-        ):
+    def _continue_log(self, place: Store) -> None:
+        """Continue the log of the checkpoint that the run continues from, if it is in `where`."""
+        if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return
         self._last = version_of(self._resume)
         files = self._manifests.get(self._last, {})
-        self._log = {name: digest for name, digest in files.items() if _LOG.fullmatch(name)}
+        self._log = {name: digest for name, digest in files.items() if _LOG_FILE.fullmatch(name)}
         if _INDEX in files:
-            self._index = _index(there, _folder(self._last))
+            self._index = _read_index(place, _folder(self._last))
 
     def _remove(self, versions: Sequence[int]) -> None:
         """Remove checkpoints, and files of the log that only they needed."""
-        there = self._opened()
+        place = self._open()
         before = _log_files(self._manifests)
         for version in versions:
             if self._manifests.pop(version, None) is not None:
-                there.remove(
-                    f"{_folder(version)}/{MANIFEST}"
-                )  # first: what is left is no checkpoint
-                there.remove(_folder(version))
+                # The manifest first: without it the folder is no checkpoint.
+                place.remove(f"{_folder(version)}/{MANIFEST}")
+                place.remove(_folder(version))
         for name in before - _log_files(self._manifests):
-            there.remove(name)
+            place.remove(name)
 
-    def _clear(self) -> None:
-        """Remove all that is no part of a checkpoint."""
-        there = self._opened()
-        for version in _versions(there, whole=False):
-            there.remove(_folder(version))
-        for name in {f"log/{name}" for name in there.names("log")} - _log_files(self._manifests):
-            there.remove(name)
+    def _remove_leftovers(self) -> None:
+        """Remove everything that is no part of a checkpoint."""
+        place = self._open()
+        for version in _incomplete_versions(place):
+            place.remove(_folder(version))
+        existing = {f"log/{name}" for name in place.names("log")}
+        for name in existing - _log_files(self._manifests):
+            place.remove(name)
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    return bool(one) and not is_remote(one) and Path(one).resolve() == Path(other).resolve()
+
+
+def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
+    """Return the files of the log that an index needs, and those with rows."""
+    needed = {_states_name(number) for number in index.files[:, 0].tolist()}
+    return {
+        name: digest
+        for name, digest in log.items()
+        if name in needed or name.startswith("log/rows-")
+    }
 
 
 def _states_name(number: int) -> str:
@@ -269,38 +288,42 @@ def _log_files(manifests: Mapping[int, Mapping[str, str]]) -> set[str]:
     return {name for manifest in manifests.values() for name in manifest if name.startswith("log/")}
 
 
-def _put(there: Store, name: str, tensors: Arrays) -> str:
-    """Write named tensors as a file; its checksum."""
-    with report_full_disk(there.draft_folder() / name, _size(tensors)), there.new(name) as draft:
+def _write_tensors(place: Store, name: str, tensors: Arrays) -> str:
+    """Write named tensors as a file; return its checksum."""
+    path = place.draft_folder() / name
+    with report_full_disk(path, _size(tensors)), place.new(name) as draft:
         save_file(dict(tensors), draft)
         return _digest(draft)
 
 
-def _put_json(there: Store, name: str, content: object) -> str:
-    return _put_text(there, name, json.dumps(content).encode())
+def _write_json(place: Store, name: str, content: object) -> str:
+    """Write a value as JSON; return the checksum of the file."""
+    return _write_bytes(place, name, json.dumps(content).encode())
 
 
-def _put_text(there: Store, name: str, text: bytes) -> str:
-    with report_full_disk(there.draft_folder() / name, len(text)), there.new(name) as draft:
-        draft.write_bytes(text)
-    return hashlib.sha256(text).hexdigest()
+def _write_bytes(place: Store, name: str, content: bytes) -> str:
+    path = place.draft_folder() / name
+    with report_full_disk(path, len(content)), place.new(name) as draft:
+        draft.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
-def _parts(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
-    """The arrays, contiguous, so many at a time as fit into one file; at least one part."""
+def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the arrays, contiguous, as many at a time as a file may have; at least once."""
     keys = list(arrays)
-    for start in range(0, max(1, len(keys)), MOST):
-        yield {key: np.asarray(arrays[key], order="C") for key in keys[start : start + MOST]}
+    for start in range(0, max(1, len(keys)), MAX_TENSORS):
+        part = keys[start : start + MAX_TENSORS]
+        yield {key: np.asarray(arrays[key], order="C") for key in part}
 
 
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 def find_damage(address: str | Path) -> str:
-    """What is wrong with a checkpoint, or ""."""
+    """Return what is wrong with a checkpoint; "" if nothing is."""
     where, folder = split_address(address)
     try:
-        there = open_store(where)
-        for name, digest in _manifest(there, folder).items():
-            with there.local(_path(folder, name)) as path:
+        place = open_store(where)
+        for name, digest in _read_manifest(place, folder).items():
+            with place.local(_path(folder, name)) as path:
                 if _digest(path) != digest:
                     return f"{name} does not have the checksum of its manifest"
     except (OSError, ValueError) as error:
@@ -309,133 +332,132 @@ def find_damage(address: str | Path) -> str:
 
 
 def _path(folder: str, name: str) -> str:
-    """Where a file lies that a manifest in a folder names."""
+    """Return the path of a file that the manifest in a folder names."""
     return name if name.startswith("log/") else f"{folder}/{name}"
 
 
-def _manifest(there: Store, folder: str) -> dict[str, str]:
-    """The checksums of a checkpoint's files. Raises ValueError where they are not those that were written."""
-    with there.local(f"{folder}/{MANIFEST}") as path:
+def _read_manifest(place: Store, folder: str) -> dict[str, str]:
+    """Return the checksums of a checkpoint's files. Raises ValueError if they were changed."""
+    with place.local(f"{folder}/{MANIFEST}") as path:
         manifest = parse_json(path.read_bytes())
-    known = isinstance(manifest, dict) and manifest.keys() >= _NEEDED
-    if not known or any("/" in name and not _LOG.fullmatch(name) for name in manifest):
+    is_complete = isinstance(manifest, dict) and manifest.keys() >= _REQUIRED
+    if not is_complete or any("/" in name and not _LOG_FILE.fullmatch(name) for name in manifest):
         raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
-    if manifest.pop(MANIFEST, None) != _own_digest(manifest):
+    if manifest.pop(MANIFEST, None) != _digest_of_manifest(manifest):
         raise ValueError(f"{MANIFEST} does not have its own checksum")
     return dict(manifest)
 
 
-def _named_files(there: Store, version: int) -> dict[str, str]:
-    """The same; nothing where it is damaged."""
+def _manifest_if_valid(place: Store, version: int) -> dict[str, str]:
+    """Return the checksums of a checkpoint's files; none if the manifest is damaged."""
     try:
-        return _manifest(there, _folder(version))
+        return _read_manifest(place, _folder(version))
     except ValueError:
         return {}
 
 
-def _own_digest(digests: Mapping[str, str]) -> str:
+def _digest_of_manifest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def read(address: str | Path) -> Snapshot:
     """Read and verify a checkpoint.
 
-    Raises ValueError if it is missing or damaged; the sentence names the last good one beside it.
+    Raises ValueError if it is missing or damaged; the error names the last good one in its folder.
     """
     where, folder = split_address(address)
-    there = open_store(where)
+    place = open_store(where)
     shown = without_password(str(address))
-    if not there.names(folder):
+    if not place.names(folder):
         raise ValueError(
-            f"resume={shown}: no checkpoint there; give the path of a checkpoint folder, or latest"
+            f"resume={shown}: there is no checkpoint. Set the path of a checkpoint folder, or latest."
         )
-    if _is_earlier(there, folder):
-        reason = f"an earlier version of raysim than {__version__} wrote this checkpoint"
-        raise ValueError(f"resume={shown}: {reason}. Start the run again, in another folder")
-    if wrong := find_damage(address):
-        others = (
-            f"{where}/{_folder(version)}"
-            for version in reversed(_versions(there))
-            if _folder(version) != folder
-        )
-        good = without_password(next((other for other in others if not find_damage(other)), ""))
-        instead = (
-            f"resume={good} continues from the last good one"
-            if good
-            else "no other checkpoint is left"
-        )
-        raise ValueError(f"checkpoint {shown} is damaged ({wrong}); {instead}")
-    files = _manifest(there, folder)
-    numbers = _json(there, f"{folder}/{_RUN}")
-    written = numbers.pop("format", 1)
-    if written != FORMAT:
+    if _is_of_earlier_version(place, folder):
         raise ValueError(
-            f"resume={shown}: the checkpoint has format {written}, and raysim {__version__} reads format {FORMAT}. "
-            "Start the run again, in another folder"
+            f"resume={shown}: an earlier version of raysim than {__version__} wrote this "
+            "checkpoint. Start the run again, in another folder."
         )
-    if blocks := sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name)):
-        numbers["rows"] = [
-            row for name in blocks for row in _json(there, _path(folder, name))
-        ] + numbers["rows"]
-    server = _mapped(there, [f"{folder}/{name}" for name in files if _is_part(name, "server")])
-    index = _index(there, folder)
-    return Snapshot(numbers, server, _states(there, index), index.jobs)
+    damage = find_damage(address)
+    if damage:
+        advice = _advise(where, folder)
+        raise ValueError(f"resume={shown}: the checkpoint is damaged ({damage}). {advice}")
+    files = _read_manifest(place, folder)
+    numbers = _read_json(place, f"{folder}/{_RUN}")
+    written_format = numbers.pop("format", 1)
+    if written_format != FORMAT:
+        raise ValueError(
+            f"resume={shown}: the checkpoint has format {written_format}, and raysim {__version__} "
+            f"reads format {FORMAT}. Start the run again, in another folder."
+        )
+    row_files = sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name))
+    if row_files:
+        rows = [row for name in row_files for row in _read_json(place, _path(folder, name))]
+        numbers["rows"] = rows + numbers["rows"]
+    parts = [name for name in files if re.fullmatch(r"server(-\d+)?\.safetensors", name)]
+    server = _map_tensors(place, [f"{folder}/{name}" for name in parts])
+    index = _read_index(place, folder)
+    return Snapshot(numbers, server, _states_by_client(place, index), index.jobs)
 
 
-def _is_earlier(there: Store, folder: str) -> bool:
+def _advise(where: str, damaged_folder: str) -> str:
+    """Return what to do about a damaged checkpoint: the last good one to continue from, if any."""
+    for version in reversed(_complete_versions(open_store(where))):
+        address = f"{where}/{_folder(version)}"
+        if _folder(version) != damaged_folder and not find_damage(address):
+            return f"Set resume={without_password(address)} to continue from the last good one."
+    return "No other checkpoint is left. Start the run again, in another folder."
+
+
+def _is_of_earlier_version(place: Store, folder: str) -> bool:
     """Return whether a checkpoint has the file of versions that wrote all client states at once."""
     try:
-        with there.local(f"{folder}/{MANIFEST}") as path:
+        with place.local(f"{folder}/{MANIFEST}") as path:
             manifest = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and "clients.safetensors" in manifest
 
 
-def _is_part(name: str, of: str) -> bool:
-    return re.fullmatch(rf"{of}(-\d+)?\.safetensors", name) is not None
-
-
-def _json(there: Store, name: str) -> Any:
-    with there.local(name) as path:
+def _read_json(place: Store, name: str) -> Any:
+    with place.local(name) as path:
         return json.loads(path.read_text())
 
 
-def _mapped(there: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """All tensors of some files.
+def _map_tensors(place: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return all tensors of some files, mapped: they may be larger than memory.
 
-    Mapped, not read: caches and states may be larger than memory. What is written to stays out of the file.
+    Writing to them does not change the files.
     """
     tensors: dict[str, np.ndarray] = {}
     for name in names:
-        with there.local(name) as path:
+        with place.local(name) as path:
             tensors |= {key: tensor.numpy() for key, tensor in map_file(path).items()}
     return tensors
 
 
-def _index(there: Store, folder: str) -> Index:
-    return Index(
-        **{name: array.copy() for name, array in _mapped(there, [f"{folder}/{_INDEX}"]).items()}
-    )
+def _read_index(place: Store, folder: str) -> StateIndex:
+    tables = _map_tensors(place, [f"{folder}/{_INDEX}"])
+    return StateIndex(tables["states"].copy(), tables["files"].copy())
 
 
-def _states(there: Store, index: Index) -> StatesByClient:
-    """The states that an index knows, file by file, of which one is mapped at a time."""
+def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
+    """Return the states of an index in the order of their files; one file is mapped at a time."""
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
-    numbers: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())
-    mapped: dict[int, dict[int, dict[str, np.ndarray]]] = {}
+    file_of: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())
+    mapped: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # by file, by client
 
-    def of(client: int) -> Arrays:
-        if (number := numbers[client]) not in mapped:
+    def read_state(client: int) -> Arrays:
+        number = file_of[client]
+        if number not in mapped:
             mapped.clear()
-            mapped[number] = _by_client(_mapped(there, [_states_name(number)]))
+            mapped[number] = _group_by_client(_map_tensors(place, [_states_name(number)]))
         return mapped[number].get(client, {})
 
-    return StatesByClient(numbers, of)
+    return StatesByClient(file_of, read_state)
 
 
-def _by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
-    """Arrays with names such as "17/model.bn1.weight", by client."""
+def _group_by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
+    """Return arrays with names such as "17/model.bn1.weight" by client and name."""
     states: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
     for key, array in tensors.items():
         client, _, name = key.partition("/")
@@ -444,11 +466,10 @@ def _by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
 
 
 def copy(address: str | Path, where: str | Path) -> None:
-    """Copy a checkpoint, with all that it needs, to another place."""
-    there, folder = open_store(split_address(address)[0]), split_address(address)[1]
-    for name in [*_manifest(there, folder), MANIFEST]:
-        with (
-            there.local(_path(folder, name)) as source,
-            open_store(where).new(_path(folder, name)) as draft,
-        ):
-            shutil.copyfile(source, draft)
+    """Copy a checkpoint to another place, with all files that it needs."""
+    origin, folder = split_address(address)
+    source, target = open_store(origin), open_store(where)
+    for name in [*_read_manifest(source, folder), MANIFEST]:
+        path = _path(folder, name)
+        with source.local(path) as original, target.new(path) as draft:
+            shutil.copyfile(original, draft)

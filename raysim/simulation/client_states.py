@@ -1,4 +1,4 @@
-"""Where the client state of every client is: the one place that locates, sends, commits, spills and evicts it."""
+"""The client state of every client: where it is, and how it is sent, committed and spilled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysim.api.client_state import (
 from raysim.api.declare import Declarations
 from raysim.api.messages import Arrays, Job, TrainingResult
 from raysim.simulation.runtime import Ref, Runtime
-from raysim.simulation.spill import Spill
+from raysim.simulation.spill import SpillFile
 from raysim.simulation.state_log import StatesByClient
 from raysim.training.run_spec import RunSpec
 from raysim.vectors.layout import Layout
@@ -26,8 +26,8 @@ from raysim.vectors.layout import Layout
 class StateUse(NamedTuple):
     """The client state that a part of a call starts from.
 
-    job: the number of the job that left it; -1: the initial state. next_job: the number of the job in the call that
-    leaves the client's next state; -1: the call only reads the state.
+    job: the number of the job that left it; -1: the initial state. next_job: the number of the job
+    in the call that leaves the client's next state; -1: the call only reads the state.
     """
 
     client: int
@@ -36,15 +36,17 @@ class StateUse(NamedTuple):
 
 
 class ClientStates:
-    """The client states of a run's clients. A state is known by the number of the job that left it.
+    """The client states of a run. A state is identified by the number of the job that left it.
 
-    The worker that ran the job keeps a copy, from which the client's next job there starts; what the job returned is in
-    the object store, and is sent along when the client moves to another worker or its worker died. A client's state
-    counts once its job is accepted: only that one is scored and saved, and only `accept` changes which one it is. Where
-    the accepted states outgrow `budget` [bytes], those of the clients that were idle longest go to disk (in `folder`),
-    and neither the store nor a worker keeps them.
+    The worker of a job keeps a copy of its state, from which the client's next job there starts. The
+    object store has the state as well; it is sent with a call when the client moves to another
+    worker or when its worker died.
 
-    stateful: whether clients keep anything at all; if not, every job starts from the initial state.
+    A state is committed when its job is aggregated (`accept`); only committed states are scored and
+    saved. When committed states exceed `budget` [bytes], those of the clients that have been idle
+    longest go to disk (in `folder`), and neither the store nor a worker keeps them.
+
+    stateful: whether clients have states; if not, every job starts from the initial state.
     """
 
     def __init__(
@@ -55,45 +57,38 @@ class ClientStates:
         budget: float = math.inf,
         folder: str = "",
     ):
-        self.runtime, self.layout, self.stateful, self.budget, self.folder = (
-            runtime,
-            layout,
-            stateful,
-            budget,
-            folder,
-        )
+        self.runtime, self.layout = runtime, layout
+        self.stateful, self.budget, self.folder = stateful, budget, folder
         self._last: dict[int, int] = {}  # by client: its last job, accepted or not
-        self._places: dict[
-            int, tuple[int, int]
-        ] = {}  # by client: the worker of its last submitted job, and that job
+        # By client: the worker of its last submitted job, and that job.
+        self._places: dict[int, tuple[int, int]] = {}
         self._accepted: dict[int, int] = {}  # by client: the job that left its accepted state
         self._stored: dict[int, Ref] = {}  # by job: the state it left, unless that is on disk
-        self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once that is known
-        self._known = 0  # sum of the sizes
-        # By client: bytes of its accepted state, unless that is on disk; who was accepted last comes last.
+        self._sizes: dict[int, int] = {}  # by job: bytes of the state it left, once known
+        self._total_size = 0  # sum of them
+        # By client: bytes of its accepted state, unless that is on disk; the latest accepted last.
         self._in_memory: dict[int, int] = {}
         self._in_memory_bytes = 0  # sum of them
-        self._disk: Spill | None = None
-        self._on_disk: dict[
-            int, int
-        ] = {}  # by client: bytes of its accepted state, which is on disk
-        self._typical = 0  # bytes of the state that was written to disk last
-        self._read = 0  # bytes read from disk for calls that have not returned
+        self._file: SpillFile | None = None
+        self._on_disk: dict[int, int] = {}  # by client: bytes of its accepted state on disk
+        self._last_spilled_bytes = 0  # of the state that was written to disk last
+        self._read_bytes = 0  # read from disk for calls that are not answered
 
-    # --- which state a job starts from ---------------------------------------------------------------------------
+    # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Note a client's new job; returns the job whose state it starts from, -1 for the initial state.
+        """Note a client's new job; return the job whose state it starts from, or -1.
 
-        A job that is lost or discarded never comes here: the client's next one starts as if it had not been.
+        -1 means the initial state. Jobs that are lost or discarded are never noted, so the client's
+        next job starts as if they had not existed.
         """
         if not self.stateful:
             return -1
-        before = self._last.get(client, -1)
+        previous = self._last.get(client, -1)
         self._last[client] = number
-        return before
+        return previous
 
     def accepted_job(self, client: int) -> int:
-        """The job that left the accepted state of a client; -1 for the initial state."""
+        """Return the job that left the accepted state of a client; -1 for the initial state."""
         return self._accepted.get(client, -1)
 
     @property
@@ -101,91 +96,107 @@ class ClientStates:
         """By client: the job that left its accepted state, if it has one."""
         return self._accepted
 
-    # --- locating ------------------------------------------------------------------------------------------------
+    # --- places -----------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
-        """The worker to which a client's last job was submitted, and that job; None if no worker knows the client."""
+        """Return the worker of a client's last submitted job, and that job.
+
+        None means that no worker has a state of the client.
+        """
         return self._places.get(client)
 
     def worker_died(self, worker: int) -> None:
-        """What this worker had is lost; its clients' next jobs are sent the state that they start from."""
+        """Forget what a worker had; its clients' next jobs are sent the state they start from."""
         self._places = {
             client: place for client, place in self._places.items() if place[0] != worker
         }
 
-    def parts(self, clients: Sequence[int]) -> Iterator[slice]:
-        """Cut a list of clients so that of each part no more than a worker's share of the budget is read from disk."""
+    def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
+        """Cut a list of clients into parts that read at most a worker's share of the budget."""
+        limit = self.budget / self.runtime.workers
         start = total = 0
         for index, client in enumerate(clients):
-            own = self._on_disk.get(client, 0)
-            if total and total + own > self.budget / self.runtime.workers:
+            client_bytes = self._on_disk.get(client, 0)
+            if total and total + client_bytes > limit:
                 yield slice(start, index)
                 start, total = index, 0
-            total += own
+            total += client_bytes
         yield slice(start, len(clients))
 
-    # --- sending -------------------------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
-        """Return the states that a call to `worker` must take along, and how many bytes were read from disk.
+        """Return the states that a call to `worker` must take along, and the bytes read from disk.
 
-        A state is None if the worker has it. Clients that leave a next state are on this worker from now on, and other
-        workers forget them. Pass the bytes to `returned` when the call is answered.
+        A state is None if the worker has it. Clients that leave a next state are on this worker
+        from now on, and other workers forget them. Pass the bytes to `release_read` when the call
+        is answered.
         """
         sent: list[Ref] = []
-        read, moved = 0, dict[int, list[int]]()
+        read_bytes, moved = 0, dict[int, list[int]]()
         for client, number, next_job in uses:
-            there = number < 0 or self._places.get(client) == (worker, number)
-            sent.append(None if there else self._ref(client, number))
-            read += 0 if there or not self._is_on_disk(client, number) else self._on_disk[client]
+            if number < 0 or self._places.get(client) == (worker, number):
+                sent.append(None)
+            else:
+                sent.append(self._ref(client, number))
+                if self._is_on_disk(client, number):
+                    read_bytes += self._on_disk[client]
             if next_job >= 0:
-                before, _ = self._places.get(client, (worker, -1))
-                if before != worker:
-                    moved.setdefault(before, []).append(client)
+                previous, _ = self._places.get(client, (worker, -1))
+                if previous != worker:
+                    moved.setdefault(previous, []).append(client)
                 self._places[client] = worker, next_job
         self._evict(moved)
-        self._read += read
-        return sent, read
+        self._read_bytes += read_bytes
+        return sent, read_bytes
 
-    def returned(self, read: int) -> None:
-        """A call came back, or is made again, for which `send` had read so many bytes."""
-        self._read -= read
+    def release_read(self, read_bytes: int) -> None:
+        """Note that a call, for which `send` read so many bytes, is answered or made again."""
+        self._read_bytes -= read_bytes
 
     def store(self, numbers: Sequence[int], refs: Sequence[Ref]) -> None:
         """Note where the states will be that the jobs with these numbers leave."""
         self._stored.update(zip(numbers, refs, strict=True))
 
-    def measure(self, result: TrainingResult) -> None:
+    def note_sizes(self, result: TrainingResult) -> None:
         """Note the bytes of the states that the jobs of a call left."""
-        for update, own in zip(result.updates, result.states, strict=False):
-            self._measured(update.job, own)
+        for update, state_bytes in zip(result.updates, result.states, strict=False):
+            self._note_size(update.job, state_bytes)
+
+    def _note_size(self, number: int, state_bytes: int) -> None:
+        self._sizes[number] = state_bytes
+        self._total_size += state_bytes
 
     def _ref(self, client: int, number: int) -> Ref:
-        on_disk = self._is_on_disk(client, number)
-        return self.runtime.put(self._spilled(client)) if on_disk else self._stored[number]
+        if self._is_on_disk(client, number):
+            return self.runtime.put(self._read(client))
+        return self._stored[number]
 
     def _is_on_disk(self, client: int, number: int) -> bool:
-        """Whether the state that this job left is: only an accepted one ever is, and a newer one may be under way."""
+        """Return whether the state that this job left is on disk.
+
+        Only an accepted state ever is, and a newer job of the client may be in flight.
+        """
         return client in self._on_disk and self._accepted[client] == number
 
-    def _evict(self, clients: Mapping[int, list[int]]) -> None:
-        """Tell workers which clients' states they need no longer."""
-        for worker, own in clients.items():
-            self.runtime.call(worker, "release", own)
+    def _evict(self, clients_of_worker: Mapping[int, list[int]]) -> None:
+        """Tell workers to forget clients' states."""
+        for worker, clients in clients_of_worker.items():
+            self.runtime.call(worker, "release", clients)
 
-    # --- committing and spilling -----------------------------------------------------------------------------------
+    # --- committing and spilling ------------------------------------------------------------------
     def accept(self, jobs: Sequence[Job]) -> None:
-        """The states that these jobs left are their clients' from now on; what is beyond the budget goes to disk."""
+        """Commit the states that these jobs left; spill states that exceed the budget."""
         if not self.stateful:
             return
         for job in jobs:
             self._drop(job.client, self.accepted_job(job.client))
             self._on_disk.pop(job.client, None)
             self._commit(job.client, job.number)
-        moved: dict[int, list[int]] = {}
+        evicted: dict[int, list[int]] = {}
         for client in self._spill():
             worker, _ = self._places.pop(client, (-1, -1))
             if worker >= 0:
-                moved.setdefault(worker, []).append(client)
-        self._evict(moved)
+                evicted.setdefault(worker, []).append(client)
+        self._evict(evicted)
 
     def _commit(self, client: int, number: int) -> None:
         self._accepted[client] = number
@@ -193,81 +204,92 @@ class ClientStates:
         self._in_memory_bytes += self._in_memory[client]
 
     def _drop(self, client: int, number: int) -> None:
-        """The object of an accepted state leaves the store."""
+        """Remove an accepted state from the store."""
         self._stored.pop(number, None)
-        self._known -= self._sizes.pop(number, 0)
+        self._total_size -= self._sizes.pop(number, 0)
         self._in_memory_bytes -= self._in_memory.pop(client, 0)
 
     def _spill(self) -> list[int]:
-        """Write accepted states of idle clients to disk until the others are within the budget; whose."""
-        written = []
-        for client in list(self._in_memory) if self._in_memory_bytes > self.budget else ():
-            number = self._accepted[client]
-            if self._places.get(client, (-1, number))[1] != number:  # at work
-                continue
-            if self._disk is None:
-                self._disk = Spill(self.folder)
-            self._disk.write(client, to_flat_arrays(self.runtime.get(self._stored[number])))
-            self._typical = self._on_disk[client] = self._in_memory[client]
-            self._drop(client, number)
-            written.append(client)
+        """Write accepted states of idle clients to disk until the others are within the budget.
+
+        Return the clients.
+        """
+        spilled: list[int] = []
+        if self._in_memory_bytes <= self.budget:
+            return spilled
+        for client in list(self._in_memory):
             if self._in_memory_bytes <= self.budget:
                 break
-        return written
+            number = self._accepted[client]
+            _, last_submitted = self._places.get(client, (-1, number))
+            if last_submitted != number:  # the client is busy
+                continue
+            if self._file is None:
+                self._file = SpillFile(self.folder)
+            self._file.write(client, to_flat_arrays(self.runtime.get(self._stored[number])))
+            self._last_spilled_bytes = self._on_disk[client] = self._in_memory[client]
+            self._drop(client, number)
+            spilled.append(client)
+        return spilled
 
-    def _measured(self, number: int, own: int) -> None:
-        self._sizes[number] = own
-        self._known += own
-
-    # --- what there is -----------------------------------------------------------------------------------------------
+    # --- what there is ----------------------------------------------------------------------------
     @property
     def bytes(self) -> int:
-        """Of all states in the store, and of those read from disk for calls under way.
+        """Bytes of all states in the store, and of those read from disk for calls in flight.
 
-        States that jobs under way will leave count as the mean of the others.
+        A state that a job in flight will leave counts as the mean of the others.
         """
-        mean = self._known / len(self._sizes) if self._sizes else self._typical
-        return self._known + round(mean * (len(self._stored) - len(self._sizes))) + self._read
+        mean: float = self._last_spilled_bytes
+        if self._sizes:
+            mean = self._total_size / len(self._sizes)
+        unknown = len(self._stored) - len(self._sizes)
+        return self._total_size + round(mean * unknown) + self._read_bytes
 
     @property
     def spilled_bytes(self) -> int:
-        """Of the accepted states on disk."""
+        """Bytes of the accepted states on disk."""
         return sum(self._on_disk.values())
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
-        """Every client that has an accepted state, and that state; waits."""
+        """Yield every client that has an accepted state, and that state; waits."""
         for client in self._accepted:
             yield client, self.accepted_state(client)
 
     def accepted_state(self, client: int) -> StoredState:
-        """The accepted state of a client that has one; waits."""
+        """Return the accepted state of a client that has one; waits."""
         if client in self._on_disk:
-            return self._spilled(client)
+            return self._read(client)
         state: StoredState = self.runtime.get(self._stored[self._accepted[client]])
         return state
 
-    def _spilled(self, client: int) -> StoredState:
-        assert self._disk is not None
-        return from_flat_arrays(self._disk.read(client))
+    def _read(self, client: int) -> StoredState:
+        assert self._file is not None
+        return from_flat_arrays(self._file.read(client))
 
     def state(self, client: int) -> StoredState | None:
-        """The accepted state of a client, None for the initial one; waits."""
+        """Return the accepted state of a client, None for the initial one; waits."""
         return self.accepted_state(client) if client in self._accepted else None
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
     def named(self) -> Mapping[int, Arrays]:
-        """By client: every tensor of its accepted state, by name ("model.bn1.weight", "method.name"); waits."""
+        """Return each client's accepted state as tensors by name, read when accessed; waits.
+
+        Names are such as "model.bn1.weight" and "method.name".
+        """
         return StatesByClient(
             self._accepted, lambda client: to_named_arrays(self.accepted_state(client), self.layout)
         )
 
     def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
-        """Go on from a checkpoint's `accepted_jobs` and `named`; jobs that were under way are submitted again."""
+        """Continue from a checkpoint's `accepted_jobs` and `named`.
+
+        Jobs that were in flight are dispatched again.
+        """
         self._accepted, self._last = dict(accepted), dict(accepted)
         for client, arrays in states.items():
             number, state = accepted[client], from_named_arrays(arrays, self.layout)
             self._stored[number] = self.runtime.put(state)
-            self._measured(number, num_bytes(state))
+            self._note_size(number, num_bytes(state))
             self._commit(client, number)
             self._spill()
 
@@ -275,7 +297,7 @@ class ClientStates:
 def make_client_states(
     spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str
 ) -> ClientStates:
-    """Return the client states of a run at its start. folder: of the run."""
+    """Return the client states of a run at its start. folder: the run's folder."""
     settings = spec.settings
     is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer
     return ClientStates(runtime, declarations.layout, is_stateful, settings.state.bytes, folder)

@@ -246,7 +246,7 @@ class Dispatcher:
             self._loads[call.worker] -= work
             self._trained_samples += work
             self._unanswered.difference_update(call.updates)
-            self._client_states.measure(result)
+            self._client_states.note_sizes(result)
         self._fill_workers()
 
     def calls_of(self, jobs: Sequence[Job]) -> list[TrainCall]:

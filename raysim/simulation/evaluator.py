@@ -214,7 +214,7 @@ class Evaluator:
         self, worker: int, tasks: Sequence[ScoringTask]
     ) -> list[tuple[int, Sequence[ScoringTask]]]:
         """Cut the tasks of a worker into calls that do not read too much from disk."""
-        parts = self.client_states.parts([task.client for task in tasks])
+        parts = self.client_states.split_reads([task.client for task in tasks])
         return [(worker, tasks[part]) for part in parts]
 
     def decompose(

@@ -1,4 +1,4 @@
-"""Arrays on disk instead of in memory: one file without a name, in which every client has a place of its own."""
+"""Arrays on disk instead of in memory: one unnamed file with a place for every client."""
 
 from __future__ import annotations
 
@@ -9,75 +9,81 @@ from pathlib import Path
 
 import numpy as np
 
-_ALIGN = 64  # bytes
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class _Piece:
+    """Where one array lies in the file."""
+
     key: str
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
-    size: int
+    size: int  # bytes
 
 
-class Spill:
-    """Keeps dictionaries of arrays by client. The file grows with the clients, not with how often they are written.
+class SpillFile:
+    """Dictionaries of arrays by client. The file grows with the clients, not with the writes.
 
-    folder: on whose disk it lies ("": the system's for temporary files). It ends with the process, however that ends.
+    folder: on the disk to use; "": the system's folder for temporary files. The file is removed when
+    the process ends in any way.
     """
 
     def __init__(self, folder: Path | str = ""):
-        # A run's folder appears later than the states that it goes on from.
-        existing = (
-            path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir()
-        )
-        self._folder = str(next(existing)) if str(folder) else None
-        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open for as long as this lives
-        self._places: dict[
-            int, tuple[int, int]
-        ] = {}  # by client: where its place begins, and how long it is
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._folder: str | None = None
+        if str(folder):
+            # A run's folder may be made after the states of its checkpoint are restored.
+            candidates = (Path(folder), *Path(folder).absolute().parents)
+            self._folder = str(next(path for path in candidates if path.is_dir()))
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open as long as this lives
+        self._places: dict[int, tuple[int, int]] = {}  # by client: start and bytes of its place
+        self._pieces: dict[int, list[_Piece]] = {}  # by client
         self._end = 0
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Keep a client's arrays, instead of those that it had. Raises OSError that names the folder."""
-        needed = sum(_room(array) for array in arrays.values())
+        """Replace a client's arrays. Raises OSError that names the folder."""
+        needed = sum(_aligned_bytes(array) for array in arrays.values())
         start, room = self._places.get(client, (self._end, 0))
         if room < needed:
             start = self._end
-            self._places[client], self._end = (start, needed), start + needed
+            self._places[client] = start, needed
+            self._end = start + needed
         pieces = []
         try:
             for key, array in arrays.items():
                 self._file.seek(start)
                 self._file.write(np.ascontiguousarray(array).data)
                 pieces.append(_Piece(key, array.dtype, array.shape, start, array.nbytes))
-                start += _room(array)
+                start += _aligned_bytes(array)
             self._file.flush()
         except OSError as error:
             where = self._folder or tempfile.gettempdir()
-            raise OSError(
-                error.errno, f"{error.strerror}: {self._end} bytes of client states", where
-            ) from None
+            text = f"{error.strerror}: {self._end} bytes of client states"
+            raise OSError(error.errno, text, where) from None
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
-        """What `write` kept, read-only. A copy: what were mapped would count as memory of this process."""
+        """Return a client's arrays, read-only.
+
+        They are a copy: a memory map would count as memory of this process.
+        """
         pieces = self._pieces[client]
-        start, end = (pieces[0].start, pieces[-1].start + pieces[-1].size) if pieces else (0, 0)
-        room = np.empty(end - start, np.uint8)
+        if not pieces:
+            return {}
+        start = pieces[0].start
+        end = pieces[-1].start + pieces[-1].size
+        content = np.empty(end - start, np.uint8)
         self._file.seek(start)
-        self._file.readinto(room.data)
-        room.flags.writeable = False
-        own = {
-            piece.key: (piece, room[piece.start - start : piece.start - start + piece.size])
-            for piece in pieces
-        }
-        return {
-            key: part.view(piece.dtype).reshape(piece.shape) for key, (piece, part) in own.items()
-        }
+        self._file.readinto(content.data)
+        content.flags.writeable = False
+        arrays: dict[str, np.ndarray] = {}
+        for piece in pieces:
+            offset = piece.start - start
+            part = content[offset : offset + piece.size]
+            arrays[piece.key] = part.view(piece.dtype).reshape(piece.shape)
+        return arrays
 
 
-def _room(array: np.ndarray) -> int:
-    return -(-array.nbytes // _ALIGN) * _ALIGN
+def _aligned_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

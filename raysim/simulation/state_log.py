@@ -1,9 +1,10 @@
-"""Clients' client states as an append-only log: what changed since the last checkpoint goes to new files.
+"""The client states of checkpoints as an append-only log: changed states go to new files.
 
-A file of the log is written once, and is named in the manifest of every checkpoint that needs it. An index says which
-file has which client's state. A file is left behind when less than half of its bytes are still some client's state, or
-when there are very many small ones: what is left in it is written again, beside what is new. So a checkpoint costs what
-changed (over a long run at most about twice that), and the log takes at most twice the room of the states.
+A file of the log is written once, and the manifest of every checkpoint that needs it names it. An
+index has the file of each client's state. A file is abandoned when less than half of its bytes are
+still some client's state, or when there are very many small ones: the states left in it are written
+again with the new ones. So a checkpoint costs what changed (over a long run about twice that at
+most), and the log takes at most twice the space of the states.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ import numpy as np
 
 from raysim.api.messages import Arrays
 
-PART = 2**26  # bytes of states in a file, about: so much is mapped, or fetched from afar, at once
-MOST = 100_000  # tensors in a file: their names and places may take 100 MB at most, and take some 150 bytes each
-SMALL, MANY = 2**20, 256  # more than so many files with fewer bytes are brought together
+# Bytes of states in a file, about: so much is mapped, or fetched from a remote store, at once.
+FILE_BYTES = 2**26
+# Tensors in a file: a file's header may have 100 MB, and a tensor takes some 150 bytes of it.
+MAX_TENSORS = 100_000
+# More than so many files with less live bytes each are merged.
+SMALL_FILE_BYTES, MAX_SMALL_FILES = 2**20, 256
 
-CLIENT, JOB, FILE, SIZE = range(4)
-TO_WRITE = -1  # in the place of a file
+CLIENT, JOB, FILE, SIZE = range(4)  # columns of `StateIndex.states`
+UNWRITTEN = -1  # in the column FILE
 
 
 @dataclass(frozen=True, eq=False)
 class StatesByClient(Mapping[int, Arrays]):
-    """The named tensors of each client, got when they are asked for."""
+    """The named tensors of each client, read when they are accessed."""
 
     clients: Collection[int]
-    of: Callable[[int], Arrays]
+    read: Callable[[int], Arrays]
 
     def __getitem__(self, client: int) -> Arrays:
         if client not in self.clients:
             raise KeyError(client)
-        return self.of(client)
+        return self.read(client)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.clients)
@@ -42,83 +46,87 @@ class StatesByClient(Mapping[int, Arrays]):
         return len(self.clients)
 
 
-def _nothing(columns: int) -> np.ndarray:
+def _empty_table(columns: int) -> np.ndarray:
     return np.empty((0, columns), np.int64)
 
 
 @dataclass(frozen=True)
-class Index:
-    """Which file has which client's accepted state.
+class StateIndex:
+    """The file of each client's accepted state.
 
-    states: [clients, 4]: client, the job that left its state, number of a file, bytes; a client that was accepted for
-    the first time comes last. files: [files, 2]: number, bytes that were written into it.
+    states: int64 [clients, 4]: client, the job that left its state, number of the file, bytes; a
+    client that is accepted for the first time comes last. files: int64 [files, 2]: number, bytes
+    written into it.
     """
 
-    states: np.ndarray = field(default_factory=lambda: _nothing(4))
-    files: np.ndarray = field(default_factory=lambda: _nothing(2))
+    states: np.ndarray = field(default_factory=lambda: _empty_table(4))
+    files: np.ndarray = field(default_factory=lambda: _empty_table(2))
 
     @property
     def jobs(self) -> dict[int, int]:
         """By client: the job that left its accepted state."""
         return dict(self.states[:, [CLIENT, JOB]].tolist())
 
-    def of_now(self, jobs: Mapping[int, int]) -> Index:
-        """The index of a run that has come to these jobs; the file is `TO_WRITE` where a state must be written."""
+    def update(self, jobs: Mapping[int, int]) -> StateIndex:
+        """Return the index for these accepted jobs; changed states have the file `UNWRITTEN`."""
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
         states[:, JOB] = np.fromiter(jobs.values(), np.int64, len(jobs))
-        states[:, FILE] = TO_WRITE
+        states[:, FILE] = UNWRITTEN
         known = len(self.states)
-        if not np.array_equal(
-            states[:known, CLIENT], self.states[:, CLIENT]
-        ):  # the run went back: it starts anew
-            return Index(states)
-        same = np.flatnonzero(states[:known, JOB] == self.states[:, JOB])
-        states[same] = self.states[same]
-        states[np.isin(states[:, FILE], self._left_behind(states[same])), FILE] = TO_WRITE
-        return Index(states, self.files)
+        if not np.array_equal(states[:known, CLIENT], self.states[:, CLIENT]):
+            # The run continues from an earlier checkpoint: everything is written again.
+            return StateIndex(states)
+        unchanged = np.flatnonzero(states[:known, JOB] == self.states[:, JOB])
+        states[unchanged] = self.states[unchanged]
+        abandoned = self._abandoned_files(states[unchanged])
+        states[np.isin(states[:, FILE], abandoned), FILE] = UNWRITTEN
+        return StateIndex(states, self.files)
 
-    def _left_behind(self, states: np.ndarray) -> np.ndarray:
-        """Files whose last states are to be written again."""
+    def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
+        """Return the files whose remaining states are to be written again."""
         number, written = self.files.T
-        live = np.bincount(states[:, FILE], states[:, SIZE], minlength=number.max(initial=-1) + 1)[
-            number
-        ]
-        small = live < SMALL
-        left: np.ndarray = number[(2 * live < written) | (small & (small.sum() > MANY))]
-        return left
+        size = number.max(initial=-1) + 1
+        live = np.bincount(states[:, FILE], states[:, SIZE], minlength=size)[number]
+        is_small = live < SMALL_FILE_BYTES
+        has_too_many = is_small.sum() > MAX_SMALL_FILES
+        abandoned: np.ndarray = number[(2 * live < written) | (is_small & has_too_many)]
+        return abandoned
 
-    def parts(
+    def write_files(
         self, clients: Mapping[int, Arrays], number: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """The tensors of new files, by number, from `number` on; notes here which state is in which of them."""
+        """Yield numbers, from `number` on, and tensors of new files with the unwritten states.
+
+        The index notes the file and the size of each of these states.
+        """
         tensors: dict[str, np.ndarray] = {}
         size = 0
-        for row in np.flatnonzero(self.states[:, FILE] == TO_WRITE):
+        for row in np.flatnonzero(self.states[:, FILE] == UNWRITTEN):
             client = int(self.states[row, CLIENT])
-            own = {
+            state = {
                 f"{client}/{name}": np.asarray(array, order="C")
                 for name, array in clients[client].items()
             }
-            nbytes = sum(array.nbytes for array in own.values())
-            if tensors and (size + nbytes > PART or len(tensors) + len(own) > MOST):
+            state_bytes = sum(array.nbytes for array in state.values())
+            is_full = size + state_bytes > FILE_BYTES or len(tensors) + len(state) > MAX_TENSORS
+            if tensors and is_full:
                 yield number, tensors
                 number, size, tensors = number + 1, 0, {}
-            self.states[row, FILE:] = number, nbytes
-            tensors |= own
-            size += nbytes
+            self.states[row, FILE:] = number, state_bytes
+            tensors |= state
+            size += state_bytes
         if size or tensors or (self.states[:, FILE] == number).any():
             yield number, tensors
 
-    def closed(self) -> Index:
-        """The same with what was written, once all of it was."""
+    def with_sizes(self) -> StateIndex:
+        """Return the index with the bytes of all files, once all states are written."""
         numbers = np.unique(self.states[:, FILE])
-        now = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
+        live = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
         known = dict(self.files.tolist())
-        written = [
+        sizes = [
             known.get(number, size)
-            for number, size in zip(numbers.tolist(), now.tolist(), strict=True)
+            for number, size in zip(numbers.tolist(), live.tolist(), strict=True)
         ]
-        return Index(
-            self.states, np.stack([numbers, np.array(written, np.int64)], axis=1).reshape(-1, 2)
-        )
+        files = np.stack([numbers, np.array(sizes, np.int64)], axis=1).reshape(-1, 2)
+        return StateIndex(self.states, files)

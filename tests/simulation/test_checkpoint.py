@@ -97,7 +97,7 @@ def test_more_tensors_than_fit_into_a_file_go_into_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint, state_log):
-        monkeypatch.setattr(module, "MOST", 2)
+        monkeypatch.setattr(module, "MAX_TENSORS", 2)
     states = {client: {"x.y": np.full((), client)} for client in range(5)}
     path = write(tmp_path, 1, Snapshot({}, {}, states, {client: client for client in states}))
     assert names(path) == ["index.safetensors", "manifest.json", "run.json", "server.safetensors"]
@@ -249,7 +249,7 @@ def test_what_is_mostly_out_of_date_is_written_anew_so_that_the_log_stays_within
 def test_many_small_files_are_brought_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_log, "MANY", 8)
+    monkeypatch.setattr(state_log, "MAX_SMALL_FILES", 8)
     run, now = Checkpoints(tmp_path), states([0], job=1)
     for version in range(1, 30):
         now = after(now, version, job=1)  # every client takes part once
@@ -314,7 +314,7 @@ def crash(*_: object, **__: object) -> None:
     raise Crash
 
 
-@pytest.mark.parametrize("where", ["save_file", "_digest", "_put_json", "_own_digest"])
+@pytest.mark.parametrize("where", ["save_file", "_digest", "_write_json", "_digest_of_manifest"])
 def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,8 +383,8 @@ def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
         checkpoint.read(bad)
     assert "\n" not in str(error.value)
     if (Path(bad) / "manifest.json").exists():  # else there is none
-        assert f"checkpoint {bad} is damaged (" in str(error.value)
-        assert f"; resume={good} continues" in str(error.value)
+        assert f"resume={bad}: " in str(error.value)
+        assert f"Set resume={good} " in str(error.value)
     assert not checkpoint.find_damage(good)
 
 
@@ -392,12 +392,12 @@ def test_a_damaged_checkpoint_without_another_says_so(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
-    with pytest.raises(ValueError, match="no other checkpoint is left"):
+    with pytest.raises(ValueError, match=f"resume={second}: .* No other"):
         checkpoint.read(second)
 
 
 def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"resume={tmp_path / 'nothing'}: no checkpoint there"):
+    with pytest.raises(ValueError, match=f"resume={tmp_path / 'nothing'}: "):
         checkpoint.read(tmp_path / "nothing")
 
 
@@ -417,9 +417,7 @@ def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
 def test_a_manifest_that_does_not_name_the_files_is_damage(manifest: str, tmp_path: Path) -> None:
     good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
-    with pytest.raises(
-        ValueError, match=f"checkpoint {bad} is damaged .*; resume={good} continues"
-    ):
+    with pytest.raises(ValueError, match=f"resume={bad}: .* Set resume={good} "):
         checkpoint.read(bad)
 
 
@@ -793,6 +791,6 @@ def test_a_manifest_may_be_in_any_order_and_names_nothing_outside(tmp_path: Path
     assert checkpoint.find_damage(path) == ""
     del manifest["manifest.json"]
     manifest["../secret.json"] = "0" * 64
-    manifest["manifest.json"] = checkpoint._own_digest(manifest)
+    manifest["manifest.json"] = checkpoint._digest_of_manifest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.find_damage(path) == "manifest.json does not name the files of a checkpoint"

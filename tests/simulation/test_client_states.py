@@ -45,8 +45,8 @@ class Books:
     def back(self, job: Any, read: int = 0) -> None:
         """The call returned."""
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
-        self.client_states.measure(trained)
-        self.client_states.returned(read)
+        self.client_states.note_sizes(trained)
+        self.client_states.release_read(read)
 
     def done(self, *clients: int) -> None:
         """Clients train on worker 0, and what they did is accepted."""
@@ -126,12 +126,12 @@ def test_no_part_reads_more_than_a_workers_share_of_the_budget(budget: float) ->
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
     books.client_states.budget = 2 * budget  # of two workers
-    assert list(books.client_states.parts([0, 1, 2, 3, 4])) == [
+    assert list(books.client_states.split_reads([0, 1, 2, 3, 4])) == [
         slice(0, 2),
         slice(2, 4),
         slice(4, 5),
     ]
-    assert list(books.client_states.parts([8, 0, 9])) == [slice(0, 3)]
+    assert list(books.client_states.split_reads([8, 0, 9])) == [slice(0, 3)]
 
 
 def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:

@@ -29,7 +29,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Saved
 from raysim.simulation.schedule import Buffered, Synchronous
-from raysim.simulation.spill import Spill
+from raysim.simulation.spill import SpillFile
 from raysim.training.run_spec import RunSpec, StateBudget
 
 SCHEDULES = {"rounds": Synchronous(2), "buffer": Buffered(concurrency=3, size=2)}
@@ -169,7 +169,7 @@ def test_a_budget_is_a_key_of_the_configuration(
 
 
 def test_arrays_come_back_as_they_were_whatever_they_are() -> None:
-    spill = Spill()
+    spill = SpillFile()
     rng = np.random.default_rng(0)
     written: dict[int, dict[str, np.ndarray]] = {}
     for turn in range(30):
@@ -195,7 +195,7 @@ def test_arrays_come_back_as_they_were_whatever_they_are() -> None:
 
 
 def test_states_of_many_clients_are_open_at_once_in_few_files() -> None:
-    spill = Spill()
+    spill = SpillFile()
     before = len(os.listdir("/proc/self/fd"))
     held = []
     for client in range(300):
@@ -206,13 +206,13 @@ def test_states_of_many_clients_are_open_at_once_in_few_files() -> None:
 
 
 def test_a_client_without_entries_has_a_state_too() -> None:
-    spill = Spill()
+    spill = SpillFile()
     spill.write(3, {"none": np.empty(0, np.float32)})
     assert spill.read(3)["none"].shape == (0,)
 
 
 def test_a_state_of_one_size_is_written_where_it_was(tmp_path: Path) -> None:
-    spill = Spill(tmp_path)
+    spill = SpillFile(tmp_path)
     for _ in range(10):
         spill.write(0, {"x": np.ones(1000, np.float32)})
     assert spill._end < 2 * 4096
@@ -222,7 +222,7 @@ def test_a_state_of_one_size_is_written_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named() -> None:
-    spill = Spill()
+    spill = SpillFile()
     spill._file.close()
     spill._file = open("/dev/full", "w+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
     with pytest.raises(OSError, match=r"No space left .* of client states"):
