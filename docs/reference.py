@@ -27,10 +27,10 @@ from raysim.api.method import Method
 from raysim.api.setup import MethodDeclaration
 from raysim.api.state_values import pack
 from raysim.commands.methods import first_line
+from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml as read_yaml, to_dict
 from raysim.experiment.describe import slots
-from raysim.experiment.execute import build
 from raysim.experiment.groups import find_groups as all_groups
 from raysim.experiment.instantiate import TARGET, defaults, describe_type, format_value, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from raysim.commands.sweep.session import sweep
     from raysim.data.partition import CSR, Partition, Partitioner
     from raysim.data.raw import Raw, Source
-    from raysim.experiment.execute import build, load, run
+    from raysim.experiment.build import build
+    from raysim.experiment.execute import load, run
     from raysim.experiment.result import Result
     from raysim.experiment.settings import Interrupted
     from raysim.models.classifier import Classifier, ModelRecipe
@@ -65,7 +66,8 @@ _PLACES = {
     "raysim.commands.sweep.session": ("sweep",),
     "raysim.data.partition": ("CSR", "Partition", "Partitioner"),
     "raysim.data.raw": ("Raw", "Source"),
-    "raysim.experiment.execute": ("build", "load", "run"),
+    "raysim.experiment.build": ("build",),
+    "raysim.experiment.execute": ("load", "run"),
     "raysim.experiment.result": ("Result",),
     "raysim.experiment.settings": ("Interrupted",),
     "raysim.models.classifier": ("Classifier", "ModelRecipe"),

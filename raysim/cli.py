@@ -713,7 +713,7 @@ def _partition(given: argparse.Namespace) -> int:
     config = compose(given.overrides, given.conf)
     from raysim.data.split_picture import draw_partition
     from raysim.data.split_statistics import statistics
-    from raysim.experiment.execute import partition
+    from raysim.experiment.build import partition
 
     data = partition(config, given.allow)
     picture = user_path(given.out)

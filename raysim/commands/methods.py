@@ -10,9 +10,9 @@ from typing import Any
 
 from raysim.api.method import Method
 from raysim.experiment.describe import slots
-from raysim.experiment.execute import class_of
 from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.instantiate import TARGET, format_value
+from raysim.experiment.parts import class_of
 from raysim.methods import fedavg
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import user_path

@@ -1,4 +1,4 @@
-"""Words that a shell can complete to: keys of the configuration, and names of a group's options, after a + too."""
+"""Complete words on the command line: configuration keys, and options of a group, after a + too."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ from raysim.experiment.instantiate import TARGET
 from raysim.primitives.errors import Refused
 
 
-def completions(prefix: str, given: Sequence[str] = (), folders: Sequence[str] = ()) -> list[str]:
-    """What the word that begins so may become; given: the words around it, such as method=fedprox."""
+def completions(
+    prefix: str, other_words: Sequence[str] = (), folders: Sequence[str] = ()
+) -> list[str]:
+    """Return the words that begin with `prefix`. other_words: such as method=fedprox."""
     try:
         options = find_groups(config_folders(folders)).files
         key, equals, value = prefix.partition("=")
-        if not equals:
-            keys = [*options, *_keys(_composed(given, folders))]
-            return [word for name in dict.fromkeys(keys) if (word := f"{name}=").startswith(prefix)]
-        before = re.split(r"[^+,]*$", value)[0]
-        names = [*options.get(key, ()), *([NONE[key]] if key in NONE else [])]
-        return [word for name in names if (word := f"{key}={before}{name}").startswith(prefix)]
+        if equals:
+            first_options = re.split(r"[^+,]*$", value)[0]
+            names = [*options.get(key, ()), *([NONE[key]] if key in NONE else [])]
+            words = [f"{key}={first_options}{name}" for name in names]
+        else:
+            keys = [*options, *_keys(_compose_or_default(other_words, folders))]
+            words = [f"{key}=" for key in dict.fromkeys(keys)]
     except Refused:  # a shell shows no errors
         return []
+    return [word for word in words if word.startswith(prefix)]
 
 
-def _composed(given: Sequence[str], folders: Sequence[str]) -> Node:
-    """The configuration that the words around make, as far as they are complete."""
+def _compose_or_default(words: Sequence[str], folders: Sequence[str]) -> Node:
     try:
-        return to_dict(compose([word for word in given if not word.startswith(SWEEP)], folders))
-    except Refused:
+        overrides = [word for word in words if not word.startswith(SWEEP)]
+        return to_dict(compose(overrides, folders))
+    except Refused:  # some words are incomplete
         return to_dict(compose((), folders))
 
 
 def _keys(node: Mapping[str, object], path: str = "") -> Iterator[str]:
     for name, value in node.items():
+        key = f"{path}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _keys(value, f"{path}{name}.")
-        elif name != TARGET and not f"{path}{name}".startswith("choices"):
-            yield f"{path}{name}"
+            yield from _keys(value, f"{key}.")
+        elif name != TARGET and not key.startswith("choices"):
+            yield key

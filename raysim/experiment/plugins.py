@@ -1,8 +1,8 @@
-"""Packages of the user's own that bring parts: options in a folder `conf` inside them, and the classes that these name.
+"""Packages of the user's own: options in a folder `conf` inside them, and classes that these name.
 
-A package is one by its entry point, `[project.entry-points."raysim.plugins"] mine = "mine"`, once it is installed; any
-other that can be imported is one for a single command, by `--allow mine`. Nothing of it is imported before a
-configuration names a class of it.
+A package is found by its entry point, `[project.entry-points."raysim.plugins"] mine = "mine"`,
+once it is installed. `--allow mine` allows any other importable package for a single command.
+Nothing of a package is imported before a configuration names one of its classes.
 """
 
 from __future__ import annotations
@@ -18,55 +18,62 @@ from pathlib import Path
 
 from raysim.primitives.errors import Refused
 
-GROUP = "raysim.plugins"
+ENTRY_POINT_GROUP = "raysim.plugins"
 
 
 @functools.cache
 def installed_packages() -> tuple[str, ...]:
-    """The packages that say by an entry point that they bring parts, by name."""
-    return tuple(sorted({point.value for point in entry_points(group=GROUP)}))
+    """Return the installed packages that bring parts, by name."""
+    points = entry_points(group=ENTRY_POINT_GROUP)
+    return tuple(sorted({point.value for point in points}))
 
 
 def allow_packages(packages: Sequence[str]) -> list[Path]:
-    """The folders `conf` that lie inside these packages, which are also looked for in the current folder.
+    """Return the folders `conf` inside these packages; search the current folder, too.
 
-    Raises Refused for one that is nowhere, and for text, which is a sequence of letters.
+    Raise `Refused` for a package that does not exist, and for one text in place of a list.
     """
     if isinstance(packages, str):
         raise Refused(
-            f"allow={packages!r} is one text where a list of packages belongs: write allow=[{packages!r}]"
+            f"allow={packages!r} is one text, not a list of packages. Write allow=[{packages!r}]."
         )
-    if packages and not {"", here := os.getcwd()} & {*sys.path}:
-        sys.path.append(here)  # behind the folder of the user's own script
+    current_folder = os.getcwd()
+    if packages and "" not in sys.path and current_folder not in sys.path:
+        sys.path.append(current_folder)  # after the folder of the user's own script
     for package in packages:
-        if (root := package.partition(".")[0]) not in sys.modules and not _spec(root):
+        root = package.partition(".")[0]
+        if root not in sys.modules and not _find_spec(root):
             raise Refused(
-                f"there is no package {package} to allow: correct its name, install it, or go to the folder where it is"
+                f"allow={package}: there is no such package. "
+                "Correct its name, install it, or go to the folder where it is."
             )
     return conf_folders_of(packages)
 
 
 def used_packages(node: object, allow: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages besides raysim that are allowed, or whose classes a configuration names."""
-    names = {package.partition(".")[0] for package in allow} | _targets(node)
+    """Return the packages besides raysim that are allowed, or whose classes a node names."""
+    names = {package.partition(".")[0] for package in allow} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))
 
 
-def _targets(node: object) -> set[str]:
-    """Return the packages of all classes that a configuration names."""
-    found: set[str] = set()
+def _target_packages(node: object) -> set[str]:
+    packages: set[str] = set()
     if isinstance(node, Mapping):
-        found.add(str(node.get("_target_") or "").partition(".")[0])
+        target = str(node.get("_target_") or "")
+        packages.add(target.partition(".")[0])
         for value in node.values():
-            found |= _targets(value)
+            packages |= _target_packages(value)
     elif isinstance(node, list):
         for value in node:
-            found |= _targets(value)
-    return found
+            packages |= _target_packages(value)
+    return packages
 
 
 def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
-    """A package in the current folder that has an option, and the file that it is in; empty where there is none."""
+    """Return a package in the current folder that has an option, and the option's file.
+
+    Both are "" if there is none.
+    """
     for file in sorted(Path().glob(f"*/conf/{group}/**/*.yaml")):
         package, _, _, *name = file.with_suffix("").parts
         if "/".join(name) == option and Path(package, "__init__.py").is_file():
@@ -75,29 +82,32 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 
 
 def conf_folders_of(packages: Sequence[str]) -> list[Path]:
-    """The folders `conf` that lie inside these packages; of those that have one.
+    """Return the folders `conf` inside these packages, of those that have one.
 
-    Raises Refused for the folder around a package of the same name, which Python takes for a package.
+    Raise `Refused` for a folder that only contains the package: Python takes it for a package of
+    the same name.
     """
-    found = []
-    for package in dict.fromkeys(name.partition(".")[0] for name in packages):
-        for place in map(Path, _places(package)):
-            if not (place / "__init__.py").exists() and (place / package / "__init__.py").is_file():
+    folders = []
+    for name in dict.fromkeys(package.partition(".")[0] for package in packages):
+        for location in map(Path, _package_locations(name)):
+            inner = location / name
+            if not (location / "__init__.py").exists() and (inner / "__init__.py").is_file():
                 raise Refused(
-                    f"the package {package} is one folder further in, {place / package}: go to {place} first"
+                    f"allow={name}: the package is one folder further in, {inner}. "
+                    f"Go to {location} first."
                 )
-            found.append(place / "conf")
-    return [path for path in found if path.is_dir()]
+            folders.append(location / "conf")
+    return [folder for folder in folders if folder.is_dir()]
 
 
-def _places(package: str) -> list[str]:
-    """Where a package lies; nothing for a single file, or for what is not there."""
-    spec = _spec(package)
+def _package_locations(package: str) -> list[str]:
+    """Return the folders of a package; none for a single file, or for a missing package."""
+    spec = _find_spec(package)
     return list(spec.submodule_search_locations or ()) if spec else []
 
 
-def _spec(package: str) -> ModuleSpec | None:
-    """What Python knows of a package without importing it; None for what is not there."""
+def _find_spec(package: str) -> ModuleSpec | None:
+    """Return what Python knows of a package without importing it; None for a missing one."""
     try:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):

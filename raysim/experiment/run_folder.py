@@ -1,28 +1,36 @@
-"""The folder of a run: where it is, whether it may be used, and which checkpoint in it is continued."""
+"""The folder of a run: where it is, whether it may be used, and which checkpoint is continued."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raysim.experiment.config_files import Node, load_yaml
+from raysim.experiment.config_files import Node, load_yaml, to_yaml
 from raysim.experiment.instantiate import format_value
 from raysim.experiment.many_runs import check_free, dated_folder, to_continue
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
-from raysim.primitives.files import LOCK_FILE, existing_file, user_path, without_password
+from raysim.primitives.files import (
+    LOCK_FILE,
+    existing_file,
+    replace_file,
+    user_path,
+    without_password,
+)
 from raysim.primitives.stores import LocalStore, Store, is_remote, open_store, split_address
 from raysim.primitives.version import __version__
 from raysim.results.tracking import flatten
 from raysim.simulation import checkpoint
 from raysim.training.run_spec import Checkpoint
 
-CONFIG = "config.yaml"  # what was asked for
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
 
 # Keys that may change when a run is resumed: no bit of it depends on them.
-FREE = (
+FREE_KEYS = (
     "rounds",
     "out",
     "resume",
@@ -39,195 +47,236 @@ FREE = (
     "init.file",  # its checksum counts: init.sha256
 )
 
-BITS_OF_RUNTIME = (
-    "runtime.threads",
-    "runtime.lanes",
-    "runtime.graph",
-    "runtime.precision",
-)  # of runtime, no other key
+# The only keys of runtime that the bits of a run depend on.
+RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "runtime.precision")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes, and what it continues from."""
+    """Where a run writes, and what it continues from.
+
+    resume: a checkpoint's address, "" for a new run. note: a line for the user. is_restart: the
+    run restarts by itself, after it has lost a process.
+    """
 
     folder: Path
     exists: bool = False
-    resume: str = ""  # a checkpoint's address
-    finished: bool = False
+    resume: str = ""
+    is_finished: bool = False
     note: str = ""
-    again: bool = False  # whether it goes on by itself, as it has lost a process
+    is_restart: bool = False
 
 
-def place(experiment: Experiment) -> Place:
-    """Decide on folder and checkpoint; refuses a folder that is taken or holds another run. Writes nothing."""
-    options, rounds, kept = (
-        experiment.execution,
-        experiment.spec.settings.rounds,
-        experiment.spec.settings.checkpoint,
-    )
-    if options.resume is None:
-        folder = (
-            user_path(options.out) if options.out else dated_folder(Path("runs"), experiment.title)
-        )
-        check_free(folder)
-        check_writable(folder, kept)
-        if kept.folder and {*open_store(kept.folder).names()} - {LOCK_FILE}:
-            raise Refused(
-                f"checkpoint.folder={without_password(kept.folder)} holds something already: choose another one, or "
-                "continue its run with resume=latest"
-            )
-        return Place(folder)
-    if options.resume != "latest":
-        return _continued(experiment, options.resume)
-    folder = user_path(to_continue(options.out))
-    if folder.exists() and not (folder / CONFIG).is_file() and not _just_begun(folder):
+def choose_place(experiment: Experiment) -> Place:
+    """Return a run's folder and checkpoint. Nothing is written.
+
+    Raise `Refused` for a folder that is taken or holds another run.
+    """
+    resume = experiment.execution.resume
+    if resume is None:
+        return _new_place(experiment)
+    if resume == "latest":
+        return _latest_place(experiment)
+    return _place_of_checkpoint(experiment, resume)
+
+
+def _new_place(experiment: Experiment) -> Place:
+    out, options = experiment.execution.out, experiment.spec.settings.checkpoint
+    folder = user_path(out) if out else dated_folder(Path("runs"), experiment.title)
+    check_free(folder)
+    check_writable(folder, options)
+    if options.folder and {*open_store(options.folder).names()} - {LOCK_FILE}:
         raise Refused(
-            f"out={folder} is not the folder of a run: choose another one, or leave resume out"
+            f"checkpoint.folder={without_password(options.folder)} is not empty. "
+            "Choose another one, or continue its run with resume=latest."
         )
-    check_writable(folder, kept)
-    for where in (str(folder), kept.folder):
-        _check_run_in(where, experiment.config)
-    if (done := _rounds_done(folder)) >= rounds:
-        return Place(
-            folder,
-            True,
-            finished=True,
-            note=f"{folder} has finished its {done} rounds: nothing to do",
-        )
-    if not (last := last_checkpoint(folder, kept)):
-        what = (
-            f"{folder} has no checkpoint yet"
-            if folder.exists()
-            else f"nothing to continue in {folder}, it is not there"
-        )
-        return Place(folder, folder.exists(), note=f"{what}: starting at round 0")
-    return _from(last, Place(folder, folder.exists()), rounds)
+    return Place(folder)
 
 
-def _just_begun(folder: Path) -> bool:
-    """Whether a folder is empty but for what a run leaves that is killed before its configuration has its name."""
-    return folder.is_dir() and all(
-        each.name == LOCK_FILE or each in config_drafts(folder) for each in folder.iterdir()
-    )
+def _latest_place(experiment: Experiment) -> Place:
+    settings = experiment.spec.settings
+    options, rounds = settings.checkpoint, settings.rounds
+    folder = user_path(to_continue(experiment.execution.out))
+    exists = folder.exists()
+    if exists and not (folder / CONFIG).is_file() and not _has_just_begun(folder):
+        raise Refused(
+            f"out={folder} is not the folder of a run. Choose another one, or leave resume out."
+        )
+    check_writable(folder, options)
+    for address in (str(folder), options.folder):
+        _check_run_in(address, experiment.config)
+    finished_rounds = _finished_rounds(folder)
+    if finished_rounds >= rounds:
+        note = f"{folder} has finished its {finished_rounds} rounds: nothing to do"
+        return Place(folder, True, is_finished=True, note=note)
+    last = last_checkpoint(folder, options)
+    if last:
+        return _continue_checkpoint(last, Place(folder, exists), rounds)
+    note = f"{folder} does not exist yet: starting at round 0"
+    if exists:
+        note = f"{folder} has no checkpoint yet: starting at round 0"
+    return Place(folder, exists, note=note)
+
+
+def _has_just_begun(folder: Path) -> bool:
+    """Return whether a folder holds only what a run leaves that is killed at its very beginning."""
+    if not folder.is_dir():
+        return False
+    drafts = config_drafts(folder)
+    return all(path.name == LOCK_FILE or path in drafts for path in folder.iterdir())
 
 
 def config_drafts(folder: Path) -> list[Path]:
-    """Configurations that were never completed, because their process was killed."""
+    """Return the unfinished configuration files of processes that were killed."""
     return list(folder.glob(f".{CONFIG}.*"))
 
 
-def last_checkpoint(folder: Path, kept: Checkpoint) -> str:
-    """The address of a run's last checkpoint, "" if it has none; the run may have changed where it keeps them."""
-    places = dict.fromkeys((kept.folder_for(folder), Checkpoint().folder_for(folder)))
-    return max((checkpoint.find_latest(place) for place in places), key=checkpoint.version_of)
+def begin_folder(experiment: Experiment, place: Place) -> None:
+    """Write the configuration into the folder of a run that begins."""
+    for draft in config_drafts(place.folder):
+        draft.unlink()
+    config = to_yaml(experiment.config).encode()
+    replace_file(place.folder / CONFIG, config)
+    checkpoint_folder = experiment.spec.settings.checkpoint.folder
+    if checkpoint_folder:  # so that they can be continued without the run's folder
+        with open_store(checkpoint_folder).new(CONFIG) as draft:
+            draft.write_bytes(config)
+    # A shorter run that is continued has one.
+    (place.folder / SUMMARY).unlink(missing_ok=True)
 
 
-def _continued(experiment: Experiment, address: str) -> Place:
-    """resume=ADDRESS: in the folder of the checkpoint's run, or from there into a new `out`."""
+def last_checkpoint(folder: Path, options: Checkpoint) -> str:
+    """Return the address of a run's last checkpoint, "" if it has none.
+
+    The folder of checkpoints may have changed since the run began, so both are searched.
+    """
+    addresses = dict.fromkeys((options.folder_for(folder), Checkpoint().folder_for(folder)))
+    return max(map(checkpoint.find_latest, addresses), key=checkpoint.version_of)
+
+
+def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
+    """Return the folder of the checkpoint's run, or a new `out` that continues from it."""
     if not is_remote(address):
         address = str(user_path(address))
         if not Path(address).is_dir():
             raise Refused(
-                f"resume={address} is no folder: name a checkpoint such as runs/NAME/checkpoints/round-000010, "
-                "or latest"
+                f"resume={address} is no folder. Name a checkpoint such as "
+                "runs/NAME/checkpoints/round-000010, or latest."
             )
-    out, where = experiment.execution.out, split_address(address)[0]
-    inside = not is_remote(where) and not (Path(where) / CONFIG).is_file()  # the folder of the run
-    origin = Path(where).resolve().parent if inside else None
-    folder = user_path(out) if out else origin
+    out = experiment.execution.out
+    checkpoints = split_address(address)[0]
+    run_folder = None
+    if not is_remote(checkpoints) and not (Path(checkpoints) / CONFIG).is_file():
+        run_folder = Path(checkpoints).resolve().parent
+    folder = user_path(out) if out else run_folder
     if folder is None:
         raise Refused(
-            f"resume={without_password(address)} is not in the folder of its run: name that one with out=DIR"
+            f"resume={without_password(address)} is not in the folder of its run. "
+            "Name that one with out=DIR."
         )
-    for each in (where, str(origin or folder)):
-        _check_run_in(each, experiment.config)
-    same = folder.resolve() == origin or (origin is None and (folder / CONFIG).is_file())
-    if folder.exists() and not same:
+    for other in (checkpoints, str(run_folder or folder)):
+        _check_run_in(other, experiment.config)
+    is_same_run = folder.resolve() == run_folder
+    if run_folder is None:
+        is_same_run = (folder / CONFIG).is_file()
+    if folder.exists() and not is_same_run:
         raise Refused(
-            f"out={folder} exists already, and {address} does not belong to it: choose another out, or leave it out"
+            f"out={folder} exists already, and {address} does not belong to it. "
+            "Choose another out, or leave it out."
         )
-    check_writable(folder, experiment.spec.settings.checkpoint)
-    return _from(address, Place(folder, folder.exists()), experiment.spec.settings.rounds)
+    settings = experiment.spec.settings
+    check_writable(folder, settings.checkpoint)
+    return _continue_checkpoint(address, Place(folder, folder.exists()), settings.rounds)
 
 
-def _from(address: str, where: Place, rounds: int) -> Place:
+def _continue_checkpoint(address: str, place: Place, rounds: int) -> Place:
     checkpoint.read(address)  # a damaged one is refused before anything starts
-    shown = without_password(address)
-    if (version := checkpoint.version_of(address)) > rounds:
+    text = without_password(address)
+    version = checkpoint.version_of(address)
+    if version > rounds:
         raise Refused(
-            f"rounds={rounds} is below round {version} of {shown}: set rounds={version} or more"
+            f"rounds={rounds} is below round {version} of {text}. Set rounds={version} or more."
         )
-    return replace(where, resume=address, note=f"continuing from {shown}")
+    return replace(place, resume=address, note=f"continuing from {text}")
 
 
-def check_writable(folder: Path, kept: Checkpoint) -> None:
-    """Refuse a folder, or one for checkpoints apart from it, that nobody can make or write."""
-    for name, place in [
-        ("out", folder),
-        *(("checkpoint.folder", path) for path in apart(kept, folder)),
-    ]:
-        parent = place.absolute()
+def check_writable(folder: Path, options: Checkpoint) -> None:
+    """Raise `Refused` if a run's folder, or the one of its checkpoints, cannot be written."""
+    folders = [("out", folder)]
+    for checkpoint_folder in separate_checkpoint_folders(options, folder):
+        folders.append(("checkpoint.folder", checkpoint_folder))
+    for key, path in folders:
+        parent = path.absolute()
         while not parent.exists():
             parent = parent.parent
         if not parent.is_dir():
             raise Refused(
-                f"{name}={place} cannot be made because {parent} is a file: choose another folder"
+                f"{key}={path} cannot be created because {parent} is a file. Choose another folder."
             )
         if not os.access(parent, os.W_OK | os.X_OK):
             raise Refused(
-                f"{name}={place} cannot be written because {parent} is read-only: choose another folder"
+                f"{key}={path} cannot be written because {parent} is read-only. "
+                "Choose another folder."
             )
 
 
-def apart(kept: Checkpoint, folder: Path) -> list[Path]:
-    """Where on this machine's disks a run's checkpoints are kept, if that is neither in its folder nor behind a URL."""
-    found = (
-        [there.path]
-        if kept.folder and isinstance(there := open_store(kept.folder), LocalStore)
-        else []
-    )
-    return [path for path in found if path.resolve() != folder.resolve()]
+def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]:
+    """Return the local folder of checkpoints in a list, if they are not in the run's folder."""
+    if not options.folder:
+        return []
+    store = open_store(options.folder)
+    if not isinstance(store, LocalStore) or store.path.resolve() == folder.resolve():
+        return []
+    return [store.path]
 
 
-def _check_run_in(where: str | None, config: Node) -> None:
-    """Refuse a place of another run, whether its results or its checkpoints are there."""
-    if where and CONFIG in (there := open_store(where)).names():
-        with there.local(CONFIG) as path:
-            _check_same(load_yaml(path), config, there)
+def _check_run_in(address: str | None, config: Node) -> None:
+    """Raise `Refused` if an address holds results or checkpoints of another run."""
+    if not address:
+        return
+    store = open_store(address)
+    if CONFIG in store.names():
+        with store.local(CONFIG) as path:
+            _check_same_run(load_yaml(path), config, store)
 
 
-def _check_same(stored: Node, config: Node, folder: Store) -> None:
-    """Refuse to resume a run with other settings than the folder's."""
-    now = {key: _as_stored(value) for key, value in flatten(config).items()}
-    before = flatten(stored)
-    for key in dict.fromkeys([*before, *now]):
+def _check_same_run(stored: Node, config: Node, store: Store) -> None:
+    """Raise `Refused` if a run would be resumed with other settings than the stored ones."""
+    stored_values = flatten(stored)
+    values = {key: _hide_password(value) for key, value in flatten(config).items()}
+    for key in _keys_of_bits([*stored_values, *values]):
+        if key not in stored_values:
+            raise Refused(
+                f"{key}={format_value(values[key])} is no key of the run in {store}: it is another "
+                f"run, or an earlier version of raysim than {__version__} wrote it. "
+                "Choose another out."
+            )
+        if stored_values[key] != values.get(key):
+            value = format_value(values[key]) if key in values else "absent"
+            raise Refused(
+                f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
+                f"in {store}. Set it back, or choose another out."
+            )
+
+
+def _keys_of_bits(keys: list[str]) -> Iterator[str]:
+    """Yield the keys that must not change when a run is resumed."""
+    for key in dict.fromkeys(keys):
         head = key.partition(".")[0]
-        free = head in FREE or key in FREE or (head == "runtime" and key not in BITS_OF_RUNTIME)
-        if not free and key not in before:
-            reason = (
-                f"it is another run, or an earlier version of raysim than {__version__} wrote it"
-            )
-            raise Refused(
-                f"{key}={format_value(now[key])} is no key of the run in {folder}: {reason}. Choose another out"
-            )
-        if not free and before.get(key) != now.get(key):
-            old, new = format_value(before[key]), format_value(now[key]) if key in now else "absent"
-            raise Refused(
-                f"{key}={new} differs from {key}={old} of the run in {folder}: set it back, or choose another out"
-            )
+        is_free = head in FREE_KEYS or key in FREE_KEYS
+        if not is_free and (head != "runtime" or key in RUNTIME_KEYS_OF_BITS):
+            yield key
 
 
-def _as_stored(value: object) -> object:
-    """As the folder's configuration has it."""
+def _hide_password(value: object) -> object:
     return without_password(value) if isinstance(value, str) else value
 
 
-def _rounds_done(folder: Path) -> int:
-    """Rounds of a run that has finished; 0 for any other."""
-    if not (there := existing_file(folder / "summary.json")):
-        return 0
-    try:
-        return int(json.loads(there[0].read_text())["rounds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+def _finished_rounds(folder: Path) -> int:
+    """Return the rounds of a finished run; 0 for any other."""
+    for summary in existing_file(folder / SUMMARY):
+        try:
+            return int(json.loads(summary.read_text())["rounds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+    return 0

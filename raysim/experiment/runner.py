@@ -15,8 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from raysim.experiment.build import build
 from raysim.experiment.config_files import Node, to_yaml
-from raysim.experiment.execute import begin_folder, build, explain_errors, run
+from raysim.experiment.execute import run
+from raysim.experiment.failures import explain_errors
 from raysim.experiment.recorder import (
     Follower,
     OnRound,
@@ -26,7 +28,7 @@ from raysim.experiment.recorder import (
     users_observers,
     warn,
 )
-from raysim.experiment.run_folder import CONFIG, last_checkpoint, place
+from raysim.experiment.run_folder import CONFIG, begin_folder, choose_place, last_checkpoint
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused, errors_as_refusals, first_line
 from raysim.primitives.files import lock_folder, replace_file
@@ -127,11 +129,11 @@ class SteppedRun:
         session: ExitStack,
     ) -> Follower:
         with errors_as_refusals():
-            where = place(experiment)
+            where = choose_place(experiment)
         say(console, where.note)
         current = current_run(experiment, self.folder)
-        self.is_finished = where.finished
-        if where.finished:
+        self.is_finished = where.is_finished
+        if where.is_finished:
             current.rows = read_history(self.folder / HISTORY)
             return Follower(current, iter(()))
         for warning in experiment.warnings:

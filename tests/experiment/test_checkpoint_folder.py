@@ -74,23 +74,19 @@ def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_writt
     where: str, place: str
 ) -> None:
     Path("letter").touch()
-    with pytest.raises(
-        Refused, match=rf"checkpoint.folder=.* cannot be made because .*{place} is a file"
-    ):
+    with pytest.raises(Refused, match=rf"^checkpoint.folder=.*{place} is a file"):
         run(where, out="a", rounds=2)
     assert not Path("a").exists()
-    with pytest.raises(Refused, match=r"^out=letter/a cannot be made because .*letter is a file"):
+    with pytest.raises(Refused, match=r"^out=letter/a .*letter is a file"):
         run(out="letter/a", rounds=2)
 
 
 def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
     run(where := "memory://runs/a", out="a", rounds=2)
     before = open_store(where).names()
-    with pytest.raises(Refused, match=f"checkpoint.folder={where} holds something already"):
+    with pytest.raises(Refused, match=f"^checkpoint.folder={where}"):
         run(where, out="b")
-    with pytest.raises(
-        Refused, match=r"local.lr=0.5 differs from local.lr=.* of the run in memory://runs/a"
-    ):
+    with pytest.raises(Refused, match=r"^local.lr=0.5 .*memory://runs/a"):
         run(where, out="b", resume="latest", local={"lr": 0.5})
     assert open_store(where).names() == before and not Path("b").exists()
 

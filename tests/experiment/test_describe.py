@@ -12,8 +12,9 @@ import pytest
 
 import raysim
 from raysim import cli
+from raysim.experiment.build import build
 from raysim.experiment.describe import identity, overview
-from raysim.experiment.execute import build, run
+from raysim.experiment.execute import run
 from raysim.primitives.errors import Refused
 from raysim.simulation.availability import Intervals
 

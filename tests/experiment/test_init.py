@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import raysim
+from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml
-from raysim.experiment.execute import Experiment, Refused, build
+from raysim.experiment.settings import Experiment
+from raysim.primitives.errors import Refused
 from raysim.training.run_spec import build_networks
 
 WORDS = [

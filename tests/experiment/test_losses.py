@@ -90,7 +90,7 @@ def test_a_function_of_ones_own_is_descended_scored_stored_and_resumed() -> None
             {"loss": cross_entropy},
             r"loss=cross_entropy gives \[\] values of two samples: give one for each",
         ),
-        ({"loss": Huber}, r"loss=Huber is a class: give an object of it"),
+        ({"loss": Huber}, r"^loss=Huber is a class"),
         (
             {"loss": lambda outputs: outputs},
             r"loss=<lambda> cannot take outputs \[2, 10\] and labels \[2\]",

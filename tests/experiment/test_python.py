@@ -187,13 +187,10 @@ def test_a_run_with_an_object_that_no_file_can_hold_goes_on_only_with_it(
 ) -> None:
     model = Holding(what=lambda: 0)
     raysim.run(**(SMALL | PARTS | {"model": model, "out": "a", "quiet": False, "rounds": 1}))
-    assert (
-        "model: config.yaml cannot hold this object; give it again to go on"
-        in capsys.readouterr().out
-    )
+    assert "model: config.yaml cannot hold this object" in capsys.readouterr().out
     with pytest.raises(
         Refused,
-        match=r"model: .*Holding was an object from Python: give it again to go on, raysim.run",
+        match=r"^model: .*Holding was an object from Python",
     ):
         raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], model=model, quiet=True)
@@ -219,7 +216,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"methods": FedProx()}, "methods=.* is no list"),
         (
             {"methods": [FedProx]},
-            r"methods=FedProx is a class: give an object of it, FedProx\(...\)",
+            r"^methods=FedProx is a class",
         ),
         ({"methods": [FedProx(), "fedprox"]}, "methods holds fedprox twice"),
         ({"methods": [FedProx(), FedProx()]}, "methods holds fedprox twice"),
@@ -228,7 +225,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"methods": Nameless()}, r"methods=Nameless\(\) is no list"),
         ({"methods": [Numbered()]}, "method Numbered has the name 7"),
         ({"methods": [], "method": "fedprox"}, "method is given twice"),
-        ({"schedule": IID(clients=2)}, "schedule=.* does not fit there: it has no method 'decide'"),
+        ({"schedule": IID(clients=2)}, "^schedule=.*decide"),
         ({"partition": [[0], [0]]}, "partition gives row 0 to client 0 and to client 1"),
         ({"partition": "idd"}, "partition=idd does not exist: did you mean iid"),
         ({"roundz": 3}, "roundz does not exist: did you mean rounds"),
@@ -310,9 +307,9 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"model": lambda: flat(7)}, "set its number of outputs to 3, as functools.partial"),
         (
             {"model": 3},
-            "model=3 does not fit there: give a torch.nn.Module, its class or a function that makes one",
+            "^model=3 .*torch.nn.Module",
         ),
-        ({"model": Mlp}, r"model=Mlp is a class: give an object of it, Mlp\(...\)"),
+        ({"model": Mlp}, r"^model=Mlp is a class"),
         ({"model": nn.Linear(3, 3)}, "the model Linear cannot take inputs of shape"),
         ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
     ],

@@ -15,8 +15,8 @@ from raysim.data.federated import federate
 from raysim.data.partition import Dirichlet, Domain
 from raysim.data.raw import Raw, Source
 from raysim.data.sources import Synthetic
+from raysim.experiment.build import build
 from raysim.experiment.compose import compose
-from raysim.experiment.execute import build
 from raysim.primitives.errors import Refused
 
 WORDS = ["runtime=inprocess", "tracking=none", "rounds=1", "local.epochs=1", "schedule.cohort=2"]

@@ -14,8 +14,9 @@ from torch import nn
 import raysim
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
+from raysim.experiment.build import build
+from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml
-from raysim.experiment.execute import build, compose
 from raysim.experiment.settings import Experiment
 from raysim.methods.fedprox import FedProx
 from raysim.models import Mlp

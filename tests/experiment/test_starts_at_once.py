@@ -145,7 +145,7 @@ def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise Refused("nothing fits")
 
-    monkeypatch.setattr("raysim.experiment.execute._events", refuse)
+    monkeypatch.setattr("raysim.experiment.execute.runtime_events", refuse)
     assert cli.call(["run", *TINY, "tracking=none"]) == 2
     assert cli.call(["run", *TINY, "tracking=none", "out=a/b"]) == 2
     assert list(Path().iterdir()) == []

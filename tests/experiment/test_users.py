@@ -20,7 +20,7 @@ from raysim.data.listed import Listed
 from raysim.data.partition import IID, Natural
 from raysim.data.sources import Parquet, Synthetic
 from raysim.data.tabular import NumPy
-from raysim.experiment.execute import build
+from raysim.experiment.build import build
 from raysim.primitives.errors import Refused
 from raysim.results import page, report
 from raysim.simulation.events import TooManyFailuresError

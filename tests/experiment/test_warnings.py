@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysim.api.method import Method
-from raysim.experiment.execute import build
+from raysim.experiment.build import build
 from raysim.primitives.errors import Refused
 
 DATA = [

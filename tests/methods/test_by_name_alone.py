@@ -12,11 +12,13 @@ import raysim
 from raysim.api.declarations import Local
 from raysim.api.method import Method
 from raysim.commands.sweep.plan import plan
+from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
 from raysim.experiment.describe import overview
-from raysim.experiment.execute import Experiment, build, run
+from raysim.experiment.execute import run
 from raysim.experiment.groups import find_groups
+from raysim.experiment.settings import Experiment
 from raysim.methods.fedpac import FedPAC
 from raysim.methods.fedrep import FedRep
 from raysim.primitives.errors import Refused

@@ -11,7 +11,8 @@ import pytest
 
 from raysim.data.heterogeneity import heterogeneity
 from raysim.data.split_statistics import class_counts
-from raysim.experiment.execute import build, run
+from raysim.experiment.build import build
+from raysim.experiment.execute import run
 from raysim.results.clients import (
     CLIENTS_FILE,
     SPLIT_FILE,

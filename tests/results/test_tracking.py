@@ -20,9 +20,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict, to_yaml
-from raysim.experiment.execute import build, run
+from raysim.experiment.execute import run
 from raysim.results.history import Row, write_history
 from raysim.results.observers import TrackingObserver
 from raysim.results.shared_model import load_shared_model

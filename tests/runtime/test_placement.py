@@ -35,10 +35,10 @@ from raysim.api.declarations import Evaluation
 from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.data.dataset import copy_to_cache
-from raysim.experiment.execute import build
-from raysim.experiment.instantiate import Refused
+from raysim.experiment.build import build
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
+from raysim.primitives.errors import Refused
 from raysim.results.progress import Progress
 from raysim.runtime.inprocess import InProcess
 from raysim.runtime.placement import (

@@ -19,9 +19,9 @@ from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
-from raysim.experiment.execute import Refused
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedexp import FedExP
+from raysim.primitives.errors import Refused
 from raysim.simulation.best_model import BestModel, Criterion
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.run_spec import Checkpoint, RunSpec

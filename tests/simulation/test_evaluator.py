@@ -33,9 +33,10 @@ from raysim.api.setup import Setup
 from raysim.data.federated import FederatedData, federate, pool_clients
 from raysim.data.partition import CSR, IID, Domain
 from raysim.data.sources import Synthetic, Tabular
-from raysim.experiment.execute import Refused, build
+from raysim.experiment.build import build
 from raysim.methods.fedbn import FedBN
 from raysim.models.classifier import Shape
+from raysim.primitives.errors import Refused
 from raysim.runtime.inprocess import InProcess
 from raysim.simulation.best_round import BestRounds
 from raysim.simulation.schedule import Buffered, Synchronous

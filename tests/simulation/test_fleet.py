@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tiny_runs import run_spec
 
+from raysim.experiment.build import build as build_run
 from raysim.experiment.compose import compose
-from raysim.experiment.execute import build as build_run, run as run_words
+from raysim.experiment.execute import run as run_words
 from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.models import Mlp

@@ -29,7 +29,7 @@ from raysim.api.method import Method
 from raysim.data.federated import FederatedData, federate, hold_out_clients, pool_clients
 from raysim.data.partition import CSR, IID, Partition
 from raysim.data.sources import Synthetic
-from raysim.experiment.execute import Refused, build
+from raysim.experiment.build import build
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedbn import FedBN
 from raysim.methods.feddyn import FedDyn
@@ -38,6 +38,7 @@ from raysim.methods.fedrep import FedRep
 from raysim.methods.partialfed import PartialFed
 from raysim.methods.pfedavg import PFedAvg
 from raysim.methods.scaffold import Scaffold
+from raysim.primitives.errors import Refused
 from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous
 from raysim.training.run_spec import RunSpec
 

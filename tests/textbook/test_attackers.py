@@ -26,12 +26,13 @@ from raysim.api.method import Method
 from raysim.data.federated import federate
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
-from raysim.experiment.execute import Refused, build
+from raysim.experiment.build import build
 from raysim.methods.coordinate_median import CoordinateMedian
 from raysim.methods.geometric_median import GeometricMedian
 from raysim.methods.krum import Krum
 from raysim.methods.norm_clipping import NormClipping
 from raysim.methods.trimmed_mean import TrimmedMean
+from raysim.primitives.errors import Refused
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.attack import Attack, largest_z, shifted_mean
 from raysim.training.run_spec import Faults, declare_run

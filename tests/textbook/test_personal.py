@@ -17,7 +17,7 @@ from raysim.api.declarations import Evaluation, Finetune, Local
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet
 from raysim.data.sources import Synthetic
-from raysim.experiment.execute import _pooled
+from raysim.experiment.adjustments import pool_training
 from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbss import FedBSS
@@ -73,7 +73,7 @@ def pooling(asked: Local, **study: Any) -> Row:
     """As an experiment pools the data of a federated run with these settings and three clients a round."""
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
-    data, schedule, local = _pooled(DATA, Synchronous(3), asked)
+    data, schedule, local = pool_training(DATA, Synchronous(3), asked)
     drawn = {
         "images": images,
         "labels": labels,

@@ -17,7 +17,9 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.data.listed import store_lists
-from raysim.experiment.execute import Experiment, build, run
+from raysim.experiment.build import build
+from raysim.experiment.execute import run
+from raysim.experiment.settings import Experiment
 from raysim.methods.fedbr import FedBR
 from raysim.methods.fedbss import FedBSS
 from raysim.models.single_rows import refusing_layer

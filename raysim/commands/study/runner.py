@@ -22,10 +22,10 @@ from typing import IO, TypeAlias, cast
 
 from raysim.commands.study.plan import Study, StudyRun
 from raysim.experiment import run_table
+from raysim.experiment.build import build
 from raysim.experiment.config_files import Node
-from raysim.experiment.execute import build
 from raysim.experiment.many_runs import how_to_go_on, join_ray, score
-from raysim.experiment.run_folder import place
+from raysim.experiment.run_folder import choose_place
 from raysim.experiment.runner import attempt
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, errors_as_refusals
@@ -60,7 +60,7 @@ def check(study: Study, allow: Sequence[str] = (), parallel: int = 1) -> Study:
         try:
             experiment = build(config, allow)
             with errors_as_refusals():
-                is_finished = place(experiment).finished
+                is_finished = choose_place(experiment).is_finished
         except Refused as error:
             if len(study.runs) == 1:
                 raise

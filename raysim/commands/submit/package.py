@@ -218,7 +218,7 @@ def check_command(command: Command, found: Sequence[Piece]) -> None:
     files = [*command.conf, *([command.config] if command.config else [])]
     if command.words[0] == "run" and all(user_path(path).exists() for path in files):
         config = compose(command.overrides, command.conf, command.config)
-        from raysim.experiment.execute import check_values
+        from raysim.experiment.parts import check_values
 
         check_values(to_dict(config))
 

@@ -25,7 +25,7 @@ from raysim.commands.sweep.records import ENDED, StatusLine, TrialRecords
 from raysim.commands.sweep.results import SweepResult, collect_results
 from raysim.commands.sweep.space import Choice, ValueRange
 from raysim.commands.sweep.tune import multiply, search, trial_task
-from raysim.experiment.execute import build
+from raysim.experiment.build import build
 from raysim.experiment.many_runs import how_to_go_on, join_ray, new_folder, value_label
 from raysim.experiment.recorder import say, warn
 from raysim.experiment.run_folder import check_writable

@@ -14,9 +14,9 @@ from tiny_runs import check_composition
 from jobs.papers.presets import PAPER_RUNS, Command
 from jobs.papers.tables import Cell, Table, tables
 from raysim.data.federated import FederatedData
+from raysim.experiment.build import build, partition
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
-from raysim.experiment.execute import build, partition
 from raysim.experiment.instantiate import TARGET, build_object, resolve
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import conf_folder

@@ -1,0 +1,125 @@
+"""Change a run's settings and data where its methods or its model need other ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raysim.api.declarations import Local
+from raysim.api.declare import Declarations
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData, drop_single_rows, pool_clients
+from raysim.data.partition import Partitioner
+from raysim.experiment.config_files import Node, is_set
+from raysim.experiment.instantiate import format_value
+from raysim.experiment.parts import build_settings
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import user_path
+from raysim.simulation.schedule import Schedule, Synchronous, check_concurrency
+from raysim.training.batch_plan import layer_needing_two_rows
+from raysim.training.run_spec import Checkpoint, RunSpec
+
+
+def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
+    """Set what methods cannot run without, except for keys that the user set.
+
+    `Method.setup` refuses the user's own wrong values. Also return a sentence for each change.
+    """
+    sentences = []
+    for method in methods:
+        required = method.settings(build_settings(node)[0].local)
+        for key, value in required.items():
+            section, _, name = key.rpartition(".")
+            values = node.get(section) if section else node
+            if not isinstance(values, Mapping) or name not in values:
+                raise Refused(
+                    f"method '{method.name}' requires {key}={format_value(value)}, "
+                    "a key that does not exist. Correct what its function settings returns."
+                )
+            if values[name] == value or is_set(key, node):
+                continue
+            sentences.append(
+                f"{key}={format_value(value)} in place of {format_value(values[name])}, "
+                f"because method '{method.name}' requires it"
+            )
+            changed = {**values, name: value}
+            node = {**node, section: changed} if section else changed
+    return node, tuple(sentences)
+
+
+def drop_untrainable_clients(
+    spec: RunSpec, declarations: Declarations, partitioner: Partitioner
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """Leave out clients of one training sample if the model cannot train on one row.
+
+    Also return a warning if there are such clients. Raise `ValueError` if every batch, or every
+    client, has one row.
+    """
+    counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
+    clients = len(counts)
+    single = int(np.count_nonzero(counts == 1))
+    if batch > 1 and not single:
+        return spec, ()
+    layer = layer_needing_two_rows(declarations)
+    if not layer:
+        return spec, ()
+    other_model = "choose a model without such a layer"
+    if hasattr(spec.model, "norm"):
+        other_model = "choose model.norm=group"
+    if batch == 1:
+        raise ValueError(
+            f"local.batch: batches of 1 row cannot train the model, because of its {layer}. "
+            f"Set local.batch=2 or more, or {other_model}."
+        )
+    if single == np.count_nonzero(counts):
+        raise ValueError(
+            "partition: no client has two training samples, and one cannot train the model, "
+            f"because of its {layer}. Have fewer clients, or {other_model}."
+        )
+    larger_clients = "give each client two samples or more"
+    if hasattr(partitioner, "minimum"):
+        larger_clients = "raise partition.minimum"
+    warning = (
+        f"partition: {single} of {clients} clients have one training sample and never train, "
+        f"because the model cannot train on a batch of one row (its {layer}). "
+        f"To let them train, {larger_clients}, or {other_model}."
+    )
+    return replace(spec, data=drop_single_rows(spec.data)), (warning,)
+
+
+def make_folder_absolute(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the options with a local folder as processes in other folders find it, too."""
+    if not checkpoint.folder or "://" in checkpoint.folder:
+        return checkpoint
+    return replace(checkpoint, folder=str(user_path(checkpoint.folder).absolute()))
+
+
+def pool_training(
+    data: FederatedData, schedule: Schedule, local: Local, method: str
+) -> tuple[FederatedData, Schedule, Local]:
+    """Return data, schedule and local training of one model on all clients' samples.
+
+    A round processes as many samples as the cohort of a federated run does on average. `method`
+    names the method that needs this.
+    """
+    if not isinstance(schedule, Synchronous):
+        raise Refused(
+            f"method '{method}' trains one model, of which nothing can be late: "
+            "set schedule=synchronous"
+        )
+    counts = data.partition.train.counts
+    check_concurrency(schedule, counts)
+    cohort_share = schedule.cohort / np.count_nonzero(counts)
+    if local.steps is not None:
+        local = replace(local, steps=local.steps * schedule.cohort)
+    elif local.epochs is not None:
+        epochs = local.epochs * cohort_share
+        if float(epochs).is_integer():
+            local = replace(local, epochs=int(epochs))
+        else:
+            samples = len(data.partition.train.indices)
+            steps = max(1, round(epochs * samples / local.batch))
+            local = replace(local, epochs=None, steps=steps)
+    return pool_clients(data), Synchronous(1), local

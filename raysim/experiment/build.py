@@ -1,0 +1,227 @@
+"""Build and check all objects of a run from its configuration."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias
+
+from omegaconf import DictConfig
+
+from raysim.api.composition import suspicious_methods
+from raysim.api.declare import Declarations
+from raysim.api.losses import RowLoss
+from raysim.api.method import Method
+from raysim.data.federated import FederatedData, data_warnings, federate, hold_out_clients
+from raysim.data.partition import Partitioner
+from raysim.data.sources import Source
+from raysim.experiment.adjustments import (
+    drop_untrainable_clients,
+    make_folder_absolute,
+    meet_requirements,
+    pool_training,
+)
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import Node, drop_set_keys, to_dict
+from raysim.experiment.objects import UserObjects, describe_objects, separate_objects
+from raysim.experiment.parts import (
+    build_list,
+    build_methods,
+    build_part,
+    build_settings,
+    choose_device,
+)
+from raysim.experiment.plugins import allow_packages, used_packages
+from raysim.experiment.run_overrides import extract_overrides
+from raysim.experiment.settings import Experiment, RuntimeOptions
+from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.results.observers import Observer
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule, check_concurrency
+from raysim.simulation.server import default_weighting
+from raysim.training.initial_weights import read_initial_weights
+from raysim.training.run_spec import RunSpec, declare_run, sample_flops
+from raysim.training.step_mode import check_step_mode, default_lanes, uses_graph
+
+# Values of an option, by their keys.
+Values: TypeAlias = Mapping[Any, object]
+# Overrides, in one text or several; or a whole configuration.
+Config: TypeAlias = DictConfig | Mapping[str, Any] | Sequence[str]
+
+
+def build(
+    config: Config = (),
+    allow: Sequence[str] = (),
+    *,
+    methods: Sequence[Method | str] | None = None,
+    model: object = None,
+    data: object = None,
+    partition: Partitioner | Values | Sequence[object] | str | None = None,
+    schedule: Schedule | Values | str | None = None,
+    fleet: Fleet | Values | str | None = None,
+    loss: RowLoss | Values | str | None = None,
+    **settings: object,
+) -> Experiment:
+    """Build and check all objects of a run; download and cache its data if necessary.
+
+    Nothing else is written. See `run` for the arguments. Raise `Refused` for what cannot run.
+    """
+    parts = {
+        "model": model,
+        "data": data,
+        "partition": partition,
+        "schedule": schedule,
+        "fleet": fleet,
+        "loss": loss,
+    }
+    with errors_as_refusals():
+        objects, options = separate_objects(parts, methods)
+        duplicates = options.keys() & settings.keys()
+        if duplicates:
+            raise Refused(
+                f"{next(iter(duplicates))} is given twice, by name and in methods: keep one of them"
+            )
+        is_whole = isinstance(config, (DictConfig, Mapping))
+        overrides: Sequence[str] = ()
+        if not isinstance(config, (DictConfig, Mapping)):
+            overrides = _split_text(config)
+        extracted = extract_overrides(overrides, options | settings, objects)
+        rest: Config = config if is_whole else extracted.overrides
+        node = _compose_node(rest, allow, extracted.settings)
+        user_objects = describe_objects(objects, extracted.by_place, node)
+        return _build_experiment(user_objects.into(node), allow, user_objects)
+
+
+def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
+    """Return the data of a run, split over its clients. Raise `Refused` for what cannot run."""
+    with errors_as_refusals():
+        node = _compose_node(config, allow)
+        source: Source = build_part(node, "data", allow, {})
+        partitioner: Partitioner = build_part(node, "partition", allow, {})
+        return federate(source, partitioner, build_settings(node)[0].seed)
+
+
+def _compose_node(
+    config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
+) -> Node:
+    """Return a whole configuration as it is, or the one that overrides and settings give."""
+    folders = allow_packages(allow)
+    if not isinstance(config, (DictConfig, Mapping)):
+        return to_dict(compose(_split_text(config), folders, settings=settings))
+    node = to_dict(config)
+    settings = dict(settings or {})
+    if settings.get("method") == []:  # objects take the place of its methods
+        del settings["method"]
+        node |= {"method": {}, "choices": node["choices"] | {"method": []}}
+    if settings:
+        raise Refused(
+            f"{next(iter(settings))}=... has no effect next to a whole configuration: "
+            "set it in that one"
+        )
+    return node
+
+
+def _split_text(config: Sequence[str]) -> Sequence[str]:
+    return shlex.split(config) if isinstance(config, str) else config
+
+
+def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObjects) -> Experiment:
+    objects = user_objects.parts
+    methods = build_methods(node, allow, objects)
+    node, changes = meet_requirements(node, methods)
+    node = drop_set_keys(node)
+
+    settings, execution = build_settings(node)
+    observers = build_list(node, "observer", Observer, allow, {})
+    schedule: Schedule = build_part(node, "schedule", allow, objects)
+    fleet: Fleet = build_part(node, "fleet", allow, objects)
+    model = build_part(node, "model", allow, objects)
+    device = choose_device(execution.device, is_remote=execution.runtime.name == "cluster")
+    init, weights = read_initial_weights(settings.init)
+    settings = replace(
+        settings,
+        weighting=settings.weighting or default_weighting(methods),
+        checkpoint=make_folder_absolute(settings.checkpoint),
+        init=init,
+    )
+    node = {**node, "device": device, "weighting": settings.weighting}
+    if weights is not None:
+        node["init"] = asdict(init)
+
+    source: Source = build_part(node, "data", allow, objects)
+    partitioner: Partitioner = build_part(node, "partition", allow, objects)
+    data = federate(source, partitioner, settings.seed)
+    data = hold_out_clients(data, settings.evaluate.unseen, settings.seed)
+    pooling = next((method.name for method in methods if method.pools), "")
+    if pooling:
+        data, schedule, local = pool_training(data, schedule, settings.local, pooling)
+        settings = replace(settings, local=local)
+    check_concurrency(schedule, data.partition.train.counts)
+    # Older runs have no group loss.
+    loss = build_part(node, "loss", allow, objects) if node.get("loss") else None
+    spec = RunSpec(
+        model,
+        methods,
+        data,
+        settings,
+        device,
+        execution.runtime.threads,
+        profile=execution.profile,
+        loss=loss,
+        weights=weights,
+        packages=used_packages(node, allow),
+        size=schedule.size,
+        stale=schedule.stale,
+    )
+    # A fleet that cannot exist, such as a damaged trace, is refused here and not in another
+    # process.
+    flops = functools.partial(sample_flops, spec)
+    fleet.devices(settings.seed, len(data.partition.train.counts), flops)
+
+    declarations = declare_run(spec)
+    spec, client_warnings = drop_untrainable_clients(spec, declarations, partitioner)
+    if client_warnings:
+        check_concurrency(schedule, spec.data.partition.train.counts)
+        declarations = declare_run(spec)
+    spec = _choose_step_mode(spec, declarations, execution.runtime, schedule)
+    runtime_node = {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}
+    round_warnings = []
+    for method_declarations in declarations.methods:
+        round_warnings += method_declarations.round_warnings
+    warnings = (
+        *suspicious_methods(methods),
+        *data_warnings(data),
+        *client_warnings,
+        *declarations.warnings,
+        *user_objects.warnings(),
+    )
+    return Experiment(
+        {**node, "runtime": runtime_node},
+        spec,
+        schedule,
+        fleet,
+        execution,
+        warnings,
+        observers,
+        changes,
+        tuple(round_warnings),
+    )
+
+
+def _choose_step_mode(
+    spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
+) -> RunSpec:
+    """Return the spec with lanes, graph and precision, chosen where the user left them open."""
+    if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
+        raise Refused(
+            f"runtime.precision=tf32 needs a GPU of NVIDIA, and device={spec.device}: "
+            "set runtime.precision=float32, or device=cuda"
+        )
+    graph = uses_graph(spec, declarations.networks, runtime.graph)
+    spec = replace(spec, graph=graph, precision=runtime.precision)
+    lanes = runtime.lanes or default_lanes(spec, declarations, schedule.concurrency)
+    spec = replace(spec, lanes=lanes)
+    check_step_mode(spec, declarations)
+    return spec

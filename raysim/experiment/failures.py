@@ -1,0 +1,61 @@
+"""End a run with one sentence where a hook fails or a file cannot be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from raysim.api.composition import failing_method_name
+from raysim.api.hook_checks import HookError, format_error, format_traceback
+from raysim.experiment.run_folder import CONFIG
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import is_disk_full
+from raysim.simulation.events import RunStoppedError
+
+
+@contextmanager
+def explain_errors(folder: Path) -> Iterator[None]:
+    """Raise `RunStoppedError` for a hook that fails and for a file that cannot be written.
+
+    `folder` is the run's folder.
+    """
+    with _report_unwritable_files(folder), _name_failing_method():
+        yield
+
+
+@contextmanager
+def _name_failing_method() -> Iterator[None]:
+    """Raise `RunStoppedError` with the method's name if a hook fails outside a client's job."""
+    try:
+        yield
+    except (Refused, RunStoppedError):
+        raise
+    except (Exception, SystemExit) as error:
+        name = failing_method_name(error)
+        if not (name or isinstance(error, HookError)):
+            raise
+        text = f"method {name!r} failed: {format_error(error)}" if name else format_error(error)
+        text += ". Fix it; resume=latest continues the run."
+        raise RunStoppedError(f"{text}\n{format_traceback(error)}".rstrip("\n")) from error
+
+
+@contextmanager
+def _report_unwritable_files(folder: Path) -> Iterator[None]:
+    """Raise `RunStoppedError` if a file cannot be written, with what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = str(error)
+        fix = "Fix that"
+        if is_disk_full(error):
+            fix = "Free some space"
+            if isinstance(error, OSError):
+                reason = str(error.strerror)
+        has_begun = (folder / CONFIG).is_file()
+        command = f"out={folder} and resume=latest" if has_begun else "the same command"
+        raise RunStoppedError(
+            f"{reason}. {fix}; {command} continues from the last checkpoint."
+        ) from error

@@ -1,0 +1,197 @@
+"""Make objects of a configuration's nodes: its parts, its lists of parts, and its settings."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from raysim.api.composition import check_names
+from raysim.api.losses import RowLoss
+from raysim.api.method import Method
+from raysim.experiment.config_files import Node
+from raysim.experiment.groups import LISTS
+from raysim.experiment.instantiate import (
+    TARGET,
+    arguments,
+    build_object,
+    format_value,
+    import_target,
+    resolve,
+)
+from raysim.experiment.objects import CUSTOM_MODEL_KEYS, PARTS, refuse_missing
+from raysim.experiment.settings import ExecutionOptions
+from raysim.models.split import DATA_ARGUMENTS, CustomModel, ExternalModel
+from raysim.primitives.errors import Refused, errors_as_refusals, suggest
+from raysim.training.run_spec import RunSettings
+
+T = TypeVar("T")
+
+DEVICE_KINDS = ("cpu", "cuda", "mps")
+
+
+def build_part(
+    config: Node, group: str, allow: Sequence[str], objects: Mapping[str, object]
+) -> Any:
+    """Return the part of a group, such as "fleet": the user's object, or one of the node's class.
+
+    Raise `Refused` if the node names no class, or one of another group.
+    """
+    if group in objects:
+        return objects[group]
+    node = config.get(group)
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise Refused(
+            f"{group}={format_value(node)} names no class: choose an option of the group {group}"
+        )
+    refuse_missing(node, group)
+    if group == "model":
+        recipe = _custom_model(node, allow)
+        if recipe is not None:
+            return recipe
+    if group == "loss":
+        function = _loss_function(node, allow)
+        if function is not None:
+            return function
+    cls = resolve(node[TARGET], group, allow)
+    if not hasattr(cls, PARTS[group]):
+        raise Refused(
+            f"{group}.{TARGET}={node[TARGET]} is no {group}: it has no method '{PARTS[group]}'"
+        )
+    return build_object(cls, node, group)
+
+
+def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
+    """Return a recipe if `_target_` names a module's class or a function that makes a module.
+
+    The keys besides `head` and `lora` are its arguments.
+    """
+    target: Any = import_target(node[TARGET], "model", allow)
+    is_module_class = isinstance(target, type) and issubclass(target, nn.Module)
+    if not (inspect.isfunction(target) or is_module_class):
+        return None
+    recipe_node = {key: value for key, value in node.items() if key in CUSTOM_MODEL_KEYS}
+    recipe = build_object(ExternalModel, recipe_node, "model")
+    other_node = {key: value for key, value in node.items() if key not in CUSTOM_MODEL_KEYS}
+    options = arguments(target, other_node, "model", later=DATA_ARGUMENTS)
+    return CustomModel(target, options, head=recipe.head, lora=recipe.lora)
+
+
+def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
+    """Return the function that `_target_` names, if it is one.
+
+    The keys are its arguments after outputs and labels.
+    """
+    function = import_target(node[TARGET], "loss", allow)
+    if not inspect.isfunction(function):
+        return None
+    outputs_and_labels = list(inspect.signature(function).parameters)[:2]
+    options = arguments(function, node, "loss", later=outputs_and_labels)
+    return functools.partial(function, **options) if options else function
+
+
+def build_methods(
+    config: Node, allow: Sequence[str], objects: Mapping[str, object]
+) -> tuple[Method, ...]:
+    """Return the methods of a configuration. Raise `Refused` for names that no method may have."""
+    methods = build_list(config, "method", Method, allow, objects)
+    check_names(methods)
+    return methods
+
+
+def build_list(
+    config: Node, group: str, kind: type[T], allow: Sequence[str], objects: Mapping[str, object]
+) -> tuple[T, ...]:
+    """Return the parts of a group of which a run has any number, such as "observer"."""
+    nodes = config.get(group, {})
+    if not isinstance(nodes, Mapping):
+        raise Refused(f"{group}={format_value(nodes)} is no mapping: name each part of it")
+    parts: list[T] = []
+    for name, node in nodes.items():
+        path = f"{group}.{name}"
+        if path in objects:
+            parts.append(cast(T, objects[path]))
+        else:
+            parts.append(build_object(class_of(node, path, kind, allow), node, path))
+    return tuple(parts)
+
+
+def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
+    """Return the class that the node of a method or an observer names."""
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise Refused(
+            f"{path}={format_value(node)} names no class: give a value to one of its keys instead"
+        )
+    refuse_missing(node, path)
+    cls = resolve(node[TARGET], path, allow)
+    if not issubclass(cls, kind):
+        group = path.partition(".")[0]
+        raise Refused(
+            f"{path}.{TARGET}={node[TARGET]} is no {group}: "
+            f"name a subclass of raysim.{kind.__name__}"
+        )
+    return cls
+
+
+def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
+    """Return the settings of a configuration that name no classes."""
+    values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
+    run_keys = {field.name for field in fields(RunSettings)}
+    execution_keys = {field.name for field in fields(ExecutionOptions)}
+    valid_keys = run_keys | execution_keys
+    for key in values:
+        if key not in valid_keys:
+            raise Refused(f"{key} does not exist: {suggest(key, sorted(valid_keys), 'a run has')}")
+    run_values = {key: value for key, value in values.items() if key in run_keys}
+    execution_values = {key: value for key, value in values.items() if key in execution_keys}
+    settings = build_object(RunSettings, run_values, "")
+    return settings, build_object(ExecutionOptions, execution_values, "")
+
+
+def check_values(node: Node) -> None:
+    """Raise `Refused` for values that no machine would accept.
+
+    Data, devices and code outside raysim are not looked for.
+    """
+    with errors_as_refusals():
+        build_settings(node)
+        parts = {group: node.get(group) for group in PARTS}
+        for group in LISTS:
+            for name, part in node[group].items():
+                parts[f"{group}.{name}"] = part
+        for path, part in parts.items():
+            if not isinstance(part, Mapping) or not str(part.get(TARGET)).startswith("raysim."):
+                continue
+            cls = resolve(part[TARGET], path)
+            if issubclass(cls, Method):
+                build_object(cls, part, path)
+            else:  # some constructors look at files
+                arguments(cls, part, path)
+
+
+def choose_device(name: str, is_remote: bool) -> str:
+    """Return the device's name; choose one for "auto". is_remote: workers run on other machines.
+
+    Raise `Refused` for a device that does not exist.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    is_index = index.isdecimal() and len(index) < 4
+    if kind not in DEVICE_KINDS or (index and not is_index):
+        raise Refused(f"device={name} does not exist: {suggest(name, ('auto', *DEVICE_KINDS))}")
+    if kind == "cuda" and not is_remote and int(index or 0) >= torch.cuda.device_count():
+        raise Refused(
+            f"device={name} needs a GPU that torch does not see "
+            f"(it sees {torch.cuda.device_count()}): set device=cpu"
+        )
+    if kind != "cuda" and index not in ("", "0"):
+        raise Refused(f"device={name} does not exist, there is only one: set device={kind}")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise Refused("device=mps needs a Mac with Metal: set device=cpu")
+    return name
