@@ -41,9 +41,9 @@ _TASK = Stage()
 def step_methods(declarations: Declarations) -> list[str]:
     """Return the names of the methods that take part in a step."""
     return [
-        each.method
-        for each in declarations.methods
-        if each.stages is not None or any(each.has_hook(hook) for hook in STEP_HOOKS)
+        declared.method
+        for declared in declarations.methods
+        if declared.stages is not None or any(declared.has_hook(hook) for hook in STEP_HOOKS)
     ]
 
 
@@ -60,19 +60,22 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
     else:
         return None
     linear = [layer for layer in layers if type(layer) is nn.Linear]
-    others = [layer for layer in layers if type(layer) not in (nn.Linear, *_POINTWISE)]
-    flat = [
-        layer
-        for layer in others
-        if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-    ]
-    is_chain = (
-        bool(linear) and len(flat) == len(others) and (input_dims == 1 or layers[:1] == flat[:1])
+    flatten = [layer for layer in layers if _is_full_flatten(layer)]
+    is_known = all(
+        type(layer) in (nn.Linear, *_POINTWISE) or _is_full_flatten(layer) for layer in layers
     )
+    has_flat_input = input_dims == 1 or layers[:1] == flatten[:1]
     parameters = list(model.parameters())
     is_tied = len(parameters) != sum(len(list(layer.parameters())) for layer in linear)
     is_frozen = not all(parameter.requires_grad for parameter in parameters)
-    return layers if is_chain and not (is_tied or is_frozen) and len(networks) == 1 else None
+    if not (linear and is_known and has_flat_input) or is_tied or is_frozen or len(networks) > 1:
+        return None
+    return layers
+
+
+def _is_full_flatten(layer: nn.Module) -> bool:
+    """Return whether a layer flattens all dimensions of a sample."""
+    return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
 
 
 def _unnest(module: nn.Module) -> list[nn.Module]:
@@ -86,7 +89,7 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """x w^T + b of every lane: x [K, B, n], w [K, m, n], b [K, m] or None.
+    """Compute x w^T + b of every lane: x [K, B, n], w [K, m, n], b [K, m] or None.
 
     Autograd's own gradient of w^T has the memory layout of w^T, and adding it to w takes longer
     than the products.
@@ -112,19 +115,20 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class BatchedLanes(LaneLoop[Lane]):
-    """K clients that are stepped by one batched computation."""
+    """Steps K clients by one batched computation."""
 
     def __init__(self, trainer: Trainer, count: int):
-        flats = trainer.vector.data, trainer.vector.counters
-        data, counters = (flat.detach().expand(count, -1).clone() for flat in flats)
+        vector = trainer.vector
+        data = vector.data.detach().expand(count, -1).clone()
+        counters = vector.counters.detach().expand(count, -1).clone()
         super().__init__(trainer, data, counters, Lane)
-        layers = linear_chain(trainer.vector.networks, len(trainer.task.shape))
-        assert layers is not None, "checked before a worker starts"
+        layers = linear_chain(vector.networks, len(trainer.task.shape))
+        assert layers is not None, "`check_step_mode` comes first"
         self.layers = layers
         self.group = trainer.step.group(_TASK.trains)
-        self.leaves, self.steps = self._leaves()
+        self.leaves, self.targets = self._leaves()
         self.trained = [self.leaves[id(parameter)] for parameter in self.group.params]
-        self.optimizer = StackedOptimizer(trainer.step.optimizer, self.steps)
+        self.optimizer = StackedOptimizer(trainer.step.optimizer, self.targets)
         largest = max(1, int(trainer.partition.counts.max(initial=0)))
         self.batch = min(trainer.local.batch, largest)  # rows of every lane
         self.weights = torch.full(
@@ -132,19 +136,22 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the parameters [K, ...] by id of the module's, and what the optimiser moves."""
+        """Return the lanes' parameters [K, ...], and the tensors that the optimizer changes.
+
+        The parameters are by the id of the network's parameter.
+        """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
         for entry in vector.layout.entries:
             if entry.parameter:
                 view = self.data[:, entry.start : entry.stop].view(self.count, *entry.shape)
-                # .data: autograd must not mistake an optimiser's step for a change of what it saved
+                # Without .data autograd would see an optimizer step as a change of saved tensors.
                 leaves[id(vector.parameters[entry.name])] = view.data.requires_grad_()
         if self.trainer.step.clip:
             return leaves, [self.data[:, run] for run in self.group.runs]
         return leaves, [leaves[id(parameter)].detach() for parameter in self.group.params]
 
-    # --- a lane's client ---------------------------------------------------------------------
+    # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: Lane) -> None:
         """See `LaneLoop`."""
         self.optimizer.restart(lane.row, lane.ctx.optimizers.resumed(_TASK.name))
@@ -164,7 +171,8 @@ class BatchedLanes(LaneLoop[Lane]):
         except (RuntimeError, IndexError) as error:
             text = first_line(error).rstrip(".")
             raise LanesError(
-                f"runtime.lanes={self.count}: several clients cannot be trained at once ({text}). Set runtime.lanes=1."
+                f"runtime.lanes={self.count}: several clients cannot be trained at once ({text}). "
+                "Set runtime.lanes=1."
             ) from error
         for lane in busy:
             lane.advance(losses[lane.row])
@@ -172,16 +180,15 @@ class BatchedLanes(LaneLoop[Lane]):
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
         """Do one step of all lanes; return each lane's loss.
 
-        Rows of lanes without a client have weight 0.
+        Rows of lanes without a job have weight 0.
         """
         inputs, targets, weights = self._stack(busy)
         outputs = self._outputs(inputs).to(self.data.dtype).flatten(0, 1)
         rows = self.trainer.task.objective.losses(outputs, targets.flatten(0, 1))
         gradients = list(torch.autograd.grad(rows, self.trained, weights.flatten()))
-        rows_at_work = [lane.row for lane in busy]
-        self.optimizer.step_rows(
-            rows_at_work, self.steps, self._clipped(gradients), busy[0].ctx.rate
-        )
+        busy_rows = [lane.row for lane in busy]
+        rate = busy[0].ctx.rate
+        self.optimizer.step_rows(busy_rows, self.targets, self._clip(gradients), rate)
         losses = (rows.detach().view(self.count, self.batch) * weights).sum(1)
         return losses.unbind()
 
@@ -200,11 +207,10 @@ class BatchedLanes(LaneLoop[Lane]):
                 x = layer(x)
         return x
 
-    def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return what the optimiser takes.
+    def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients for the optimizer.
 
-        That is the gradients, or with `local.clip` their stretches [K, n], with a bounded norm per
-        lane.
+        With `local.clip` they are flat parts [K, n], whose norm in each lane is bounded.
         """
         clip = self.trainer.step.clip
         if not clip:
@@ -217,13 +223,12 @@ class BatchedLanes(LaneLoop[Lane]):
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs [K, B, ...], targets [K, B, ...] and the rows' weights [K, B]."""
         batches = {lane.row: lane.next_batch for lane in busy}
-        if len(busy) == self.count and all(
-            batch.inputs.shape[0] == self.batch for batch in batches.values()
-        ):
+        is_full = all(len(batch.inputs) == self.batch for batch in batches.values())
+        if len(busy) == self.count and is_full:
             weights = self.weights
         else:
             weights = self._weights(batches)
-            batches = {row: _filled(batch, self.batch) for row, batch in batches.items()}
+            batches = {row: _fill_up(batch, self.batch) for row, batch in batches.items()}
         first = next(iter(batches.values()))
         every = [batches.get(row, first) for row in range(self.count)]
         return (
@@ -233,7 +238,7 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
-        """Return one over the size of each lane's batch for its own rows, 0 for all others."""
+        """Return 1 / (size of the lane's batch) for rows of the batch, 0 for other rows."""
         weights = torch.zeros_like(self.weights)
         for row, batch in batches.items():
             size = len(batch.inputs)
@@ -241,8 +246,8 @@ class BatchedLanes(LaneLoop[Lane]):
         return weights
 
 
-def _filled(batch: Batch, size: int) -> Batch:
-    """Return the batch with `size` rows; the added ones repeat the first."""
+def _fill_up(batch: Batch, size: int) -> Batch:
+    """Return the batch with `size` rows; added rows repeat the first."""
     missing = size - len(batch.inputs)
     if not missing:
         return batch

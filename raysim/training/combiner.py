@@ -1,4 +1,4 @@
-"""What a worker does so that the sums of a node are added up there, before they travel."""
+"""Add up the sums of a node's workers on the node, before they travel."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from raysim.vectors.blocks import fold_groups
 
 
 class Combiner:
-    """A part of a worker."""
+    """The part of a worker that adds up sums."""
 
-    train: Callable[..., Any]  # see `Worker`
+    train: Callable[..., Any]  # see `Worker.train`
 
     def train_apart(
-        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *others: Any
+        self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *values: Any
     ) -> tuple[TrainingResult | np.ndarray | None, ...]:
-        """`train`, whose sums are values of their own, one for each group (None: all of it failed): they can stay."""
-        result: TrainingResult = self.train(jobs, groups, *others)
-        return replace(result, sums={}), *(result.sums.get(group) for group in groups)
+        """Train as `train` does, and return each group's sum as a value of its own.
+
+        Such a sum can stay on its node. It is None if all jobs of the group failed.
+        """
+        result: TrainingResult = self.train(jobs, groups, *values)
+        sums = [result.sums.get(group) for group in groups]
+        return replace(result, sums={}), *sums
 
     def combine(
         self, start: int, stop: int, before: np.ndarray | None, *totals: np.ndarray | None
     ) -> tuple[None, np.ndarray | None]:
-        """Entries [start, stop) of a sum: those of nodes before (stop - start floats) plus each of `totals`, in order.
+        """Add up entries [start, stop) of sums in order; None if all of them are None.
 
-        The first value only says that the second is there, which can stay as well. It is None where all are None.
+        before: [stop - start], the sum of earlier nodes. The first returned value is always None:
+        the caller waits for it, while the second can stay on the node.
         """
-        own = [total[start:stop] for total in totals if total is not None]
-        arrays = own if before is None else [before, *own]
-        return None, fold_groups([([array], [1.0]) for array in arrays]).numpy() if arrays else None
+        arrays = [] if before is None else [before]
+        arrays += [total[start:stop] for total in totals if total is not None]
+        if not arrays:
+            return None, None
+        return None, fold_groups([([array], [1.0]) for array in arrays]).numpy()

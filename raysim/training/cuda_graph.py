@@ -1,7 +1,7 @@
 """Capture a computation as a CUDA graph, with branches that run side by side.
 
-On other devices nothing can be captured: the computation is done again instead, on the same tensors
-that stay where they are. That saves no time; it shows on a CPU what would go in and out of a graph.
+On other devices nothing can be captured. The computation is repeated there, on the same tensors at
+fixed addresses. That saves no time, but tests on a CPU see what goes in and out of a graph.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ Record: TypeAlias = Callable[[Compute], Compute]  # takes a computation, returns
 
 
 def recorder(device: torch.device) -> Record:
-    """Return what records on a device; CUDA graphs of one recorder share a pool of memory."""
+    """Return the function that records on a device; its CUDA graphs share a pool of memory."""
     if device.type != "cuda":
         return lambda compute: compute
     pool = torch.cuda.graph_pool_handle()
-    return lambda compute: _captured(compute, pool)
+    return lambda compute: _capture(compute, pool)
 
 
-def _captured(compute: Compute, pool: Any) -> Compute:
+def _capture(compute: Compute, pool: Any) -> Compute:
     """Capture a computation and return its replay.
 
-    What a replay returns is valid until the next replay of a graph of the pool.
+    The tensors that a replay returns are valid until the next replay of a graph of the pool.
     """
     graph = torch.cuda.CUDAGraph()
-    with no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with (
+        no_garbage_collection(),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
         outputs = compute()
 
     def replay() -> Sequence[Tensor]:
@@ -43,8 +46,8 @@ def _captured(compute: Compute, pool: Any) -> Compute:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Stop the garbage collector: if it freed another graph, a capture would end."""
+def no_garbage_collection() -> Iterator[None]:
+    """Stop the garbage collector: a capture would end if it freed another graph."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -65,13 +68,12 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """Let the work in this context wait for all work launched before outside of branches.
+        """Let the work in this context wait for the work that was launched before all branches.
 
         place: the number of the branch, 0, 1, ... in this order.
         """
-        if (
-            self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-        ):  # streams would keep memory
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not is_capturing:  # without a capture, streams would only keep memory
             yield
             return
         self._open = place + 1

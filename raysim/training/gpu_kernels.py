@@ -10,27 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+# Functions whose parameters some GPU kernels read in aligned blocks.
 _LAYERS = {
-    *(
-        F.linear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.embedding,
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-    ),
-    *(F.batch_norm, F.group_norm, F.layer_norm, F.instance_norm, F.multi_head_attention_forward),
+    F.linear,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.embedding,
+    F.batch_norm,
+    F.group_norm,
+    F.layer_norm,
+    F.instance_norm,
+    F.multi_head_attention_forward,
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
 }
-_MAX_PRODUCT_WEIGHTS = (
-    32  # weights of one output channel of a convolution that is computed as a product
-)
-_ALIGNMENT_BYTES = 16  # what some GPU kernels read at once
+# A convolution with at most so many weights for an output channel is computed as a product.
+_MAX_PRODUCT_WEIGHTS = 32
+_ALIGNMENT_BYTES = 16  # that some GPU kernels read at once
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it starts where some GPU kernels cannot read.
+    """Return the tensor, or a copy if its address is not aligned as some GPU kernels need it.
 
     Such kernels would end the process.
     """
@@ -39,13 +41,17 @@ def align(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
+def _align_parameter(argument: Any) -> Any:
+    return align(argument) if isinstance(argument, nn.Parameter) else argument
+
+
 class GpuKernels(TorchFunctionMode):
     """A mode in which parameters of layers are aligned and convolutions are fast on a GPU.
 
-    Convolutions of few channels are a product of what each output sees: on an H100 kernels for
-    convolutions took 130 us for 64 images of 28 x 28 with one channel. Others get tensors in which
-    the channels of a pixel lie together, unless a network has layers that would copy them back
-    (GroupNorm).
+    Convolutions of few channels are computed as products of patches: on an H100 kernels for
+    convolutions took 130 us for 64 images of 28 x 28 with one channel. Other convolutions get
+    tensors in which the channels of a pixel lie together, unless a network has layers that would
+    copy them back (GroupNorm).
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -54,14 +60,11 @@ class GpuKernels(TorchFunctionMode):
         self.layout = torch.contiguous_format if has_group_norm else torch.channels_last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute `func`; see the class."""
+        """Compute `func` with aligned parameters, a convolution in the fastest way."""
         kwargs = kwargs or {}
         if func in _LAYERS:
-            args = tuple(align(arg) if isinstance(arg, nn.Parameter) else arg for arg in args)
-            kwargs = {
-                key: align(arg) if isinstance(arg, nn.Parameter) else arg
-                for key, arg in kwargs.items()
-            }
+            args = tuple(map(_align_parameter, args))
+            kwargs = {key: _align_parameter(arg) for key, arg in kwargs.items()}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:
             return self._conv2d(*args)
         return func(*args, **kwargs)
@@ -90,33 +93,36 @@ class GpuKernels(TorchFunctionMode):
 
 def conv2d_as_product(x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any) -> Tensor:
     """Return `F.conv2d` of x [B, C, H, W] with w [O, C, h, w] as one product per image."""
-    (high, wide), (down, right) = w.shape[2:], stride
+    (height, width), (down, right) = w.shape[2:], stride
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    patches = x.unfold(2, high, down).unfold(3, wide, right)  # [B, C, H', W', h, w]
+    patches = x.unfold(2, height, down).unfold(3, width, right)  # [B, C, H', W', h, w]
     rows, columns = patches.shape[2:4]
     patches = patches.permute(0, 1, 4, 5, 2, 3).reshape(len(x), w[0].numel(), rows * columns)
     product = torch.matmul(w.flatten(1), patches).view(len(x), len(w), rows, columns)
     return product if b is None else product + b.view(-1, 1, 1)
 
 
+# Functions through which Python reads values of tensors.
 _READING = {
-    *(
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.numpy,
-        Tensor.nonzero,
-        torch.nonzero,
-        Tensor.masked_select,
-    ),
-    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.nonzero,
+    torch.nonzero,
+    Tensor.masked_select,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__contains__,
 }
 
 
 class NoReading(TorchFunctionMode):
-    """A mode in which Python cannot read values of tensors, as in the capture of a CUDA graph."""
+    """A mode in which Python cannot read values of tensors, like the capture of a CUDA graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute `func`, unless it reads."""
+        """Compute `func`. Raises RuntimeError if it reads a value."""
         if func in _READING:
             raise RuntimeError(f"it reads the value of a tensor with `{func.__name__}`")
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What a process says of itself where bits depend on it, and how several processes are compared."""
+"""Describe what the bits that a process computes depend on, and compare processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from raysim.training.determinism import openblas_threads
 
 PACKAGE = "raysim"
 INSTRUCTIONS = "CPU instructions"
-FAMILIES = ("amx", "avx", "f16c", "fma", "sve")  # instruction sets with kernels of their own
+INSTRUCTION_SETS = (
+    "amx",
+    "avx",
+    "f16c",
+    "fma",
+    "sve",
+)  # for which libraries have kernels of their own
 MISSING = "missing"
 UNSET = "unset"
-VARIABLES = (  # by which a library is told to use other kernels
+VARIABLES = (  # that make a library use other kernels
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -36,12 +42,15 @@ MAX_DIFFERENCES = 4  # that an error names
 
 
 class UnequalWorkersError(ValueError):
-    """Processes of one run differ in what its bits depend on, and `runtime.mixed` does not allow it."""
+    """Processes of one run would compute different bits, and `runtime.mixed` is off."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process of a run: its name, its node, and by name what the bits that it computes depend on."""
+    """A process of a run.
+
+    facts: by name, what the bits that it computes depend on.
+    """
 
     name: str
     node: str
@@ -54,8 +63,9 @@ class Identity:
 def identify(name: str, packages: Sequence[str] = (), device: str = "", node: str = "") -> Identity:
     """Return the identity of this process.
 
-    packages: those besides raysim whose code a run uses. device: what the process computes on; "" for a process that
-    trains nothing. node: the name of this machine; "" for its worker name.
+    packages: packages besides raysim whose code the run uses. device: the device on which the
+    process computes; "" for a process that trains nothing. node: the name of this machine; "": as
+    the operating system has it.
     """
     facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
     facts |= {
@@ -66,7 +76,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
 
 
 def _device(device: str) -> dict[str, str]:
-    """Return the model of the device that a worker trains on; nothing for a process that trains nothing."""
+    """Return the model of a worker's device; nothing for a process that trains nothing."""
     if not device.startswith("cuda"):
         return {"device": device} if device else {}
     major, minor = torch.cuda.get_device_capability(device)
@@ -84,7 +94,9 @@ def _cpu() -> dict[str, str]:
     # Older versions of torch have no such function.
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has = sorted(
-        key for key, value in capabilities.items() if value is True and key.startswith(FAMILIES)
+        key
+        for key, value in capabilities.items()
+        if value is True and key.startswith(INSTRUCTION_SETS)
     )
     blas = {str(library["architecture"]) for library in openblas_threads().info()}
     return {
@@ -146,23 +158,23 @@ class Participants:
 
     driver: Identity
     mixed: bool = False
-    others: list[Identity] = field(default_factory=list)
+    joined: list[Identity] = field(default_factory=list)
 
     def add(self, *identities: Identity) -> None:
-        """Take in processes that are ready. Raises UnequalWorkersError if one differs and `mixed` is off."""
+        """Add processes. Raises UnequalWorkersError if one differs and `mixed` is off."""
         new = [identity for identity in identities if identity not in self.all]
         reference = self._reference(new)
         if not self.mixed:
             _check_equal(reference, new)
-        self.others += new
+        self.joined += new
 
     @property
     def all(self) -> list[Identity]:
-        """The driver and all others, those included that were replaced."""
-        return [self.driver, *self.others]
+        """Return the driver and all other processes, replaced ones included."""
+        return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Map each fact to its first value, and to the process that has it."""
+        """Map each fact to its first value and the process with that value."""
         first: dict[str, tuple[str, Identity]] = {}
         for identity in [*self.all, *new]:
             for fact, value in identity.facts.items():
@@ -174,21 +186,22 @@ def _check_equal(
     reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]
 ) -> None:
     """Raise UnequalWorkersError for processes that differ from the reference."""
-    unequal: dict[str, list[Identity]] = {}  # by what differs
+    unequal: dict[str, list[Identity]] = {}  # by the text of their differences
     for identity in identities:
-        if text := _differences(reference, identity):
+        text = _describe_differences(reference, identity)
+        if text:
             unequal.setdefault(text, []).append(identity)
     if not unequal:
         return
-    phrases = [f"{_join(identities)}: {text}" for text, identities in unequal.items()]
+    phrases = [f"{', '.join(map(str, group))}: {text}" for text, group in unequal.items()]
     raise UnequalWorkersError(
-        f"runtime.mixed=false: processes of this run would compute different bits. {'; '.join(phrases)}. "
-        "Use equal nodes with equal installations, or set runtime.mixed=true to run without the promise of the same "
-        "bits."
+        "runtime.mixed=false: processes of this run would compute different bits. "
+        f"{'; '.join(phrases)}. Use equal nodes with equal installations, or set "
+        "runtime.mixed=true to run without the promise of the same bits."
     )
 
 
-def _differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
+def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
     """Describe the facts in which a process differs from the reference; "" if there are none."""
     texts = []
     for fact, value in identity.facts.items():
@@ -196,13 +209,8 @@ def _differences(reference: Mapping[str, tuple[str, Identity]], identity: Identi
         if value == expected:
             continue
         if fact == INSTRUCTIONS:
-            missing, added = (
-                set(expected.split()) - set(value.split()),
-                set(value.split()) - set(expected.split()),
-            )
-            changes = [f"without {' '.join(sorted(missing))}"] if missing else []
-            changes += [f"with {' '.join(sorted(added))}"] if added else []
-            texts.append(f"{fact} {' and '.join(changes)} (compared with {other})")
+            changes = _describe_instructions(expected, value)
+            texts.append(f"{fact} {changes} (compared with {other})")
         else:
             texts.append(f"{fact} {value} ({expected} in {other})")
     if len(texts) > MAX_DIFFERENCES:
@@ -210,18 +218,26 @@ def _differences(reference: Mapping[str, tuple[str, Identity]], identity: Identi
     return ", ".join(texts)
 
 
-def _join(identities: Sequence[Identity]) -> str:
-    return ", ".join(map(str, identities))
+def _describe_instructions(expected: str, value: str) -> str:
+    """Describe the instruction sets that are missing or added."""
+    missing = set(expected.split()) - set(value.split())
+    added = set(value.split()) - set(expected.split())
+    changes = []
+    if missing:
+        changes.append(f"without {' '.join(sorted(missing))}")
+    if added:
+        changes.append(f"with {' '.join(sorted(added))}")
+    return " and ".join(changes)
 
 
 def are_equal(identities: Sequence[Identity]) -> bool:
     """Return whether no fact has two values among these processes."""
     values: dict[str, str] = {}
-    return all(
-        values.setdefault(fact, value) == value
-        for each in identities
-        for fact, value in each.facts.items()
-    )
+    for identity in identities:
+        for fact, value in identity.facts.items():
+            if values.setdefault(fact, value) != value:
+                return False
+    return True
 
 
 def describe_processes(identities: Sequence[Identity]) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Saved weights to start from: read from a file, checked against the networks of a run, and put into them."""
+"""Read saved weights from a file and put them into the networks of a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from raysim.primitives.errors import first_line, suggest
 from raysim.primitives.files import regular_file, user_path
 
 MODEL = "model."
-NAMED = 3  # names of tensors in a sentence
+MAX_NAMES = 3  # of tensors in an error
 
 
 @dataclass(frozen=True)
 class Init:
-    """Where the initial weights come from.
+    """The settings `init.*`: where the initial weights come from.
 
-    file: a `.safetensors` file, or what `torch.save` wrote of a state dict; None: all weights are drawn.
-    only: networks, modules or tensors that start from the file, such as "model" or "extractor"; None: all.
-    redraw: those that are drawn all the same, such as "head"; None: none.
-    sha256: the checksum of the file, which must have it; None: it is filled in.
+    file: a `.safetensors` file, or a state dict that `torch.save` wrote; None: all weights are
+    drawn. only: networks, modules or tensors that start from the file, such as "model" or
+    "extractor"; None: all. redraw: parts that are drawn nevertheless, such as "head"; None: none.
+    sha256: the checksum that the file must have; None: it is filled in.
     """
 
     file: str | None = None
@@ -47,36 +47,38 @@ class Init:
         for key in ("only", "redraw"):
             if getattr(self, key) == []:
                 raise ValueError(
-                    f"init.{key}=[] names nothing. Name a part of the model, or set init.{key}=null."
+                    f"init.{key}=[] names nothing. Name a part of the model, or set "
+                    f"init.{key}=null."
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class InitialWeights:
-    """The tensors of a file, as arrays that travel to other processes, and which of them are used."""
+    """The tensors of a file as arrays, and the settings that select among them."""
 
     init: Init
     tensors: Mapping[str, np.ndarray]
 
     def load_into(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> None:
-        """Give the networks these values. Raises ValueError that names the tensors that do not fit.
+        """Copy the values into the networks. Raises ValueError with the tensors that do not fit.
 
-        personal: tensors that clients keep to themselves. The file of a run has none of these, so it may lack them.
+        personal: names of tensors that stay with the clients. A file that a run has written lacks
+        them, so they may be missing.
         """
         targets = _Targets(networks, personal)
         with torch.no_grad():
-            for name, array in self._chosen(targets).items():
+            for name, array in self._select(targets).items():
                 targets.tensors[name].copy_(torch.from_numpy(np.asarray(array)))
 
     def drawn(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> list[str]:
         """Return the full names of the tensors that do not start from the file."""
         targets = _Targets(networks, personal)
-        chosen = self._chosen(targets)
+        chosen = self._select(targets)
         return [name for name in targets.tensors if name not in chosen]
 
-    def _chosen(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays that are used, by the full names that their tensors have in the run."""
-        in_file = self._translated(targets)
+    def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
+        """Return the arrays that are used, by the full names of their tensors in the run."""
+        in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
         used = {name for name in targets.tensors if only is None or name in only} - redrawn
@@ -84,64 +86,75 @@ class InitialWeights:
             name: in_file[name] for name in targets.tensors if name in used and name in in_file
         }
         if not chosen:
-            names = _listed(self.tensors)
             raise ValueError(
-                f"init.file={self.init.file}: none of its tensors ({names}) is one of those that this run takes from "
-                f"it ({_listed(sorted(used))}). Choose another file, or other parts with init.only and init.redraw."
+                f"init.file={self.init.file}: none of its tensors ({_format_names(self.tensors)}) "
+                f"is one that this run takes from it ({_format_names(sorted(used))}). Choose "
+                "another file, or other parts with init.only and init.redraw."
             )
         self._check_complete(targets, used, chosen, only is not None)
         for name, array in chosen.items():
             self._check_fits(name, array, targets.tensors[name])
         return chosen
 
-    def _translated(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays by the full names of the run. Raises ValueError for names that it does not have."""
-        names = max(
-            targets.schemes, key=lambda scheme: sum(name in scheme for name in self.tensors)
-        )
+    def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
+        """Return the arrays by the full names of the run.
+
+        Raises ValueError for names that the run does not have.
+        """
+
+        def known_names(scheme: dict[str, str]) -> int:
+            return sum(name in scheme for name in self.tensors)
+
+        names = max(targets.schemes, key=known_names)
         unknown = [
             name for name in self.tensors if name not in names and not self._is_redrawn(name)
         ]
         if unknown and self.init.only is None and len(unknown) < len(self.tensors):
             raise ValueError(
-                f"init.file={self.init.file}: no network of this run has {_listed(unknown)}. Name the parts to load "
-                "with init.only, such as init.only=model, or leave parts out with init.redraw."
+                f"init.file={self.init.file}: no network of this run has {_format_names(unknown)}. "
+                "Name the parts to load with init.only, such as init.only=model, or leave parts "
+                "out with init.redraw."
             )
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
     def _is_redrawn(self, name: str) -> bool:
-        """Whether a name of the file belongs to a part that is drawn, which may look different there."""
-        spellings = (name, name.removeprefix(MODEL))
-        return any(
-            _is_in(spelling, part) for part in self.init.redraw or () for spelling in spellings
-        )
+        """Return whether a name of the file belongs to a part that is drawn."""
+        short = name.removeprefix(MODEL)
+        parts = self.init.redraw or ()
+        return any(_is_in(name, part) or _is_in(short, part) for part in parts)
 
     def _check_complete(
         self, targets: _Targets, used: set[str], chosen: Mapping[str, np.ndarray], is_partial: bool
     ) -> None:
-        """Raise ValueError where the file lacks tensors of a network, of which it has some, or which is asked for."""
+        """Raise ValueError if the file lacks tensors of a network.
+
+        is_partial: whether `init.only` names the tensors that are needed; otherwise the model is
+        needed, and each network of which the file has some tensors.
+        """
         present = {name.partition(".")[0] for name in chosen} | {"model"}
         needed = [name for name in targets.needed if name in used]
         if not is_partial:
             needed = [name for name in needed if name.partition(".")[0] in present]
-        if missing := [name for name in needed if name not in chosen]:
+        missing = [name for name in needed if name not in chosen]
+        if missing:
             raise ValueError(
-                f"init.file={self.init.file} lacks {_listed(missing)}. Draw what it lacks with init.redraw, or choose "
-                "another file."
+                f"init.file={self.init.file} lacks {_format_names(missing)}. Draw these tensors "
+                "with init.redraw, or choose another file."
             )
 
     def _check_fits(self, name: str, array: np.ndarray, target: Tensor) -> None:
-        """Raise ValueError where an array cannot become the value of a tensor."""
+        """Raise ValueError if an array cannot be the value of a tensor."""
         where = f"init.file={self.init.file}: {name}"
         if array.shape != tuple(target.shape):
             raise ValueError(
-                f"{where} has the shape {list(array.shape)}, and the run needs {list(target.shape)}. Draw it with "
-                "init.redraw, or choose another model or file."
+                f"{where} has the shape {list(array.shape)}, and the run needs "
+                f"{list(target.shape)}. Draw it with init.redraw, or choose another model or file."
             )
         value = torch.from_numpy(np.asarray(array))
         if value.is_floating_point() != target.is_floating_point():
             raise ValueError(
-                f"{where} holds {value.dtype}, and the run needs {target.dtype}. Choose another file."
+                f"{where} holds {value.dtype}, and the run needs {target.dtype}. Choose another "
+                "file."
             )
         if not bool(value.to(target.dtype).isfinite().all()):
             raise ValueError(
@@ -150,11 +163,12 @@ class InitialWeights:
 
 
 class _Targets:
-    """The tensors of a run's networks that a file can fill, and the names that they may have there."""
+    """The tensors of a run's networks that a file can fill, and their possible names there."""
 
     def __init__(self, networks: Mapping[str, nn.Module], personal: Collection[str]):
         self.tensors: dict[str, Tensor] = {}
-        # In a file that has their network: all but personal tensors, frozen parameters, and buffers that are not saved.
+        # The names that a file with their network must have: all but personal tensors, frozen
+        # parameters, and buffers that are not saved.
         self.needed: list[str] = []
         for network, module in networks.items():
             stored = module.state_dict().keys()
@@ -166,8 +180,8 @@ class _Targets:
                     self.needed.append(f"{network}.{path}")
         model = [name for name in self.tensors if name.startswith(MODEL)]
         self.schemes: list[dict[str, str]] = [
-            {name: name for name in self.tensors},  # as raysim writes them
-            {name.removeprefix(MODEL): name for name in model},  # without the network
+            {name: name for name in self.tensors},  # raysim's own names
+            {name.removeprefix(MODEL): name for name in model},  # without the network's name
             {
                 theirs: f"{MODEL}{ours}"
                 for theirs, ours in original_names(networks["model"]).items()
@@ -175,32 +189,28 @@ class _Targets:
         ]
 
     def within(self, key: str, parts: Sequence[str] | None) -> set[str] | None:
-        """Return the full names of the tensors in these parts; None where none are named."""
+        """Return the full names of the tensors in these parts; None if `parts` is None."""
         if parts is None:
             return None
-        found: set[str] = set()
+        full_names: set[str] = set()
         for part in parts:
-            inside = {
-                full
-                for scheme in self.schemes
-                for name, full in scheme.items()
-                if _is_in(name, part)
-            }
+            inside: set[str] = set()
+            for scheme in self.schemes:
+                inside |= {full for name, full in scheme.items() if _is_in(name, part)}
             if not inside:
                 raise ValueError(
                     f"init.{key}={part} names no part of this run: {suggest(part, self._parts())}"
                 )
-            found |= inside
-        return found
+            full_names |= inside
+        return full_names
 
     def _parts(self) -> list[str]:
-        """Return the names of networks, and of the modules in the model down to the second level."""
+        """Return the names of networks, and of modules in the model down to the second level."""
         names = {name.partition(".")[0] for name in self.tensors}
         for scheme in self.schemes[1:]:
-            paths = [name.split(".")[:-1] for name in scheme]
-            names |= {
-                ".".join(path[:depth]) for path in paths for depth in (1, 2) if len(path) >= depth
-            }
+            for name in scheme:
+                modules = name.split(".")[:-1]
+                names |= {".".join(modules[:depth]) for depth in (1, 2) if len(modules) >= depth}
         return sorted(names)
 
 
@@ -208,18 +218,21 @@ def _is_in(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
-def _listed(names: Iterable[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+def _format_names(names: Iterable[str]) -> str:
+    """Return the first names of a list, and the number of further names."""
     names = list(names)
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    text = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        text += f" and {len(names) - MAX_NAMES} more"
+    return text
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- the file ----------------------------------------------------------------------------
 def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
-    """Read the file of the initial weights; also return the settings with the file's checksum filled in.
+    """Read the file of the initial weights.
 
-    Raises ValueError where the file cannot be read, holds no state dict, or has another checksum.
+    Returns the settings with the file's checksum, and the weights; None without a file. Raises
+    ValueError if the file cannot be read, holds no state dict, or has another checksum.
     """
     if init.file is None:
         return init, None
@@ -232,8 +245,8 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if init.sha256 not in (None, digest):
         raise ValueError(
-            f"init.file={init.file} has the checksum {digest}, and init.sha256={init.sha256}: the file has changed. "
-            "Restore it, or set init.sha256=null for a new run."
+            f"init.file={init.file} has the checksum {digest}, and init.sha256={init.sha256}: the "
+            "file has changed. Restore it, or set init.sha256=null for a new run."
         )
     tensors = _read(path, init.file)
     filled = Init(init.file, init.only, init.redraw, digest)
@@ -246,37 +259,40 @@ def _read(path: Path, shown: str) -> dict[str, np.ndarray]:
             content: Any = load_file(path)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # a file that cannot be read is refused below
+                # A file that cannot be read raises an error below.
+                warnings.simplefilter("ignore", UserWarning)
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError) as error:
         raise ValueError(
             f"init.file={shown} cannot be read ({first_line(error)}). Restore it."
         ) from error
-    except Exception as error:  # of the unpickler, which refuses whatever is no plain state dict
+    except Exception as error:  # the unpickler accepts only plain state dicts
         raise ValueError(
-            f"init.file={shown} cannot be read as a state dict ({type(error).__name__}). Save tensors alone, with "
-            "torch.save(model.state_dict(), FILE)."
+            f"init.file={shown} cannot be read as a state dict ({type(error).__name__}). Save only "
+            "tensors, with torch.save(model.state_dict(), FILE)."
         ) from error
     if not isinstance(content, Mapping) or not content:
         raise ValueError(
-            f"init.file={shown} holds {_kind(content)} and no state dict. Save model.state_dict()."
+            f"init.file={shown} holds {_type_name(content)} and no state dict. Save "
+            "model.state_dict()."
         )
     for name, tensor in content.items():
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise ValueError(
-                f"init.file={shown} holds {_kind(tensor)} under {name!r}, where a state dict has tensors. Save "
-                "model.state_dict() alone."
+                f"init.file={shown} holds {_type_name(tensor)} under {name!r}, and a state dict "
+                "has only tensors. Save only model.state_dict()."
             )
-    return {name: _array(tensor) for name, tensor in content.items()}
+    return {name: _to_array(tensor) for name, tensor in content.items()}
 
 
-def _kind(value: object) -> str:
-    return "nothing" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"
+def _type_name(value: object) -> str:
+    is_empty = isinstance(value, Mapping) and not value
+    return "nothing" if is_empty else f"a {type(value).__name__}"
 
 
-def _array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array; NumPy has no bfloat16, whose values float32 holds exactly."""
+def _to_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32 exactly."""
     tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.contiguous().numpy()

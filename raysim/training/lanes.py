@@ -2,8 +2,8 @@
 
 Subclasses compute the steps: by batched products (`batched_lanes.py`) or from recordings of `Step`
 (`recorded_lanes.py`). For a given number of lanes, a client's result does not depend on the other
-clients in the batch. It may depend, in the last bit, on the lane, because kernels treat the end of
-a tensor in another way. So the number of the job decides the lane, whichever worker trains it.
+clients in the batch. Its last bit may depend on the lane, because kernels treat the end of a tensor
+differently. So the number of the job decides the lane, on every worker.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ class LanesError(Refused):
 
 @dataclass(eq=False)
 class Lane:
-    """A vector of its own, and the client that trains in it."""
+    """A vector, and the job that trains in it."""
 
     row: int
-    home: VectorStorage
-    index: int = 0  # the client's place among those to train
-    work: RunningJob | None = None  # None: no client
-    batch: Batch | None = None  # the next one; None: the client is done
+    home: VectorStorage  # where the vector lies
+    place: int = 0  # of the job among the jobs to train
+    running: RunningJob | None = None  # None: the lane has no job
+    batch: Batch | None = None  # the next one; None: the job is done
     step: int = 0
 
     @property
-    def client(self) -> RunningJob:
-        """The job in it."""
-        assert self.work is not None, f"lane {self.row} has no client"
-        return self.work
+    def job(self) -> RunningJob:
+        """Return the job in the lane."""
+        assert self.running is not None, f"lane {self.row} has no job"
+        return self.running
 
     @property
     def next_batch(self) -> Batch:
-        """The batch of the next iteration."""
+        """Return the batch of the next iteration."""
         assert self.batch is not None, f"lane {self.row} is done"
         return self.batch
 
     @property
     def ctx(self) -> Context:
-        """The context of the job in it."""
-        return self.client.ctx
+        """Return the context of the job in the lane."""
+        return self.job.ctx
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of the next iteration."""
-        cycle = self.client.cycle
+        """Return the stages of the next iteration."""
+        cycle = self.job.cycle
         return tuple(cycle[self.step % len(cycle)])
 
     def advance(self, loss: Tensor | None) -> None:
-        """Note the loss of the task, if the iteration had one, and take the next batch."""
+        """Append the task loss of an iteration, if it had one, and take the next batch."""
         if loss is not None:
-            self.client.losses.append(loss)
+            self.job.losses.append(loss)
         self.step += 1
-        self.batch = next(self.client.batches, None)
+        self.batch = next(self.job.batches, None)
 
 
 L = TypeVar("L", bound=Lane)
 
 
 class LaneLoop(ABC, Generic[L]):
-    """The loop that fills K lanes with clients.
+    """A loop that trains jobs in K lanes.
 
     data [K, D], counters [K, C]: the lanes' vectors.
     """
@@ -88,36 +88,38 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def start(self, lane: L) -> None:
-        """Prepare a lane for a client that has begun."""
+        """Prepare a lane for a job that has begun."""
 
     @abstractmethod
     def step_lanes(self, busy: Sequence[L]) -> None:
-        """Do the next iteration of these lanes' clients, and `advance` each lane."""
+        """Do the next iteration of these lanes, and `advance` each."""
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Hand the client what the lane holds for it, before its job ends."""
+        """Hand the job what the lane holds for it, before the job ends."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return about the order in which jobs begin; lanes that end early begin early."""
-        turns = zip_longest(*self._assign(numbers))
-        return [place for turn in turns for place in turn if place is not None]
+        """Return the approximate order in which jobs begin, as places among `numbers`."""
+        order: list[int] = []
+        for turn in zip_longest(*self._assign(numbers)):
+            order += [place for place in turn if place is not None]
+        return order
 
     def train(self, jobs: JobHandler) -> None:
-        """Train all clients. Raises LanesError if a step cannot be computed in this way."""
+        """Train all jobs. Raises LanesError if a step cannot be computed in lanes."""
         waiting = self._assign(jobs.numbers)
         try:
             while True:
                 for lane in self.lanes:
                     self._fill(lane, waiting[lane.row], jobs)
-                busy = [lane for lane in self.lanes if lane.work is not None]
+                busy = [lane for lane in self.lanes if lane.running is not None]
                 if busy:
                     self.step_lanes(busy)
                 elif not any(waiting):
                     return
         finally:
             for lane in self.lanes:
-                lane.work = lane.batch = None
+                lane.running = lane.batch = None
             self.trainer.vector.use_storage(self._own_home)
 
     def enter(self, lane: L) -> None:
@@ -128,7 +130,7 @@ class LaneLoop(ABC, Generic[L]):
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the places of each lane's jobs.
 
-        The quotient is added so that numbers that are multiples of K are spread, too.
+        Adding the quotient also spreads numbers that are multiples of K.
         """
         places: list[list[int]] = [[] for _ in self.lanes]
         for place, number in enumerate(numbers):
@@ -136,32 +138,32 @@ class LaneLoop(ABC, Generic[L]):
         return places
 
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
-        """End the lane's client if it is done, and begin the next one that is ready."""
+        """End the lane's job if it is done, and begin the next job that is ready."""
         while lane.batch is None:
             try:
-                if lane.work is not None:
+                if lane.running is not None:
                     self._end(lane, jobs)
                     continue
-                index = next(filter(jobs.is_ready, waiting), None)
-                if index is None:
+                place = next(filter(jobs.is_ready, waiting), None)
+                if place is None:
                     return
-                lane.index = index
-                waiting.remove(index)
+                lane.place = place
+                waiting.remove(place)
                 self._begin(lane, jobs)
             except (Exception, SystemExit) as error:  # one client must not take the others down
-                jobs.fail(lane.index, error)
-                lane.work = lane.batch = None
+                jobs.fail(lane.place, error)
+                lane.running = lane.batch = None
 
     def _begin(self, lane: L, jobs: JobHandler) -> None:
         self.enter(lane)
-        lane.work = jobs.begin(lane.index)
+        lane.running = jobs.begin(lane.place)
         lane.step = 0
         self.start(lane)
-        lane.batch = next(lane.work.batches, None)
+        lane.batch = next(lane.running.batches, None)
 
     def _end(self, lane: L, jobs: JobHandler) -> None:
         self.enter(lane)
         self.finish(lane)
-        self.trainer.end(lane.client)
-        jobs.end(lane.index, lane.client)
-        lane.work = None
+        self.trainer.end(lane.job)
+        jobs.end(lane.place, lane.job)
+        lane.running = None

@@ -1,8 +1,9 @@
-"""How biased local training leaves the clients' models: measures of feature and classifier bias.
+"""Measure how much local training biases the features and classifiers of clients.
 
-Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3 (classifier) and Table 6 (accuracy of local
-models). A local model is probed before averaging, beside the model that its client received, on
-balanced rows of the central test set. The paper shows pictures; the numbers for features and classifier are ours.
+Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3 (classifier) and Table 6
+(accuracy of local models). A local model is probed before averaging, next to the model that its
+client received, on balanced rows of the central test set. The paper shows pictures; the numbers
+for features and classifier are defined here.
 """
 
 from __future__ import annotations
@@ -18,76 +19,102 @@ from raysim.primitives.checks import finite_values
 
 
 def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) -> Ints:
-    """Positions, ascending: of every class that occurs, `per_class` drawn without replacement, or all it has."""
-    positions = (np.flatnonzero(labels == label) for label in np.unique(labels))
-    drawn = [generator.choice(rows, min(per_class, len(rows)), replace=False) for rows in positions]
-    return np.sort(np.concatenate([np.empty(0, np.int64), *drawn]))
+    """Return ascending positions with `per_class` of each class, or all if it has fewer.
+
+    They are drawn without replacement.
+    """
+    drawn = [np.empty(0, np.int64)]
+    for label in np.unique(labels):
+        positions = np.flatnonzero(labels == label)
+        count = min(per_class, len(positions))
+        drawn.append(generator.choice(positions, count, replace=False))
+    return np.sort(np.concatenate(drawn))
 
 
 def feature_distance(local: Reals, received: Reals) -> float:
-    """Mean over rows of |local - received|, in units of the mean |received|; nan where every received row is zero.
+    """Return the mean row norm of local - received, in units of the mean row norm of received.
 
-    Features that did not move have the distance 0, zero or not.
+    It is 0 for equal features, and nan for others if every received row is zero.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
-    moved, scale = (float(np.linalg.norm(x, axis=1).mean()) for x in (local - received, received))
-    return moved / scale if scale else math.nan if moved else 0.0
+    moved = float(np.linalg.norm(local - received, axis=1).mean())
+    scale = float(np.linalg.norm(received, axis=1).mean())
+    if not moved:
+        return 0.0
+    return moved / scale if scale else math.nan
 
 
 def feature_similarity(local: Reals, received: Reals) -> float:
-    """Mean row-wise cosine; exactly 1 for identical features. A zero row is like a zero row alone."""
+    """Return the mean cosine of the rows; exactly 1 for equal features.
+
+    The cosine of two zero rows is 1, that of a zero row and another row 0.
+    """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
-    squares = (local * local).sum(axis=1), (received * received).sum(axis=1)
-    lengths = np.sqrt(squares[0] * squares[1])
-    cosines = (squares[0] == squares[1]).astype(np.float64)  # for zero rows: both are zero, or one
+    local_squares, received_squares = (local * local).sum(axis=1), (received * received).sum(axis=1)
+    lengths = np.sqrt(local_squares * received_squares)
+    cosines = (local_squares == received_squares).astype(np.float64)  # where one row is zero
     np.divide((local * received).sum(axis=1), lengths, out=cosines, where=lengths != 0)
     return float(cosines.mean())
 
 
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Mean cosine between rows of seen and rows of unseen classes: how alike one model makes what its client knows and
-    what it does not (Figure 2); None without either."""
+    """Return the mean cosine between rows of seen and rows of unseen classes (Figure 2).
+
+    None: there are no rows of one kind.
+    """
     features = np.asarray(features, np.float64)
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     unit = np.divide(features, lengths, out=np.zeros_like(features), where=lengths != 0)
-    known_rows, unknown = unit[seen[labels]], unit[~seen[labels]]
-    return float((known_rows @ unknown.T).mean()) if len(known_rows) and len(unknown) else None
+    seen_rows, unseen_rows = unit[seen[labels]], unit[~seen[labels]]
+    if not len(seen_rows) or not len(unseen_rows):
+        return None
+    return float((seen_rows @ unseen_rows.T).mean())
 
 
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Mean probability of the true class over the rows of classes that the client has not seen; None without such."""
+    """Return the mean probability of the true class over rows of unseen classes; None without."""
     rows = np.flatnonzero(~seen[labels])
-    return float(probabilities[rows, labels[rows]].mean(dtype=np.float64)) if len(rows) else None
+    if not len(rows):
+        return None
+    return float(probabilities[rows, labels[rows]].mean(dtype=np.float64))
 
 
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Mean probability of all seen classes together over the rows of unseen ones: 0 is right, 1 is full bias."""
+    """Return the mean probability of all seen classes together over rows of unseen classes.
+
+    0 means no bias, 1 full bias; None: there are no such rows.
+    """
     output = output_distribution(probabilities, labels, seen)
     return None if output is None else float(output[seen].sum())
 
 
 def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floats | None:
-    """Mean output [C] over the rows of classes that the client has not seen (Figure 3); None without such rows."""
+    """Return the mean output [C] over rows of unseen classes (Figure 3); None without such rows."""
     rows = ~seen[labels]
-    return np.asarray(probabilities[rows].mean(axis=0, dtype=np.float64)) if rows.any() else None
+    if not rows.any():
+        return None
+    return np.asarray(probabilities[rows].mean(axis=0, dtype=np.float64))
 
 
 def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Return the mean of the known values, each weighted by the rows that it was computed on; None without any."""
+    """Return the mean of the finite values, weighted by the rows of each; None without any."""
     pairs = [
-        (v, count)
-        for v, count in zip(values, counts, strict=True)
-        if v is not None and math.isfinite(v)
+        (value, count)
+        for value, count in zip(values, counts, strict=True)
+        if value is not None and math.isfinite(value)
     ]
     total = sum(count for _, count in pairs)
-    return math.fsum(value * count for value, count in pairs) / total if total else None
+    if not total:
+        return None
+    return math.fsum(value * count for value, count in pairs) / total
 
 
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Return the columns of a history row: means over the rows of all probed clients, and the worst client's accuracy.
+    """Return the columns of a history row: means over the rows of all probed clients.
 
-    The clients share the central rows of accuracy and features. Rows of unseen classes differ in number from client to
-    client, and so do the pairs of a seen and an unseen row. A column is None where no client has a value.
+    `local_accuracy_worst` is the lowest accuracy of a client. Clients share the rows for accuracy
+    and features; they differ in the number of rows of unseen classes, and of pairs of a seen and an
+    unseen row. A column is None if no client has a value.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

@@ -22,11 +22,11 @@ from raysim.training.gpu_kernels import align
 from raysim.training.lanes import Lane
 from raysim.vectors.layout import Vector
 
-Entry: TypeAlias = tuple[str, str]  # of a table, by the table's name and the key there
+Entry: TypeAlias = tuple[str, str]  # the name of a table and a key in it
 
-VECTORS = (
-    "vectors"  # a table of `base`, `received` and `start`, the vector that training started from
-)
+# A table of `base`, `received`, `received_counters`, and `start`: the vector before training.
+VECTORS = "vectors"
+# The Python values of a client that a step may read.
 FACTS: Mapping[str, Callable[[Lane], Any]] = {
     "step": lambda lane: lane.step,
     "plan": lambda lane: (lane.ctx.plan.sizes, lane.ctx.samples),
@@ -48,16 +48,16 @@ class Reads:
         return len(self.entries) + len(self.facts)
 
 
-class Table(UserDict[str, Tensor]):
-    """Tensors by name; notes which are read before the step has put something else there."""
+class TrackedTable(UserDict[str, Tensor]):
+    """Tensors by name. It notes which of a client's tensors a step reads before replacing them."""
 
     def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
-        self.name, self.reads, self.given = name, reads, dict(values)
+        self.name, self.reads, self.initial = name, reads, dict(values)
         super().__init__()
         self.data = dict(values)
 
     def _note(self, key: str) -> None:
-        if self.data.get(key) is self.given.get(key):
+        if self.data.get(key) is self.initial.get(key):
             self.reads.entries[self.name, key] = None
 
     def __getitem__(self, key: str) -> Tensor:
@@ -89,19 +89,19 @@ class RecordedLane(Lane):
     _start: Tensor | None = None
 
     def restart(self) -> None:
-        """Forget the client before."""
+        """Forget the previous job."""
         self.modes, self._start = {}, None
 
     @property
     def start(self) -> Tensor:
-        """The vector [layout.total] that training started from."""
+        """Return the vector [layout.total] from which training started."""
         if self._start is None:
             self._start = torch.cat([self.ctx.base, self.ctx.start.personal])
         return self._start
 
 
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
-    """Return a tensor of a lane's client; None if it has none."""
+    """Return a tensor of a lane's client; None if the client has none."""
     ctx = lane.ctx
     if table == VECTORS:
         return lane.start if key == "start" else cast(Tensor, getattr(ctx, key))
@@ -146,11 +146,11 @@ class Sizes:
 class RecordedContext(Context):
     """A `Context` that notes what is read, of tensors that may stand for those of later clients.
 
-    tables: as `tables_of` returns them. rate: a tensor []. second: makes a second set of networks.
-    open_: is closed at the end of the iteration.
+    tables: see `tables_of`. rate: a tensor []. frozen_vector: returns the vector of a further set
+    of networks. iteration: is closed at the end of the iteration.
     """
 
-    __slots__ = ("_frozen", "_open", "_reads", "_second", "_tables")
+    __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")
 
     def __init__(
         self,
@@ -158,12 +158,12 @@ class RecordedContext(Context):
         tables: Mapping[str, Mapping[str, Tensor]],
         rate: Tensor,
         reads: Reads,
-        second: Callable[[str], Vector],
-        open_: ExitStack,
+        frozen_vector: Callable[[str], Vector],
+        iteration: ExitStack,
     ):
-        self._reads, self._second, self._open = reads, second, open_
+        self._reads, self._frozen_vector, self._iteration = reads, frozen_vector, iteration
         self._frozen: dict[str, Mapping[str, nn.Module]] = {}
-        self._tables = {name: Table(name, values, reads) for name, values in tables.items()}
+        self._tables = {name: TrackedTable(name, values, reads) for name, values in tables.items()}
         vectors = tables[VECTORS]
         super().__init__(
             trainer=ctx.trainer,
@@ -199,14 +199,14 @@ class RecordedContext(Context):
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """See `Context`; until the iteration ends, the networks see `values` and no copy."""
+        """See `Context`; the networks see `values` without a copy until the iteration ends."""
         if name not in self._frozen:
-            second = self._second(name)
+            vector = self._frozen_vector(name)
             if values is None:
-                values = self._tables[VECTORS]["start"] if second.layout.personal else self.base
-            views = [align(view) for view in second.named(values, second.counters).values()]
-            self._open.enter_context(second.stand_in(values, second.counters, views))
-            self._frozen[name] = second.networks
+                values = self._tables[VECTORS]["start"] if vector.layout.personal else self.base
+            views = [align(view) for view in vector.named(values, vector.counters).values()]
+            self._iteration.enter_context(vector.stand_in(values, vector.counters, views))
+            self._frozen[name] = vector.networks
         return self._frozen[name]
 
     def changed(self) -> dict[Entry, Tensor]:
@@ -214,9 +214,9 @@ class RecordedContext(Context):
         changed: dict[Entry, Tensor] = {}
         for name in ("state", "kept"):
             table = getattr(self, name)  # a hook may have put another mapping there
-            values = table.data if isinstance(table, Table) else table
-            given = self._tables[name].given
-            changed |= {
-                (name, key): value for key, value in values.items() if value is not given.get(key)
-            }
+            values = table.data if isinstance(table, TrackedTable) else table
+            initial = self._tables[name].initial
+            for key, value in values.items():
+                if value is not initial.get(key):
+                    changed[name, key] = value
         return changed

@@ -6,8 +6,8 @@ A lane's vector, the buffers of its optimisers and the inputs of its step are te
 where they are; before a replay, what has changed since the last one is copied into the inputs, and
 afterwards losses and changed entries are copied out.
 
-The first iteration of a kind is computed without a recording, since libraries choose and allocate
-then, and shows what the step reads of its client.
+The first iteration of a kind is computed without a recording, because libraries choose kernels and
+allocate memory then. It shows what the step reads of its client.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from raysim.training.step import set_modes
 from raysim.training.trainer import Trainer
 from raysim.vectors.optimizer import RecordedOptimizer, widest_float
 
-MAX_RECORDINGS = 128  # that a worker keeps; the one that was used longest ago is dropped first
+MAX_RECORDINGS = 128  # of a worker; the one that was used longest ago is dropped first
 _ROW_BORDER = 64  # floats: each lane's vector starts at a multiple, as GPU kernels need it
-SHARED = -1  # in place of a lane: an input that all lanes of a recording have in common
+SHARED = -1  # in place of a lane: an input that all lanes of a recording share
 
-Path: TypeAlias = tuple[int, str, str]  # of an input: place of the lane or `SHARED`, table, key
+# Of an input: the place of the lane in the recording or `SHARED`, the table and the key.
+InputPath: TypeAlias = tuple[int, str, str]
 Key: TypeAlias = tuple[Any, ...]
 
 
@@ -67,7 +68,7 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 
 
 class RecordedLanes(LaneLoop[RecordedLane]):
-    """K clients whose steps are replayed."""
+    """Replays the recorded steps of K clients."""
 
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector
@@ -79,32 +80,34 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         self.record, self.branches = recorder(self.device), Branches(self.device)
         self.reads = Reads()
         self.recordings: dict[Key, Recording] = {}
-        self._computed: set[Key] = set()  # kinds that were computed once and are recorded next time
+        self._computed: set[Key] = set()  # kinds to record next time
         self._optimizers: dict[tuple[int, str], RecordedOptimizer] = {}  # by lane and stage
         self._rates: dict[float, Tensor] = {}
 
-    # --- a lane's client ---------------------------------------------------------------------
+    # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: RecordedLane) -> None:
         """See `LaneLoop`."""
         lane.restart()
 
     def finish(self, lane: RecordedLane) -> None:
-        """See `LaneLoop`; the client has had its optimisers since its first steps."""
+        """See `LaneLoop`; `prepare` has handed out the optimizers."""
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Hand the client the lane's optimisers that its next iteration needs first."""
+        """Hand the job those optimizers of the lane that its next iteration needs first."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
-            if ctx.optimizers.get(stage.name) is None:
-                self.enter(lane)
-                group, place = step.group(stage.trains), (lane.row, stage.name)
-                if place not in self._optimizers:
-                    self._optimizers[place] = RecordedOptimizer(step.optimizer, step.moved(group))
-                self._optimizers[place].restart(ctx.optimizers.resumed(stage.name))
-                ctx.optimizers.put(stage.name, self._optimizers[place], group.shared, stage.rate)
+            if ctx.optimizers.get(stage.name) is not None:
+                continue
+            self.enter(lane)
+            group, key = step.group(stage.trains), (lane.row, stage.name)
+            if key not in self._optimizers:
+                targets = step.optimized_tensors(group)
+                self._optimizers[key] = RecordedOptimizer(step.optimizer, targets)
+            self._optimizers[key].restart(ctx.optimizers.resumed(stage.name))
+            ctx.optimizers.put(stage.name, self._optimizers[key], group.shared, stage.rate)
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Put the networks into the modes that a lane's stages have set."""
@@ -120,20 +123,21 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             if self._is_recorded(lane):
                 keys[lane.row] = self._key(lane)
             else:
-                with _explained():
+                with _name_method_in_errors():
                     self._compute_unrecorded(lane)
         recorded = [lane for lane in busy if lane.row in keys]
-        together = len(recorded) == self.count and len({*keys.values()}) == 1
-        for lanes in [recorded] if together else [[lane] for lane in recorded]:
-            with _explained():
+        are_alike = len(recorded) == self.count and len({*keys.values()}) == 1
+        groups = [recorded] if are_alike else [[lane] for lane in recorded]
+        for lanes in groups:
+            with _name_method_in_errors():
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return whether batches of this size come often enough; a single lane records all."""
+        """Return whether batches of this size are frequent; a single lane records all."""
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
     def _key(self, lane: RecordedLane) -> Key:
-        """Return what has to be the same for a replay."""
+        """Return what has to be equal for a replay."""
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
         entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
@@ -149,17 +153,17 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)
         recording = self.recordings.pop(key, None)
-        known = len(self.reads)
+        reads = len(self.reads)
         if recording is None and key in self._computed:
             self._computed.discard(key)
             recording = Recording(self, lanes, inputs)
-        if recording is None or len(self.reads) > known:
+        if recording is None or len(self.reads) > reads:
             for lane in lanes:
                 self._compute_unrecorded(lane)
-            if len(self.reads) == known:
+            if len(self.reads) == reads:
                 self._computed.add(key)
             return
-        self.recordings[key] = recording  # the last one to be dropped
+        self.recordings[key] = recording  # now the last one to be dropped
         if len(self.recordings) > MAX_RECORDINGS:
             del self.recordings[next(iter(self.recordings))]
         for lane, (loss, changed) in zip(lanes, recording.replay(inputs), strict=True):
@@ -173,7 +177,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _advance(
         self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]
     ) -> None:
-        """Hand the client what an iteration has made."""
+        """Hand the job what an iteration has changed."""
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
         lane.modes = modes_after(lane.modes, lane.stages)
@@ -219,28 +223,27 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Return the learning rate as a tensor [], the same one for the same value."""
         value = lane.ctx.rate
         if value not in self._rates:
-            self._rates = dict(list(self._rates.items())[-3:])
+            self._rates = dict(list(self._rates.items())[-3:])  # the newest
             self._rates[value] = torch.full(
                 (), value, dtype=widest_float(self.device), device=self.device
             )
         return self._rates[value]
 
-    def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[Path, Tensor]:
-        """Return the tensors that the lanes' next steps read; one where all have the same."""
-        inputs: dict[Path, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
+    def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
+        """Return the tensors that the lanes' next steps read; one tensor if all lanes share it."""
+        inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
             inputs[place, "batch", "inputs"] = lane.next_batch.inputs
             inputs[place, "batch", "targets"] = lane.next_batch.targets
         for table, key in self.reads.entries:
             values = [entry_of(lane, table, key) for lane in lanes]
             if all(value is values[0] for value in values):
-                inputs |= {} if values[0] is None else {(SHARED, table, key): values[0]}
-            else:
-                inputs |= {
-                    (place, table, key): value
-                    for place, value in enumerate(values)
-                    if value is not None
-                }
+                if values[0] is not None:
+                    inputs[SHARED, table, key] = values[0]
+                continue
+            for place, value in enumerate(values):
+                if value is not None:
+                    inputs[place, table, key] = value
         return inputs
 
 
@@ -248,30 +251,28 @@ class Recording:
     """The iteration of some lanes, on input tensors of its own."""
 
     def __init__(
-        self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[Path, Tensor]
+        self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[InputPath, Tensor]
     ):
         self.loop = loop
         self._loaded = dict(inputs)
         self._inputs = {path: tensor.detach().clone() for path, tensor in inputs.items()}
-        self._lanes = [_as_it_is(lane) for lane in lanes]
-        self._returned: list[
-            tuple[bool, list[Entry]]
-        ] = []  # of each lane: whether a loss, which entries
+        self._lanes = [_snapshot(lane) for lane in lanes]
+        # Whether each lane returns a loss, and the entries that it changes.
+        self._outputs: list[tuple[bool, list[Entry]]] = []
         self._replay: Compute = loop.record(self._compute)
 
     def replay(
-        self, inputs: Mapping[Path, Tensor]
+        self, inputs: Mapping[InputPath, Tensor]
     ) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
         """Do the iteration with these inputs; return each lane's loss and changed entries."""
         for path, tensor in inputs.items():
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)
                 self._loaded[path] = tensor
-        outputs = iter(
-            [tensor.clone() for tensor in self._replay()]
-        )  # the next replay writes over them
+        # Copies, because the next replay overwrites the outputs.
+        outputs = iter([tensor.clone() for tensor in self._replay()])
         results: list[tuple[Tensor | None, dict[Entry, Tensor]]] = []
-        for has_loss, entries in self._returned:
+        for has_loss, entries in self._outputs:
             loss = next(outputs) if has_loss else None
             results.append((loss, {entry: next(outputs) for entry in entries}))
         return results
@@ -279,17 +280,19 @@ class Recording:
     def _compute(self) -> Sequence[Tensor]:
         """Compute each lane's iteration in a branch; return losses and changed entries."""
         loop, outputs = self.loop, list[Tensor]()
-        self._returned = []
+        self._outputs = []
         for place, lane in enumerate(self._lanes):
-            batch, tables = self._of_lane(place)
+            batch, tables = self._lane_inputs(place)
             with loop.branches.branch(place):
                 loss, changed = loop.compute(lane, batch, tables, self._inputs[SHARED, "rate", ""])
-            self._returned.append((loss is not None, list(changed)))
-            outputs += [*([] if loss is None else [loss]), *changed.values()]
+            self._outputs.append((loss is not None, list(changed)))
+            if loss is not None:
+                outputs.append(loss)
+            outputs += changed.values()
         loop.branches.join()
         return outputs
 
-    def _of_lane(self, place: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
+    def _lane_inputs(self, place: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
         """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them."""
         tables: dict[str, dict[str, Tensor]] = {
             name: {} for name in ("state", "kept", "download", "draws", VECTORS)
@@ -301,10 +304,10 @@ class Recording:
         return Batch(inputs, targets, inputs, targets), tables
 
 
-def _as_it_is(lane: RecordedLane) -> RecordedLane:
-    """Return a copy of the lane and of its client's context, which later steps leave alone."""
-    work = replace(lane.client, ctx=copy(lane.ctx))
-    return replace(lane, work=work, modes=dict(lane.modes))
+def _snapshot(lane: RecordedLane) -> RecordedLane:
+    """Return a copy of the lane and of its job's context that later steps do not change."""
+    running = replace(lane.job, ctx=copy(lane.ctx))
+    return replace(lane, running=running, modes=dict(lane.modes))
 
 
 def _form(tensor: Tensor | None) -> object:
@@ -312,18 +315,19 @@ def _form(tensor: Tensor | None) -> object:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _name_method_in_errors() -> Iterator[None]:
     """Turn the errors of a recorded step into one that names the method and `runtime.graph`."""
     try:
         yield
     except LanesError:
         raise
-    except HookError as error:  # it would fail without a recording, too
+    except HookError as error:  # the hook fails without a recording, too
         raise Refused(str(error)) from error
     except Exception as error:
         name = failing_method_name(error)
         subject = f"method '{name}'" if name else "the model or the loop"
         text = first_line(error).rstrip(".")
         raise LanesError(
-            f"runtime.graph=true: the step of {subject} cannot be recorded ({text}). Set runtime.graph=false."
+            f"runtime.graph=true: the step of {subject} cannot be recorded ({text}). Set "
+            "runtime.graph=false."
         ) from error

@@ -1,4 +1,4 @@
-"""What a run is made of: its settings, and the objects that they and the configuration's groups name."""
+"""Define a run: its settings, and the objects that its configuration names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -30,9 +30,11 @@ Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How often a checkpoint is written, in rounds (0: never), how many are kept, and where.
+    """When and where checkpoints are written.
 
-    folder: a folder for this run alone, or a URL that fsspec knows; None: in the run's own.
+    every: rounds from one checkpoint to the next; 0: never. keep: number of checkpoints that are
+    kept. folder: a folder for this run alone, or a URL that fsspec knows; None: in the run's
+    folder.
     """
 
     every: int = 10
@@ -44,16 +46,17 @@ class Checkpoint:
         at_least("checkpoint.keep", self.keep, 1)
 
     def folder_for(self, run_folder: str | Path) -> str:
-        """Where the checkpoints of a run in this folder are."""
+        """Return the folder or URL of a run's checkpoints."""
         return self.folder or str(Path(run_folder) / "checkpoints")
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The largest share of an aggregation's clients that may fail before the run stops, and when a client has failed.
+    """When a job has failed, and how many failures a run tolerates.
 
-    norm: the largest norm that the update of a client's parameters may have; None: any. timeout: seconds after which a
-    worker that has not answered a call is replaced; None: never.
+    tolerate: the largest share of an aggregation's clients that may fail before the run stops.
+    norm: the largest norm of an update; None: any. timeout: seconds after which a worker that does
+    not answer a call is replaced; None: never.
     """
 
     tolerate: float = 0.1
@@ -70,36 +73,38 @@ class Faults:
 
 @dataclass(frozen=True)
 class StateBudget:
-    """How many GiB of clients' accepted client states stay in memory; those idle for longest lie on disk beyond it.
+    """How much memory the client states may take; states that were idle for longest leave first.
 
-    device: how many GiB of them each worker keeps on its GPU; those idle for longest lie in ordinary memory beyond it.
+    budget: GiB of committed client states in memory; the rest is on disk. device: GiB of client
+    states on the GPU of each worker; the rest is in ordinary memory. None: no limit.
     """
 
-    budget: float | None = None  # None: no limit
+    budget: float | None = None
     device: float | None = None
 
     def __post_init__(self) -> None:
-        for key, most in (("budget", self.budget), ("device", self.device)):
-            if most is not None:
-                at_least(f"state.{key}", most, 0)
+        for key, gib in (("budget", self.budget), ("device", self.device)):
+            if gib is not None:
+                at_least(f"state.{key}", gib, 0)
 
     @property
     def bytes(self) -> float:
-        """The budget; infinite if there is none."""
+        """Return `budget` in bytes; infinite if there is no limit."""
         return math.inf if self.budget is None else self.budget * 2**30
 
     @property
     def device_bytes(self) -> float:
-        """The budget on a GPU; infinite if there is none."""
+        """Return `device` in bytes; infinite if there is no limit."""
         return math.inf if self.device is None else self.device * 2**30
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The numbers of a run, under the names of the configuration's keys: how it trains, aggregates and evaluates.
+    """The settings of a run, under the names of the configuration's keys.
 
-    weighting: None: by samples, unless a method asks for uniform. summation: how many consecutive updates are summed as
-    one group. Coordinator and workers read this very object; nothing is copied out of it under another name.
+    Coordinator and workers read this object. weighting: how updates are weighted; None: by samples,
+    unless a method asks for uniform weights. summation: number of consecutive updates that are
+    summed as one group.
     """
 
     seed: int = 0
@@ -122,14 +127,16 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """All that a worker or a coordinator is built from: plain values and NumPy arrays, which travel to other processes.
+    """All that a worker or a coordinator is built from, as values that can be pickled.
 
-    device: where this process computes ("cpu", "cuda", "cuda:1", "mps"). lanes: how many clients a worker trains at
-    once, on which bits depend. score_batch: samples scored at once. profile: measure where the time goes.
-    graph: whether a step is recorded once and replayed; bits depend on it. precision: what products
-    of a step are computed in. loss: in place of the usual one; see `Task`.
-    weights: saved ones, where networks start. packages: those
-    besides raysim whose code the run uses.
+    device: where this process computes: "cpu", "cuda", "cuda:1" or "mps". threads: of torch.
+    lanes: number of clients that a worker trains at once; bits depend on it. dtype: of the vector.
+    score_batch: samples scored at once. profile: whether to measure where the time goes. graph:
+    whether steps are recorded and replayed; bits depend on it. precision: in which products of a
+    step are computed. loss: replaces the usual loss; see `Task`. weights: saved initial weights;
+    None: all are drawn. size: the largest number of updates in one aggregation. stale: whether
+    updates may start from an earlier version than the current one. packages: packages besides
+    raysim whose code the run uses.
     """
 
     model: ModelRecipe
@@ -146,8 +153,8 @@ class RunSpec:
     precision: Precision = "float32"
     loss: RowLoss | None = None
     weights: InitialWeights | None = None
-    size: int = sys.maxsize  # most updates in one aggregation
-    stale: bool = False  # whether updates may start from an earlier version than the current one
+    size: int = sys.maxsize
+    stale: bool = False
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -155,24 +162,23 @@ class RunSpec:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What products of a step are computed in, unless it is the vector's own kind."""
+        """Return the dtype of products under autocast; None without autocast."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     @property
     def task(self) -> Task:
-        """What is learnt."""
-        dataset = self.data.open()
-        clients, metric = len(self.data.partition.train), self.settings.evaluate.metric
-        about = (
+        """Return the task that the clients learn."""
+        dataset, partition = self.data.open(), self.data.partition
+        return Task(
             dataset.shape,
             dataset.num_classes,
-            clients,
+            len(partition.train),
             self.dtype,
             dataset.kind,
             dataset.tokens,
-        )
-        return Task(
-            *about, scored_by=metric, loss=self.loss, unseen=self.data.partition.unseen_count
+            scored_by=self.settings.evaluate.metric,
+            loss=self.loss,
+            unseen=partition.unseen_count,
         )
 
     @cached_property
@@ -191,22 +197,20 @@ class RunSpec:
 
 
 def build_model(spec: RunSpec) -> nn.Module:
-    """The model as its recipe makes it, before methods change it; the same in every process."""
-    task, recipe = spec.task, spec.model
-    about = (task.shape, task.num_classes, spec.settings.seed)
-    model: nn.Module = (
-        recipe.build(*about) if task.tokens is None else recipe.build(*about, task.tokens)
-    )
-    # A recipe of the user's own may make any module.
-    return (
-        model
-        if is_split(model) or isinstance(model, Classifier)
-        else split_network(model, task.num_classes, task.example(2))
-    )
+    """Return the model of the recipe, before methods change it; equal in every process."""
+    task = spec.task
+    arguments: list[Any] = [task.shape, task.num_classes, spec.settings.seed]
+    if task.tokens is not None:
+        arguments.append(task.tokens)
+    model: nn.Module = spec.model.build(*arguments)
+    if is_split(model) or isinstance(model, Classifier):
+        return model
+    # A user's recipe may make any module.
+    return split_network(model, task.num_classes, task.example(2))
 
 
 def declare_run(spec: RunSpec) -> Declarations:
-    """Return what the methods of a run declare, with its networks; the same in every process."""
+    """Return what the methods of a run declare, with its networks; equal in every process."""
     settings, task = spec.settings, spec.task
     facts = RunSettingsForMethods(
         settings.local,
@@ -243,44 +247,45 @@ def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
 
 
 def _check_loss(task: Task, declarations: Declarations) -> None:
-    """Refuse a loss that does not fit the data, or that a method would take no notice of."""
+    """Raise ValueError for a loss that does not fit the data, or that a method would replace."""
     if task.loss is None:
         return
     check_loss(task.loss, task.kind, task.num_classes)
-    if (owner := declarations.owner("loss")) is not None:
+    owner = declarations.owner("loss")
+    if owner is not None:
         raise ValueError(
-            f"method '{owner.method}' brings a loss of its own, and loss={loss_name(task.loss)} would change nothing: "
-            "leave one of them out"
+            f"loss={loss_name(task.loss)} has no effect, because method '{owner.method}' has a loss of "
+            "its own. Leave one of them out."
         )
 
 
 def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
     """Raise ValueError for an evaluation that the data, the model or the methods do not allow."""
-    _ = task.metric  # refuses one of another kind of task
+    _ = task.metric  # raises an error for a metric of another kind of task
     if pools and evaluation.finetune.epochs:
         raise ValueError(
-            f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client a model of its own, and a "
-            "method trains one model on the data of all clients. Set it to 0, or leave the method out."
+            f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client a model "
+            "of its own, and a method trains one model on the data of all clients. Set it to 0, or "
+            "leave the method out."
         )
     if evaluation.finetune.head and not has_head:
         raise ValueError(
-            "evaluate.finetune.head=true, or a method, steps the head only, and this model has none "
-            "that is known: name its last linear layer with model.head"
+            "evaluate.finetune.head=true, or a method, trains the head only, and the head of this "
+            "model is unknown. Name its last linear layer with model.head."
         )
     if evaluation.probe and not (has_head and task.kind == "classification"):
-        what = (
-            f"this data is for {task.kind}"
-            if has_head
-            else "this model cannot be split into features and a head"
-        )
+        problem = "this model cannot be split into features and a head"
+        if has_head:
+            problem = f"this data is for {task.kind}"
         raise ValueError(
-            f"evaluate.probe={evaluation.probe} looks at features and classes, and {what}: set evaluate.probe=0"
+            f"evaluate.probe={evaluation.probe} measures features and classes, and {problem}. Set "
+            "evaluate.probe=0."
         )
 
 
 def sample_flops(spec: RunSpec) -> float:
-    """Floating-point operations of one sample's forward and backward pass through the model, as PyTorch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode  # it imports a compiler, and few runs ask
+    """Return PyTorch's count of floating-point operations for one sample, forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 
     networks, _ = build_networks(spec)
     inputs = spec.task.example(2)

@@ -1,4 +1,4 @@
-"""A second pass over the same batch at other parameters, for methods that take their gradient there (`perturb`)."""
+"""Compute gradients of the same batch at shifted parameters, for the hook `perturb`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ T = TypeVar("T")
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Return the state of the generator that dropout draws from on this device; empty during a capture.
+    """Return the state of torch's generator on this device; empty during a capture.
 
-    A capture cannot read the generator, and a step that draws is not captured.
+    A capture cannot read the generator. Steps that draw random numbers are not captured.
     """
     if device.type == "cpu":
         return torch.get_rng_state()
     if device.type == "cuda":
-        capturing = torch.cuda.is_current_stream_capturing()
-        return torch.empty(0, dtype=torch.uint8) if capturing else torch.cuda.get_rng_state(device)
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.cuda.get_rng_state(device)
     return torch.mps.get_rng_state()
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set that generator's state; an empty state changes nothing."""
+    """Set the state of torch's generator on this device; an empty state changes nothing."""
     if not len(state):
         return
     if device.type == "cpu":
@@ -41,7 +42,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 class RecordedOutputs(Outputs):
-    """Outputs that note where torch's generator stood before each of them was computed."""
+    """Outputs that note the state of torch's generator before each of them is computed."""
 
     __slots__ = ("starts",)
 
@@ -57,9 +58,10 @@ class RecordedOutputs(Outputs):
 
 
 class RepeatedOutputs(Outputs):
-    """The same outputs at other parameters, each with the draws that it had in the first pass.
+    """The same outputs at other parameters, each with its random numbers of the first pass.
 
-    An earlier stage of the iteration may have computed some of them, so restoring one state for all is not enough.
+    An earlier stage of the iteration may have computed some of them. So each output has a state of
+    the generator.
     """
 
     __slots__ = ("_first",)
@@ -74,46 +76,43 @@ class RepeatedOutputs(Outputs):
         if start is None or self._kept.get(name) is not None:
             return super().once(name, compute)
         device = self.ctx.vector.data.device
-        now = generator_state(device)
+        current = generator_state(device)
         set_generator_state(device, start)
         value = super().once(name, compute)
-        if not torch.equal(now, start):  # it was computed earlier then, and drew nothing here
-            set_generator_state(device, now)
+        if not torch.equal(current, start):
+            # In the first pass an earlier stage computed it; this pass drew nothing for it.
+            set_generator_state(device, current)
         return value
 
 
 class SecondPass:
-    """What a stage's first pass started from. Create it before that pass."""
+    """The state from which a stage's first pass starts. Create it before that pass."""
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):
         self.vector, self.outputs, self.ctx = vector, outputs, outputs.ctx
-        self._state, self._kept = dict(self.ctx.state), dict(self.ctx.kept)
+        self._state, self._scratch = dict(self.ctx.state), dict(self.ctx.kept)
         self._draws = generator_state(vector.data.device)
 
     @contextmanager
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
-        """Move the parameters in `runs` by `shift`, and start from the state and the draws of the first pass.
+        """Move the parameters in `runs` by `shift`, and repeat the pass with the same start.
 
-        Afterwards parameters, buffers (BatchNorm's statistics), client state and torch's generator are to the bit what
-        they were before; whatever the pass did to them is dropped.
+        Afterwards parameters, buffers (BatchNorm's statistics), client state and torch's generator
+        have the same bits as before.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
-        state, kept = ctx.state, ctx.kept
-        data, counters, draws = (
-            vector.data.clone(),
-            vector.counters.clone(),
-            generator_state(device),
-        )
-        ctx.state, ctx.kept = dict(self._state), dict(self._kept)
+        state, scratch = ctx.state, ctx.kept
+        data, counters = vector.data.clone(), vector.counters.clone()
+        draws = generator_state(device)
+        ctx.state, ctx.kept = dict(self._state), dict(self._scratch)
         set_generator_state(device, self._draws)
         try:
-            for run, part in zip(
-                runs, shift.split([run.stop - run.start for run in runs]), strict=True
-            ):
+            parts = shift.split([run.stop - run.start for run in runs])
+            for run, part in zip(runs, parts, strict=True):
                 vector.data[run].add_(part)
             yield RepeatedOutputs(self.outputs)
         finally:
-            ctx.state, ctx.kept = state, kept
+            ctx.state, ctx.kept = state, scratch
             vector.data.copy_(data)
             vector.counters.copy_(counters)
             set_generator_state(device, draws)

@@ -1,4 +1,7 @@
-"""The step: one batch through the model, the losses of all methods, one gradient, one optimiser step per stage."""
+"""Do a step: one batch through the model, the losses of all methods, one gradient a stage.
+
+Each stage ends in one step of its optimizer.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from raysim.vectors.optimizer import OptimizerSettings
 
 
 @dataclass(frozen=True)
-class Group:
-    """What a stage trains: parameters, plain views of them, and the stretches of the vector that they cover."""
+class ParameterGroup:
+    """The parameters that a stage trains."""
 
     params: list[nn.Parameter]
-    views: list[Tensor]
-    runs: tuple[slice, ...]
-    shared: tuple[slice, ...]  # those of the stretches that lie in the shared parameters
+    views: list[Tensor]  # of the vector, one for each parameter, without gradient
+    runs: tuple[slice, ...]  # the contiguous parts of the vector that the parameters cover
+    shared: tuple[slice, ...]  # the runs that lie in the shared parameters
 
 
-def _part(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
-    """A network ("fraug.generator") or a module in one ("model.extractor")."""
+def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
+    """Return a network ("fraug.generator") or a module in one ("model.extractor")."""
     if name in networks:
         return networks[name]
     network, _, path = name.partition(".")
@@ -38,23 +41,26 @@ def _part(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
-    """Networks or modules in them into train (True) or eval mode, in this order."""
-    for part, training in modes.items():
-        _part(networks, part).train(training)
+    """Put networks, or modules in them, into train (True) or eval mode, in this order."""
+    for name, training in modes.items():
+        _find_module(networks, name).train(training)
 
 
 def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """One per parameter; zeros where the loss does not depend on it."""
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
+    """Return the gradient of each parameter; zeros if the loss does not depend on it."""
+    results: tuple[Tensor | None, ...] = torch.autograd.grad(loss, params, allow_unused=True)
+    return [
+        torch.zeros_like(param) if gradient is None else gradient
+        for gradient, param in zip(results, params, strict=True)
+    ]
 
 
-_KINDS = {"add": 0, "shift": 1, "mix": 2}
+_CORRECTION_ORDER = {"add": 0, "shift": 1, "mix": 2}
 NamedHook: TypeAlias = tuple[str, Callable[..., Any]]
 
 
 class _StepHooks:
-    """The hooks of a run that are called once for each batch, each with its method's name."""
+    """The hooks that a run calls once for each batch, each with its method's name."""
 
     def __init__(self, declarations: Declarations | None):
         self.batches: list[NamedHook] = []
@@ -66,29 +72,27 @@ class _StepHooks:
         if declarations is not None:
             self._fill(declarations)
 
-    @property
-    def losses(self) -> bool:
-        """Whether a method changes the loss."""
-        return self.loss_owner is not None or bool(self.terms)
-
     def _fill(self, declarations: Declarations) -> None:
-        self.batches = [(each.method, hook) for each, hook in declarations.hooks_of("batch")]
-        for each, hook in declarations.hooks_of("loss"):
-            if "loss" in each.owned:
-                self.loss_owner = (each.method, hook)
+        for declared, hook in declarations.hooks_of("batch"):
+            self.batches.append((declared.method, hook))
+        for declared, hook in declarations.hooks_of("loss"):
+            if "loss" in declared.owned:
+                self.loss_owner = (declared.method, hook)
             else:
-                self.terms.append((each.method, hook))
+                self.terms.append((declared.method, hook))
         corrections = declarations.hooks_of("gradient")
-        corrections.sort(key=lambda pair: _KINDS[pair[0].correction])
-        self.corrections = [(each.method, hook) for each, hook in corrections]
-        only = declarations.single_hook("perturb")
-        self.perturb = None if only is None else (only[0].method, only[1])
+        corrections.sort(key=lambda pair: _CORRECTION_ORDER[pair[0].correction])
+        self.corrections = [(declared.method, hook) for declared, hook in corrections]
+        owner = declarations.single_hook("perturb")
+        if owner is not None:
+            declared, hook = owner
+            self.perturb = declared.method, hook
         stager = declarations.declarer("stages")
         if stager is not None:
             self._stager = stager.method
 
     def stage_loss(self, ctx: Context, loss: Callable[..., Tensor], out: Outputs) -> Tensor:
-        """Return the loss that a stage brings."""
+        """Return the value of a stage's own loss."""
         job = ctx.view(self._stager) if self._stager else ctx
         value: Tensor = loss(job, out)
         return value
@@ -97,8 +101,9 @@ class _StepHooks:
 class Step:
     """One iteration on one batch, for every method and every stage.
 
-    precision: what products are computed in, by autocast, while the vector and the optimiser stay as they are; None: in
-    the vector's own kind.
+    clip: the largest norm of a stage's gradient; 0: any. usual_loss: the task's loss, a mean over
+    the batch, unless a method replaces it. precision: the dtype of products under autocast, while
+    vector and optimizer keep theirs; None: no autocast.
     """
 
     def __init__(
@@ -116,13 +121,19 @@ class Step:
         self.hooks = hooks
         self.usual_loss = usual_loss
         self._fixed = {} if declarations is None else declarations.fixed_parameters
-        self.flat = bool(hooks.corrections) or clip > 0 or hooks.perturb is not None
-        self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}  # by where the vector lies
-        # Flat gradients, by where the vector lies and size; a CUDA graph may hold them, so none is ever replaced.
-        self._grads: dict[tuple[int, int], Tensor] = {}
+        # Whether the gradient is needed as one flat tensor.
+        self.is_flat = bool(hooks.corrections) or clip > 0 or hooks.perturb is not None
+        # By the address of the vector and the names in `Stage.trains`.
+        self._groups: dict[tuple[int, tuple[str, ...]], ParameterGroup] = {}
+        # Flat gradients by the address of the vector and their size. A CUDA graph may hold them, so
+        # none is ever replaced.
+        self._flat_gradients: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
-        """Do all stages on one batch; returns the task loss without added terms (detached), if a stage has it."""
+        """Do all stages on one batch.
+
+        Returns the task loss without added terms, detached; None if no stage has it.
+        """
         out = self.outputs(ctx, batch)
         reported: Tensor | None = None
         for stage in stages:
@@ -138,7 +149,7 @@ class Step:
         return reported
 
     def outputs(self, ctx: Context, batch: Batch) -> Outputs:
-        """Return what the model will make of the batch, changed as methods ask."""
+        """Return the model's outputs for the batch, after methods have changed the batch."""
         for name, change in self.hooks.batches:
             batch = check_type(change(ctx.view(name), batch), Batch, name, "batch", "the batch")
         if self.hooks.perturb is None:
@@ -146,13 +157,15 @@ class Step:
         return RecordedOutputs(ctx, batch)
 
     def objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
-        """What the stage at work descends, and the task loss without added terms if that is a part of it."""
+        """Return the loss that the current stage minimises, and the task loss without added terms.
+
+        The task loss is None in a stage with a loss of its own.
+        """
         if self.precision is None:
             return self._objective(ctx, out)
         device = out.batch.inputs.device.type
-        with torch.autocast(
-            device, self.precision, cache_enabled=False
-        ):  # a recorded step must not meet its cache
+        # Without a cache: a recorded step would keep the casts of its recording.
+        with torch.autocast(device, self.precision, cache_enabled=False):
             return self._objective(ctx, out)
 
     def _objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
@@ -173,17 +186,18 @@ class Step:
         return check_scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
+        """Step the parameters of a stage down the gradient of its loss."""
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
-        steps = self.moved(group)
-        optimizer = ctx.optimizers.of(stage.name, self.optimizer, steps, group.shared, stage.rate)
+        targets = self.optimized_tensors(group)
+        optimizer = ctx.optimizers.of(stage.name, self.optimizer, targets, group.shared, stage.rate)
         rate = ctx.rate * stage.rate
-        if not self.flat:
-            optimizer.step(steps, grads, rate)
+        if not self.is_flat:
+            optimizer.step(targets, grads, rate)
             return
         flat = self._flatten(grads)
         if second is not None:
-            flat = self._perturbed(ctx, group, flat, second)
+            flat = self._perturb(ctx, group, flat, second)
         parts, position = [], 0
         for run in group.runs:
             part = flat[position : position + run.stop - run.start]
@@ -194,35 +208,44 @@ class Step:
                     correct(ctx.view(name), part, run)
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
-        optimizer.step(steps, parts, rate)
+        optimizer.step(targets, parts, rate)
 
-    def _perturbed(self, ctx: Context, group: Group, grad: Tensor, second: SecondPass) -> Tensor:
-        """The gradient that the owner of `perturb` makes of this one and those at other points."""
+    def _perturb(
+        self, ctx: Context, group: ParameterGroup, grad: Tensor, second: SecondPass
+    ) -> Tensor:
+        """Return the gradient that a method computes from gradients at shifted parameters."""
 
         def gradient_at(shift: Tensor) -> Tensor:
             with second.at(shift, group.runs) as out:
                 loss, _ = self.objective(ctx, out)
                 return torch.cat([part.reshape(-1) for part in gradients(loss, group.params)])
 
-        assert self.hooks.perturb is not None, "a second pass is prepared for its owner only"
+        assert self.hooks.perturb is not None, "only `perturb` needs a second pass"
         name, perturb = self.hooks.perturb
         params = torch.cat([self.vector.data[run] for run in group.runs])
         changed: Tensor = perturb(ctx.view(name), params, grad, gradient_at)
         return check_type(changed, Tensor, name, "perturb", "the gradient")
 
     def _flatten(self, grads: list[Tensor]) -> Tensor:
-        size, data = sum(grad.numel() for grad in grads), self.vector.data
-        place = data.data_ptr(), size
-        if place not in self._grads:
-            self._grads[place] = torch.empty(size, dtype=data.dtype, device=data.device)
-        return torch.cat([grad.reshape(-1) for grad in grads], out=self._grads[place])
+        """Return the gradients as one flat tensor."""
+        data = self.vector.data
+        size = sum(grad.numel() for grad in grads)
+        key = data.data_ptr(), size
+        if key not in self._flat_gradients:
+            self._flat_gradients[key] = torch.empty(size, dtype=data.dtype, device=data.device)
+        return torch.cat([grad.reshape(-1) for grad in grads], out=self._flat_gradients[key])
 
-    def moved(self, group: Group) -> list[Tensor]:
-        """Return the views of the vector that the optimiser moves for a group."""
-        return [self.vector.data[run] for run in group.runs] if self.flat else group.views
+    def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
+        """Return the views of the vector that the optimizer changes for a group."""
+        if self.is_flat:
+            return [self.vector.data[run] for run in group.runs]
+        return group.views
 
-    def group(self, trains: tuple[str, ...]) -> Group:
-        """What stages train that name these networks or modules. Raises ValueError where that is nothing."""
+    def group(self, trains: tuple[str, ...]) -> ParameterGroup:
+        """Return the parameters of stages that train these networks or modules.
+
+        Raises ValueError if there are none, or if a method fixes one of them.
+        """
         key = self.vector.data.data_ptr(), trains
         group = self._groups.get(key)
         if group is None:
@@ -230,7 +253,8 @@ class Step:
             entries = layout.entries_in(trains)
             if not entries:
                 raise ValueError(
-                    f"nothing to train in {list(trains)}: all parameters there are frozen or missing"
+                    f"a stage trains {list(trains)}, where all parameters are frozen or missing. "
+                    "Name a part with parameters that are trained."
                 )
             fixed = next((entry.name for entry in entries if entry.name in self._fixed), "")
             if fixed:
@@ -239,7 +263,7 @@ class Step:
                     f"'{self._fixed[fixed]}' fixes. Leave it out of the stage."
                 )
             runs = layout.stretches(entries)
-            group = self._groups[key] = Group(
+            group = self._groups[key] = ParameterGroup(
                 params=self.vector.tensors(entries),
                 views=[self.vector.data[e.start : e.stop].view(e.shape) for e in entries],
                 runs=runs,

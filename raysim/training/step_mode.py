@@ -29,10 +29,13 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
     if spec.graph:
         if is_stochastic(*declarations.networks.values()):
             raise LanesError(
-                "runtime.graph=true: the model draws random numbers in its steps (dropout or noise), "
-                "which a recording would repeat. Set runtime.graph=false."
+                "runtime.graph=true: the model draws random numbers in its steps (dropout or "
+                "noise), which a recording would repeat. Set runtime.graph=false."
             )
-    elif spec.lanes > 1 and (obstacle := _obstacle(spec, declarations)):
+    elif spec.lanes > 1:
+        obstacle = _obstacle(spec, declarations)
+        if not obstacle:
+            return
         advice = "Set runtime.lanes=1"
         if spec.device.startswith("cuda"):
             advice += ", or runtime.graph=true to record steps"
@@ -43,7 +46,8 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
     """Return why clients cannot be trained at once by batched products; "" if they can."""
     if spec.device != "cpu":
         return (
-            f"clients are trained at once on a CPU or from recorded steps, and device={spec.device}"
+            "several clients are trained at once on a CPU or from recorded steps, and this run has "
+            f"device={spec.device}"
         )
     methods = step_methods(declarations)
     if methods:
@@ -77,16 +81,19 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
     return next((lanes for least, lanes in _LANES_BY_CONCURRENCY if concurrency >= least), 1)
 
 
-def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], asked: bool | None) -> bool:
-    """Return whether steps are recorded. asked: `runtime.graph`; None if it is not set.
+def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool | None) -> bool:
+    """Return whether steps are recorded.
 
-    Unless it is set they are on a GPU, where that was 1.5 to 2 times as fast, if model, loss and
-    methods are part of raysim: of others it is not known whether their steps can be recorded.
+    setting: `runtime.graph`; None: not set. Then steps are recorded on a GPU, where that was 1.5 to
+    2 times as fast, if model, loss and methods are part of raysim. Steps of other models, losses
+    and methods may be impossible to record.
     """
-    if asked is not None:
-        return asked
-    own_methods = all(type(method).__module__.startswith(_METHODS) for method in spec.methods)
-    records = own_methods and is_built_in(spec) and not is_stochastic(*networks.values())
+    if setting is not None:
+        return setting
+    are_methods_built_in = all(
+        type(method).__module__.startswith(_METHODS) for method in spec.methods
+    )
+    records = are_methods_built_in and is_built_in(spec) and not is_stochastic(*networks.values())
     return records and spec.device.startswith("cuda")
 
 

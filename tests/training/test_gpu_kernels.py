@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim.training.cuda_graph import Branches, no_collection, recorder
+from raysim.training.cuda_graph import Branches, no_garbage_collection, recorder
 from raysim.training.gpu_kernels import GpuKernels, NoReading, align, conv2d_as_product
 from raysim.training.recorded_lanes import stacked_rows
 
@@ -112,7 +112,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:
-        with pytest.raises(RuntimeError), no_collection():
+        with pytest.raises(RuntimeError), no_garbage_collection():
             assert not gc.isenabled()
             raise RuntimeError
         assert gc.isenabled() == on

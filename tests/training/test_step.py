@@ -274,7 +274,7 @@ def test_loss_hook_must_return_a_scalar(returned: Any, problem: str) -> None:
 
 def test_a_stage_that_has_nothing_to_train_is_refused() -> None:
     step, ctx = at_work([], OptimizerSettings())
-    with pytest.raises(ValueError, match=r"nothing to train in \['ghost'\]"):
+    with pytest.raises(ValueError, match="ghost"):
         step(ctx, BATCH, (Stage(trains=("ghost",)),))
 
 
