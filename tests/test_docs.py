@@ -49,7 +49,7 @@ def test_method_page_agrees_with_the_code(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     page = reference.method_page("scaffold")
     assert "Karimireddy et al., ICML 2020" in page
-    assert "## Choices where the sources differ or are silent" in page
+    assert "## Departures from the paper" in page
     assert re.search(
         r"a client sends, besides its update \| [\d,]+ floats, 0\.99 of the vector", page
     )

@@ -69,8 +69,8 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     classes = torch.arange(logits.shape[1], device=logits.device)
     # F.one_hot would wait for the device to know the largest label.
     is_label = labels.unsqueeze(1) == classes
-    others = logits.masked_fill(is_label, -torch.inf).amax(dim=1)
-    return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - others
+    largest_other = logits.masked_fill(is_label, -torch.inf).amax(dim=1)
+    return logits.gather(1, labels.unsqueeze(1)).squeeze(1) - largest_other
 
 
 def margin_control_penalty(

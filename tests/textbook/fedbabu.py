@@ -37,10 +37,9 @@ def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
         own = {i: tuned(world, x, i, version, epochs, head_only) for i in range(world.clients)}
         before.append(accuracy(world, dict.fromkeys(own, x)))
         after.append(accuracy(world, own))
-    took_part = {job.client for jobs in world.rounds for job in jobs}
     shared = {name: tensor for name, tensor in x.items() if name not in head}
     columns = {"accuracy": before, "accuracy_finetuned": after}
-    return Book(shared, dict.fromkeys(took_part, head), columns=columns, own=own)
+    return Book(shared, columns=columns, own=own)
 
 
 def accuracy(world: World, models: dict[int, Params]) -> float:
