@@ -348,27 +348,20 @@ class FRAug(Method):
 
     def _check(self, run: Setup) -> None:
         """Require the end of the ramps, batches of two or more and a linear head."""
-        needs_rounds = {
-            f"ramp={self.ramp}": self.ramp in ("exp", "laine_aila"),
-            "prototype_ramp=true": self.prototype_ramp,
-            f"ramp_rounds={self.ramp_rounds}": self.ramp_rounds is not None,
-        }
-        for setting, is_set in needs_rounds.items():
-            run.require(
-                self.rounds is not None or not is_set,
-                f"method.fraug.rounds=null: method.fraug.{setting} needs the number of rounds. "
-                "Set method.fraug.rounds.",
-            )
+        has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
+        run.require(
+            self.rounds is not None or not (has_end or self.ramp_rounds),
+            "method.fraug.rounds=null: ramp=exp or laine_aila, prototype_ramp=true and ramp_rounds "
+            "need the number of rounds. Set method.fraug.rounds.",
+        )
         run.require(
             run.local.batch > 1,
-            "local.batch=1: method 'fraug' leaves out batches of one sample. Set local.batch=2 or "
-            "more.",
+            "local.batch=1: method 'fraug' leaves out batches of one sample. Set local.batch=2.",
         )
-        head = type(run.model.head).__name__
+        head = run.model.head
         run.require(
-            isinstance(run.model.head, nn.Linear),
-            f"model: method 'fraug' needs a linear layer as the head, not {head}. Choose another "
-            "model.",
+            isinstance(head, nn.Linear),
+            f"model: method 'fraug' needs a linear head, not {type(head).__name__}. Change it.",
         )
         if not _batchnorm_names("model", run.model):
             run.warn(
@@ -462,31 +455,31 @@ class FRAug(Method):
         both_labels = torch.cat([labels, turn])
         strength = rho if self.residual is None else self.residual
         with torch.no_grad():
-            anchors = torch.cat([real, self._anchors(job)])
-            source = self._source(job, self._noise(job, out)[:2], both_labels)
+            anchors = torch.cat([real, _anchors(job)])
+            source = self._source(job, _noise(job, out)[:2], both_labels)
             synthetic = self._synthetic(job, anchors, source, both_labels, strength)
         logits = job.model.head(synthetic)
         with torch.no_grad():
-            self._add_sums(job, real, source, logits.argmax(1) == both_labels)
+            _add_sums(job, real, source, logits.argmax(1) == both_labels)
         domain, proto = logits.split(len(labels))
         return classification_loss(out.logits, labels, domain, proto, turn, beta)
 
     def generator_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return the generator's loss."""
         labels = job.drawn("labels")
-        fake = job.network("generator")(self._noise(job, out)[2], labels)
+        fake = job.network("generator")(_noise(job, out)[2], labels)
         is_mse = self.generator_metric == "mse"
-        reference = self._anchors(job) if is_mse else self._real(job, out)
+        reference = _anchors(job) if is_mse else _real_features(job, out)
         weight, bias = _constant_head(job)
         lam, metric = self.generator_lam, self.generator_metric
         return generator_loss(fake, labels, reference, weight, bias, lam, metric)
 
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return RTNet's loss. Its BatchNorm sees v^ and v~ separately, in the code's order."""
-        real, anchors, rtnet = self._real(job, out), self._anchors(job), job.network("rtnet")
+        real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")
         with torch.no_grad():
-            source = self._source(job, self._noise(job, out)[3:], torch.cat([turn, labels]))
+            source = self._source(job, _noise(job, out)[3:], torch.cat([turn, labels]))
         proto_source, domain_source = source.split(len(labels))
         proto = anchors + rtnet(proto_source, turn)
         domain = real + rtnet(domain_source, labels)
@@ -523,22 +516,6 @@ class FRAug(Method):
         prototypes = job.state["prototypes"]
         job.state["prototypes"] = class_prototype_ema(prototypes, features, labels, momentum)
 
-    @staticmethod
-    def _anchors(job: LocalJob) -> Tensor:
-        """Return c_y^ [B, D]."""
-        prototypes: Tensor = job.state["prototypes"]
-        return prototypes.index_select(0, job.drawn("labels"))
-
-    @staticmethod
-    def _noise(job: LocalJob, out: Outputs) -> Tensor:
-        return out.once("fraug.noise", lambda: job.drawn("noise").to(job.params))
-
-    @staticmethod
-    def _real(job: LocalJob, out: Outputs) -> Tensor:
-        """Return f(x) after the classifier's step, in eval mode: one pass for G and RTNet."""
-        features = job.model.features
-        return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
-
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
         """Return what RTNet transforms: G(noise [2, B, Z], labels [2B]), or the noise itself."""
         rows = noise.flatten(0, 1)
@@ -554,21 +531,22 @@ class FRAug(Method):
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
 
-    @staticmethod
-    def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-        real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
-        correct = is_correct.to(real.dtype).mean()
-        sums = torch.stack([real_norm, generated_norm, correct, torch.ones_like(real_norm)])
-        job.scratch["sums"] = job.scratch["sums"] + sums.to(job.params.dtype)
+
+# --- what a step needs --------------------------------------------------------------------------
+def _anchors(job: LocalJob) -> Tensor:
+    """Return c_y^ [B, D]."""
+    prototypes: Tensor = job.state["prototypes"]
+    return prototypes.index_select(0, job.drawn("labels"))
 
 
-def _batchnorm_names(network: str, module: nn.Module) -> list[str]:
-    """Return the full names of all parameters and buffers of a network's BatchNorm layers."""
-    names = []
-    for path, layer in module.named_modules():
-        if isinstance(layer, BATCHNORM):
-            names += [f"{network}.{path}.{name}" for name in layer.state_dict()]
-    return names
+def _noise(job: LocalJob, out: Outputs) -> Tensor:
+    return out.once("fraug.noise", lambda: job.drawn("noise").to(job.params))
+
+
+def _real_features(job: LocalJob, out: Outputs) -> Tensor:
+    """Return f(x) after the classifier's step, in eval mode: one pass for G and RTNet."""
+    features = job.model.features
+    return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
 
 
 def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
@@ -576,6 +554,24 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
     head = job.model.head
     bias = cast("Tensor | None", head.bias)
     return head.weight.detach(), None if bias is None else bias.detach()
+
+
+def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
+    """Add a step's mean norms, and the share of correct synthetic features, to the job's sums."""
+    real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
+    correct = is_correct.to(real.dtype).mean()
+    sums = torch.stack([real_norm, generated_norm, correct, torch.ones_like(real_norm)])
+    job.scratch["sums"] = job.scratch["sums"] + sums.to(job.params.dtype)
+
+
+# --- names and sizes ----------------------------------------------------------------------------
+def _batchnorm_names(network: str, module: nn.Module) -> list[str]:
+    """Return the full names of all parameters and buffers of a network's BatchNorm layers."""
+    names = []
+    for path, layer in module.named_modules():
+        if isinstance(layer, BATCHNORM):
+            names += [f"{network}.{path}.{name}" for name in layer.state_dict()]
+    return names
 
 
 def _num_floats(layout: Layout, network: str) -> int:

@@ -62,7 +62,7 @@ def study(*methods: Method, **others: Any) -> RunSpec:
 
 
 def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
-    """The run ends at the same numbers in lanes and in the loop."""
+    """Assert that the run ends at the same numbers in lanes and in the loop."""
     loop, batched = (run(replace(spec, lanes=count), **settings) for count in (1, lanes))
     for ended in (loop, batched):
         assert not ended.failures, ended.failures[0].error
@@ -104,7 +104,7 @@ class TestNumbers:
 
 
 def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
-    """Each client's delta, from one call to a new worker."""
+    """Return each client's delta from one call to a new worker."""
     answer = Worker(spec).train(jobs, [], 1, coordinate(spec).server.published())
     assert not isinstance(answer, tuple)
     deltas: dict[int, np.ndarray] = {}

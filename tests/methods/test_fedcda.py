@@ -47,7 +47,7 @@ UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 def case(
     seed: int, clients: int = 4, memory: int = 3, fixed: int = 2, size: int = 5
 ) -> dict[str, Any]:
-    """Random arguments of a selection, around a model far from zero."""
+    """Return random arguments of a selection, around a model far from zero."""
     draw = np.random.default_rng(seed)
     return {
         "candidates": torch.from_numpy(10 + draw.standard_normal((clients, memory, size))),
@@ -60,7 +60,7 @@ def case(
 
 
 def objective(choice: Sequence[int], arguments: dict[str, Any]) -> float:
-    """J of a choice, straight from its definition."""
+    """Return J of a choice by its definition."""
     rows = list(range(len(choice)))
     models = torch.cat([arguments["fixed_models"], arguments["candidates"][rows, list(choice)]])
     losses = torch.cat(

@@ -168,7 +168,7 @@ def test_clients_train_from_the_newest_iterate() -> None:
 
 
 class Last(FedExP):
-    """FedExP that scores its newest iterate."""
+    """A FedExP that scores its newest iterate."""
 
     def __init__(self, like: FedExP):
         super().__init__(like.epsilon, minimum=like.minimum)

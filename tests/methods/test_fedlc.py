@@ -121,7 +121,7 @@ def test_loss_of_soft_targets_is_finite() -> None:
 
 
 def partitioned(*classes: set[int]) -> Any:
-    """The tiny data on a client for each set of classes, which has all training samples of them."""
+    """Return the tiny data with one client for each set of classes."""
     data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]

@@ -47,7 +47,7 @@ def tensor(entry: dict[str, Any]) -> Tensor:
 
 
 class Net(nn.Module):
-    """Dense layers with tanh between them; the last is the head."""
+    """A network of linear layers with tanh between them; the last is the head."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor]):
         super().__init__()
@@ -76,7 +76,7 @@ def cases(shared: Path, name: str) -> list[dict[str, Any]]:
 
 
 def published(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
-    """The network of a case and its tensors."""
+    """Return the network of a case and its tensors."""
     net = Net(
         [tensor(entry) for entry in args["weights"]], [tensor(entry) for entry in args["biases"]]
     )

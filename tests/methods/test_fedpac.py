@@ -61,7 +61,7 @@ TWO = Local(lr=0.02, momentum=0.5, weight_decay=1e-3, batch=8, epochs=3)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Reproducible normal numbers in float64."""
+    """Return reproducible normal numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -100,13 +100,13 @@ def test_variance_is_never_negative(
 
 
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
-    """P, straight from its definition."""
+    """Return P by its definition."""
     difference = (weighted[client] - weighted).flatten(1)
     return torch.diag(variances) + difference @ difference.T
 
 
 def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """V and h of some clients."""
+    """Return V and h of some clients."""
     draw = np.random.default_rng(seed)
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
     weighted = torch.from_numpy(5 + spread * draw.standard_normal((clients, 3, 5)))
@@ -236,7 +236,7 @@ class Watch(Method):
         self.seen[-1].append(copy.deepcopy(job.model.state_dict()))
 
     def steps(self, job: int) -> Iterator[tuple[bool, bool]]:
-        """(the head moved, anything of the extractor or its buffers moved) of every step of a job."""
+        """Yield, for each step of a job, whether the head moved and whether the extractor did."""
         for before, after in pairwise(self.seen[job]):
             moved = {name for name in before if not torch.equal(before[name], after[name])}
             heads = {name for name in moved if name.startswith("head.")}
@@ -250,7 +250,7 @@ def train(
     state: ClientState[Tensor] | None = None,
     download: Mapping[str, Tensor] | None = None,
 ) -> Context:
-    """One participation from the initial values, or from a client state."""
+    """Train one job from the initial values, or from a client state."""
     networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]
@@ -261,7 +261,7 @@ def train(
 
 
 def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> dict[str, Tensor]:
-    """What a server may have published: of some classes only."""
+    """Return prototypes of some classes, as a server sends them."""
     return {"fedpac.prototypes": random(5, 12).float(), "fedpac.present": torch.tensor(present)}
 
 
@@ -479,7 +479,7 @@ def test_own_model_has_its_mixture_or_the_initial_head() -> None:
 
 
 def sorted_data() -> FederatedData:
-    """Four clients: of class 0 alone, of 0 and 1, of 2 and 3, of 4 alone."""
+    """Return four clients with the classes {0}, {0, 1}, {2, 3} and {4}."""
     data = tiny_data()
     rows = data.partition.train.indices
     labels = data.open().labels[rows]

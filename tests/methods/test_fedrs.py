@@ -88,7 +88,7 @@ def test_alpha_one_has_fedavgs_bits_without_the_bias() -> None:
 
 @functools.cache
 def skewed() -> Any:
-    """The tiny data on four clients that lack classes."""
+    """Return the tiny data on four clients that lack classes."""
     data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], own)] for own in ([0, 1], [1, 2, 3], [4, 0], [2, 3, 4])]

@@ -14,7 +14,7 @@ from raysim.simulation.schedule import Synchronous
 
 
 def first_round(*methods: Method) -> dict[int, np.ndarray]:
-    """Each participant's change of the parameters in round 0."""
+    """Return each participant's change of the parameters in round 0."""
     study = run_spec(*methods, model=NORMED_MLP)
     spy = Spy(study)
     trained = run_to_end(
@@ -27,7 +27,7 @@ def first_round(*methods: Method) -> dict[int, np.ndarray]:
 
 
 class Single(Method):
-    """Ask for single updates, all of the same weight."""
+    """A method that reads single updates, all with the same weight."""
 
     name = "single"
     paper = "a test"

@@ -96,7 +96,7 @@ def test_references_start_at_zero_with_scale_one() -> None:
 
 
 class Sure(FedSR):
-    """With deviations of 0."""
+    """A FedSR with deviations of 0."""
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         made = cast(Gaussian, super().model(task, model))
@@ -113,7 +113,7 @@ class Half(nn.Module):
 
 
 class Mapped(Method):
-    """Only the network of `Sure`, without anything stochastic in it."""
+    """A method that has only the network of `Sure`, without noise."""
 
     name = "fedsr"
     paper = "a test"

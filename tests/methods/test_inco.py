@@ -187,7 +187,7 @@ class Watch(Method):
 
 
 class After(Watch):
-    """The other one."""
+    """A second watch, with a name of its own."""
 
 
 def watched(*methods: Method, **others: Any) -> tuple[FinishedRun, Watch, Watch]:

@@ -57,7 +57,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def population(clients: int = 4) -> FederatedData:
-    """Clients with test rows of their own."""
+    """Return clients with test rows of their own."""
     return federate(
         Synthetic(samples=120, test_samples=20, classes=5),
         IID(clients=clients, test_fraction=0.2),
@@ -85,7 +85,7 @@ class Watch(Method):
 
 
 class Client:
-    """Client 0, which trains from whatever it is given."""
+    """A client 0 that trains from any given vector."""
 
     def __init__(
         self, *methods: Method, model: ModelRecipe = NORMED_MLP, local: Any = LOCAL
@@ -289,7 +289,7 @@ def test_layers_of_fedbn_are_not_mixed() -> None:
 
 
 class Learning(PartialFed):
-    """Look at the model before and after the steps of the policy."""
+    """A PartialFed that compares the model before and after the steps of the policy."""
 
     def _learnt_mask(self, job: LocalJob, layers: Any) -> Tensor:
         before = self._tensors(job)

@@ -44,7 +44,7 @@ MODES: dict[str, PFedAvg] = {
 
 
 def population(clients: int = 5) -> FederatedData:
-    """Clients with test rows of their own."""
+    """Return clients with test rows of their own."""
     return federate(
         Synthetic(samples=150, test_samples=20, classes=5),
         IID(clients=clients, test_fraction=0.2),

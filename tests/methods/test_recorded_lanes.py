@@ -91,7 +91,7 @@ def assert_near(ended: FinishedRun, expected: FinishedRun) -> None:
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """The recorded run ends at the loop's numbers, with the same history."""
+    """Assert that the recorded run ends at the loop's numbers, with the same history."""
     spec = replace(spec, dtype=float64)
     ended, expected = run(spec, **settings), run(replace(spec, lanes=1, graph=False), **settings)
     assert_near(ended, expected)
@@ -210,7 +210,7 @@ class TestBits:
 
 
 class TestInputs:
-    """What is copied into a recording, and what decides which one is replayed."""
+    """Tests of the inputs of a recording, and of the choice of a recording."""
 
     def test_only_what_a_step_reads_is_an_input(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
@@ -267,7 +267,7 @@ class Numbered(Method):
 
 
 class Remembering(Method):
-    """Pulls the mean output to that of the job's first batch."""
+    """A method that pulls the mean output to that of the job's first batch."""
 
     name = "remembering"
 
@@ -282,7 +282,7 @@ class Remembering(Method):
 
 
 class Asking(Method):
-    """Reads a value in the middle of a step."""
+    """A method that reads a value in the middle of a step."""
 
     name = "asking"
 
@@ -317,7 +317,7 @@ class Returning(Method):
 
 
 class Undeclaring(Method):
-    """Reads state that it has not declared."""
+    """A method that reads state that it has not declared."""
 
     name = "undeclaring"
 

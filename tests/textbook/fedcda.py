@@ -21,7 +21,7 @@ from textbook.world import Book, Params, World
 
 @dataclass
 class History:
-    """Of one client: all its models, oldest first; a cache is the last K of them."""
+    """A client's models, oldest first; its cache has the last K of them."""
 
     models: list[Params] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ def fedcda(
     warmup_rounds: int,
     everybody: bool = False,
 ) -> Book:
-    """The participants choose, a batch after the other, those of their last K models that minimise J.
+    """Let participants choose, batch by batch, those of their last K models that minimise J.
 
     everybody: warm-up averages the newest model of each client seen, not only the participants'.
     """
@@ -115,7 +115,7 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """As raysim keeps it: a ring for each client, in the order of first arrival, model k in place k mod K."""
+    """Return raysim's form: a ring for each client seen, with model k in place k mod K."""
     order = list(trainable(world.start))
     order += [
         name for name in world.start if name not in order and world.start[name].is_floating_point()

@@ -21,7 +21,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
-    """v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i)."""
+    """Run v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i)."""
     names = trainable(world.start)
     xs, directions = (
         [dict(world.start)],

@@ -11,7 +11,7 @@ from textbook.world import Book, Params, World
 
 
 def penalty(z: Tensor, variant: str) -> Tensor:
-    """Of features [n, D]. A feature that is constant in the batch correlates with nothing."""
+    """Return the penalty of features [n, D]; a constant feature correlates with no other."""
     n, d = z.shape
     if n == 1:
         return torch.zeros(())
@@ -29,7 +29,7 @@ def penalty(z: Tensor, variant: str) -> Tensor:
 
 
 def feddecorr(world: World, beta: float, variant: str) -> Book:
-    """CE + beta times the penalty on what the classifier sees."""
+    """Run FedAvg with the loss CE + beta times the penalty on features."""
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         z = features(p, x)

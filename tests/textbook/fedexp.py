@@ -26,7 +26,7 @@ def fedexp(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     direction: Callable[[Cohort], Tensor] = lambda at: at.mean,
 ) -> Book:
-    """eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps)));  x <- x + eta D."""
+    """Run x <- x + eta D with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps)))."""
     names = trainable(world.start)
     etas: list[float] = []
     iterates: list[Tensor] = []

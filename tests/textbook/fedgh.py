@@ -23,7 +23,7 @@ def fedgh(
     conflict_test: str = "original",
     tensor: bool = False,
 ) -> Book:
-    """g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j of pairs that conflict, both lines of a pair from the running g."""
+    """Run g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j for all pairs that conflict."""
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
     parts = slices(world) if tensor else [slice(None)]
 
@@ -59,7 +59,7 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Of each tensor: sort by <g, r>, add the largest to the smallest, ..., until two are left."""
+    """Sort by <g, r>, add the largest to the smallest, ..., until two are left; per tensor."""
     r: Tensor | None = None
     name = "fedgh_hierarchical"
     conflicts: list[float] = []

@@ -16,7 +16,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -> Tensor:
-    """mean_b log(1 + sum_{c != y} exp(z_c - z_y + m_y - m_c)), without the 1 for "others"; m_c = tau n_c^(-1/4)."""
+    """Return mean_b log(1 + sum_{c != y} exp(z_c - z_y + m_y - m_c)), m_c = tau n_c^(-1/4).
+
+    With `others` the 1 is left out.
+    """
     present = counts.nonzero().flatten()
     if len(present) == 1:
         return 0.0 * z.sum()
@@ -29,7 +32,10 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
 def fedlc(
     world: World, tau: float, others: bool = False, floor: float = 0.0, mixed: float | None = None
 ) -> Book:
-    """Of the client's own counts, at least `floor` each. mixed: Mixup's alpha; then either label has its share."""
+    """Run FedAvg with the calibrated loss.
+
+    floor: the least count of a class. mixed: Mixup's alpha; then each label has its share.
+    """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 
     def losses(job: Job, received: Params) -> Parts:

@@ -12,12 +12,12 @@ from textbook.world import Book, Job, Params, World
 
 
 def margins(f: Tensor, y: Tensor) -> Tensor:
-    """rho_b = f_b,y - max_{c != y} f_b,c."""
+    """Return rho_b = f_b,y - max_{c != y} f_b,c."""
     return f[range(len(y)), y] - other_class_logits(f, y).amax(1)
 
 
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
-    """CE + lam times a penalty on large logits."""
+    """Run FedAvg with the loss CE + lam times a penalty on large logits."""
 
     def penalty(f: Tensor, y: Tensor) -> Tensor:
         if kind == "marg_log":
@@ -36,7 +36,10 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
 
 
 def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
-    """CE((1 - sigmoid(rho_b / T)) f_b, y_b). mixed: Mixup's alpha; then rho_b is of the heavier of both labels."""
+    """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b).
+
+    mixed: Mixup's alpha; then rho_b is of the heavier of both labels.
+    """
 
     def losses(job: Job, received: Params) -> Parts:
         drawn = mixes(world, job, mixed) if mixed else []

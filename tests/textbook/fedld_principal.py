@@ -22,7 +22,7 @@ def principal(
     tol: float = 1e-8,
     loss: Loss = cross_entropy,
 ) -> Book:
-    """g_i' = sum_l w_l |g_i| <g_i, v_l> v_l / |<g_i, v_l>|, and then the mean."""
+    """Average g_i' = sum_l w_l |g_i| <g_i, v_l> v_l / |<g_i, v_l>|."""
     parts = slices(world) if tensor else [slice(None)]
 
     def revised(g: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def principal(
 
 
 def fedld(world: World, lam: float, **settings: object) -> Book:
-    """CE + lam mean_b log(1 + |f_b|^2) on the clients, principal gradients on the server."""
+    """Run CE + lam mean_b log(1 + |f_b|^2) on clients, principal gradients on the server."""
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
         f = logits(p, x)

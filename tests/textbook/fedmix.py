@@ -21,7 +21,7 @@ Pairs = tuple[Tensor, Tensor]  # mean inputs [R, ...], mean labels [R, C]
 
 
 def means(world: World, client: int, rows: np.ndarray) -> Pairs:
-    """Of a client's samples, for each row the mean of those that it names."""
+    """Return, for each row of indices, the mean of those samples of a client."""
     x, y = world.data[client]
     one_hot = torch.eye(world.classes, dtype=x.dtype)[y]
     return torch.stack([x[row].mean(0) for row in rows]), torch.stack(
@@ -30,7 +30,7 @@ def means(world: World, client: int, rows: np.ndarray) -> Pairs:
 
 
 def pooled(world: World, count: int, samples: int) -> Pairs:
-    """All clients' pairs, one client after another."""
+    """Return all clients' pairs, one client after another."""
     parts = []
     for client, (x, _) in enumerate(world.data):
         rows = stream(world.seed, "contribute", client).integers(len(x), size=(count, samples))
@@ -39,7 +39,7 @@ def pooled(world: World, count: int, samples: int) -> Pairs:
 
 
 def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool) -> list[Pairs]:
-    """The pairs of each step."""
+    """Return the pairs of each step."""
     generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
     rows = 1 if single else max(len(y) for _, y in job.batches)
     if pool is not None:
@@ -65,7 +65,10 @@ def fedmix(
     public: bool = False,
     fresh: bool = False,
 ) -> Book:
-    """The mean of l1 + l2 + l3. single: one pair for a batch. public: l3 divided by the batch size once more."""
+    """Run FedAvg with the loss l1 + l2 + l3.
+
+    single: one pair for a batch. public: divide l3 by the batch size once more.
+    """
     pool = None if fresh else pooled(world, count, samples)
 
     def losses(job: Job, received: Params) -> Parts:

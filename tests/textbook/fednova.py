@@ -10,7 +10,7 @@ from textbook.world import Book, Params, World
 
 
 def fednova(world: World, mu: float = 0.0) -> Book:
-    """x + (sum_j p_j a_j) sum_i p_i D_i / a_i; mu: of a proximal term, with which there is no momentum."""
+    """Run x + (sum_j p_j a_j) sum_i p_i D_i / a_i; mu: of a proximal term without momentum."""
     rho = world.local.momentum
     assert not (mu and rho), "the paper has a closed form for one of them"
 
@@ -33,7 +33,7 @@ def fednova(world: World, mu: float = 0.0) -> Book:
 
 
 def proximal(mu: float) -> Loss:
-    """The cross-entropy and mu/2 |w - x|^2, with x the values at a job's first step."""
+    """Return the loss CE + mu/2 |w - x|^2, with x the values at a job's first step."""
     start: Params = {}
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:

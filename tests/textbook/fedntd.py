@@ -11,7 +11,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
-    """tau^2 KL(teacher | student) over the classes that are not the true one."""
+    """Return tau^2 KL(teacher | student) over the classes other than the true one."""
     q_s, q_t = (
         (other_class_logits(student, y) / tau).softmax(1),
         (other_class_logits(teacher, y) / tau).softmax(1),
@@ -20,7 +20,10 @@ def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
 
 
 def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) -> Book:
-    """mixed: Mixup's alpha; then the loss is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed inputs."""
+    """Run FedAvg with the loss CE + beta NTD.
+
+    mixed: Mixup's alpha; then it is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed inputs.
+    """
 
     def losses(job: Job, received: Params) -> Parts:
         teacher, drawn = detach(received), mixes(world, job, mixed) if mixed else []

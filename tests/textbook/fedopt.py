@@ -16,7 +16,7 @@ from textbook.world import Book, World
 
 
 class ServerMomentum:
-    """u <- beta u + D, x <- x + eta u; Nesterov x <- x + eta (D + beta u) with the new u."""
+    """A rule u <- beta u + D, x <- x + eta u; Nesterov: x <- x + eta (D + beta u)."""
 
     def __init__(self, world: World, lr: float, momentum: float, nesterov: bool = False):
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
@@ -32,7 +32,7 @@ class ServerMomentum:
 
 
 class Adaptive:
-    """m <- beta1 m + (1 - beta1) D, x <- x + eta m / (sqrt(v) + tau); v as the rule of that name says."""
+    """A rule m <- beta1 m + (1 - beta1) D, x <- x + eta m / (sqrt(v) + tau), with three v."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Adaptive:
 
 
 def fedavgm(world: World, lr: float, momentum: float, nesterov: bool = False) -> Book:
-    """Server momentum on the mean update."""
+    """Run server momentum on the mean update."""
     return _book(world, ServerMomentum(world, lr, momentum, nesterov))
 
 
 def adaptive(world: World, loss: Loss = cross_entropy, **settings: object) -> Book:
-    """One of the three on the mean update."""
+    """Run one of the three adaptive rules on the mean update."""
     return _book(world, Adaptive(world, **settings), loss)
 
 

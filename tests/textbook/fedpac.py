@@ -30,7 +30,7 @@ HEAD = ("model.head.weight", "model.head.bias")
 
 
 def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Means [C, D] of the features of each class, zero where there are none, and counts [C]."""
+    """Return the mean features [C, D] of each class, 0 for an absent one, and counts [C]."""
     z = features(dict(p), x, False)
     of_class = [z[y == k] for k in range(classes)]
     return torch.stack([each.sum(0) / max(len(each), 1) for each in of_class]), torch.tensor(
@@ -39,7 +39,7 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
 
 
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
-    """V_i and h_i [C, D] of the received extractor."""
+    """Return V_i and h_i [C, D] of the received extractor."""
     z, (mu, counts) = features(dict(p), x, False), means(p, x, y, classes)
     pi = counts.double() / len(y)
     h = pi[:, None] * mu
@@ -48,7 +48,7 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 
 
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
-    """argmin a'Pa on the simplex: of every support the stationary point, of those inside the simplex the least."""
+    """Return argmin a'Pa on the simplex, the best stationary point of all supports."""
     m = len(h)
     p = torch.stack(
         [torch.stack([((h[i] - h[j]) * (h[i] - h[k])).sum() for k in range(m)]) for j in range(m)]
@@ -68,7 +68,7 @@ def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Te
 def fedpac(
     world: World, lam: float = 1.0, head_epochs: int = 1, factor: float = 10.0, least: float = 1e-3
 ) -> Book:
-    """See the algorithm: statistics, head phase, extractor phase; average, prototypes, mixtures."""
+    """Run statistics, head phase, extractor phase; average, prototypes, mixtures."""
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}
     heads, trained, shares = (

@@ -9,7 +9,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedprox(world: World, mu: float) -> Book:
-    """The loss of a client is CE + mu/2 |y - x|^2."""
+    """Run FedAvg with the loss CE + mu/2 |y - x|^2."""
 
     def client(job: Job, x: Params) -> Params:
         def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:

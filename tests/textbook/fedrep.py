@@ -21,7 +21,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrep(world: World, head: int, body: int) -> Book:
-    """`head` parts of the steps for the head, then `body` parts for the extractor."""
+    """Train the head in `head` parts of the steps, then the extractor in `body` parts."""
 
     def client(job: Job, p: Params) -> Params:
         cut = len(job.batches) * head // (head + body)
@@ -38,7 +38,7 @@ def fedrep(world: World, head: int, body: int) -> Book:
 
 
 def fedper(world: World) -> Book:
-    """Both parts together."""
+    """Train both parts together."""
 
     def client(job: Job, p: Params) -> Params:
         sgd = optimizer(world, job)

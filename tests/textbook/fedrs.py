@@ -11,7 +11,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
-    """CE of s_c <w_c, h>: the classifier has no bias."""
+    """Run FedAvg with the loss CE of s_c <w_c, h>; the classifier has no bias."""
 
     def losses(job: Job, received: Params) -> Parts:
         counts = torch.bincount(world.data[job.client][1], minlength=world.classes).double()

@@ -22,7 +22,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Params:
-    """grad F(p + e); e = rho g / |g|, or rho T^2 g / |T g| with T = |p| + eta."""
+    """Return grad F(p + e); e = rho g / |g|, or rho T^2 g / |T g| with T = |p| + eta."""
     names = trainable(p)
     g = gradients(cross_entropy(p, 0, x, y), p, names)
     scale = {n: torch.ones_like(g[n]) if eta is None else p[n].detach().abs() + eta for n in names}
@@ -34,7 +34,7 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 
 
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
-    """What raysim keeps on a client stays there; with mu it is FedProx beside it, pulled at p itself."""
+    """Run FedAvg with uphill gradients; mu: add the gradient of FedProx at p."""
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
     own = {
         client: {name: world.start[name] for name in world.personal}
@@ -63,7 +63,7 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
-    """v = beta g~ + (1 - beta) D; then D is the clients' mean of (x - y) / (eta K); weight decay is in the gradient."""
+    """Run v = beta g~ + (1 - beta) D; then D is the clients' mean of (x - y) / (eta K)."""
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}
 

@@ -18,7 +18,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
-    """Sent is theta_K - lam c_k with c_k as it is after the round; parameters only, buffers as they are."""
+    """Run the algorithm; upload theta_K - lam c_k with the new c_k, and buffers unchanged."""
     x, names = dict(world.start), trainable(world.start)
     c = {
         client: {name: torch.zeros_like(x[name]) for name in names}

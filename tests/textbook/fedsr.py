@@ -30,7 +30,7 @@ REFERENCE = "fedsr.reference"
 
 
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
-    """The extractor, and the linear layer behind it: [B, Z] or, with a raw deviation, [B, 2 Z]."""
+    """Return the outputs of the added linear layer: [B, Z], or [B, 2 Z] with raw deviations."""
     first = "model.extractor.0."
     inner = {
         name.replace(first, "model.extractor."): t
@@ -42,7 +42,7 @@ def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
 
 
 def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
-    """Accuracy and loss on the central test set: -log of the mean probability of the label."""
+    """Return accuracy and loss on the central test set, by the label's mean probability."""
     (x, y), out = world.central, mapped(p, world.central[0], training=False)
     if probabilistic:
         mean, raw = out.chunk(2, dim=1)
@@ -58,7 +58,7 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Means 0, raw deviations 1, scale 1."""
+    """Return means 0, raw deviations 1, scale 1."""
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}
     return {f"{REFERENCE}.{name}": value.double() for name, value in values.items()}
@@ -71,7 +71,7 @@ def fedsr(
     probabilistic: bool = True,
     share_reference: bool = False,
 ) -> Book:
-    """CE + alpha_l2r mean |z| + alpha_cmi mean KL(N(s mu, (s sigma)^2) || N(r_mu[y], r_sigma[y]^2)), all trained."""
+    """Run FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL."""
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}
     losses: list[RowMean] = []

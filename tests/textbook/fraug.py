@@ -42,7 +42,10 @@ GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 def network(
     p: Params, name: str, rows: Tensor, labels: Tensor, classes: int, training: bool = False
 ) -> Tensor:
-    """G or H: [rows ; onehot(labels)], linear, BatchNorm, ReLU, linear, BatchNorm if it has one; G ends with ReLU."""
+    """Return the outputs of G or H for [rows ; onehot(labels)].
+
+    The layers are linear, BatchNorm, ReLU, linear, BatchNorm if there is one; G ends with ReLU.
+    """
 
     def norm(layer: int, x: Tensor) -> Tensor:
         at = f"{name}.layers.{layer}"
@@ -61,7 +64,7 @@ def network(
 
 
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
-    """rho of round t; where a last round is given, it stays what it is there."""
+    """Return rho of round t, constant after the last round if there is one."""
     t = t if last is None else min(t, last)
     if form == "exp":
         return math.exp(gamma * (t - (last or 0)))
@@ -71,7 +74,7 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 
 
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
-    """D: squared MMD with five Gaussians whose mean width is that of the rows, or of moments, or a mean square."""
+    """Return D: squared MMD with five Gaussians, or of moments, or a mean square."""
     if metric == "mse":
         return (a - b).square().mean()
     if metric == "mmd_moments":
@@ -91,22 +94,22 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 
 
 def entropy(scores: Tensor) -> Tensor:
-    """The mean over the batch of H(softmax)."""
+    """Return the mean entropy of the softmax over the batch."""
     return torch.distributions.Categorical(logits=scores).entropy().mean()
 
 
 def mean_norm(rows: Tensor) -> float:
-    """The mean length of rows."""
+    """Return the mean length of rows."""
     return float(rows.detach().square().sum(1).sqrt().mean())
 
 
 def mean_of(numbers: list[float]) -> float:
-    """Of what a history reports."""
+    """Return the mean of reported values."""
     return sum(numbers) / len(numbers)
 
 
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
-    """The three steps on every batch; the server averages all that does not stay."""
+    """Run the three steps on each batch, and average all that does not stay on clients."""
     get = {
         "noise_dim": 256, "noise": "normal", "gamma": 0.01, "ramp": "exp", "weight": 0.5, "residual": None,
         "use_generator": True, "use_rtnet": True, "generator_norm": "shared", "prototype_weight": 0.3,
@@ -167,7 +170,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         def synthetic(
             v: Tensor, z: Tensor, labels: Tensor, rho: float, training: bool = False
         ) -> Tensor:
-            """v + rho H(G(z, y), y)."""
+            """Return v + rho H(G(z, y), y)."""
             source = network(p, GENERATOR, z, labels, classes).detach() if has_g else z
             return (
                 v + rho * network(p, RTNET, source, labels, classes, training)

@@ -19,7 +19,7 @@ from textbook.world import Book, Job, Params, World
 def groupdro(
     world: World, step_size: float, batches: str = "first", prior: str = "uniform", mu: float = 0.0
 ) -> Book:
-    """q_i <- q_i exp(eta l_i) for the participants; they are averaged with q_i / sum_j q_j.
+    """Run q_i <- q_i exp(eta l_i) for participants; average them with q_i / sum_j q_j.
 
     mu: of a proximal term (FedProx) beside it, which is no part of l_i.
     """

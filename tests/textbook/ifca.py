@@ -9,7 +9,7 @@ from textbook.world import Book, Params, World
 
 
 def ifca(world: World, clusters: int) -> Book:
-    """Each client trains the model with the least loss; each model is the mean of its clients'."""
+    """Let each client train the model with the least loss; average each over its clients."""
     prefixes = ["model.", *(f"ifca.model{k}." for k in range(1, clusters))]
     models = [
         {f"model.{n.removeprefix(at)}": t for n, t in world.start.items() if n.startswith(at)}

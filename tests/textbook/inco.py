@@ -22,7 +22,7 @@ PAIRS = {f"{STAGE}.1.conv{j}.weight": f"{STAGE}.0.conv2.weight" for j in (1, 2)}
 
 
 def network(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Convolution of stride 2, two residual blocks, pooling to 2 x 2, linear."""
+    """Return the logits: convolution, two residual blocks, pooling to 2 x 2, linear."""
 
     def conv(name: str, x: Tensor, stride: int = 1) -> Tensor:
         return F.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"], stride, padding=1)
@@ -47,7 +47,10 @@ def inco(
     clip: float = 0.1,
     eps: float = 1e-7,
 ) -> Book:
-    """g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2) with theta = clamp(|<g0, g>| / <g0, g0>, 0, c)."""
+    """Run g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2).
+
+    theta = clamp(|<g0, g>| / <g0, g0>, 0, c).
+    """
     names = trainable(world.start)
 
     def mixed(g: Tensor, g0: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
-    """A_ij is the loss of local model i on client j's samples, b_j that of the next shared model, p_i = n_i / n."""
+    """Return the parts as columns, from A_ij, the loss of model i on client j, and b_j.
+
+    b_j is the loss of the next shared model on client j; p_i = n_i / n.
+    """
     own = {
         client: {name: world.start[name] for name in world.personal}
         for client in range(world.clients)

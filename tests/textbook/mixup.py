@@ -12,7 +12,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def mixes(world: World, job: Job, alpha: float) -> list[tuple[float, Tensor]]:
-    """Of each step: lam ~ Beta(alpha, alpha) and the partner of each row, from the client's own generator."""
+    """Return, for each step, lam ~ Beta(alpha, alpha) and the partner of each row."""
     generator = stream(world.seed, "draws.mixup", job.client, job.turn)
     lams = generator.beta(alpha, alpha, size=len(job.batches)).tolist()
     return [
@@ -22,12 +22,12 @@ def mixes(world: World, job: Job, alpha: float) -> list[tuple[float, Tensor]]:
 
 
 def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
-    """lam x + (1 - lam) x_pi."""
+    """Return lam x + (1 - lam) x_pi."""
     return lam * x + (1 - lam) * x[partner]
 
 
 def mixup(world: World, alpha: float) -> Book:
-    """-mean_b sum_c y~_bc log p_bc(x~)."""
+    """Run FedAvg with the loss -mean_b sum_c y~_bc log p_bc(x~)."""
 
     def losses(job: Job, received: Params) -> Parts:
         drawn = mixes(world, job, alpha)

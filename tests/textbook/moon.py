@@ -17,7 +17,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def represented(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
-    """What the classifier sees: the encoder's features, through the projection if there is one."""
+    """Return the encoder's features, after the projection if there is one."""
     if f"{EXTRACTOR}.3.weight" not in p:
         return features(p, x, training)
     inner = f"{EXTRACTOR}.0."
@@ -34,14 +34,17 @@ def represented(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Te
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Of each row; 0 where ReLU left nothing of one."""
+    """Return the cosine of each row; 0 if a row is 0."""
     return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
 
 
 def moon(
     world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1
 ) -> Book:
-    """CE + mu l_con, with the client's last `pool` models as negatives. projection: widths of its two layers."""
+    """Run FedAvg with the loss CE + mu l_con.
+
+    pool: the number of the client's last models in the contrast. projection: widths of its layers.
+    """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (
         tuple(len(world.start[name]) for name in layers if layers[1] in world.start) == projection

@@ -24,7 +24,7 @@ NORM = "model.extractor.2"
 
 @dataclass(frozen=True)
 class Asked:
-    """How a policy learns; the temperature at the start, its factor with each version, and its least."""
+    """Settings of a policy: its steps, and the temperature with its factor and its least."""
 
     steps: int
     batch: int
@@ -44,7 +44,7 @@ class Policy:
         self.adam = Optimizer(SimpleNamespace(optimizer="adam", weight_decay=0.0))
 
     def learn(self, world: World, job: Job, received: Params, kept: Params) -> Tensor:
-        """Some steps of Adam on the loss of the relaxed model; then which layers to load."""
+        """Take steps of Adam on the loss of the relaxed model; return which layers to load."""
         asked, (x, y) = self.asked, world.data[job.client]
         temperature = max(asked.floor, asked.start * asked.decay**job.version)
         draw = stream(world.seed, "partialfed.gumbel", job.client, job.turn)
@@ -67,12 +67,12 @@ class Policy:
 
 
 def layer(name: str) -> str:
-    """The module that owns a tensor."""
+    """Return the module that has a tensor."""
     return name.rpartition(".")[0]
 
 
 def evaluated(p: Params, x: Tensor) -> Tensor:
-    """The network in eval mode; PyTorch's own BatchNorm has no derivative by the statistics."""
+    """Return the network's logits in eval mode, with a derivative by BatchNorm's statistics."""
     z = F.linear(x.flatten(1), p["model.extractor.1.weight"], p["model.extractor.1.bias"])
     if f"{NORM}.weight" in p:
         z = (z - p[f"{NORM}.running_mean"]) / (p[f"{NORM}.running_var"] + 1e-5).sqrt()

@@ -28,7 +28,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def after_local(world: World) -> Book:
-    """v_k = y_k of the client's last round, however long ago; the shared model where there was none."""
+    """Score y_k of the client's last round, or the shared model if there was none."""
     x, last = dict(world.start), dict[int, Params]()
     for jobs in world.rounds:
         models = [detach(train(world, job, x)) for job in jobs]
@@ -47,7 +47,7 @@ def after_local(world: World) -> Book:
 
 
 def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = False) -> Book:
-    """FedAvg; after a round (or the last one) every client is scored with its own fine-tuned copy."""
+    """Run FedAvg; after each round, or the last one, score fine-tuned copies."""
     x, accuracy, own = dict(world.start), list[float](), dict[int, Params]()
     for version, jobs in enumerate(world.rounds, 1):
         x = average([train(world, job, x) for job in jobs], weights(world, jobs))
@@ -69,7 +69,7 @@ def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = F
 def tuned(
     world: World, model: Params, client: int, version: int, epochs: int, head_only: bool
 ) -> Params:
-    """`model` after some passes over the client's samples, and those of its that training left out, if handed over."""
+    """Return `model` after some passes over the client's samples."""
     spared = world.drawn.get("spared")
     parts = [world.data[client], *([spared[client]] if spared else [])]
     x, y = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -12,14 +12,14 @@ from textbook.world import Book, Job, Params, World
 
 
 def loss_before(world: World, job: Job, x: Params) -> float:
-    """The cross-entropy of x on all samples of a client."""
+    """Return the cross-entropy of x on all samples of a client."""
     inputs, labels = world.data[job.client]
     with torch.no_grad():
         return max(1e-10, float(F.cross_entropy(logits(x, inputs, training=False), labels)))
 
 
 def qfedavg(world: World, q: float) -> Book:
-    """x - sum_i D_i / sum_i h_i, as printed; buffers are averaged by F_i^q."""
+    """Run x - sum_i D_i / sum_i h_i, as printed; average buffers by F_i^q."""
     names, x = trainable(world.start), detach(world.start)
     for jobs in world.rounds:
         losses = [loss_before(world, job, x) for job in jobs]

@@ -25,12 +25,12 @@ def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
 
 
 def coordinate_median(world: World) -> Book:
-    """med of the values."""
+    """Run the median of each coordinate."""
     return _each(world, statistics.median)
 
 
 def trimmed_mean(world: World, share: float) -> Book:
-    """Without the floor(share m) least and as many greatest values."""
+    """Run the mean without the floor(share m) least and greatest values."""
 
     def rule(values: list[float]) -> float:
         k = floor(share * len(values))
@@ -40,7 +40,10 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """s(i) = sum over the n - f - 2 nearest j of |g_i - g_j|^2; the mean of those of least s."""
+    """Run the mean of the updates with the least s(i).
+
+    s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 nearest j.
+    """
 
     def rule(at: Cohort) -> Tensor:
         g, n = list(at.changes), len(at.changes)
@@ -56,7 +59,7 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
 
 
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
-    """z <- sum b_i g_i / sum b_i, with b_i = a_i / max(nu, |z - g_i|)."""
+    """Run z <- sum b_i g_i / sum b_i, with b_i = a_i / max(nu, |z - g_i|)."""
 
     def rule(at: Cohort) -> Tensor:
         z = at.mean
@@ -72,7 +75,7 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
 
 
 def norm_clipping(world: World, bound: float) -> Book:
-    """Each g_i times min(1, bound / |g_i|), then the weighted mean."""
+    """Run the weighted mean of g_i min(1, bound / |g_i|)."""
     counts: list[float] = []
 
     def rule(at: Cohort) -> Tensor:

@@ -21,7 +21,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def scaffold(world: World) -> Book:
-    """g - c_i + c at every step; c_i+ = c_i - c + (x - y) / (K' eta); c moves by the changes' sum over all N."""
+    """Run steps of g - c_i + c; then c_i+ = c_i - c + (x - y) / (K' eta).
+
+    c moves by the sum of the changes over all N.
+    """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]
     own = {

@@ -132,7 +132,7 @@ ROWS = {
 
 
 def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
-    """The book, once it is sure that updates were stale: all of one aggregation, or a client came twice in it."""
+    """Return the book, after asserting that updates were stale."""
 
     def sure(world: World) -> Book:
         ages = [

@@ -280,7 +280,7 @@ class Opposite(Method):
 
 
 def samples(rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Inputs, normalised by hand, labels and domains."""
+    """Return inputs, normalised by hand, labels and domains."""
     source = SPREAD.open()
     inputs = (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3
     return inputs, torch.from_numpy(source.labels[rows]), source.domains[rows]
@@ -292,7 +292,7 @@ def hits(model: Mapping[str, Tensor], rows: np.ndarray) -> np.ndarray:
 
 
 def own_columns(models: Mapping[int, Mapping[str, Tensor]], suffix: str = "") -> dict[str, float]:
-    """The mean over clients, the worst, and all samples of each domain, of each client's model on its rows."""
+    """Return the scores of clients' models on their rows: mean, worst, and by domain."""
     tests = SPREAD.partition.test
     right = {client: hits(model, tests.rows(client)) for client, model in models.items()}
     each = [values.mean() for values in right.values()]
@@ -313,7 +313,7 @@ def central_columns(model: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def columns(found: FinishedRun) -> dict[str, Any]:
-    """Those of the last row that a score is in."""
+    """Return the columns of the last row that have scores."""
     row = found.rows[-1]
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
 

@@ -72,7 +72,7 @@ def test_noise_is_shared_between_the_sum_and_the_bits() -> None:
 
 
 class Sending(Method):
-    """Uploads a number."""
+    """A method that uploads a number."""
 
     name = "sending"
 

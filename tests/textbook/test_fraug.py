@@ -23,7 +23,7 @@ BASE = {"rounds": 3, "noise_dim": 4, "gamma": 0.8, "generator_lam": 0.7, "rtnet_
 
 
 def with_few(few: int) -> FederatedData:
-    """Four clients, of which the first has but so many samples, all in one batch."""
+    """Return four clients, of which the first has `few` samples, in one batch."""
     data = tiny_data(clients=4, samples=70)
     rows = [data.partition.train.rows(client) for client in range(4)]
     rows[0] = rows[0][:few]
@@ -32,7 +32,7 @@ def with_few(few: int) -> FederatedData:
 
 
 def row(**changed: Any) -> Row:
-    """With BatchNorm, one setting changed; `study`, `run` and `schedule` are the row's own."""
+    """Return a row with BatchNorm and changed settings; study, run, schedule: see `Row`."""
     own = {key: changed.pop(key) for key in ("study", "run", "schedule") if key in changed}
     own["study"] = {"model": NORMED_MLP, "local": SHORT} | own.get("study", {})
     settings = BASE | changed

@@ -58,7 +58,7 @@ SKEWED = federate(
 
 
 def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Inputs, normalised by hand, and labels."""
+    """Return inputs, normalised by hand, and labels."""
     source = data.open()
     return (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(
         source.labels[rows]
@@ -70,7 +70,7 @@ def adapting(how: Finetune) -> dict[str, Any]:
 
 
 def pooling(asked: Local, **study: Any) -> Row:
-    """As an experiment pools the data of a federated run with these settings and three clients a round."""
+    """Return pooled data, as an experiment makes them, for three clients in a round."""
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
     data, schedule, local = pool_training(DATA, Synchronous(3), asked)
@@ -113,7 +113,7 @@ def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
 
 
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
-    """FedPAC; drawn: its settings by the textbook's names."""
+    """Return a row of FedPAC with settings by the textbook's names."""
     asked = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
     method = partial(FedPAC, asked["lam"], asked["head_epochs"], asked["factor"], asked["least"])
     return Row(

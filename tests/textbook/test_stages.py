@@ -39,7 +39,7 @@ PROXY = Synthetic(samples=40, test_samples=20, classes=7, seed=9, mean=[0.2], st
 
 
 def public(worker: Worker) -> Mapping[str, Any]:
-    """The proxy set's training images as its own constants make them, and their classes."""
+    """Return the proxy set's training images, normalised, and their classes."""
     data = PROXY.build()
     images = torch.from_numpy(data.inputs[: data.train_rows].copy()).double() / 255
     return {"proxy": ((images - 0.2) / 0.6, data.labels[: data.train_rows])}
@@ -74,7 +74,7 @@ def of_fedbr(
 
 
 def noise(worker: Worker) -> Mapping[str, Any]:
-    """What every process makes from the seed for scoring."""
+    """Return the model's noise for scoring."""
     return {"noise": worker.vector.networks["model"].noise}
 
 
@@ -102,7 +102,7 @@ def of_vhl(
 
 @cache
 def larger() -> FederatedData:
-    """Images of three channels, larger than the noise of which VHL makes its own."""
+    """Return images of three channels that are larger than VHL's noise."""
     source = Synthetic(shape=[3, 12, 10], samples=60, test_samples=20, classes=3)
     return federate(source, Dirichlet(clients=4, alpha=2.0, minimum=5), SEED)
 

@@ -29,7 +29,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
-    """Images and labels, 0..C-1 in turn."""
+    """Return images and labels, which are 0..C-1 in turn."""
     random, (_, channels, *size) = stream(world.seed, "vhl.virtual"), world.central[0].shape
     means = random.standard_normal((world.classes, channels, 8, 8))
     noise = random.standard_normal((count, channels, 8, 8))
@@ -44,14 +44,14 @@ def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
 
 
 def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
-    """Pad by 4, cut out, mirror."""
+    """Return the image padded by 4, cropped and mirrored."""
     height, width = image.shape[1:]
     cut = F.pad(image, (4, 4, 4, 4))[:, down : down + height, right : right + width]
     return cut.flip(2) if flip else cut
 
 
 def contrast(h: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """SC: anchor by anchor."""
+    """Return SC, computed anchor by anchor."""
     u, total = h / h.norm(dim=1, keepdim=True).clamp(min=1e-12), torch.zeros((), dtype=h.dtype)
     for i in range(len(u)):
         others = torch.arange(len(u)) != i
@@ -72,7 +72,7 @@ def vhl(
     align_epochs: int = 5,
     mixup: bool = False,
 ) -> Book:
-    """CE + alpha CE of virtual rows + gamma SC(both, virtual ones constant) + kappa SC(virtual rows)."""
+    """Run FedAvg with the loss CE + alpha CE_v + gamma SC(both) + kappa SC_v."""
     images, classes = virtual_set(world, virtual)
     reported: list[RowMean] = []  # the real rows' cross-entropy, of each participation
 
