@@ -25,7 +25,7 @@ from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import build_networks, declare_run
 from raysim.vectors.layout import Vector
 
-# --- domains ------------------------------------------------------------------------------------
+# --- domains ----------------------------------------------------------------------------------
 
 
 class Present(Dann):
@@ -73,7 +73,7 @@ def test_output_of_absent_client_is_only_pushed_down() -> None:
     assert (moved[absent] < 0).all() and (moved[present] > 0).all()
 
 
-# --- costs --------------------------------------------------------------------------------------
+# --- costs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_discriminator_step_saves_the_backward_pass(settings: dict[str, Any], sh
     assert saved == pytest.approx(30 * share * 2 / 3)
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------
 
 
 def declare(method: Dann, clients: int = 2, local: Local | None = None) -> None:

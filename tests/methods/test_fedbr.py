@@ -123,7 +123,7 @@ def test_rows_by_samples_needs_no_array_over_clients() -> None:
     assert peak < len(ends), "an array over the clients has a byte for each at least"
 
 
-# --- switches, and what is refused --------------------------------------------------------------
+# --- switches, and what is refused ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
         FedBR(**settings)
 
 
-# --- a proxy in a configuration -----------------------------------------------------------------------------------
+# --- a proxy in a configuration ---------------------------------------------------------------
 
 NODE = {"_target_": "raysim.methods.fedbr.FedBR", "pseudo": "mixture"}
 

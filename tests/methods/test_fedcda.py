@@ -123,7 +123,7 @@ def test_search_prefers_the_first_of_equal_combinations() -> None:
     assert select_models(**tied).tolist() == [1, 1, 1, 1]
 
 
-# --- the server -----------------------------------------------------------------------------------------------------
+# --- the server -------------------------------------------------------------------------------
 
 WIDTH = 4  # three parameters and a buffer
 
@@ -216,7 +216,7 @@ def test_client_twice_in_a_buffer_is_one_participant() -> None:
     assert at.vector.tolist() == pytest.approx(model(3.5))
 
 
-# --- the loss that a client sends -----------------------------------------------------------------------------------
+# --- the loss that a client sends -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_upload_is_the_mean_loss_of_the_last_epoch(
     assert job.upload["loss"].tolist() == [expected]
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [2, 5])
@@ -293,7 +293,7 @@ def test_cache_survives_resume_and_absence(tmp_path: Path) -> None:
         assert after[1:] == before[client][:2] if client in busy else after == before[client]
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])

@@ -38,7 +38,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# --- the step size ------------------------------------------------------------------------------------------------
+# --- the step size ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3])
@@ -54,7 +54,7 @@ def test_squared_norm_in_blocks_is_that_of_the_whole(size: int) -> None:
     )
 
 
-# --- in a run -----------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 class Watch(Method):
@@ -133,7 +133,7 @@ def test_step_size_one_gives_fedavgs_model(method: FedExP, schedule: Any) -> Non
     assert same_arrays(ended.tensors, fedavg.tensors)
 
 
-# --- what is scored -----------------------------------------------------------------------------------------------
+# --- what is scored ---------------------------------------------------------------------------
 
 
 def test_score_is_of_the_mean_of_the_last_two_iterates() -> None:
@@ -178,7 +178,7 @@ class Last(FedExP):
         return vector
 
 
-# --- resuming, settings -------------------------------------------------------------------------------------------
+# --- resuming, settings -----------------------------------------------------------------------
 
 
 def test_another_step_of_the_server_is_refused() -> None:

@@ -40,7 +40,7 @@ def harmonized(gradients: Tensor = GRADIENTS, **others: Any) -> Tensor:
     return fedgh.harmonized_gradients(gradients=gradients, **others)
 
 
-# --- projections ----------------------------------------------------------------------------------------------------
+# --- projections ------------------------------------------------------------------------------
 
 
 def test_exactly_opposite_updates_cancel() -> None:
@@ -65,7 +65,7 @@ def test_unknown_conflict_test_is_refused() -> None:
         harmonized(conflict_test="running")
 
 
-# --- the hierarchy --------------------------------------------------------------------------------------------------
+# --- the hierarchy ----------------------------------------------------------------------------
 
 
 def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
@@ -106,7 +106,7 @@ def test_hierarchy_projects_the_last_pair_by_one_product() -> None:
     close(got, torch.tensor([0.5, 1.5], dtype=torch.float64))
 
 
-# --- on the server --------------------------------------------------------------------------------------------------
+# --- on the server ----------------------------------------------------------------------------
 LAYOUT = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
 COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5])
 DELTAS = np.random.default_rng(0).standard_normal((8, LAYOUT.shared)).astype(np.float32)
@@ -174,7 +174,7 @@ def test_hierarchy_uses_the_weights_of_the_run() -> None:
     )
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_settings_out_of_range_are_refused(make: Any, says: str) -> None:
     assert says in str(refused.value)
 
 
-# --- updates at right angles ------------------------------------------------------------------------------------------
+# --- updates at right angles ------------------------------------------------------------------
 def test_original_right_angles_are_no_conflict() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (

@@ -62,7 +62,7 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> T
     return ended
 
 
-# --- margins ------------------------------------------------------------------------------------------------------
+# --- margins ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
@@ -72,7 +72,7 @@ def test_missing_class_has_a_finite_margin_with_a_floor_only(tau: float) -> None
     assert fedlc.calibration_margins(class_counts=zero, tau=tau, count_floor=1.0)[0] == tau
 
 
-# --- both losses --------------------------------------------------------------------------------------------------
+# --- both losses ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
@@ -117,7 +117,7 @@ def test_loss_of_soft_targets_is_finite() -> None:
     assert soft(LOGITS.float()).isfinite()
 
 
-# --- in a run -----------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 def partitioned(*classes: set[int]) -> Any:

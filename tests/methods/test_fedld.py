@@ -40,7 +40,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
     )
 
 
-# --- the penalties --------------------------------------------------------------------------------------------------
+# --- the penalties ----------------------------------------------------------------------------
 LOGITS, LABELS = 2 * random(6, 4), torch.tensor([0, 3, 1, 1, 2, 0])
 
 
@@ -55,7 +55,7 @@ def test_unknown_kind_of_penalty_is_refused() -> None:
         penalty("log")
 
 
-# --- principal gradients --------------------------------------------------------------------------------------------
+# --- principal gradients ----------------------------------------------------------------------
 GRADIENTS, WEIGHTS = (
     random(5, 12) * torch.tensor([3.0, 1.0, 0.5, 2.0, 1.5])[:, None],
     torch.tensor([5.0, 1, 3, 2, 4]),
@@ -108,7 +108,7 @@ def test_update_across_all_principal_directions_is_zero() -> None:
     )
 
 
-# --- on the server --------------------------------------------------------------------------------------------------
+# --- on the server ----------------------------------------------------------------------------
 LAYOUT = plan_layout({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))})
 COUNTS = np.array([7, 1, 13, 4, 9, 22, 3, 5])
 DELTAS = np.random.default_rng(0).standard_normal((8, LAYOUT.shared)).astype(np.float32)
@@ -133,7 +133,7 @@ def test_tensors_of_one_number_are_averaged() -> None:
     close(aggregate(values, 2, torch.tensor([1.0, 1, 2])), torch.tensor([7 / 4]).double())
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("methods", [[MarginControl(1.0, "threshold")], [DampedMargin()]])
@@ -143,7 +143,7 @@ def test_soft_labels_have_a_margin(methods: list[Method]) -> None:
     assert ended.finished.model_sha256 != run(run_spec(Mixup()), rounds=2).finished.model_sha256
 
 
-# --- configuration --------------------------------------------------------------------------------------------------
+# --- configuration ----------------------------------------------------------------------------
 
 
 def test_options_name_the_parts() -> None:

@@ -66,7 +66,7 @@ class Net(nn.Module):
         return self.head(self.features(inputs))
 
 
-# --- the published traces -------------------------------------------------------------------------------------------
+# --- the published traces ---------------------------------------------------------------------
 
 
 def cases(shared: Path, name: str) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def test_step_follows_the_published_trace(number: int, shared: Path) -> None:
         )
 
 
-# --- the expansion --------------------------------------------------------------------------------------------------
+# --- the expansion ----------------------------------------------------------------------------
 
 
 def test_added_outputs_have_no_share_in_mean_targets() -> None:
@@ -144,7 +144,7 @@ def test_added_outputs_have_no_share_in_mean_targets() -> None:
     )
 
 
-# --- the pool -------------------------------------------------------------------------------------------------------
+# --- the pool ---------------------------------------------------------------------------------
 
 
 def test_raw_rows_of_a_mean_belong_to_one_client() -> None:
@@ -185,7 +185,7 @@ def test_clients_without_samples_add_no_pairs() -> None:
     assert not run(study, replace(ROUNDS, cohort=2)).failures
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"lam": 0.0}, {"fresh": True}], ids=str)

@@ -71,7 +71,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
     )
 
 
-# --- statistics and prototypes --------------------------------------------------------------------------------------
+# --- statistics and prototypes ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -93,10 +93,7 @@ def test_variance_is_never_negative(
     )
 
 
-# --- the alignment --------------------------------------------------------------------------------------------------
-
-
-# --- the mixture ----------------------------------------------------------------------------------------------------
+# --- the mixture ------------------------------------------------------------------------------
 
 
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
@@ -204,7 +201,7 @@ def test_weight_of_exactly_the_minimum_becomes_zero(monkeypatch: pytest.MonkeyPa
         assert mixture.tolist() == weights
 
 
-# --- the phases -----------------------------------------------------------------------------------------------------
+# --- the phases -------------------------------------------------------------------------------
 
 
 class Watch(Method):
@@ -390,7 +387,7 @@ def test_first_round_aligns_nothing() -> None:
     assert one == other and later != unaligned
 
 
-# --- the heads ------------------------------------------------------------------------------------------------------
+# --- the heads --------------------------------------------------------------------------------
 
 
 class Alternation(Method):
@@ -475,7 +472,7 @@ def test_own_model_has_its_mixture_or_the_initial_head() -> None:
         assert torch.equal(worker.vector.personal, head if sent else before[-65:])
 
 
-# --- classes that nobody has ----------------------------------------------------------------------------------------
+# --- classes that nobody has ------------------------------------------------------------------
 
 
 def sorted_data() -> FederatedData:
@@ -508,7 +505,7 @@ def test_class_without_participants_has_no_prototype() -> None:
         assert not published.extras["fedpac.prototypes"][~present].any()
 
 
-# --- costs and refusals ---------------------------------------------------------------------------------------------
+# --- costs and refusals -----------------------------------------------------------------------
 
 
 def test_statistics_cost_two_passes_and_the_head_saves_one() -> None:

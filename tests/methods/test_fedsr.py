@@ -30,7 +30,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> None:
     )
 
 
-# --- the network ----------------------------------------------------------------------------------------------------
+# --- the network ------------------------------------------------------------------------------
 TASK = Task((1, 8, 8), 5, 6)
 IMAGES = torch.rand(9, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -92,7 +92,7 @@ def test_references_start_at_zero_with_scale_one() -> None:
     assert (reference.std == 1).all() and reference.scale == 1
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 class Sure(FedSR):

@@ -53,7 +53,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# --- functions ----------------------------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------
 
 
 def test_mmd_does_not_depend_on_a_common_offset() -> None:
@@ -84,7 +84,7 @@ def test_networks_have_sizes_of_paper() -> None:
     assert bool((embeddings >= 0).all()) and bool((rtnet(embeddings, labels) < 0).any())
 
 
-# --- FedBN --------------------------------------------------------------------------------------------------------
+# --- FedBN ------------------------------------------------------------------------------------
 
 
 def of_model(found: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -52,7 +52,7 @@ def watched(
     return watch
 
 
-# --- weights ------------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------
 
 
 def test_prior_of_a_client_without_samples_is_finite() -> None:
@@ -85,7 +85,7 @@ def test_weights_that_underflow_do_not_stop_a_run() -> None:
     assert all(weights.isfinite().all() and weights.max() == 1.0 for weights in watch.weights)
 
 
-# --- the loss -----------------------------------------------------------------------------------------------------
+# --- the loss ---------------------------------------------------------------------------------
 
 
 def test_upload_leaves_out_terms_of_other_methods() -> None:

@@ -56,7 +56,7 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
     assert got.shape == want.shape and torch.allclose(got, want, rtol=rtol, atol=1e-7)
 
 
-# --- one pair -----------------------------------------------------------------------------------------------------
+# --- one pair ---------------------------------------------------------------------------------
 
 
 def test_kernels_of_one_number_are_mixed_as_one_tensor() -> None:
@@ -100,7 +100,7 @@ def test_arguments_do_not_change() -> None:
     assert torch.equal(target, TARGET) and torch.equal(source, SOURCE)
 
 
-# --- which pairs there are ----------------------------------------------------------------------------------------
+# --- which pairs there are --------------------------------------------------------------------
 
 
 def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> dict[str, str]:
@@ -161,7 +161,7 @@ def test_source_has_the_shape_prefix_and_stage_of_its_target() -> None:
     assert inco.source_parameters(names=names, shapes=[[4, 4, 3, 3]] * 3 + [[8, 4, 3, 3]]) == {}
 
 
-# --- in a run -----------------------------------------------------------------------------------------------------
+# --- in a run ---------------------------------------------------------------------------------
 
 
 TARGETS = [f"extractor.layer1.1.conv{number}.weight" for number in (1, 2)]

@@ -66,7 +66,7 @@ class Watch(Method):
         ]
 
 
-# --- nothing travels ----------------------------------------------------------------------------------------------
+# --- nothing travels --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])

@@ -108,7 +108,7 @@ def test_previous_model_like_the_received_changes_no_step() -> None:
     assert not torch.allclose(trained(10.0, 0.1), plain, rtol=0, atol=1e-3)
 
 
-# --- settings -----------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def other(vector: Tensor) -> Tensor:
     return vector + 0.1 + vector.abs()
 
 
-# --- the functions ------------------------------------------------------------------------------------------------
+# --- the functions ----------------------------------------------------------------------------
 
 
 def test_more_layers_than_the_model_has_are_refused() -> None:
@@ -131,7 +131,7 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
         partialfed.fixed_loading_mask(num_layers=5, strategy="bottom_up", num_loaded=6)
 
 
-# --- where training starts ----------------------------------------------------------------------------------------
+# --- where training starts --------------------------------------------------------------------
 
 # NORMED_MLP's layers, and which each strategy loads.
 LAYERS = ["extractor.1", "extractor.2", "head"]
@@ -276,7 +276,7 @@ def test_proximal_term_is_zero_at_the_mixed_start() -> None:
     )
 
 
-# --- what the settings make of it ---------------------------------------------------------------------------------
+# --- what the settings make of it -------------------------------------------------------------
 
 
 def test_layers_of_fedbn_are_not_mixed() -> None:
@@ -285,7 +285,7 @@ def test_layers_of_fedbn_are_not_mixed() -> None:
     assert same_arrays(alone.tensors, both.tensors)
 
 
-# --- the learnt policy --------------------------------------------------------------------------------------------
+# --- the learnt policy ------------------------------------------------------------------------
 
 
 class Learning(PartialFed):
@@ -418,7 +418,7 @@ def test_all_layers_travel() -> None:
     assert all(partial[key] == fedavg[key] for key in ("floats_down", "floats_up"))
 
 
-# --- which model is scored ----------------------------------------------------------------------------------------
+# --- which model is scored --------------------------------------------------------------------
 
 
 def test_own_model_is_the_last_trained_or_the_shared_one() -> None:
@@ -466,7 +466,7 @@ def test_own_and_shared_models_have_separate_columns() -> None:
     )
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "bottom"}, "strategy"),

@@ -56,7 +56,7 @@ def study(*methods: Method, **others: Any) -> Any:
     return run_spec(*methods, **({"model": NORMED_MLP, "data": population()} | others))
 
 
-# --- training -----------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
@@ -87,7 +87,7 @@ def test_fine_tuning_keeps_nothing(mode: str) -> None:
     assert run(study(MODES[mode])).private == {}
 
 
-# --- after_local --------------------------------------------------------------------------------------------------
+# --- after_local ------------------------------------------------------------------------------
 
 
 class Watch(Method):
@@ -165,7 +165,7 @@ def test_failed_first_job_leaves_the_shared_model() -> None:
     assert len(finished.failures) == 3 and finished.rows[-1]["accuracy"] is not None
 
 
-# --- fine-tuning --------------------------------------------------------------------------------------------------
+# --- fine-tuning ------------------------------------------------------------------------------
 
 
 def finetuning(method: PFedAvg) -> Finetune | None:
@@ -245,7 +245,7 @@ def test_evaluation_changes_no_model_and_no_training(
     assert np.array_equal(looked[2].counters, blind[2].counters)
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

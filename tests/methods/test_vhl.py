@@ -50,7 +50,7 @@ def contrast(features: Tensor, labels: Tensor, temperature: float = 0.07) -> Ten
     return supervised_contrastive_loss(features, labels, temperature, temperature)
 
 
-# --- the losses -----------------------------------------------------------------------------------------------------
+# --- the losses -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [2, 2], [1]])
@@ -68,7 +68,7 @@ def test_contrast_at_a_low_temperature_is_finite() -> None:
     assert torch.isfinite(torch.autograd.grad(value, opposite)[0]).all()
 
 
-# --- the virtual set ------------------------------------------------------------------------------------------------
+# --- the virtual set --------------------------------------------------------------------------
 
 
 def virtual_set(method: Vhl, study: RunSpec) -> tuple[Tensor, Tensor]:

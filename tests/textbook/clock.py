@@ -37,7 +37,7 @@ class Aggregated:
     jobs of each client, in the order of first dispatches.
     """
 
-    now: float
+    time_s: float
     taken: list[FlyingJob]
     waiting: list[FlyingJob]
     running: list[FlyingJob]
@@ -60,7 +60,7 @@ def timetable(
     able = [client for client, count in enumerate(counts) if count]
     running, waiting = list[FlyingJob](), list[FlyingJob]()
     aggregations = list[Aggregated]()
-    now, cohorts, sent, arrivals, turns = 0.0, 0, 0, 0, dict[int, int]()
+    time_s, cohorts, sent, arrivals, turns = 0.0, 0, 0, 0, dict[int, int]()
     while True:
         while len(waiting) >= size and not (synchronous and running):
             taken, waiting = waiting[:size], waiting[size:]
@@ -68,7 +68,7 @@ def timetable(
                 job.staleness = len(aggregations) - job.version
             aggregations.append(
                 Aggregated(
-                    now,
+                    time_s,
                     taken,
                     list(waiting),
                     [replace(job) for job in running],
@@ -87,14 +87,16 @@ def timetable(
             cohorts += 1
             for client in drawn:
                 job = FlyingJob(
-                    sent, client, turns.get(client, 0), len(aggregations), now + seconds(client)
+                    sent, client, turns.get(client, 0), len(aggregations), time_s + seconds(client)
                 )
                 running.append(job)
                 turns[client] = job.turn + 1
                 sent += 1
-        now = min(job.finish for job in running)
-        arrived = sorted((job for job in running if job.finish == now), key=lambda job: job.client)
-        running = [job for job in running if job.finish != now]
+        time_s = min(job.finish for job in running)
+        arrived = sorted(
+            (job for job in running if job.finish == time_s), key=lambda job: job.client
+        )
+        running = [job for job in running if job.finish != time_s]
         waiting += arrived
         arrivals += len(arrived)
 

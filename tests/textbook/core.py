@@ -1,6 +1,7 @@
-"""FedAvg with every local option, batches cut by hand, and updates that may be stale (FedBuff's without its weights).
+"""FedAvg with all local options, batches cut by hand, and updates that may be stale.
 
-Of buffers it is the clients' values that are averaged, of parameters the changes from what each client received.
+Buffers are averaged as values, parameters as changes from what each client received. Stale updates
+have no smaller weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""SCAFFOLD and FedCM around a client that has several optimizers: one correction for each group of parameters.
+"""SCAFFOLD and FedCM for a client with several optimizers, one correction for each of them.
 
-Their specifications under "combination": what is corrected is the gradient that the optimizer is fed (of an ascent,
-that of the negated objective), and a movement is divided by the steps and by the rate of its own group. What steps a
-group made is counted here: a client calls `correct` once for each.
+The gradient that an optimizer gets is corrected (of an ascent, that of the negated loss), and a
+movement is divided by the steps and by the rate of its own group. The steps of a group are counted
+here: a client calls `correct` once for each.
 """
 
 from __future__ import annotations

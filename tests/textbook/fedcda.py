@@ -1,8 +1,9 @@
-"""FedCDA: Wang et al. 2024, Algorithm 1, by exhaustive search on the models themselves (eq. 3 batch by batch, eq. 7-8).
+"""FedCDA: Wang et al. 2024, Algorithm 1, eqs. (3), (7), (8), by trying all combinations of models.
 
-Taken from its specification: F_n is the mean batch loss of the last epoch (of a step budget: its last tenth); batches
-are as even as possible, the larger ones first, in an order of the server's stream; x is the uniform mean over all
-clients seen. A client that arrives twice in a buffer is one participant with two more models.
+F_n is the mean batch loss of the last epoch (with a step budget: of its last tenth). Batches have
+equal sizes if possible, the larger ones first, in an order of the server's stream. x is the uniform
+mean over all clients seen. A client that arrives twice in a buffer is one participant with two more
+models.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def fedcda(
             for k in stream(world.seed, "fedcda.batches", version).permutation(len(participants))
         ]
         fixed = [
-            entry(client, own.selected)
-            for client, own in seen.items()
+            entry(client, history.selected)
+            for client, history in seen.items()
             if client not in participants
         ]
         size, larger = divmod(len(order), batches)
@@ -86,17 +87,17 @@ def fedcda(
             def loss(
                 p: Params, step: int, x: Tensor, y: Tensor, losses: list[float] = losses
             ) -> Tensor:
-                found = cross_entropy(p, step, x, y)
-                losses.append(float(found.detach()))
-                return found
+                result = cross_entropy(p, step, x, y)
+                losses.append(float(result.detach()))
+                return result
 
             trained.append(detach(train(world, job, versions[job.version], loss)))
             last = losses[-max(1, len(losses) // (world.local.epochs or 10)) :]
-            own = seen.setdefault(job.client, History())
-            own.models.append(trained[-1])
-            own.losses.append(sum(last) / len(last))
-            own.rounds.append(version)
-            own.selected = len(own.models) - 1
+            history = seen.setdefault(job.client, History())
+            history.models.append(trained[-1])
+            history.losses.append(sum(last) / len(last))
+            history.rounds.append(version)
+            history.selected = len(history.models) - 1
             means.append(sum(losses) / len(losses))
         warm = version < warmup_rounds
         if not warm:
@@ -104,12 +105,14 @@ def fedcda(
         averaged_ones = (
             trained
             if warm and not everybody
-            else [own.models[own.selected] for own in seen.values()]
+            else [history.models[history.selected] for history in seen.values()]
         )
         new = average(averaged_ones, [1.0] * len(averaged_ones))
         counters = [name for name in new if not new[name].is_floating_point()]
         versions.append(new | {n: torch.stack([y[n] for y in trained]).amax(0) for n in counters})
-        ages.append(sum(version - own.rounds[own.selected] for own in seen.values()) / len(seen))
+        ages.append(
+            sum(version - history.rounds[history.selected] for history in seen.values()) / len(seen)
+        )
 
     return Book(versions[-1], server=_cache(world, seen, memory), columns={"fedcda.age": ages})
 
@@ -126,14 +129,14 @@ def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Ten
         torch.zeros(len(seen), memory, dtype=torch.float64),
         torch.zeros(len(seen), memory).long(),
     )
-    for row, own in enumerate(seen.values()):
+    for row, history in enumerate(seen.values()):
         for k, (model, loss, when) in enumerate(
-            zip(own.models, own.losses, own.rounds, strict=True)
+            zip(history.models, history.losses, history.rounds, strict=True)
         ):
             models[row, k % memory], losses[row, k % memory] = flatten(model, order), loss
             rounds[row, k % memory] = when
-    found = {"models": models, "losses": losses, "rounds": rounds}
-    found["clients"] = torch.tensor(list(seen))
-    found["pushes"] = torch.tensor([len(own.models) for own in seen.values()])
-    found["selected"] = torch.tensor([own.selected % memory for own in seen.values()])
-    return {f"fedcda.{name}": tensor for name, tensor in found.items()}
+    result = {"models": models, "losses": losses, "rounds": rounds}
+    result["clients"] = torch.tensor(list(seen))
+    result["pushes"] = torch.tensor([len(history.models) for history in seen.values()])
+    result["selected"] = torch.tensor([history.selected % memory for history in seen.values()])
+    return {f"fedcda.{name}": tensor for name, tensor in result.items()}

@@ -1,6 +1,7 @@
-"""FedCM: Xu et al. 2021, Algorithm 1; Delta starts at zero, weight decay is in the gradient, momentum sees the mix.
+"""FedCM: Xu et al. 2021, Algorithm 1.
 
-A stale client mixes with the Delta that it received. warm_start: the first round does not mix, as FedBR's code has it.
+Delta starts at zero, weight decay is in the gradient, and momentum sees the mix. A stale client
+mixes with the Delta that it received. warm_start: the first round does not mix (FedBR's code).
 """
 
 from __future__ import annotations

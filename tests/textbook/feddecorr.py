@@ -1,4 +1,4 @@
-"""FedDecorr: Shi et al. 2023, the regulariser |K|_F^2 / d^2, in the three forms that its spec tells apart."""
+"""FedDecorr: Shi et al. 2023, the regulariser |K|_F^2 / d^2 in three forms."""
 
 from __future__ import annotations
 

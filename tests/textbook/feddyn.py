@@ -1,4 +1,4 @@
-"""FedDyn: Acar et al. 2021, Algorithm 1, written with the local loss itself; the mean is uniform."""
+"""FedDyn: Acar et al. 2021, Algorithm 1, with the local loss as printed and a uniform mean."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ def feddyn(world: World, alpha: float) -> Book:
     h = {name: torch.zeros_like(x[name]) for name in names}
 
     def client(job: Job, received: Params) -> Params:
-        own = g[job.client]
+        correction = g[job.client]
 
         def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:
-            linear = sum((own[name] * p[name]).sum() for name in names)
+            linear = sum((correction[name] * p[name]).sum() for name in names)
             square = sum((p[name] - received[name]).square().sum() for name in names)
             return cross_entropy(p, step, inputs, labels) - linear + alpha / 2 * square
 
         y = detach(train(world, job, received, loss))
-        g[job.client] = {name: own[name] - alpha * (y[name] - received[name]) for name in names}
+        g[job.client] = {
+            name: correction[name] - alpha * (y[name] - received[name]) for name in names
+        }
         return y
 
     for jobs in world.rounds:

@@ -1,7 +1,8 @@
-"""FedExP: Jhunjhunwala et al. 2023, Algorithm 1; epsilon as printed, or the released code's M epsilon delta^(2t).
+"""FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-The weights are the run's, in both sums. What is evaluated is the mean of the last two iterates (the first one itself in
-the first round) with the newest model's buffers. FedBuff's divisor scales the step and not the ratio.
+epsilon is as printed, or the released code's M epsilon delta^(2t). Both sums have the run's
+weights. The mean of the last two iterates is evaluated (after the first round the first iterate),
+with the newest model's buffers. FedBuff's divisor scales the step, not the ratio.
 """
 
 from __future__ import annotations

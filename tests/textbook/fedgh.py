@@ -1,7 +1,7 @@
-"""FedGH: Zhang et al. 2024; and the algorithm that FedLD's code runs under that name ("hierarchical").
+"""FedGH: Zhang et al. 2024, and the algorithm in FedLD's code under that name ("hierarchical").
 
-Pairs are lexicographic over the participants by client id, or permuted by the server's stream. In the hierarchy all
-weigh the same; two updates alone are not sorted (as in the code), the first is the one accepted first.
+Pairs are in the order of client numbers, or permuted by the server's stream. In the hierarchy all
+updates have the same weight; two updates alone keep their order of acceptance, as in the code.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def fedgh(
         return g
 
     def rule(at: Cohort) -> Tensor:
-        for each in counts.values():
-            each.append(0.0)
+        for values in counts.values():
+            values.append(0.0)
         pairs = list(
             combinations(sorted(range(len(at.jobs)), key=lambda place: at.jobs[place].client), 2)
         )
@@ -70,7 +70,7 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
     def root(changes: Tensor, r: Tensor) -> Tensor:
         g = list(changes)
         while len(g) > 2:
-            g.sort(key=lambda each: float(each @ r), reverse=True)
+            g.sort(key=lambda update: float(update @ r), reverse=True)
             made = []
             while len(g) > 1:
                 a, b = g.pop(0), g.pop()
@@ -88,11 +88,11 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
         nonlocal r
         conflicts.append(0.0)
         if r is None:
-            r = found = at.changes.mean(0)
+            r = direction = at.changes.mean(0)
         else:
-            found = torch.cat([root(at.changes[:, part], r[part]) for part in slices(world)])
-            r = 0.99 * r + 0.01 * found
-        return at.x + found
+            direction = torch.cat([root(at.changes[:, part], r[part]) for part in slices(world)])
+            r = 0.99 * r + 0.01 * direction
+        return at.x + direction
 
     book = run_server_rule(world, rule)
     columns = {

@@ -1,6 +1,7 @@
-"""FedLC: Zhang et al. 2022, the calibrated cross-entropy, pairwise; a class that a client lacks is left out.
+"""FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
-The paper's sum leaves out the true class ("others"); the spec's default, as public code, has it ("all").
+A class that a client lacks is left out. The paper's sum leaves out the true class ("others"); the
+default, as in public code, includes it ("all").
 """
 
 from __future__ import annotations

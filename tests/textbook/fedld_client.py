@@ -1,4 +1,4 @@
-"""FedLD's clients: Zeng et al. 2024, eq. (3), and the variants of it that its spec lists."""
+"""FedLD's clients: Zeng et al. 2024, eq. (3), and its variants."""
 
 from __future__ import annotations
 

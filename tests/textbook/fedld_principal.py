@@ -1,7 +1,8 @@
-"""FedLD's server: Zeng et al. 2024, eq. 4-7, on the vectors themselves; and with eq. 3's penalty, FedLD as a whole.
+"""FedLD's server: Zeng et al. 2024, eqs. (4)-(7), on the vectors themselves; and FedLD as a whole.
 
-The default scale is the l2 norm over the kept eigenvalues; eq. 6's orientation is done, though it changes nothing. The
-weights are n_i / n, and L is the fraction of the updates at hand, rounded down, at least 1.
+The default scale is the l2 norm of the principal eigenvalues. Directions are oriented as in eq.
+(6), which changes nothing. Weights are n_i / n. L is the fraction of the updates, rounded down, at
+least 1.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ def principal(
         m = len(g)
         values, vectors = torch.linalg.eigh(g @ g.T / m)
         values, vectors = values.flip(0), vectors.flip(1)  # descending
-        kept = [k for k in range(max(1, int(fraction * m + 1e-9))) if values[k] > tol * values[0]]
+        components = [
+            k for k in range(max(1, int(fraction * m + 1e-9))) if values[k] > tol * values[0]
+        ]
         w = (
-            values[kept]
-            / {"l2": values[kept].norm(), "sum": values.sum(), "none": values[kept]}[scale]
+            values[components]
+            / {"l2": values[components].norm(), "sum": values.sum(), "none": values[components]}[
+                scale
+            ]
         )
-        found = torch.zeros_like(g)
-        for share, k in zip(w, kept, strict=True):
+        revised = torch.zeros_like(g)
+        for share, k in zip(w, components, strict=True):
             v = g.T @ vectors[:, k]
             v = v / v.norm() * torch.sign(v @ g.mean(0))
             for i in range(m):
                 if abs(g[i] @ v) > tol * g[i].norm():
                     projected = (g[i] @ v) * v
-                    found[i] += share * g[i].norm() * projected / projected.norm()
-        return found
+                    revised[i] += share * g[i].norm() * projected / projected.norm()
+        return revised
 
     def rule(at: Cohort) -> Tensor:
         g = torch.cat([revised(at.changes[:, part]) for part in parts], dim=1)

@@ -1,7 +1,8 @@
-"""FedMix and NaiveMix: Yoon et al. 2021, Proposition 1 and the local update, its Taylor term with factor lam (1 - lam).
+"""FedMix and NaiveMix: Yoon et al. 2021, Proposition 1 and the local update.
 
-Pairs of means as the spec has them: of random samples of a client, sent once; a step draws from all clients' pairs
-without replacement. `fresh` draws means of raw data at every step instead (FedBR's code).
+The Taylor term has the factor lam (1 - lam). Pairs are means of random samples of a client, sent
+once; a step draws from all clients' pairs without replacement. `fresh` draws means of raw data in
+each step instead (FedBR's code).
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool
     sizes = np.array([len(y) for _, y in world.data])
     clients = generator.choice(np.arange(len(sizes)), size=(steps, rows, 1))
     places = generator.integers(sizes[clients], size=(steps, rows, samples))
-    found = []
+    step_pairs = []
     for owners, wanted in zip(clients[..., 0], places, strict=True):
         pairs = [means(world, owner, row[None]) for owner, row in zip(owners, wanted, strict=True)]
-        found.append((torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])))
-    return found
+        step_pairs.append((torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])))
+    return step_pairs
 
 
 def fedmix(

@@ -1,4 +1,4 @@
-"""FedNova: Wang et al. 2020, with a_i from the paper's closed forms: of momentum, or of a proximal term."""
+"""FedNova: Wang et al. 2020, with the paper's closed forms of a_i: momentum, or a proximal term."""
 
 from __future__ import annotations
 

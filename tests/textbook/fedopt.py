@@ -1,6 +1,6 @@
-"""FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2, v_0 = tau^2.
+"""FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2.
 
-Bias correction, where asked for, is TensorFlow's: of the rate alone, tau as it is; steps count from 1.
+v_0 is tau^2. Bias correction is TensorFlow's: of the rate, not of tau. Steps are counted from 1.
 """
 
 from __future__ import annotations

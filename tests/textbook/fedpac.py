@@ -1,7 +1,7 @@
-"""FedPAC: Xu et al. 2023, with the choices of its spec. The small QP is solved over every set of participants.
+"""FedPAC: Xu et al. 2023. The quadratic program is solved over every set of participants.
 
-The budget is the sum of both phases: head_epochs passes for the head, but of a step budget at most h of h + 1 parts.
-Each phase has an optimiser of its own; the frozen extractor is in eval mode.
+The budget is the sum of both phases: head_epochs passes for the head, but at most h of h + 1 parts
+of all steps. Each phase has its own optimizer; the frozen extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
     """Return the mean features [C, D] of each class, 0 for an absent one, and counts [C]."""
     z = features(dict(p), x, False)
     of_class = [z[y == k] for k in range(classes)]
-    return torch.stack([each.sum(0) / max(len(each), 1) for each in of_class]), torch.tensor(
+    return torch.stack([rows.sum(0) / max(len(rows), 1) for rows in of_class]), torch.tensor(
         [len(e) for e in of_class]
     )
 
@@ -115,7 +115,7 @@ def fedpac(
 
     for jobs in world.rounds:
         models = [client(job) for job in jobs]
-        found = [statistics(x, *world.data[job.client], world.classes) for job in jobs]
+        measured = [statistics(x, *world.data[job.client], world.classes) for job in jobs]
         counted = [
             means(y, *world.data[job.client], world.classes)
             for job, y in zip(jobs, models, strict=True)
@@ -126,7 +126,7 @@ def fedpac(
         )
         present = total > 0
         alphas = [
-            mixture([v for v, _ in found], [h for _, h in found], i, least)
+            mixture([v for v, _ in measured], [h for _, h in measured], i, least)
             for i in range(len(jobs))
         ]
         shares.append(float(sum(alpha[i] for i, alpha in enumerate(alphas)) / len(jobs)))
@@ -144,11 +144,11 @@ def fedpac(
         "heads": flat,
         "clients": torch.tensor(list(heads)),
     }
-    own = {i: x | heads.get(i, first) for i in range(world.clients)}
+    models = {i: x | heads.get(i, first) for i in range(world.clients)}
     return Book(
         x,
         trained,
         {f"fedpac.{n}": t for n, t in server.items()},
         {"fedpac.own_weight": shares},
-        own,
+        models,
     )

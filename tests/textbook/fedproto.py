@@ -24,7 +24,7 @@ def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book
     """Train on cross-entropy plus the distance to prototypes; average class means by samples."""
     models = {client: dict(world.start) for client in range(world.clients)}
     prototypes = dict[int, Tensor]()
-    kept = {client: dict[int, Tensor]() for client in range(world.clients)}
+    usable = {client: dict[int, Tensor]() for client in range(world.clients)}
     width = len(world.start["model.extractor.1.bias"])
     columns = list[float]()
 
@@ -53,7 +53,7 @@ def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book
             models[job.client] = p
             inputs, labels = world.data[job.client]
             classes = set(labels.tolist())
-            kept[job.client] = {k: c for k, c in prototypes.items() if k in classes}
+            usable[job.client] = {k: c for k, c in prototypes.items() if k in classes}
             for k in classes:
                 z = features(dict(p), inputs[labels == k], False)
                 sums[k] = sums.get(k, torch.zeros(width, dtype=z.dtype)) + z.sum(0)
@@ -64,17 +64,17 @@ def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book
     for client in {job.client for jobs in world.rounds for job in jobs}:
         private[client] = dict(models[client])
         if by_prototype:
-            state = {f"fedproto.prototypes[{k}]": c for k, c in kept[client].items()}
+            state = {f"fedproto.prototypes[{k}]": c for k, c in usable[client].items()}
             private[client] |= state or {"fedproto.prototypes#empty": torch.zeros(0)}
     table = torch.zeros(world.classes, width, dtype=torch.float64)
     for k, c in prototypes.items():
         table[k] = c
     present = torch.tensor([k in prototypes for k in range(world.classes)])
     server = {"fedproto.prototypes": table, "fedproto.present": present}
-    own = models
+    scored = models
     if by_prototype:
-        own = {i: model | nearest(kept[i], world.classes) for i, model in models.items()}
-    return Book({}, private, server, {"train_loss": columns}, own)
+        scored = {i: model | nearest(usable[i], world.classes) for i, model in models.items()}
+    return Book({}, private, server, {"train_loss": columns}, scored)
 
 
 def nearest(prototypes: dict[int, Tensor], classes: int) -> Params:

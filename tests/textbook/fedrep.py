@@ -1,6 +1,7 @@
-"""FedRep: Collins et al. 2021, Algorithm 1; FedPer: Arivazhagan et al. 2019. Heads stay, extractors are averaged.
+"""FedRep: Collins et al. 2021, Algorithm 1; FedPer: Arivazhagan et al. 2019.
 
-The extractor is in train mode throughout; each phase has an optimizer of its own.
+Heads stay, and extractors are averaged. The extractor is always in train mode; each phase has its
+own optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedRS: Li and Zhan 2021, the restricted softmax; the scale of a rare class as printed or as in the released code."""
+"""FedRS: Li and Zhan 2021, the restricted softmax, with the printed or the code's scale."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022. A second gradient a little uphill.
+"""FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022.
 
-Statistics move in the first pass: the second one works on a copy. MoFedSAM is FedCM around it.
+The second gradient is taken uphill. Statistics move in the first pass: the second one works on a
+copy. MoFedSAM is FedSAM with FedCM.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
     """Run FedAvg with uphill gradients; mu: add the gradient of FedProx at p."""
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
-    own = {
+    personal = {
         client: {name: world.start[name] for name in world.personal}
         for client in range(world.clients)
     }
 
     def client(job: Job) -> Params:
-        p, sgd = copy_for_training(shared | own[job.client]), optimizer(world, job)
+        p, sgd = copy_for_training(shared | personal[job.client]), optimizer(world, job)
         for x, y in job.batches:
             grads = uphill(p, x, y, rho, eta)
             for name in trainable(shared):
@@ -52,14 +53,14 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
     for jobs in world.rounds:
         models = [client(job) for job in jobs]
-        own |= {
+        personal |= {
             job.client: {n: y[n] for n in world.personal}
             for job, y in zip(jobs, models, strict=True)
         }
         shared = average([{name: y[name] for name in shared} for y in models], weights(world, jobs))
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    private = {i: own[i] for i in took_part} if world.personal else {}
-    return Book(shared, private, own={i: shared | own[i] for i in own})
+    private = {i: personal[i] for i in took_part} if world.personal else {}
+    return Book(shared, private, own={i: shared | personal[i] for i in personal})
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:

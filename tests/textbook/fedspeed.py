@@ -1,4 +1,4 @@
-"""FedSpeed: Sun et al. 2023, Algorithm 1; the extra step is not normalised, and knows nothing of the proximal term."""
+"""FedSpeed: Sun et al. 2023, Algorithm 1; the extra step is not normalised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     }
 
     def client(job: Job) -> Params:
-        p, sgd, own = copy_for_training(x), optimizer(world, job), c[job.client]
+        p, sgd, correction = copy_for_training(x), optimizer(world, job), c[job.client]
         for step, batch in enumerate(job.batches):
             first = gradients(cross_entropy(p, step, *batch), p, names)
             moved = copy_for_training(
@@ -35,9 +35,9 @@ def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
             second = gradients(cross_entropy(moved, step, *batch), moved, names)
             mixed = {name: (1 - share) * first[name] + share * second[name] for name in names}
             pulled = {name: (p[name].detach() - x[name]) / lam for name in names}
-            sgd.step(p, {name: mixed[name] - own[name] + pulled[name] for name in names})
+            sgd.step(p, {name: mixed[name] - correction[name] + pulled[name] for name in names})
         y = detach(p)
-        c[job.client] = {name: own[name] - (y[name] - x[name]) / lam for name in names}
+        c[job.client] = {name: correction[name] - (y[name] - x[name]) / lam for name in names}
         return y | {name: y[name] - lam * c[job.client][name] for name in names}
 
     for jobs in world.rounds:

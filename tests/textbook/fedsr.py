@@ -1,7 +1,8 @@
-"""FedSR: Nguyen, Torr and Lim 2022, with the norm itself (code), not its square; FedL2R without its randomness.
+"""FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
-eps comes from torch's generator, seeded for each participation; scores are the log of the mean softmax over draws that
-all inputs share, which the row of the table hands over. References are personal (code) unless they are averaged.
+The penalty is the norm, as in the code, not its square. eps comes from torch's generator, seeded
+for each job. Scores are the log of the mean softmax over draws that all inputs share; the row of
+the table has them. References stay on clients (code) unless they are averaged.
 """
 
 from __future__ import annotations
@@ -98,11 +99,11 @@ def fedsr(
                 scale, centre, spread = (
                     p[f"{REFERENCE}.{name}"] for name in ("scale", "mean", "std")
                 )
-                own, wanted = (
+                posterior, wanted = (
                     Normal(scale * mean, scale * std),
                     Normal(centre[y], F.softplus(spread)[y]),
                 )
-                loss = loss + alpha_cmi * kl_divergence(own, wanted).sum(1).mean()
+                loss = loss + alpha_cmi * kl_divergence(posterior, wanted).sum(1).mean()
             seen.add(task, x)
             sgd.step(p, gradients(loss, p, names))
         private[job.client] = {name: p[name].detach() for name in private[job.client]}

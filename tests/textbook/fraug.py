@@ -1,13 +1,14 @@
-"""FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6), as its specification reads them.
+"""FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6).
 
-Taken where paper and code leave a choice: the weights of eq. (1) are 1 - beta, beta/2 and beta/2; D is taken once for a
-batch; rho and beta follow the global round; S is the number of this job's own steps. RTNet sees prototypes before real
-embeddings, which its BatchNorm notices. The five rows of noise are, in their order, for the real embeddings and the
-prototypes of the classifier's step, for the generator, for prototypes and real embeddings of RTNet's step. Without
-RTNet an embedding is (1 - rho) v + rho G; without the generator RTNet is fed with noise. A batch of one is left out.
+If paper and code leave a choice: the weights of eq. (1) are 1 - beta, beta/2 and beta/2. D is taken
+once for a batch. rho and beta follow the global round. S is the number of steps of this job. RTNet
+gets prototypes before real embeddings, which its BatchNorm notices. The five rows of noise are, in
+their order, for the real embeddings and the prototypes of the classifier's step, for the generator,
+and for prototypes and real embeddings of RTNet's step. Without RTNet an embedding is
+(1 - rho) v + rho G; without the generator RTNet gets noise. A batch of one is left out.
 
-What the history says of embeddings is of the classifier's step, before it: means over the batch, a job's steps and the
-jobs; of the generator's own there is nothing without one, and of none where beta is 0.
+The history's numbers about embeddings are taken before the classifier's step: means over the batch,
+a job's steps and the jobs. There is none for a missing generator, and none at all for beta 0.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         [{n: world.start[n] for n in world.personal} for _ in range(world.clients)],
     )
     prototypes = [torch.zeros_like(x["model.head.weight"]) for _ in range(world.clients)]
-    kept: dict[int, tuple[Any, Any, Any]] = {}
+    optimizers: dict[int, tuple[Any, Any, Any]] = {}
     count: dict[int, int] = {}
 
     hidden, dim = get["noise_dim"], x["model.head.weight"].shape[1]
@@ -153,10 +154,10 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             for f in (1.0, get["generator_lr_factor"], get["rtnet_lr_factor"])
         ]
         for new, old in zip(
-            fresh, kept.get(i, ()), strict=False
+            fresh, optimizers.get(i, ()), strict=False
         ):  # buffers go on, rates are those of this round
             new.buffers = old.buffers
-        kept[i] = tuple(fresh) if get["keep_optimizer"] else ()
+        optimizers[i] = tuple(fresh) if get["keep_optimizer"] else ()
         count[i] = count.get(i, 0) + sum(len(y) > 1 for _, y in job.batches)
         rho = ramp(t, rounds, get["gamma"], get["ramp"])
         beta, strength = (
@@ -262,12 +263,12 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             (names, trainable(x, GENERATOR), trainable(x, RTNET)),
             strict=True,
         )
-        for sgd, (stage, own) in zip(kept[i], stages, strict=False):
-            if own and count[i]:
+        for sgd, (stage, stage_names) in zip(optimizers[i], stages, strict=False):
+            if stage_names and count[i]:
                 private[i][f"local.kept.{stage}/steps"] = torch.tensor([count[i]])
             if sgd.buffers:
                 private[i][f"local.kept.{stage}/first"] = torch.cat(
-                    [sgd.buffers[n].flatten() for n in own]
+                    [sgd.buffers[n].flatten() for n in stage_names]
                 )
     models = {
         i: {n: t for n, t in (x | mine[i]).items() if n.startswith("model.")}

@@ -1,7 +1,7 @@
-"""GroupDRO: Sagawa et al. 2020, Algorithm 1, in the form of FedBR's Appendix A; l_i of the first batch, as its code.
+"""GroupDRO: Sagawa et al. 2020, Algorithm 1, in the form of FedBR's Appendix A.
 
-A group is a client, whatever slot it runs in. q is normalised over all clients; what is stored is its logarithm. Where
-a run asks for weights by samples besides, they multiply those of q.
+l_i is the loss of the first batch, as in FedBR's code. A group is a client. q is normalised over
+all clients; its logarithm is stored. Weights by samples, if a run has them, multiply those of q.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def groupdro(
     reported: list[RowMean] = []  # of the jobs of this round
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
-        found = cross_entropy(p, step, x, y)
+        task_loss = cross_entropy(p, step, x, y)
         if step == 0:
             seen.append([])
             reported.append(RowMean())
             start.update({name: t.detach().clone() for name, t in p.items()})
-        seen[-1].append(float(found.detach()))
-        reported[-1].add(found, x)
-        return found + mu / 2 * sum(
+        seen[-1].append(float(task_loss.detach()))
+        reported[-1].add(task_loss, x)
+        return task_loss + mu / 2 * sum(
             (t - start[n]).square().sum() for n, t in p.items() if t.requires_grad
         )
 

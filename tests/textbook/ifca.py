@@ -40,6 +40,6 @@ def ifca(world: World, clusters: int) -> Book:
         for at, p in zip(prefixes, models, strict=True)
         for name, tensor in p.items()
     }
-    own = {client: models[best(client)] for client in range(world.clients)}
+    scored = {client: models[best(client)] for client in range(world.clients)}
     columns = {f"ifca.share_{k}": values for k, values in enumerate(shares)}
-    return Book(shared, columns=columns, own=own)
+    return Book(shared, columns=columns, own=scored)

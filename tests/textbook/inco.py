@@ -1,7 +1,7 @@
-"""InCo: Chan et al. 2024, as their code has it ("always"), or as the paper's problem asks ("conflict").
+"""InCo: Chan et al. 2024, as their code ("always") or as the paper's problem ("conflict").
 
-The network is a residual one of two blocks under torchvision's names; a kernel is an [o, i] slice of a convolution.
-Buffers are averaged, which leaves no variance below 0.
+The network is a residual one of two blocks with torchvision's names; a kernel is an [o, i] slice of
+a convolution. Buffers are averaged, so that no variance is below 0.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def inco(
     def mixed(g: Tensor, g0: Tensor) -> Tensor:
         product, length, length0 = (g0 * g).sum(), g.norm(), g0.norm()
         theta = (product.abs() / ((g0 * g0).sum() + eps)).clamp(0, most)
-        found = (g / (length + eps) + theta * g0 / (length0 + eps)) * (length + length0) / 2
-        return (found if always or product < 0 else g).clamp(-clip, clip)
+        mixed = (g / (length + eps) + theta * g0 / (length0 + eps)) * (length + length0) / 2
+        return (mixed if always or product < 0 else g).clamp(-clip, clip)
 
     def rule(at: Cohort) -> Tensor:
         plain = unflatten(at.mean, world.start, names)

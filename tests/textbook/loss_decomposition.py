@@ -1,6 +1,7 @@
-"""Loss decomposition: Zeng et al. 2024, eq. (1) and (2), of FedAvg's or FedBN's rounds; signed, on training samples.
+"""Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), of FedAvg's or FedBN's rounds.
 
-The personal part is everywhere that of the client whose samples they are. At most `most` samples of a client count.
+Parts are signed and on training samples. The personal part is that of the client whose samples are
+used. At most `most` samples of a client count.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ def loss_decomposition(world: World, most: int = 1000) -> Book:
 
     b_j is the loss of the next shared model on client j; p_i = n_i / n.
     """
-    own = {
+    personal = {
         client: {name: world.start[name] for name in world.personal}
         for client in range(world.clients)
     }
-    x, found = dict(world.start), []
+    x, parts = dict(world.start), []
 
     def loss(model: Params, client: int) -> float:
         inputs, labels = world.data[client]
@@ -33,12 +34,12 @@ def loss_decomposition(world: World, most: int = 1000) -> Book:
                 len(labels), most, replace=False
             )
             inputs, labels = inputs[chosen], labels[chosen]
-        return float(F.cross_entropy(logits(dict(model) | own[client], inputs, False), labels))
+        return float(F.cross_entropy(logits(dict(model) | personal[client], inputs, False), labels))
 
     for jobs in world.rounds:
-        models = [detach(train(world, job, x | own[job.client])) for job in jobs]
-        own |= {
-            job.client: {name: y[name] for name in own[0]}
+        models = [detach(train(world, job, x | personal[job.client])) for job in jobs]
+        personal |= {
+            job.client: {name: y[name] for name in personal[0]}
             for job, y in zip(jobs, models, strict=True)
         }
         x = average(models, weights(world, jobs))
@@ -48,10 +49,10 @@ def loss_decomposition(world: World, most: int = 1000) -> Book:
         m = range(len(jobs))
         shift = sum(p[i] * p[j] * (a[i, j] - a[i, i]) for i in m for j in m)
         aggregation = sum(p[i] * sum(p[j] * (b[j] - a[i, j]) for j in m) for i in m)
-        found.append((p @ b, p @ a.diagonal(), shift, aggregation))
+        parts.append((p @ b, p @ a.diagonal(), shift, aggregation))
     columns = {
         f"decomposition.{name}": column
-        for name, column in zip(NAMES, zip(*found, strict=True), strict=True)
+        for name, column in zip(NAMES, zip(*parts, strict=True), strict=True)
     }
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    return Book(x, {i: own[i] for i in took_part} if own[0] else {}, columns=columns)
+    return Book(x, {i: personal[i] for i in took_part} if personal[0] else {}, columns=columns)

@@ -1,4 +1,7 @@
-"""Mixup: Zhang et al. 2018, inside a client's batch (FedBR, Appendix A): one weight and one permutation a batch."""
+"""Mixup: Zhang et al. 2018, inside a client's batch (FedBR, Appendix A).
+
+There is one weight and one permutation for a batch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1; frozen models in eval mode, no contrast without an earlier one.
+"""MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1.
 
-The projection of its spec is part of the classifying network: an extractor of (encoder, linear, ReLU, linear).
+Frozen models are in eval mode; without an earlier model there is no contrast. The projection is
+part of the classifying network: its extractor is (encoder, linear, ReLU, linear).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def moon(
         return loss
 
     def trained(job: Job, p: Params) -> None:
-        kept = {name: tensor.clone() for name, tensor in detach(p).items()}
-        before[job.client] = [*before.get(job.client, []), kept][-pool:]
+        model = {name: tensor.clone() for name, tensor in detach(p).items()}
+        before[job.client] = [*before.get(job.client, []), model][-pool:]
 
     def flatten(p: Params) -> Tensor:
         return torch.cat([p[name].flatten() for name in world.start if p[name].is_floating_point()])

@@ -1,7 +1,8 @@
-"""PartialFed: Sun et al. 2021, fixed masks, and the adaptive policy as its spec reconstructs it.
+"""PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
-A layer is a module with tensors of its own. The policy sees BatchNorm's statistics mixed like parameters, in eval mode;
-its noise and its batches are of streams of their own, and the samples are shuffled anew in every pass.
+A layer is a module with its own tensors. The policy sees BatchNorm's statistics mixed like
+parameters, in eval mode. Its noise and its batches have separate streams, and samples are shuffled
+again in each pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NORM = "model.extractor.2"
 
 
 @dataclass(frozen=True)
-class Asked:
+class PolicySettings:
     """Settings of a policy: its steps, and the temperature with its factor and its least."""
 
     steps: int
@@ -38,31 +39,32 @@ class Asked:
 class Policy:
     """A client's logits [L, 2], and how they learn."""
 
-    def __init__(self, layers: Sequence[str], asked: Asked):
-        self.layers, self.asked = layers, asked
+    def __init__(self, layers: Sequence[str], settings: PolicySettings):
+        self.layers, self.settings = layers, settings
         self.logits = torch.zeros(len(layers), 2, dtype=torch.float64)
         self.adam = Optimizer(SimpleNamespace(optimizer="adam", weight_decay=0.0))
 
-    def learn(self, world: World, job: Job, received: Params, kept: Params) -> Tensor:
+    def learn(self, world: World, job: Job, received: Params, last_models: Params) -> Tensor:
         """Take steps of Adam on the loss of the relaxed model; return which layers to load."""
-        asked, (x, y) = self.asked, world.data[job.client]
-        temperature = max(asked.floor, asked.start * asked.decay**job.version)
+        settings, (x, y) = self.settings, world.data[job.client]
+        temperature = max(settings.floor, settings.start * settings.decay**job.version)
         draw = stream(world.seed, "partialfed.gumbel", job.client, job.turn)
-        noise = torch.from_numpy(draw.gumbel(size=(asked.steps + 1, len(self.layers), 2)))
+        noise = torch.from_numpy(draw.gumbel(size=(settings.steps + 1, len(self.layers), 2)))
         draw, waiting = stream(world.seed, "partialfed.batches", job.client, job.turn), list[int]()
         for gumbel in noise[:-1]:
             waiting = waiting or draw.permutation(len(y)).tolist()
-            chosen, waiting = waiting[: asked.batch], waiting[asked.batch :]
+            chosen, waiting = waiting[: settings.batch], waiting[settings.batch :]
             pi = self.logits.clone().requires_grad_()
             soft = dict(zip(self.layers, ((pi + gumbel) / temperature).softmax(1), strict=True))
             model = {
-                n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * kept[n] for n in received
+                n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * last_models[n]
+                for n in received
             }
             (slope,) = torch.autograd.grad(
                 F.cross_entropy(evaluated(model, x[chosen]), y[chosen]), [pi]
             )
-            self.adam.step({"pi": self.logits}, {"pi": slope}, asked.rate)
-        noisy = self.logits + noise[-1] if asked.sampled else self.logits
+            self.adam.step({"pi": self.logits}, {"pi": slope}, settings.rate)
+        noisy = self.logits + noise[-1] if settings.sampled else self.logits
         return noisy[:, 0] >= noisy[:, 1]
 
 
@@ -85,22 +87,28 @@ def partialfed(
     mask: Sequence[bool] = (),
     most: int = 10**9,
     mu: float = 0.0,
-    policy: Asked | None = None,
+    policy: PolicySettings | None = None,
 ) -> Book:
     """Load the layers of the mask (or as the policy says), all at first or after more than `most` versions away.
 
     With mu it is FedProx beside it, whose reference is the mixed start.
     """
     x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
-    kept, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()
+    last_models, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()
     policies = {i: Policy(layers, policy) for i in range(world.clients)} if policy else {}
 
     def client(job: Job) -> tuple[Params, float]:
         loads = torch.ones(len(layers), dtype=torch.bool)
-        if job.client in kept and job.version - versions[job.client] <= most:
-            learnt = policies[job.client].learn(world, job, x, kept[job.client]) if policy else None
+        if job.client in last_models and job.version - versions[job.client] <= most:
+            learnt = (
+                policies[job.client].learn(world, job, x, last_models[job.client])
+                if policy
+                else None
+            )
             loads = torch.tensor(mask) if learnt is None else learnt
-        start = {n: x[n] if loads[layers.index(layer(n))] else kept[job.client][n] for n in x}
+        start = {
+            n: x[n] if loads[layers.index(layer(n))] else last_models[job.client][n] for n in x
+        }
 
         def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:
             distance = sum((p[name] - start[name]).square().sum() for name in trainable(p))
@@ -110,13 +118,13 @@ def partialfed(
 
     for jobs in world.rounds:
         trained = [client(job) for job in jobs]
-        kept |= {job.client: model for job, (model, _) in zip(jobs, trained, strict=True)}
+        last_models |= {job.client: model for job, (model, _) in zip(jobs, trained, strict=True)}
         versions |= {job.client: job.version for job in jobs}
         x = average([model for model, _ in trained], weights(world, jobs))
         loaded.append(sum(share for _, share in trained) / len(jobs))
 
     private = {}
-    for i, model in kept.items():
+    for i, model in last_models.items():
         floats = [tensor.flatten() for tensor in model.values() if tensor.is_floating_point()]
         counters = [tensor.flatten() for tensor in model.values() if not tensor.is_floating_point()]
         private[i] = {
@@ -133,5 +141,5 @@ def partialfed(
             private[i] |= {f"partialfed.adam['{name}']": value for name, value in buffers.items()}
         elif policy:  # an empty mapping
             private[i]["partialfed.adam#empty"] = torch.empty(0)
-    own = {i: kept.get(i, x) for i in range(world.clients)}
-    return Book(x, private, columns={"partialfed.loaded": loaded}, own=own)
+    scored = {i: last_models.get(i, x) for i in range(world.clients)}
+    return Book(x, private, columns={"partialfed.loaded": loaded}, own=scored)

@@ -1,7 +1,7 @@
-"""pFedAvg: FedAvg; a client is judged on what it trained last, or on the shared model fine-tuned to its samples.
+"""pFedAvg: FedAvg, with clients scored on what they trained last, or on a fine-tuned shared model.
 
-Fine-tuning is plain local training with an optimiser of its own at the rate of the scored version; the batches are cut
-from permutations on the stream "finetune". head_only leaves the extractor in eval mode. As the source says nothing.
+Fine-tuning is plain local training with a new optimizer at the rate of the scored version; batches
+are cut from permutations on the stream "finetune". head_only leaves the extractor in eval mode.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ def after_local(world: World) -> Book:
 
 def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = False) -> Book:
     """Run FedAvg; after each round, or the last one, score fine-tuned copies."""
-    x, accuracy, own = dict(world.start), list[float](), dict[int, Params]()
+    x, accuracy, tuned_models = dict(world.start), list[float](), dict[int, Params]()
     for version, jobs in enumerate(world.rounds, 1):
         x = average([train(world, job, x) for job in jobs], weights(world, jobs))
-        own = {
+        tuned_models = {
             client: tuned(world, x, client, version, epochs, head_only)
             for client in range(world.clients)
         }
         tests = [
-            (logits(own[client], inputs, False).argmax(1) == y)
+            (logits(tuned_models[client], inputs, False).argmax(1) == y)
             for client, (inputs, y) in enumerate(world.tests)
         ]
         scored = version == len(world.rounds) or not last
         accuracy.append(
             float(np.mean([right.double().mean() for right in tests])) if scored else np.nan
         )
-    return Book(x, columns={"accuracy_finetuned": accuracy}, own=own)
+    return Book(x, columns={"accuracy_finetuned": accuracy}, own=tuned_models)
 
 
 def tuned(

@@ -1,4 +1,4 @@
-"""pFedMe: Dinh et al. 2020, Algorithm 1: K steps to theta on each batch, then w moves towards it."""
+"""pFedMe: Dinh et al. 2020, Algorithm 1: K steps to theta on each batch, then w moves to it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
         }
 
     private = {i: {"pfedme.theta": flatten(theta)} for i, theta in thetas.items()}
-    own = {
+    scored = {
         i: {name: thetas[i][name] if i in thetas else x[name] for name in x if not counts(name)}
         for i in range(world.clients)
     }
-    return Book(x, private, own=own)
+    return Book(x, private, own=scored)
 
 
 def counts(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""q-FedAvg: Li et al. 2020, Algorithm 2, with L = 1 / eta; F_i in eval mode over all of a client's samples."""
+"""q-FedAvg: Li et al. 2020, Algorithm 2, with L = 1 / eta; F_i in eval mode over all samples."""
 
 from __future__ import annotations
 

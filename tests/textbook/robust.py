@@ -1,5 +1,7 @@
-"""Robust aggregation: median and trimmed mean (Yin et al. 2018), Krum (Blanchard et al. 2017), the geometric median
-(Pillutla et al. 2022) and norm clipping (Sun et al. 2019), each from its paper, one coordinate or one pair at a time.
+"""Robust aggregation, each rule from its paper, one coordinate or one pair at a time.
+
+Median and trimmed mean: Yin et al. 2018. Krum: Blanchard et al. 2017. Geometric median: Pillutla et
+al. 2022. Norm clipping: Sun et al. 2019.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the momentum correction K' of its spec.
+"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the correction K' for momentum.
 
-Models are averaged uniformly (paper) unless the run asks for samples; the changes of c_i always are. A stale client
-computes with x and c as it received them, and c stays the mean of the c_i that were accepted.
+Models are averaged uniformly, as in the paper, unless the run's weights are by samples; changes of
+c_i always are. A stale client uses x and c as it received them, and c stays the mean of the accepted
+c_i.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def scaffold(world: World) -> Book:
     """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]
-    own = {
+    controls = {
         client: dict(cs[0]) for client in range(world.clients)
     }  # a client goes on from what it itself left last
 
@@ -36,13 +37,16 @@ def scaffold(world: World) -> Book:
         p, sgd = copy_for_training(x), optimizer(world, job)
         for step, batch in enumerate(job.batches):
             grads = gradients(cross_entropy(p, step, *batch), p, names)
-            sgd.step(p, {name: grads[name] - own[job.client][name] + c[name] for name in names})
+            sgd.step(
+                p, {name: grads[name] - controls[job.client][name] + c[name] for name in names}
+            )
         rho, steps = world.local.momentum, len(job.batches)
         worth = sum(
             (1 - rho ** (steps - k)) / (1 - rho) for k in range(steps)
         )  # each gradient's part in the movement
         return p, {
-            n: own[job.client][n] - c[n] + (x[n] - p[n].detach()) / (worth * sgd.lr) for n in names
+            n: controls[job.client][n] - c[n] + (x[n] - p[n].detach()) / (worth * sgd.lr)
+            for n in names
         }
 
     for jobs in world.rounds:
@@ -51,10 +55,10 @@ def scaffold(world: World) -> Book:
             model, new = client(job)
             models.append(model)
             c = {
-                name: c[name] + (new[name] - own[job.client][name]) / world.clients
+                name: c[name] + (new[name] - controls[job.client][name]) / world.clients
                 for name in names
             }
-            own[job.client] = new
+            controls[job.client] = new
         xs.append(apply_mean_change(xs[-1], jobs, models, xs, weights(world, jobs)))
         cs.append(c)
 
@@ -62,5 +66,5 @@ def scaffold(world: World) -> Book:
         return torch.cat([p[name].flatten() for name in names])
 
     took_part = {job.client for jobs in world.rounds for job in jobs}
-    private = {i: {"scaffold.control": flatten(own[i])} for i in took_part}
+    private = {i: {"scaffold.control": flatten(controls[i])} for i in took_part}
     return Book(xs[-1], private, {"scaffold.control": flatten(cs[-1])})

@@ -1,4 +1,4 @@
-"""Methods for clients that come one after another end where their textbooks do, with stale updates and in rounds."""
+"""Test that asynchronous methods end where their textbooks do, with stale updates and in rounds."""
 
 from __future__ import annotations
 

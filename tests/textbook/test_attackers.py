@@ -79,10 +79,10 @@ def test_label_flip_changes_the_attackers_training_labels() -> None:
         row for row in theirs.tolist() if truth[row] != 2
     )
     assert (seen[theirs] == 4 - truth[theirs]).all()
-    honest, found = run(run_spec(data=data)), run(spec)
+    honest, attacked = run(run_spec(data=data)), run(spec)
     assert (
-        found.bits != honest.bits
-        and found.rows[0]["attackers"] is not None
+        attacked.bits != honest.bits
+        and attacked.rows[0]["attackers"] is not None
         and "attackers" not in honest.rows[0]
     )
 
@@ -114,14 +114,16 @@ def test_robust_rules_withstand_what_averaging_does_not(rule: Method) -> None:
 
 def test_attack_longer_than_the_norm_is_a_failure() -> None:
     spec = with_settings(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
-    found = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
-    assert {failure.client for failure in found.failures} == {*spec.attackers.clients.tolist()}
-    assert "client" in found.failures[0].error and "faults.norm=100" in found.failures[0].error
-    assert [row["attackers"] for row in found.rows] == [
+    attacked = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
+    assert {failure.client for failure in attacked.failures} == {*spec.attackers.clients.tolist()}
+    assert (
+        "client" in attacked.failures[0].error and "faults.norm=100" in attacked.failures[0].error
+    )
+    assert [row["attackers"] for row in attacked.rows] == [
         0,
         0,
         0,
-    ] and found.coordinator.server.vector.norm() < 100
+    ] and attacked.coordinator.server.vector.norm() < 100
 
 
 def test_alie_numbers_by_hand() -> None:

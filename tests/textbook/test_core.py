@@ -1,4 +1,4 @@
-"""What belongs to no method ends where its textbook does: local training, sums, the clock, evaluation, checkpoints."""
+"""Test the parts that belong to no method: training, sums, the clock, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -101,16 +101,13 @@ def test_size_of_groups_changes_only_rounding(schedule: Any) -> None:
 
 
 def test_rows_with_late_updates_have_some() -> None:
-    found = run(
-        run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
-        Buffered(4, 2),
-        Ideal(),
-        rounds=6,
+    ended = run(
+        run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6
     )
-    assert sum(row["staleness"] > 0 for row in found.rows) > 2  # type: ignore[operator, misc]
+    assert sum(row["staleness"] > 0 for row in ended.rows) > 2  # type: ignore[operator, misc]
 
 
-# --- the clock ----------------------------------------------------------------------------------------------------
+# --- the clock --------------------------------------------------------------------------------
 
 COUNTS = [20, 0, 35, 20, 8, 50, 20, 41]
 FLOATS = 64 + 1 + 5 + 5  # an Mlp of one unit on 8 x 8 pixels in 5 classes
@@ -152,9 +149,15 @@ def test_clients_are_dispatched_as_on_paper(schedule: Any, fleet: str) -> None:
     coordinator, ledger, runtime = untrained_run(COUNTS, schedule, FLEETS[fleet], rounds=12)
     events = [*coordinator.run()]
     wanted = expected(schedule, fleet, 12)
-    assert ledger.cohorts == [[job.client for job in each.taken] for each in wanted]
-    assert ledger.staleness == [[job.staleness for job in each.taken] for each in wanted]
-    known = [job for each in wanted for job in (*each.taken, *each.waiting, *each.running)]
+    assert ledger.cohorts == [[job.client for job in aggregation.taken] for aggregation in wanted]
+    assert ledger.staleness == [
+        [job.staleness for job in aggregation.taken] for aggregation in wanted
+    ]
+    known = [
+        job
+        for aggregation in wanted
+        for job in (*aggregation.taken, *aggregation.waiting, *aggregation.running)
+    ]
     jobs = {
         job.number: (job.client, job.turn, job.version, float(COUNTS[job.client])) for job in known
     }
@@ -166,15 +169,17 @@ def test_clients_are_dispatched_as_on_paper(schedule: Any, fleet: str) -> None:
         dict(ran) == {number: jobs[number] for number, _ in ran} and len(ran) >= 12 * schedule.size
     )
     assert len(events) > 12
-    for row, each in zip(coordinator.rows, wanted, strict=True):
-        assert row["virtual_seconds"] == pytest.approx(each.now, rel=1e-12)
+    for row, aggregation in zip(coordinator.rows, wanted, strict=True):
+        assert row["virtual_seconds"] == pytest.approx(aggregation.time_s, rel=1e-12)
         assert (row["floats_down"], row["floats_up"]) == (
-            FLOATS * each.sent,
-            FLOATS * each.arrivals,
+            FLOATS * aggregation.sent,
+            FLOATS * aggregation.arrivals,
         )
         assert (row["clients"], row["failures"]) == (schedule.size, 0)
-        assert row["samples"] == sum(COUNTS[job.client] for job in each.taken)
-        assert row["staleness"] == pytest.approx(np.mean([job.staleness for job in each.taken]))
+        assert row["samples"] == sum(COUNTS[job.client] for job in aggregation.taken)
+        assert row["staleness"] == pytest.approx(
+            np.mean([job.staleness for job in aggregation.taken])
+        )
 
 
 def test_round_lasts_as_long_as_its_slowest_client() -> None:
@@ -213,12 +218,12 @@ def test_virtual_time_counts_passes_and_batches() -> None:
             assert devices.trip(0, 0, 0.0, local.budget(samples), 0, 0).finish == pytest.approx(
                 wanted
             )
-        found = run(run_spec(data=data, local=local), Synchronous(4), fleet, rounds=1)
+        ended = run(run_spec(data=data, local=local), Synchronous(4), fleet, rounds=1)
         most = max(
             n * local.epochs if local.epochs else local.steps * min(local.batch, n)
             for n in counts.tolist()
         )  # type: ignore[operator]
-        assert found.rows[0]["virtual_seconds"] == pytest.approx(most / 10)
+        assert ended.rows[0]["virtual_seconds"] == pytest.approx(most / 10)
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
@@ -234,11 +239,13 @@ def test_numbers_of_a_checkpoint_are_those_on_paper(
     assert sorted(path.name for path in folders.iterdir()) == ["round-000008", "round-000010"]
     for version in (8, 10):
         numbers = json.loads((folders / f"round-{version:06d}/run.json").read_text())
-        each = wanted[version - 1]
+        aggregation = wanted[version - 1]
         assert numbers["version"] == version
-        assert numbers["rows"][-1]["virtual_seconds"] == pytest.approx(each.now, rel=1e-12)
+        assert numbers["rows"][-1]["virtual_seconds"] == pytest.approx(
+            aggregation.time_s, rel=1e-12
+        )
         assert [row["round"] for row in numbers["rows"]] == list(range(1, version + 1))
-        going = sorted((*each.waiting, *each.running), key=lambda job: job.number)
+        going = sorted((*aggregation.waiting, *aggregation.running), key=lambda job: job.number)
         rows = [(state, Job(*values)) for state, values in numbers["jobs"]]
         planned = {job.number: job for _, job in rows}
         assert {job.number for state, job in rows if state in ("dispatched", "in flight")} == {
@@ -255,11 +262,13 @@ def test_numbers_of_a_checkpoint_are_those_on_paper(
             assert (mine.work, mine.down, mine.up) == (COUNTS[job.client], FLOATS, FLOATS)
         if version == 10:  # the plan ends with the run
             plan = numbers["planner"]
-            assert (plan["cohorts"], plan["dispatched"]) == (each.cohorts, each.sent)
-            assert [job[0] for job in plan["arrived"]] == [job.number for job in each.waiting]
+            assert (plan["cohorts"], plan["dispatched"]) == (aggregation.cohorts, aggregation.sent)
+            assert [job[0] for job in plan["arrived"]] == [
+                job.number for job in aggregation.waiting
+            ]
 
 
-# --- evaluation ---------------------------------------------------------------------------------------------------
+# --- evaluation -------------------------------------------------------------------------------
 
 SPREAD = federate(
     Synthetic(samples=160, test_samples=45, classes=5, domains=3, mean=[0.5], std=[0.3], noise=4.0),
@@ -295,11 +304,14 @@ def own_columns(models: Mapping[int, Mapping[str, Tensor]], suffix: str = "") ->
     """Return the scores of clients' models on their rows: mean, worst, and by domain."""
     tests = SPREAD.partition.test
     right = {client: hits(model, tests.rows(client)) for client, model in models.items()}
-    each = [values.mean() for values in right.values()]
+    aggregation = [values.mean() for values in right.values()]
     domains = np.concatenate([samples(tests.rows(client))[2] for client in models])
     whole = np.concatenate(list(right.values()))
-    found = {f"accuracy{suffix}": np.mean(each), f"accuracy{suffix}_worst": np.min(each)}
-    return found | {f"accuracy{suffix}.domain {d}": whole[domains == d].mean() for d in range(3)}
+    ended = {
+        f"accuracy{suffix}": np.mean(aggregation),
+        f"accuracy{suffix}_worst": np.min(aggregation),
+    }
+    return ended | {f"accuracy{suffix}.domain {d}": whole[domains == d].mean() for d in range(3)}
 
 
 def central_columns(model: Mapping[str, Tensor]) -> dict[str, float]:
@@ -312,9 +324,9 @@ def central_columns(model: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def columns(found: FinishedRun) -> dict[str, Any]:
+def columns(ended: FinishedRun) -> dict[str, Any]:
     """Return the columns of the last row that have scores."""
-    row = found.rows[-1]
+    row = ended.rows[-1]
     return {k: v for k, v in row.items() if k.startswith(("accuracy", "loss_")) and v is not None}
 
 
@@ -325,8 +337,8 @@ def scored(
     study = run_spec(
         *methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others
     )
-    found = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
-    layout, coordinator = found.coordinator.layout, found.coordinator
+    ended = run(study, Synchronous(2), rounds=3, evaluate=evaluate)
+    layout, coordinator = ended.coordinator.layout, ended.coordinator
     states = dict(coordinator.client_states.accepted())
     start = coordinator.initial
     models = {}
@@ -338,7 +350,7 @@ def scored(
             data[layout.shared :] = torch.tensor(states[client].personal)
             counters[layout.shared_counters :] = torch.tensor(states[client].counters)
         models[client] = start.named(data, counters)
-    return found, models
+    return ended, models
 
 
 def adapted(models: Mapping[int, Params], epochs: int) -> dict[int, Params]:
@@ -352,43 +364,46 @@ def adapted(models: Mapping[int, Params], epochs: int) -> dict[int, Params]:
 
 
 def test_shared_model_is_scored_on_clients_and_central_rows() -> None:
-    found, models = scored()
+    ended, models = scored()
     wanted = (
         own_columns(models)
         | central_columns(models[0])
         | own_columns(adapted(models, 2), "_finetuned")
     )
-    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+    assert columns(ended) == pytest.approx(wanted, rel=1e-9)
     assert len(set(wanted.values())) > 8, "or columns could be taken for one another"
 
 
 def test_personal_models_are_scored_on_own_and_central_rows() -> None:
-    found, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
+    ended, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
     common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
     wanted = (
         own_columns(models)
         | {"accuracy_common": common}
         | own_columns(adapted(models, 2), "_finetuned")
     )
-    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+    assert columns(ended) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_personalised_models_are_scored_both_ways() -> None:
-    found, models = scored(Opposite(), evaluate=Evaluation(common=True))
+    ended, models = scored(Opposite(), evaluate=Evaluation(common=True))
     shared = models[0]
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}
     common = hits(turned, SPREAD.central).mean()
-    own = own_columns(dict.fromkeys(models, turned))
+    personal_columns = own_columns(dict.fromkeys(models, turned))
     wanted = (
-        own | own_columns(models, "_shared") | central_columns(shared) | {"accuracy_common": common}
+        personal_columns
+        | own_columns(models, "_shared")
+        | central_columns(shared)
+        | {"accuracy_common": common}
     )
-    assert columns(found) == pytest.approx(wanted, rel=1e-9)
+    assert columns(ended) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_evaluation_draws_some_clients() -> None:
-    found, models = scored(evaluate=Evaluation(clients=2, every=2))
+    ended, models = scored(evaluate=Evaluation(clients=2, every=2))
     drawn = sorted(stream(SEED, "evaluate", 3).choice(4, size=2, replace=False).tolist())
     wanted = own_columns({client: models[client] for client in drawn}) | central_columns(models[0])
-    assert columns(found) == pytest.approx(wanted, rel=1e-9)
-    assert [row["accuracy"] is None for row in found.rows] == [True, False, False]
-    assert [row["loss_global"] is None for row in found.rows] == [True, False, False]
+    assert columns(ended) == pytest.approx(wanted, rel=1e-9)
+    assert [row["accuracy"] is None for row in ended.rows] == [True, False, False]
+    assert [row["loss_global"] is None for row in ended.rows] == [True, False, False]

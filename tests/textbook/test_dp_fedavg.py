@@ -1,4 +1,4 @@
-"""DP-FedAvg ends where its textbook does, and its epsilons are those of published accountants."""
+"""Test that DP-FedAvg ends where its textbook does, with the epsilons of published accountants."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_run_ends_where_its_textbook_does(name: str) -> None:
 
 
 def test_epsilon_is_a_column_and_grows_with_every_round() -> None:
-    found = run(run_spec(DPFedAvg(delta=1e-3)), Synchronous(3))
-    for number, row in enumerate(found.rows, start=1):
+    ended = run(run_spec(DPFedAvg(delta=1e-3)), Synchronous(3))
+    for number, row in enumerate(ended.rows, start=1):
         assert row["dp_fedavg.epsilon"] == epsilon(
-            1.0, found.coordinator.server.able, 3, number, 1e-3
+            1.0, ended.coordinator.server.able, 3, number, 1e-3
         )
-    assert found.rows[0]["dp_fedavg.epsilon"] < found.rows[-1]["dp_fedavg.epsilon"]  # type: ignore[operator]
+    assert ended.rows[0]["dp_fedavg.epsilon"] < ended.rows[-1]["dp_fedavg.epsilon"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

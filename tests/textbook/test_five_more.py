@@ -1,4 +1,4 @@
-"""FedDyn, FedSAM and its relatives, FedSpeed, Ditto, FedRep and FedPer end where their textbooks do."""
+"""Test FedDyn, FedSAM, FedSpeed, Ditto, FedRep and FedPer against their textbooks."""
 
 from __future__ import annotations
 

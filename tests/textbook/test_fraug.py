@@ -1,4 +1,4 @@
-"""FRAug ends where its textbook does, with each of its parts and readings."""
+"""Test FRAug against its textbook, with each of its parts and settings."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def with_few(few: int) -> FederatedData:
 
 def row(**changed: Any) -> Row:
     """Return a row with BatchNorm and changed settings; study, run, schedule: see `Row`."""
-    own = {key: changed.pop(key) for key in ("study", "run", "schedule") if key in changed}
-    own["study"] = {"model": NORMED_MLP, "local": SHORT} | own.get("study", {})
+    row_settings = {key: changed.pop(key) for key in ("study", "run", "schedule") if key in changed}
+    row_settings["study"] = {"model": NORMED_MLP, "local": SHORT} | row_settings.get("study", {})
     settings = BASE | changed
-    return Row(partial(fraug, **settings), lambda: [FRAug(**settings)], **own)
+    return Row(partial(fraug, **settings), lambda: [FRAug(**settings)], **row_settings)
 
 
 ROWS = {

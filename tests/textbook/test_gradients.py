@@ -1,4 +1,4 @@
-"""Methods that change local losses and gradients end where their textbooks do."""
+"""Test methods that change local losses and gradients against their textbooks."""
 
 from __future__ import annotations
 

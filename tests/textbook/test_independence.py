@@ -1,4 +1,4 @@
-"""A textbook is written from the paper: it knows nothing of what it is compared with."""
+"""Test that a textbook uses nothing of the code that it is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that change a client's loss, batches or logits end where their textbooks do."""
+"""Test methods that change a client's loss, batches or logits against their textbooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lacking(*classes: set[int]) -> Any:
     """A client for each set of classes, with all training samples of them; the last has one of class 0 besides."""
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
-    parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]
+    parts = [rows[np.isin(labels[rows], sorted(class_set))] for class_set in classes]
     parts[-1] = np.append(parts[-1], rows[labels[rows] == 0][:1])
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
     tests = CSR(np.empty(0, np.int64), np.zeros_like(offsets))

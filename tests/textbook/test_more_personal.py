@@ -1,4 +1,4 @@
-"""FedProto, pFedMe, FedALA and IFCA end where their textbooks do."""
+"""Test FedProto, pFedMe, FedALA and IFCA against their textbooks."""
 
 from __future__ import annotations
 

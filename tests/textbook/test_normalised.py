@@ -1,4 +1,4 @@
-"""FedNova, q-FedAvg, AFL, FedBABU and APFL end where their textbooks do."""
+"""Test FedNova, q-FedAvg, AFL, FedBABU and APFL against their textbooks."""
 
 from __future__ import annotations
 

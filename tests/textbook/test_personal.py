@@ -1,4 +1,4 @@
-"""Methods that give clients models of their own, and what evaluation does with these, end where their textbooks do."""
+"""Test methods with personal models, and their scores, against their textbooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from textbook.fedbss import fedbss
 from textbook.fedpac import fedpac
 from textbook.local import local
 from textbook.loss_decomposition import loss_decomposition
-from textbook.partialfed import Asked, partialfed
+from textbook.partialfed import PolicySettings, partialfed
 from textbook.pfedavg import after_local, finetuned
 
 DATA = tiny_data(clients=4, samples=70)
@@ -69,17 +69,17 @@ def adapting(how: Finetune) -> dict[str, Any]:
     return {"evaluate": Evaluation(finetune=how)}
 
 
-def pooling(asked: Local, **study: Any) -> Row:
+def pooling(settings: Local, **study: Any) -> Row:
     """Return pooled data, as an experiment makes them, for three clients in a round."""
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
-    data, schedule, local = pool_training(DATA, Synchronous(3), asked)
+    data, schedule, local = pool_training(DATA, Synchronous(3), settings)
     drawn = {
         "images": images,
         "labels": labels,
         "rows": [train.rows(client) for client in range(4)],
         "cohort": 3,
-        "local": asked,
+        "local": settings,
     }
     return Row(
         centralized,
@@ -105,19 +105,23 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
     """A policy that learns much, at a temperature that meets its floor."""
-    asked = Asked(steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled)
+    settings = PolicySettings(
+        steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled
+    )
     method = partial(PartialFed, "adaptive", None, None, 4, 5, 0.3, 2.0, 0.5, 0.6, sampled)
     return Row(
-        partial(partialfed, policy=asked), lambda: [method()], {"model": model}, {"rounds": 4}
+        partial(partialfed, policy=settings), lambda: [method()], {"model": model}, {"rounds": 4}
     )
 
 
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
     """Return a row of FedPAC with settings by the textbook's names."""
-    asked = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
-    method = partial(FedPAC, asked["lam"], asked["head_epochs"], asked["factor"], asked["least"])
+    settings = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
+    method = partial(
+        FedPAC, settings["lam"], settings["head_epochs"], settings["factor"], settings["least"]
+    )
     return Row(
-        partial(fedpac, **asked), lambda: [method()], {"local": replace(LOCAL, epochs=3)} | study
+        partial(fedpac, **settings), lambda: [method()], {"local": replace(LOCAL, epochs=3)} | study
     )
 
 

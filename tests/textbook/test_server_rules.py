@@ -1,4 +1,4 @@
-"""Methods that change what the server makes of updates end where their textbooks do."""
+"""Test methods that change the server's rule against their textbooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods with several optimizer steps an iteration, networks besides the model or images besides the data."""
+"""Test methods with several optimizer steps, networks or data sets against their textbooks."""
 
 from __future__ import annotations
 
@@ -49,24 +49,29 @@ def of_fedbr(
     *others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any
 ) -> Row:
     """A row of FedBR; in the list, other methods stand behind it."""
-    asked: dict[str, Any] = {
+    row_settings: dict[str, Any] = {
         "lam": 0.7,
         "mu": 0.9,
         "pseudo_batch": 4,
         "samples_per_mean": 3,
     } | settings
-    told = {key: value for key, value in asked.items() if key not in ("projection", "rounds")}
-    if told.pop("fresh", False):
-        told["pseudo"] = "fresh"
-    if "rounds" in asked:
-        told["rounds"] = asked.pop("rounds")
-    mixture = asked.get("pseudo") == "mixture"
+    book_settings = {
+        key: value for key, value in row_settings.items() if key not in ("projection", "rounds")
+    }
+    if book_settings.pop("fresh", False):
+        book_settings["pseudo"] = "fresh"
+    if "rounds" in row_settings:
+        book_settings["rounds"] = row_settings.pop("rounds")
+    mixture = row_settings.get("pseudo") == "mixture"
     if mixture:
-        asked, told["mix_samples"] = {"proxy": PROXY} | asked, asked.get("mix_samples", 1)
-    given = {"projection": "code"} | asked
+        row_settings, book_settings["mix_samples"] = (
+            {"proxy": PROXY} | row_settings,
+            row_settings.get("mix_samples", 1),
+        )
+    method_settings = {"projection": "code"} | row_settings
     return Row(
-        partial(fedbr, **told, mixup=Mixup in others),
-        lambda: [FedBR(**given), *(other() for other in others)],
+        partial(fedbr, **book_settings, mixup=Mixup in others),
+        lambda: [FedBR(**method_settings), *(other() for other in others)],
         study or {},
         run or {},
         drawn=public if mixture else {},
@@ -80,22 +85,31 @@ def noise(worker: Worker) -> Mapping[str, Any]:
 
 def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
     """A row of FedSR, with penalties that matter."""
-    asked = {"alpha_l2r": 0.2, "alpha_cmi": 0.05} | settings
-    told = {key: asked[key] for key in asked if key not in ("width", "samples")}
-    drawn: Any = noise if asked.get("probabilistic", True) else {}
-    return Row(partial(fedsr, **told), lambda: [FedSR(**asked)], study or {}, drawn=drawn)
+    row_settings = {"alpha_l2r": 0.2, "alpha_cmi": 0.05} | settings
+    book_settings = {
+        key: row_settings[key] for key in row_settings if key not in ("width", "samples")
+    }
+    drawn: Any = noise if row_settings.get("probabilistic", True) else {}
+    return Row(
+        partial(fedsr, **book_settings), lambda: [FedSR(**row_settings)], study or {}, drawn=drawn
+    )
 
 
 def of_vhl(
     *others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any
 ) -> Row:
     """A row of VHL at a higher temperature than the paper's; in the list, other methods stand behind it."""
-    asked: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
-    given = {"virtual_batch": 7} | asked
-    told = {key: value for key, value in asked.items() if key != "label_mode"}
+    row_settings: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
+    method_settings = {"virtual_batch": 7} | row_settings
+    book_settings = {key: value for key, value in row_settings.items() if key != "label_mode"}
     return Row(
-        partial(vhl, **told, extra=asked.get("label_mode") != "shared", mixup=Mixup in others),
-        lambda: [Vhl(**given), *(other() for other in others)],
+        partial(
+            vhl,
+            **book_settings,
+            extra=row_settings.get("label_mode") != "shared",
+            mixup=Mixup in others,
+        ),
+        lambda: [Vhl(**method_settings), *(other() for other in others)],
         study or {},
     )
 

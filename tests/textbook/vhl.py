@@ -1,8 +1,9 @@
-"""VHL: Tang et al. 2022 with the authors' noise generator, as its spec has it.
+"""VHL: Tang et al. 2022 with the authors' noise generator.
 
-The virtual set is the same for all clients: class means N(0, 1) of 8 x 8 pixels plus N(0, 0.5^2), enlarged bilinearly
-and standardised per channel. Real and virtual rows share one forward pass; where Mixup changes the inputs, the
-changed ones are classified in a pass before it. Predictions of extra outputs count for their class.
+The virtual set is the same for all clients: class means N(0, 1) of 8 x 8 pixels plus N(0, 0.5^2),
+enlarged bilinearly and standardised per channel. Real and virtual rows share one forward pass. If
+Mixup changes the inputs, the changed ones are classified in a separate pass before it. Predictions
+of extra outputs count for their class.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def vhl(
             epoch = step // (len(job.batches) // world.local.epochs) if world.local.epochs else 0
             rows, *views = draws["vhl.views"].tolist()
             x_v = torch.stack(
-                [view(images[row], *each) for row, *each in zip(rows, *views, strict=True)]
+                [
+                    view(images[row], *view_settings)
+                    for row, *view_settings in zip(rows, *views, strict=True)
+                ]
             )
             y_v, aligned = classes[rows], epoch < align_epochs
             if mixup:
