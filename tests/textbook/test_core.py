@@ -102,7 +102,10 @@ def test_size_of_groups_changes_only_rounding(schedule: Any) -> None:
 
 def test_rows_with_late_updates_have_some() -> None:
     ended = run(
-        run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL), Buffered(4, 2), Ideal(), rounds=6
+        run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
+        Buffered(4, 2),
+        Ideal(),
+        rounds=6,
     )
     assert sum(row["staleness"] > 0 for row in ended.rows) > 2  # type: ignore[operator, misc]
 

@@ -73,7 +73,7 @@ def pooling(settings: Local, **study: Any) -> Row:
     """Return pooled data, as an experiment makes them, for three clients in a round."""
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
-    data, schedule, local = pool_training(DATA, Synchronous(3), settings)
+    data, schedule, local = pool_training(DATA, Synchronous(3), settings, "centralized")
     drawn = {
         "images": images,
         "labels": labels,
