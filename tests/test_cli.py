@@ -117,7 +117,7 @@ def test_a_run_leaves_its_results_in_its_folder(capsys: pytest.CaptureFixture[st
     assert "\n          drawing pictures\n" in printed.out, (
         "after the last round, which would be silent otherwise"
     )
-    assert printed.out.splitlines()[-1] == "raysim report a makes a page of them"
+    assert printed.out.splitlines()[-1] == "create a report with: raysim report a"
     assert printed.err == ""
 
 

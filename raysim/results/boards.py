@@ -1,4 +1,4 @@
-"""Boards of others that follow a run besides MLflow: TensorBoard and Weights & Biases, each where its package is."""
+"""Follow a run with TensorBoard and with Weights & Biases, if their packages are installed."""
 
 from __future__ import annotations
 
@@ -17,121 +17,118 @@ MODES = ("online", "offline", "disabled")
 
 
 class TensorBoard(Observer):
-    """Every number of a round as a scalar, and the numbers of the summary at the end.
+    """Writes every number of a round as a scalar, and the numbers of the summary at the end.
 
-    folder: where the events go; None: `tensorboard` in the run's folder. A run that is continued goes on there, and
-    rounds that it makes again take the place of the earlier ones.
+    folder: where the events go; None: `tensorboard` in the run's folder. A resumed run continues
+    there, and its rounds replace earlier ones of the same number.
     """
 
     def __init__(self, folder: str | None = None):
-        self._package, self._folder = (
-            import_optional("tensorboardX", "observer=tensorboard"),
-            folder,
-        )
+        self._package = import_optional("tensorboardX", "observer=tensorboard")
+        self._folder = folder
 
     def on_start(self, run: CurrentRun) -> None:
         """Open the file of events."""
-        folder = (
-            user_path(self._folder) / run.folder.name
-            if self._folder
-            else run.folder / "tensorboard"
-        )
+        folder = run.folder / "tensorboard"
+        if self._folder:
+            folder = user_path(self._folder) / run.folder.name
         done = len(run.rows)
-        purge = done + 1 if done else None
         self._writer: Any = self._package.SummaryWriter(
-            str(folder), purge_step=purge, filename_suffix=f".{done}"
+            str(folder), purge_step=done + 1 if done else None, filename_suffix=f".{done}"
         )
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Write the row; "method.name" stands below "method"."""
-        for name, value in _numbers(event.row).items():
+        """Write the row; a column "method.name" is shown below "method"."""
+        for name, value in _finite_numbers(event.row).items():
             self._writer.add_scalar(name.replace(".", "/"), value, int(event.row["round"] or 0))
         self._writer.flush()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write what the run sums up to."""
-        for name, value in _scores(run).items():
+        """Write the numbers of the summary."""
+        for name, value in _summary_numbers(run).items():
             self._writer.add_scalar(f"summary/{name}", value, len(run.rows))
         self._writer.close()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Leave the file as it is."""
+        """Close the file."""
         self._writer.close()
 
 
 class WeightsAndBiases(Observer):
-    """The run's settings, a row a round, the summary and the pictures.
+    """Sends the run's settings, a row a round, the summary and the pictures.
 
-    project, entity: where the run appears. mode: "online", "offline" (kept in the run's folder until `wandb sync` sends
-    it) or "disabled"; None: as the environment says, else online. A run that is continued keeps its id.
+    project, entity: where the run appears. mode: "online", "offline" (stored in the run's folder
+    until `wandb sync` sends it) or "disabled"; None: as the environment says, else online. A
+    resumed run keeps its id.
     """
 
-    ID = "wandb_id"  # file in the run's folder
+    ID_FILE = "wandb_id"  # in the run's folder
 
     def __init__(self, project: str = "raysim", entity: str | None = None, mode: str | None = None):
         self._mode = mode if mode is None else one_of("observer.wandb.mode", mode, MODES)
-        self._package, self._project, self._entity = (
-            import_optional("wandb", "observer=wandb"),
-            project,
-            entity,
-        )
+        self._package = import_optional("wandb", "observer=wandb")
+        self._project = project
+        self._entity = entity
 
     def on_start(self, run: CurrentRun) -> None:
-        """Begin the run, or continue the one that the folder names."""
-        path = run.folder / self.ID
-        identity = regular_file(path).read_text().strip() if path.exists() else uuid.uuid4().hex[:8]
-        replace_file(path, identity.encode())
+        """Begin the run, or continue the one whose id is in the folder."""
+        path = run.folder / self.ID_FILE
+        run_id = uuid.uuid4().hex[:8]
+        if path.exists():
+            run_id = regular_file(path).read_text().strip()
+        replace_file(path, run_id.encode())
         self._run: Any = self._package.init(
             project=self._project,
             entity=self._entity,
             mode=self._mode,
             name=run.folder.name,
-            id=identity,
+            id=run_id,
             resume="allow",
             dir=str(run.folder),
-            config={key: _plain(value) for key, value in flatten(run.config).items()},
+            config={key: _plain_value(value) for key, value in flatten(run.config).items()},
         )
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Send the row."""
-        self._run.log(_numbers(event.row), step=int(event.row["round"] or 0))
+        self._run.log(_finite_numbers(event.row), step=int(event.row["round"] or 0))
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Send what the run sums up to, and the pictures."""
-        self._run.summary.update({f"summary/{name}": value for name, value in _scores(run).items()})
+        """Send the numbers of the summary, and the pictures."""
+        numbers = {f"summary/{name}": value for name, value in _summary_numbers(run).items()}
+        self._run.summary.update(numbers)
         if run.pictures:
-            self._run.log(
-                {path.stem: self._package.Image(str(path)) for path in run.pictures},
-                step=len(run.rows),
-            )
+            images = {path.stem: self._package.Image(str(path)) for path in run.pictures}
+            self._run.log(images, step=len(run.rows))
         self._run.finish()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Say that it ended early."""
+        """Mark the run as failed."""
         self._run.finish(exit_code=1)
 
 
-def _numbers(row: Row) -> dict[str, float]:
-    """Those of a row that are finite; the round is the step."""
-    known = {name: value for name, value in row.items() if value is not None and name != "round"}
-    return {name: float(value) for name, value in known.items() if math.isfinite(value)}
+def _finite_numbers(row: Row) -> dict[str, float]:
+    """Return the finite numbers of a row, without the round, which is the step."""
+    numbers = {}
+    for name, value in row.items():
+        if name != "round" and value is not None and math.isfinite(value):
+            numbers[name] = float(value)
+    return numbers
 
 
-def _scores(run: CurrentRun) -> dict[str, float]:
-    """The numbers of the summary that no row has."""
-    flat = flatten({key: value for key, value in run.summary().items() if key not in run.facts})
+def _summary_numbers(run: CurrentRun) -> dict[str, float]:
+    """Return the finite numbers of the summary that no row has."""
+    summary = {key: value for key, value in run.summary().items() if key not in run.facts}
     in_rows = {"rounds", *(key for row in run.rows for key in row)}
-    return {
-        key: float(value)
-        for key, value in flat.items()
-        if key not in in_rows and isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    numbers = {}
+    for key, value in flatten(summary).items():
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        if is_number and key not in in_rows:
+            numbers[key] = float(value)  # type: ignore[arg-type]
+    return numbers
 
 
-def _plain(value: object) -> object:
-    """What a board can show: numbers as they are, all else as text without passwords."""
-    return (
-        value
-        if value is None or isinstance(value, (bool, int, float))
-        else without_password(str(value))
-    )
+def _plain_value(value: object) -> object:
+    """Return numbers unchanged and all else as text without passwords."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return without_password(str(value))

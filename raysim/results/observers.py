@@ -1,4 +1,4 @@
-"""What follows a run: one small observer for each thing that a run shows, writes or sends away."""
+"""Follow a run: one small observer for each thing that a run shows, writes or sends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from raysim.api.messages import Failure
 from raysim.api.setup import RoundWarning
@@ -51,24 +51,21 @@ if TYPE_CHECKING:
     from raysim.training.run_spec import RunSpec
 
 HISTORY, FAILURES, SUMMARY = "history.parquet", "failures.jsonl", "summary.json"
-PROBES = "probes"  # folder of what was seen of the local models
-_ENDING = (
-    "model_sha256",
-    "state_sha256",
-    "peak_memory_bytes",
-    "best_model",
-)  # what the summary says of the end
+PROBES = "probes"  # folder with a file for each probed round
+# Keys of the summary that a run has at its end.
+_END_KEYS = ("model_sha256", "state_sha256", "peak_memory_bytes", "best_model")
 PrintLine: TypeAlias = Callable[[str], None]  # prints one line
-ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]  # says what goes on inside
+ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]  # shown while it lasts
 
 
 @dataclass
 class CurrentRun:
-    """A run while it goes on, as its observers see it; they read it and leave it as it is.
+    """A run while it is running, as its observers see it; they must not change it.
 
-    rounds: how many there will be. rows: the history so far, a row per round; a resumed run's earlier rounds are in it
-    from the start. facts: what the summary says besides the numbers of the history. pictures: those drawn at the end.
-    config: the settings. profile: where the time went, just before the end, if the run was asked for it.
+    rounds: planned number of rounds. rows: the history so far, a row per round, with the earlier
+    rounds of a resumed run. facts: what the summary holds besides the numbers of the history.
+    pictures: those drawn at the end. config: the settings. profile: where the time went, set just
+    before the end if the run was asked for it.
     """
 
     folder: Path
@@ -83,74 +80,80 @@ class CurrentRun:
     config: Mapping[str, object] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
-        """What summary.json says, of the rows so far; with the checksums of the model once the run has finished."""
-        ending: dict[str, object] = {}
+        """Return the content of summary.json for the rows so far.
+
+        It has the checksums of the model once the run has finished.
+        """
+        end_facts: dict[str, object] = {}
         if self.finished is not None:
-            ending = {key: getattr(self.finished, key) for key in _ENDING}
-            if processes := self.finished.processes:
-                ending |= {
-                    "processes": describe_processes(processes),
-                    "same_bits_promised": are_equal(processes),
-                }
-        return summarise(self.rows, self.thresholds, **self.facts, **ending)
+            end_facts = {key: getattr(self.finished, key) for key in _END_KEYS}
+            processes = self.finished.processes
+            if processes:
+                end_facts["processes"] = describe_processes(processes)
+                end_facts["same_bits_promised"] = are_equal(processes)
+        return summarise(self.rows, self.thresholds, **self.facts, **end_facts)
 
 
 class Observer:
-    """Follows a run: override the moments that matter, the others do nothing.
+    """Follows a run: override the methods that matter, the others do nothing.
 
-    After `on_start` an observer is told one end: `on_finish`, or `on_stop` where the run (or `on_finish` of any
-    observer up to this one) raised an error or was interrupted. A run that lost a process stops and starts again.
+    After `on_start`, either `on_finish` or `on_stop` is called; `on_stop` also if `on_finish` of
+    this observer or an earlier one raised an error. A run that lost a process stops and starts
+    again.
     """
 
     def on_start(self, run: CurrentRun) -> None:
-        """The workers are ready, and the run's folder exists."""
+        """Called when the workers are ready and the run's folder exists."""
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """An aggregation is done and scored; `event.row` is the last of `run.rows`."""
+        """Called when an aggregation is done and scored; `event.row` is the last of `run.rows`."""
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
-        """No worker has answered for some seconds; told again every few seconds until one does."""
+        """Called every few seconds while no worker answers."""
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """A checkpoint was written."""
+        """Called when a checkpoint was written."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """The last round is done, and the workers are gone."""
+        """Called after the last round, when the workers are gone."""
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """The run ended early, by this error; a KeyboardInterrupt where the user stopped it."""
+        """Called when the run ended early; `KeyboardInterrupt` if the user stopped it."""
 
 
-# --- what a person sees ---------------------------------------------------------------------------------------------
+# --- screen ---------------------------------------------------------------------------------------
 class ProgressLine(Observer):
-    """The bar in a terminal, or a line now and then in a log."""
+    """The progress bar in a terminal, or a line every few seconds in a log."""
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
-        self._console, self._quiet, self._data, self._shown = console, quiet, data, ExitStack()
+        self._console = console
+        self._quiet = quiet
+        self._data = data
+        self._stack = ExitStack()
 
     def on_start(self, run: CurrentRun) -> None:
-        """Show the bar."""
+        """Show the progress."""
         progress = Progress(
             run.rounds, done=len(run.rows), quiet=self._quiet, console=self._console
         )
-        self._progress = self._shown.enter_context(progress)
+        self._progress = self._stack.enter_context(progress)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Move the bar."""
+        """Update the progress."""
         self._progress.update(event.row)
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
-        """Say whom everyone waits for."""
+        """Show which worker the run waits for."""
         clients = [self._data.number(client) for client in event.clients]
         self._progress.wait(event.worker, clients, event.seconds)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Leave the last state on the screen."""
-        self._shown.close()
+        """Close the bar; its last state stays on the screen."""
+        self._stack.close()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Leave the last state on the screen."""
-        self._shown.close()
+        """Close the bar; its last state stays on the screen."""
+        self._stack.close()
 
 
 class WorkerDeaths(Observer):
@@ -160,121 +163,126 @@ class WorkerDeaths(Observer):
         self._note = note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Say what happened, and why it does no harm."""
-        if count := int(event.row.get("worker_deaths") or 0):
-            died = (
-                "1 worker process died and was"
-                if count == 1
-                else f"{count} worker processes died and were"
-            )
-            self._note(
-                f"round {event.row['round']}: {died} replaced; clients' jobs that were lost are trained again from the "
-                "same states with the same random numbers, so no result changes"
-            )
+        """Report the deaths, and why they do no harm."""
+        count = int(event.row.get("worker_deaths") or 0)
+        if not count:
+            return
+        deaths = f"{count} worker processes died and were"
+        if count == 1:
+            deaths = "1 worker process died and was"
+        self._note(
+            f"round {event.row['round']}: {deaths} replaced; lost jobs of clients are trained again "
+            "from the same states with the same random numbers, so no result changes"
+        )
 
 
 class MethodWarnings(Observer):
-    """Warn of what methods find unusual during a run, each once."""
+    """The warnings of methods during a run, each once."""
 
     def __init__(self, warnings: Sequence[RoundWarning], note: PrintLine):
-        self._warnings, self._note = list(warnings), note
+        self._pending = list(warnings)
+        self._note = note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Ask those that have not warned yet."""
-        for warning in [*self._warnings]:
+        """Print the warnings that this round gives rise to."""
+        pending = []
+        for warning in self._pending:
             text = warning.text(event.row)
             if text:
                 self._note(f"round {event.row['round']}: {text}")
-                self._warnings.remove(warning)
+            else:
+                pending.append(warning)
+        self._pending = pending
 
 
 class ClosingLine(Observer):
-    """The last line: accuracies, and where the results are."""
+    """The last lines: accuracies, where the results are, and how to make a report."""
+
+    LABELS: ClassVar = {
+        "_global": "on the central test set",
+        "": "mean of the clients",
+        "_worst": "worst client",
+        "_shared": "shared model, mean of the clients",
+        "_finetuned": "after fine-tuning, mean of the clients",
+        "_common": "clients' models on the central test set",
+        "_best": "mean of the clients, each in its best round by validation",
+        "_unseen": "clients that were never trained",
+    }
 
     def __init__(self, say: PrintLine):
         self._say = say
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Print it."""
-        names = {
-            "_global": "on the central test set",
-            "": "mean of the clients",
-            "_worst": "worst client",
-            "_shared": "shared model, mean of the clients",
-            "_finetuned": "after fine-tuning, mean of the clients",
-            "_common": "clients' models on the central test set",
-            "_best": "mean of the clients, each in its best round by validation",
-            "_unseen": "clients that were never trained",
-        }
+        """Print the lines."""
         summary: dict[str, Any] = run.summary()
-        found = {
-            text: summary.get(f"{summary['metric']}{suffix}") for suffix, text in names.items()
-        }
-        known = (
-            ", ".join(f"{value:.4f} {text}" for text, value in found.items() if value is not None)
-            or "unknown"
-        )
-        self._say(
-            f"{summary['metric']} {known} after {summary['rounds']} rounds; results are in {run.folder}"
-        )
-        self._say(f"raysim report {shlex.quote(str(run.folder))} makes a page of them")
+        metric = summary["metric"]
+        scores = []
+        for suffix, label in self.LABELS.items():
+            value = summary.get(f"{metric}{suffix}")
+            if value is not None:
+                scores.append(f"{value:.4f} {label}")
+        text = ", ".join(scores) or "unknown"
+        self._say(f"{metric} {text} after {summary['rounds']} rounds; results are in {run.folder}")
+        self._say(f"create a report with: raysim report {shlex.quote(str(run.folder))}")
 
 
-# --- what is written into the run's folder --------------------------------------------------------------------------
+# --- files in the run's folder --------------------------------------------------------------------
 class HistoryFile(Observer):
-    """history.parquet: written with each checkpoint, and however the run ends.
+    """history.parquet: written with checkpoints, and at the end of the run.
 
-    Of a long run, with those by which it has grown by a tenth: so a round costs the same, however many there were. The
-    rows in between are in the checkpoint.
+    A long run writes it only when it has grown by a tenth, so that the cost of a round does not
+    grow with the number of rounds. The rows in between are in the checkpoint.
     """
 
-    LONG = 1000  # rounds
+    LONG_RUN_ROUNDS = 1000
 
     def __init__(self) -> None:
-        self._written = 0  # rows
+        self._written_rows = 0
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write it."""
-        if len(run.rows) <= self.LONG or len(run.rows) >= 1.1 * self._written:
+        """Write the history, unless the run is long and has grown little."""
+        rows = len(run.rows)
+        if rows <= self.LONG_RUN_ROUNDS or rows >= 1.1 * self._written_rows:
             write_history(run.rows, run.folder / HISTORY)
-            self._written = len(run.rows)
+            self._written_rows = rows
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write it."""
+        """Write the history."""
         write_history(run.rows, run.folder / HISTORY)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write it."""
+        """Write the history."""
         write_history(run.rows, run.folder / HISTORY)
 
 
 class JobFiles(Observer):
-    """jobs.parquet: every job on virtual time; written with each checkpoint, and however the run ends.
+    """jobs.parquet: every job on virtual time; written with checkpoints and at the end.
 
-    A run that is continued without it, from before there was such a file or into another folder, goes on without it.
+    A run that is continued without this file (an older run, or in another folder) does not write
+    it.
     """
 
     def on_start(self, run: CurrentRun) -> None:
-        """Of an earlier session, keep the jobs of the rounds that the checkpoint holds: later ones come again."""
+        """Keep the jobs of the rounds in the checkpoint; later rounds are made again."""
         self._writer = JobWriter.open(run.folder, len(run.rows))
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Add this round's."""
+        """Add the jobs of this round."""
         if self._writer:
             self._writer.add(event.jobs)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write them."""
+        """Write the jobs."""
         self._write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write them, and those that are under way."""
+        """Write the jobs, and those that are still in flight."""
         if self._writer:
             self._writer.add(event.jobs)
         self._write()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write them."""
+        """Write the jobs."""
         self._write()
 
     def _write(self) -> None:
@@ -283,26 +291,26 @@ class JobFiles(Observer):
 
 
 class ClientFiles(Observer):
-    """split.parquet and clients.parquet: what each client has, and what its last score was."""
+    """split.parquet and clients.parquet: what each client has, and its last score."""
 
     def __init__(self, data: FederatedData):
         self._data = data
         self._scores: ClientScores | None = None
 
     def on_start(self, run: CurrentRun) -> None:
-        """Write the split, which stays as it is."""
+        """Write the split, which does not change."""
         write_split(client_labels(self._data), run.folder)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Keep the last scores."""
+        """Remember the last scores."""
         self._scores = event.scores or self._scores
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write them."""
+        """Write the last scores."""
         write_clients(self._data, self._scores, run.folder)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write them."""
+        """Write the last scores."""
         write_clients(self._data, self._scores, run.folder)
 
 
@@ -310,123 +318,129 @@ class FailureFile(Observer):
     """failures.jsonl: a line for each client that failed and was left out of a round."""
 
     def __init__(self, note: PrintLine, data: FederatedData):
-        self._note, self._data = note, data
+        self._note = note
+        self._data = data
 
     def on_start(self, run: CurrentRun) -> None:
-        """Of an earlier session, keep the failures of the rounds that the checkpoint holds: later ones come again."""
+        """Keep the failures of the rounds in the checkpoint; later rounds are made again."""
         path = run.folder / FAILURES
         if path.exists():
-            earlier = [
-                line for line in path.read_text().splitlines() if _round_of(line) <= len(run.rows)
-            ]
-            replace_file(path, "".join(line + "\n" for line in earlier).encode())
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if _round_of(line) <= len(run.rows)]
+            replace_file(path, "".join(line + "\n" for line in kept).encode())
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Append this round's; the first of a run is shown as well."""
+        """Append the failures of this round; print the first failure of a run."""
         path = run.folder / FAILURES
         for failure in event.failures:
             if not path.exists():
                 self._note(
-                    f"a client failed and was left out of its round: {failure.error} (all failures: {path})"
+                    f"a client failed and was left out of its round: {failure.error} "
+                    f"(all failures: {path})"
                 )
+            record = {"round": int(event.row["round"] or 0), **self._fields(failure)}
             with path.open("a") as stream:
-                stream.write(
-                    json.dumps({"round": int(event.row["round"] or 0), **self._fields(failure)})
-                    + "\n"
-                )
+                stream.write(json.dumps(record) + "\n")
 
     def _fields(self, failure: Failure) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for each in fields(failure):
-            found[each.name] = getattr(failure, each.name)
-            user = self._data.user(failure.client) if each.name == "client" else None
-            if user is not None:
-                found["user"] = user
-        return found
+        """Return the fields of a failure, and the user's name after the client's number."""
+        values: dict[str, object] = {}
+        for field_ in fields(failure):
+            values[field_.name] = getattr(failure, field_.name)
+            if field_.name == "client":
+                user = self._data.user(failure.client)
+                if user is not None:
+                    values["user"] = user
+        return values
 
 
 def _round_of(line: str) -> int:
+    """Return the round of a failure; a line that a crash cut short counts as a later round."""
     try:
         return int(json.loads(line)["round"])
-    except (ValueError, KeyError, TypeError):  # a line that a crash cut short
+    except (ValueError, KeyError, TypeError):
         return 1 << 62
 
 
 class ProbeFiles(Observer):
-    """probes/round-N.safetensors: what was seen of the local models in a round that probes them."""
+    """probes/round-N.safetensors: features and outputs of local models, in each probed round."""
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Write them."""
+        """Write the probes of this round."""
         if event.probes:
-            path = run.folder / PROBES / f"round-{int(event.row['round'] or 0):06d}.safetensors"
+            number = int(event.row["round"] or 0)
+            path = run.folder / PROBES / f"round-{number:06d}.safetensors"
             path.parent.mkdir(exist_ok=True)
             save_probes(event.probes, path)
 
 
 class Pictures(Observer):
-    """The plots of the history, of the jobs, of the methods' reports and of the probes."""
+    """The pictures of the history, of the jobs, of methods' reports and of the probes."""
 
-    def __init__(self, doing: ShowActivity):
-        self._doing = doing
+    def __init__(self, activity: ShowActivity):
+        self._activity = activity
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Draw those that there are numbers for."""
-        with self._doing("drawing pictures"):
+        """Draw the pictures for which there are numbers."""
+        with self._activity("drawing pictures"):
             self._draw(run)
 
     def _draw(self, run: CurrentRun) -> None:
-        run.pictures += [*draw_run(run.rows, run.folder, run.title), *self._probes(run)]
+        run.pictures += draw_run(run.rows, run.folder, run.title)
+        run.pictures += self._draw_probes(run)
         jobs = read_jobs(run.folder)
-        if jobs is not None and draw_timeline(
-            jobs, run.rows, path := run.folder / "timeline.png", run.title
-        ):
+        path = run.folder / "timeline.png"
+        if jobs is not None and draw_timeline(jobs, run.rows, path, run.title):
             run.pictures.append(path)
         for name, draw in (
             ("methods", draw_reports),
             ("domains", draw_domains),
             ("decomposition", draw_decomposition),
         ):
-            if draw(run.rows, path := run.folder / f"{name}.png", run.title):
+            path = run.folder / f"{name}.png"
+            if draw(run.rows, path, run.title):
                 run.pictures.append(path)
 
-    def _probes(self, run: CurrentRun) -> list[Path]:
-        """What the probes showed: numbers over the rounds, and the last round's features and outputs."""
+    def _draw_probes(self, run: CurrentRun) -> list[Path]:
+        """Draw the numbers of all probed rounds, and features and outputs of the last one."""
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:
             return []
         probes = load_probes(files[-1])
-        paths = [run.folder / f"{name}.png" for name in ("bias", "features", "outputs")]
-        last = f"{run.title}, round {int(files[-1].stem.removeprefix('round-'))}"
-        drawn = draw_bias(run.rows, paths[0], run.title)
-        draw_features(probes, paths[1], last)
-        draw_outputs(probes, paths[2], last)
-        return paths if drawn else paths[1:]
+        number = int(files[-1].stem.removeprefix("round-"))
+        bias, features, outputs = (
+            run.folder / f"{name}.png" for name in ("bias", "features", "outputs")
+        )
+        is_bias_drawn = draw_bias(run.rows, bias, run.title)
+        draw_features(probes, features, f"{run.title}, round {number}")
+        draw_outputs(probes, outputs, f"{run.title}, round {number}")
+        return [bias, features, outputs] if is_bias_drawn else [features, outputs]
 
 
 class ProfileFiles(Observer):
-    """profile.json, trace.json and profile.png, where a run was asked for them; and the table on the screen."""
+    """profile.json, trace.json and profile.png, and a table on the screen, if asked for."""
 
     def __init__(self, show: Callable[[object], object]):
         self._show = show
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write and show them."""
+        """Write the files and show the table."""
         if run.profile is not None:
             run.pictures.append(profile.write(run.profile, run.folder, run.title)[-1])
             self._show(profile.table(run.profile))
 
 
 class SummaryFile(Observer):
-    """summary.json: comes after all other results, because it says that the run is complete."""
+    """summary.json: written after all other results, because it marks a run as complete."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write it."""
+        """Write the summary."""
         write_json(run.summary(), run.folder / SUMMARY)
 
 
-# --- what is sent away ----------------------------------------------------------------------------------------------
+# --- MLflow ---------------------------------------------------------------------------------------
 class TrackingObserver(Observer):
-    """The same rows, what they sum up to, and files on a tracking server; the model, too, where all share one."""
+    """Rows, summary and files on a tracking server; the model, too, if all clients share one."""
 
     FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", "best.safetensors", FAILURES)
 
@@ -437,68 +451,73 @@ class TrackingObserver(Observer):
         tags: Mapping[str, object],
         spec: RunSpec,
         note: PrintLine,
-        doing: ShowActivity,
+        activity: ShowActivity,
         study: Path | None = None,
     ):
-        self._tracker, self._config, self._tags, self._doing = tracker, config, tags, doing
-        self._spec, self._note, self._study = spec, note, study
+        self._tracker = tracker
+        self._config = config
+        self._tags = tags
+        self._spec = spec
+        self._note = note
+        self._activity = activity
+        self._study = study
 
     def on_start(self, run: CurrentRun) -> None:
         """Begin, or continue, the run on the server."""
         data = self._spec.data
-        told: dict[str, object] = {
+        description = {
             "name": data.title,
             "digest": data.dataset_path.stem.rpartition("-")[2],
+            "clients": len(data.partition),
+            "samples": len(data.partition.train.indices),
         }
-        told |= {"clients": len(data.partition), "samples": len(data.partition.train.indices)}
-        self._tracker.start(self._config, self._tags, run.rows, self._study, told)
+        self._tracker.start(self._config, self._tags, run.rows, self._study, description)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Hand the row over; nothing waits for the server."""
+        """Hand over the row without waiting for the server."""
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Send the rest, the summary and the files."""
-        with self._doing("sending the rest to MLflow"):
+        with self._activity("sending the rest to MLflow"):
             self._send(run)
 
     def _send(self, run: CurrentRun) -> None:
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         try:
-            if (
-                model := load_shared_model(self._spec, run.folder / "model.safetensors")
-            ) is not None:
+            model = load_shared_model(self._spec, run.folder / "model.safetensors")
+            if model is not None:
                 save_model(*model, run.folder)
-        except Exception as error:  # of a tracer that many models are too much for
-            self._note(f"MLflow gets the model's weights alone, as {_why(error)}")
-        self._tracker.finish(_scores(run), [*files, *run.pictures])
+        except Exception as error:  # PyTorch cannot trace every model
+            self._note(f"MLflow gets only the weights of the model: {_save_problem(error)}")
+        self._tracker.finish(_summary_only(run), [*files, *run.pictures])
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Send the rest, and how it ended."""
+        """Send the rest, and how the run ended."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-        self._tracker.finish(_scores(run), status=status)
+        self._tracker.finish(_summary_only(run), status=status)
 
 
-def _why(error: Exception) -> str:
-    """Why a model could not be written as a program."""
+def _save_problem(error: Exception) -> str:
+    """Say why a model could not be saved as a program."""
     if not isinstance(error, OSError):
         return f"it cannot be traced: {first_line(error)}"
     try:
         Path.cwd()
-    except FileNotFoundError:  # which an error without a name is most often about
+    except FileNotFoundError:  # the usual cause of an error that names no file
         return "the folder that this process works in is gone"
     return f"a file fails: {first_line(error)}"
 
 
-def _scores(run: CurrentRun) -> dict[str, object]:
-    """What the summary says besides the last row and what settings and tags say, so that no number is there twice."""
-    told = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
-    return {key: value for key, value in run.summary().items() if key not in told}
+def _summary_only(run: CurrentRun) -> dict[str, object]:
+    """Return the entries of the summary that neither the last row nor settings nor tags hold."""
+    sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
+    return {key: value for key, value in run.summary().items() if key not in sent}
 
 
-# --- a user's own ---------------------------------------------------------------------------------------------------
+# --- observers of users ---------------------------------------------------------------------------
 class ObserverError(RunStoppedError):
-    """A user's own observer raised an error, which is this one's cause; the run's history was written."""
+    """An observer of the user raised an error, which is the cause; the history was written."""
 
 
 ObserverFailed = ObserverError  # the name in version 0.1
@@ -511,52 +530,57 @@ class RoundCallback(Observer):
         self._function = function
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Call it."""
+        """Call the function."""
         self._function(event.row)
 
 
 class UserObserver(Observer):
-    """Stands around an observer of the user's own: says whose an error is, and keeps the run's rows from changes."""
+    """A wrapper of a user's observer.
+
+    Its errors name the observer, and it protects the rows of the run from changes.
+    """
 
     def __init__(self, observer: Observer, name: str):
-        self._observer, self._name = observer, name
+        self._observer = observer
+        self._name = name
 
     def on_start(self, run: CurrentRun) -> None:
-        """Pass it on."""
-        self._tell("on_start", run)
+        """Call `on_start` of the observer."""
+        self._call("on_start", run)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Pass it on, with a row of its own."""
-        self._tell("on_round", run, replace(event, row=dict(event.row)))
+        """Call `on_round` of the observer with a copy of the row."""
+        self._call("on_round", run, replace(event, row=dict(event.row)))
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
-        """Pass it on."""
-        self._tell("on_wait", run, event)
+        """Call `on_wait` of the observer."""
+        self._call("on_wait", run, event)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Pass it on."""
-        self._tell("on_checkpoint", run, event)
+        """Call `on_checkpoint` of the observer."""
+        self._call("on_checkpoint", run, event)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Pass it on."""
-        self._tell("on_finish", run, event)
+        """Call `on_finish` of the observer."""
+        self._call("on_finish", run, event)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Pass it on."""
-        self._tell("on_stop", run, error)
+        """Call `on_stop` of the observer."""
+        self._call("on_stop", run, error)
 
-    def _tell(self, moment: str, run: CurrentRun, *about: object) -> None:
+    def _call(self, method: str, run: CurrentRun, *arguments: object) -> None:
         try:
-            getattr(self._observer, moment)(run, *about)
+            getattr(self._observer, method)(run, *arguments)
         except Exception as error:
-            what = (
-                f"your observer {self._name} raised {type(error).__name__} in {moment}: {error}. "
+            problem = (
+                f"your observer {self._name} raised {type(error).__name__} in {method}: {error}."
             )
             if run.finished is not None:
                 raise ObserverError(
-                    f"{what}The run itself had finished; its results are in {run.folder}"
+                    f"{problem} The run itself had finished; its results are in {run.folder}"
                 ) from error
             raise ObserverError(
-                f"{what}The run was stopped after round {len(run.rows)} and its history is written: repair the "
-                f"observer, then run with the same settings, out={run.folder} and resume=latest to go on"
+                f"{problem} The run was stopped after round {len(run.rows)} and its history is "
+                "written. Repair the observer, then continue with the same settings, "
+                f"out={run.folder} and resume=latest"
             ) from error

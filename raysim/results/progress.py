@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar in a terminal, a line now and then in a log."""
+"""Show the progress of a run: a bar in a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from raysim.results.history import Row, metric_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-PACE_ROUNDS = 20  # rounds whose median is the pace
-LOG_INTERVAL_S = 10.0  # seconds between two lines of a log
+PACE_ROUNDS = 20  # rounds whose median duration gives the time left
+LOG_INTERVAL_S = 10.0  # between two lines of a log
+MAX_NAMED_CLIENTS = 5
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a person says them: 0.42 s, 12 s, 3 min 05 s, 2 h 07 min."""
+    """Return a duration for people: 0.42 s, 12 s, 3 min 05 s, 2 h 07 min."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
     if whole < 3600:
-        return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
+        return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 @contextmanager
 def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
-    """Takes what is waited for: in a log a line for each; in a terminal one line, with seconds.
+    """Yield a function that shows what the program waits for.
 
-    What is given behind it later is how far that is: a terminal shows it, and its seconds go on.
+    It takes a text, and optionally how far that has come. A log gets a line for each text; a
+    terminal has one line, with seconds, which also shows how far it has come.
     """
     if not console.is_terminal:
 
-        def note(text: str, far: str = "") -> None:
-            if not far:
+        def print_line(text: str, progress: str = "") -> None:
+            if not progress:
                 console.print(f"{'':<10}{text}", markup=False, highlight=False, soft_wrap=True)
 
-        yield note
+        yield print_line
         return
     from rich.progress import Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -49,27 +53,30 @@ def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
         TextColumn("{task.description}", style="default", markup=False),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=console, transient=True) as line:
-        task = line.add_task("", total=None)
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
 
-        def show(text: str, far: str = "") -> None:
-            if not far:
-                line.reset(task)
-            line.update(task, description=f"{text}{far}")
+        def show(text: str, progress: str = "") -> None:
+            if not progress:
+                bar.reset(task)  # the seconds of a new text start at 0
+            bar.update(task, description=f"{text}{progress}")
 
         yield show
 
 
 @contextmanager
 def activity_line(console: Console, text: str) -> Iterator[None]:
-    """Says what goes on after the last round, as `waiting` does before the first."""
-    with waiting_line(console) as says:
-        says(text)
+    """Show a text while the block runs; used after the last round."""
+    with waiting_line(console) as show:
+        show(text)
         yield
 
 
 class Progress:
-    """Shows round, scores, seconds per round, time left and failures; `done` rounds were made by an earlier run."""
+    """Shows round, scores, seconds per round, time left and failures.
+
+    done: rounds that an earlier run has made.
+    """
 
     def __init__(
         self,
@@ -83,100 +90,102 @@ class Progress:
         from rich.console import Console
         from rich.progress import BarColumn, Progress as Bar, TextColumn
 
-        self.total, self.round, self.failures = total, done, 0
-        self.quiet, self.clock, self.console = quiet, clock, console or Console()
+        self.total = total
+        self.round = done
+        self.failures = 0
+        self.quiet = quiet
+        self.clock = clock
+        self.console = console or Console()
         self.metric = "accuracy"
-        self.scores: dict[str, float] = {}  # last known ones
-        self.pace: deque[float] = deque(maxlen=PACE_ROUNDS)
-        self.samples: deque[int] = deque(maxlen=PACE_ROUNDS)  # trained on in the same rounds
-        self.busy: dict[
-            str, float
-        ] = {}  # shares of wall time, of workers and devices, in the last round
-        self._wall = 0.0 if done == 0 else None  # cumulative seconds at the last row
-        self._said, self._at = "", clock()
-        self._waits_for = ""
+        self.scores: dict[str, float] = {}  # the last known ones
+        self.round_seconds: deque[float] = deque(maxlen=PACE_ROUNDS)
+        self.round_samples: deque[int] = deque(maxlen=PACE_ROUNDS)
+        # Shares of wall time that workers and devices were busy in the last round.
+        self.busy: dict[str, float] = {}
+        self._wall_s = 0.0 if done == 0 else None  # cumulative, at the last row
+        self._last_line = ""
+        self._last_line_at = clock()
+        self._wait_text = ""
         self._bar = Bar(
             BarColumn(24), TextColumn("{task.description}"), console=self.console, transient=False
         )
-        self._live = self.console.is_terminal and not quiet
-        self._task = self._bar.add_task(
-            "first round" if done == 0 else "next round", total=total, completed=done
-        )
+        self._is_live = self.console.is_terminal and not quiet
+        description = "first round" if done == 0 else "next round"
+        self._task = self._bar.add_task(description, total=total, completed=done)
 
     def __enter__(self) -> Self:
-        if self._live:
+        if self._is_live:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
+        if self._is_live:
             self._bar.stop()
-        elif self._said != self.line():
-            self._say()
+        elif self._last_line != self.line():
+            self._print_line()
 
     def line(self) -> str:
-        """The state of the run in one line."""
+        """Return the state of the run in one line."""
         parts = [f"round {self.round}/{self.total}"]
         if self.scores:
-            parts.append(
-                f"{self.metric} "
-                + ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items())
-            )
-        if self.pace:
-            pace = statistics.median(self.pace)
-            parts += [
-                f"{format_duration(pace)}/round",
-                f"{format_duration(pace * (self.total - self.round))} left",
-            ]
-            parts += (
-                [f"{sum(self.samples) / max(sum(self.pace), 1e-9):,.0f} samples/s"]
-                if any(self.samples)
-                else []
-            )
+            scores = ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items())
+            parts.append(f"{self.metric} {scores}")
+        if self.round_seconds:
+            seconds = statistics.median(self.round_seconds)
+            parts.append(f"{format_duration(seconds)}/round")
+            parts.append(f"{format_duration(seconds * (self.total - self.round))} left")
+            if any(self.round_samples):
+                rate = sum(self.round_samples) / max(sum(self.round_seconds), 1e-9)
+                parts.append(f"{rate:,.0f} samples/s")
         if self.busy:
-            parts.append(
-                ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items()) + " busy"
-            )
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())
+            parts.append(f"{shares} busy")
         if self.failures:
             parts.append(f"{self.failures} failure{'s' if self.failures > 1 else ''}")
-        if self._waits_for:
-            parts.append(self._waits_for)
+        if self._wait_text:
+            parts.append(self._wait_text)
         return " · ".join(parts)
 
     def update(self, row: Row) -> None:
-        """Take in one row of the history."""
-        self.round, wall = int(row["round"] or 0), float(row.get("wall_seconds") or 0.0)
+        """Add a row of the history."""
+        self.round = int(row["round"] or 0)
         self.failures += int(row.get("failures") or 0)
         self.metric = metric_of([row])
-        named = {"clients": row.get(self.metric), "global": row.get(f"{self.metric}_global")}
-        self.scores.update({name: value for name, value in named.items() if value is not None})
-        if self._wall is not None:
-            self.pace.append(max(0.0, wall - self._wall))
-            self.samples.append(int(row.get("samples") or 0))
-        self._wall, self._waits_for = wall, ""
+        scores = {"clients": row.get(self.metric), "central": row.get(f"{self.metric}_global")}
+        self.scores.update({name: value for name, value in scores.items() if value is not None})
+        wall_s = float(row.get("wall_seconds") or 0.0)
+        if self._wall_s is not None:
+            self.round_seconds.append(max(0.0, wall_s - self._wall_s))
+            self.round_samples.append(int(row.get("samples") or 0))
+        self._wall_s = wall_s
+        self._wait_text = ""
         shares = {"workers": row.get("worker_busy"), "devices": row.get("device_busy")}
         self.busy = {name: share for name, share in shares.items() if share is not None}
-        self._show(self.clock() - self._at >= LOG_INTERVAL_S)
+        self._show(is_line_due=self.clock() - self._last_line_at >= LOG_INTERVAL_S)
 
     def wait(self, worker: int, clients: Sequence[str], seconds: float) -> None:
-        """Say which worker the run waits for, the clients that it trains, and for how long."""
-        some = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
-        whose = f" with client{'s' if len(clients) > 1 else ''} {some}" if clients else ""
-        self._waits_for = f"worker {worker}{whose} has not answered for {format_duration(seconds)}"
-        self._show(True)
+        """Show which worker the run waits for, the clients that it trains, and for how long."""
+        who = f"worker {worker}"
+        if clients:
+            names = ", ".join(clients[:MAX_NAMED_CLIENTS])
+            more = ", ..." if len(clients) > MAX_NAMED_CLIENTS else ""
+            who += f" with client{'s' if len(clients) > 1 else ''} {names}{more}"
+        self._wait_text = f"{who} has not answered for {format_duration(seconds)}"
+        self._show(is_line_due=True)
 
-    def _show(self, say: bool) -> None:
-        """In a terminal always, in a log where there is something to say."""
-        if self._live:
+    def _show(self, is_line_due: bool) -> None:
+        """Update the bar; in a log, print a line if one is due."""
+        if self._is_live:
             self._bar.update(self._task, completed=self.round, description=self.line())
-        elif say:
-            self._say()
+        elif is_line_due:
+            self._print_line()
 
     def note(self, text: str) -> None:
-        """Print one line, above the bar where there is one."""
+        """Print one line, above the bar if there is one."""
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _say(self) -> None:
-        self._said, self._at = self.line(), self.clock()
-        self.note(self._said)
+    def _print_line(self) -> None:
+        self._last_line = self.line()
+        self._last_line_at = self.clock()
+        self.note(self._last_line)

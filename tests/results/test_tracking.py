@@ -314,7 +314,7 @@ def test_a_model_that_is_not_sent_has_the_reason_for_it(
         said: list[str] = []
         observer = TrackingObserver(NoTracker(), {}, {}, Mock(), said.append, Mock())
         observer._send(Mock(folder=tmp_path, pictures=[], rows=[], facts={}, summary=dict))
-        return said[0].partition(" alone, as ")[2]
+        return said[0].partition("of the model: ")[2]
 
     assert told(RuntimeError("a loop\nof some length")) == "it cannot be traced: a loop"
     missing = FileNotFoundError(2, "No such file or directory", "model.safetensors")
