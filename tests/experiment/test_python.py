@@ -230,34 +230,34 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ({"partition": "idd"}, "partition=idd does not exist: did you mean iid"),
         ({"roundz": 3}, "roundz does not exist: did you mean rounds"),
         ({"rounds": "many"}, "rounds=many must be an integer"),
-        ({"data": 3}, "data=int is not understood"),
-        ({"data": (IMAGES, LABELS, LABELS, LABELS)}, "data=tuple of 4 is not understood"),
+        ({"data": 3}, "^data=int "),
+        ({"data": (IMAGES, LABELS, LABELS, LABELS)}, "^data=tuple of 4 "),
         (
             {"data": (IMAGES, LABELS, LABELS[:3])},
-            r"users of shape \(3,\) .* for 60 samples: give each sample one",
+            r"users of shape \(3,\) .* 60 samples",
         ),
         (
             {"data": (IMAGES, LABELS, LABELS / 2)},
-            "float64.* give each sample one, an integer or text",
+            "users of .*float64",
         ),
         (
             {"data": ((IMAGES, LABELS, LABELS), (IMAGES, LABELS))},
-            "users are given .* alone: give them for both",
+            "^data: .* has users",
         ),
         (
             {"data": (IMAGES, LABELS), "partition": "natural"},
-            "makes a client of each user, and all samples are of one",
+            r"^partition=natural .*partition\.column",
         ),
-        ({"data": (IMAGES, LABELS[:3])}, "give each input one label"),
+        ({"data": (IMAGES, LABELS[:3])}, r"labels of shape \(3,\)"),
         ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
         (
             {"data": (IMAGES[:0], LABELS[:0])},
-            r"train has inputs of shape \(0, 8, 8\) .* no samples: give it some",
+            r"train has inputs of shape \(0, 8, 8\)",
         ),
-        ({"data": ([], [])}, r"train has inputs of shape \(0,\) .* no samples: give it some"),
+        ({"data": ([], [])}, r"train has inputs of shape \(0,\)"),
         (
             {"data": ([[1.0, 2.0], [3.0]], [0, 1])},
-            "data: the inputs for train are not all of one shape: fill short",
+            "data: the inputs for train are not all of one shape",
         ),
         (
             {"data": ([torch.ones(2), torch.ones(3)], [0, 1])},
@@ -265,15 +265,15 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ),
         (
             {"data": torch.utils.data.DataLoader([(0.0, 1)])},
-            "data=DataLoader .*: give .* loader.dataset",
+            "^data=DataLoader .*loader.dataset",
         ),  # type: ignore[arg-type]
         (
             {"data": {"x": IMAGES}},
-            r'data=dict is not understood: .* or \{"train": ..., "test": ...\}, or a torch Dataset',
+            r'^data=dict .*\{"train": ..., "test": ...\}',
         ),
         (
             {"data": (IMAGES, LABELS + 1000.0), "partition": Dirichlet(4, 1.0)},
-            r"set data\.kind=classification where",
+            r"data\.kind=classification",
         ),  # type: ignore[misc]
         (
             {"data": (IMAGES.astype(int), LABELS)},
@@ -289,7 +289,7 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ),
         (
             {"partition": {"a": [0, 1], "b": [1, 2]}},
-            "^partition gives row 1 to client a and to client b: give it",
+            "^partition gives row 1 to client a and to client b",
         ),
         (
             {"partition": {"a": [0, 1], "b": [0.5]}},
@@ -311,7 +311,10 @@ def test_methods_that_no_file_can_hold_are_given_again_to_load() -> None:
         ),
         ({"model": Mlp}, r"^model=Mlp is a class"),
         ({"model": nn.Linear(3, 3)}, "the model Linear cannot take inputs of shape"),
-        ({"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))}, "make them alike"),
+        (
+            {"data": ((IMAGES, LABELS), (IMAGES[:, :4], LABELS))},
+            r"inputs .*\(1, 8, 8\) and \(1, 4, 8\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
@@ -387,7 +390,7 @@ def test_arrays_are_known_by_their_content_when_a_run_goes_on_and_read_from_the_
     with pytest.raises(Refused, match=r"data\.digest=.* differs from data\.digest="):
         ran(resume="latest", data=((IMAGES[::-1].copy(), LABELS), TESTS), rounds=3)
     again.experiment.spec.data.dataset_path.unlink()
-    with pytest.raises(Refused, match="the cache of this machine lacks them: give them again"):
+    with pytest.raises(Refused, match=r"^data\.digest="):
         raysim.run(["out=a", "resume=latest", "rounds=3"], quiet=True)
     assert ran(resume="latest", rounds=3).summary["rounds"] == 3
 

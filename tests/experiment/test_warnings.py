@@ -220,7 +220,7 @@ def test_images_whose_channels_are_last_are_pointed_at(
     ]
     assert len(found) == sentences
     assert not found or found[0].startswith(
-        f"inputs of shape {list(shape)} are read as 16 channels of 8 x {shape[2]}: where the {shape[2]} are the"
+        f"inputs of shape {list(shape)} are read as 16 channels of 8 x {shape[2]}"
     )
 
 
@@ -232,10 +232,8 @@ def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> Non
         return [text for text in found if "nothing will be scored" in text]
 
     (sentence,) = of("partition.clients=10")
-    assert sentence == (
-        "nothing will be scored: none of 10 clients (of at most 4 training samples) has a test sample of its own, and "
-        "there are no central ones: use fewer clients, raise partition.test_fraction, or give a test set"
-    )
+    assert "none of 10 clients (of at most 4 training samples)" in sentence
+    assert "partition.test_fraction" in sentence
     assert (
         of("partition.clients=8") == of("partition.clients=10", "partition.test_fraction=0.3") == []
     )
