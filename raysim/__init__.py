@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.primitives.version import __version__
 
 if TYPE_CHECKING:
+    from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
     from raysim.commands.sweep.results import SweepResult
     from raysim.commands.sweep.session import sweep
@@ -40,6 +41,7 @@ __all__ = [
     "Classifier",
     "Fleet",
     "Interrupted",
+    "LocalResult",
     "Method",
     "ModelRecipe",
     "Observer",
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),
     "raysim.commands.sweep.results": ("SweepResult",),
     "raysim.commands.sweep.session": ("sweep",),

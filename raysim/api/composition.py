@@ -25,6 +25,7 @@ _ALONE = {
     "personalise": "make the model that a client is scored with",
     "stages": "decide the stages of a step",
     "select": "choose the samples of an epoch",
+    "train": "train clients by a function of their own",
     "finetune": "decide how models are fine-tuned for evaluation",
     "scored": "decide which vector is evaluated",
     "loss": "replace the training loss",
@@ -199,7 +200,7 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 
 def check_together(declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError for methods that declare what only one may, or exclude each other."""
-    for what in ("stages", "select", "finetune", "scored"):
+    for what in ("stages", "select", "train", "finetune", "scored"):
         _check_alone(what, [each.method for each in declared if getattr(each, what) is not None])
     for hook in ("perturb", "combine", "personalise"):
         _check_alone(hook, [each.method for each in declared if each.has_hook(hook)])
@@ -214,6 +215,7 @@ def check_together(declared: Sequence[MethodDeclaration]) -> None:
         )
     _check_pooling(declared)
     _check_whole_model(declared)
+    _check_own_training(declared)
     names = [each.method for each in declared]
     for each in declared:
         for other, why in each.excludes.items():
@@ -232,6 +234,42 @@ def _check_whole_model(declared: Sequence[MethodDeclaration]) -> None:
             f"method '{keeper.method}' does not combine with method '{whole.method}': it keeps "
             f"parameters on the client, and {whole.needs_whole_model}. Keep one of them."
         )
+
+
+def step_parts(declared: MethodDeclaration) -> list[str]:
+    """Return what a method does in the steps of local training: hooks and declarations."""
+    parts = [hook for hook in STEP_HOOKS if declared.has_hook(hook)]
+    if declared.stages is not None:
+        parts.append("run.stages")
+    if declared.select is not None:
+        parts.append("run.select")
+    if declared.draws:
+        parts.append("run.draw")
+    return parts
+
+
+def _check_own_training(declared: Sequence[MethodDeclaration]) -> None:
+    """Raise ValueError for a method that takes part in steps, next to one that replaces them."""
+    owner = next((each for each in declared if each.train is not None), None)
+    if owner is None:
+        return
+    for each in declared:
+        if each is owner and step_parts(each):
+            raise ValueError(
+                f"method '{each.method}' replaces local training (run.train), so that its "
+                f"{step_parts(each)[0]} would never be called. Keep one of them."
+            )
+        if step_parts(each):
+            raise ValueError(
+                f"method '{each.method}' does not combine with method '{owner.method}': it takes "
+                f"part in the steps ({step_parts(each)[0]}), which '{owner.method}' replaces. "
+                "Keep one of them."
+            )
+        if each.keeps_optimizer:
+            raise ValueError(
+                f"method '{each.method}' does not combine with method '{owner.method}': it keeps "
+                f"raysim's optimizer, which '{owner.method}' does not use. Keep one of them."
+            )
 
 
 def _check_pooling(declared: Sequence[MethodDeclaration]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from raysim.api.context import Context, Plan, Stage
 from raysim.api.declarations import Local, Task
@@ -188,6 +189,24 @@ class LocalJob:
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of the client's training samples, in order and without augmentation."""
         return self.context.data()
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all training samples of the client, normalised: inputs [n, ...], labels [n, ...]."""
+        return self.gather(self.rows)
+
+    def dataset(self) -> TensorDataset:
+        """Return the client's training samples as a data set for `torch.utils.data.DataLoader`."""
+        return TensorDataset(*self.tensors())
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the client's training samples as NumPy arrays, normalised: inputs, labels."""
+        inputs, labels = self.tensors()
+        return inputs.cpu().numpy(), labels.cpu().numpy()
+
+    def torch_generator(self, purpose: str) -> torch.Generator:
+        """Return a generator on the CPU for a purpose of the method, such as shuffling batches."""
+        seed = int(self.stream(purpose).integers(2**63 - 1))
+        return torch.Generator().manual_seed(seed)
 
     @property
     def rows(self) -> np.ndarray:

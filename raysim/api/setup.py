@@ -20,6 +20,7 @@ from raysim.api.declarations import (
     Task,
 )
 from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
 from raysim.api.messages import Failure, Update
 from raysim.api.server_view import ServerView, Weighting
 from raysim.vectors.layout import Layout
@@ -96,6 +97,7 @@ class MethodDeclaration:
     draws: dict[str, Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]] = field(
         default_factory=dict
     )
+    train: Callable[[LocalJob], LocalResult | None] | None = None
     contribute: Callable[[Contribution], Contributed] | None = None
     assemble: Callable[[Pooled, ServerView], None] | None = None
     finetune: Finetune | None = None
@@ -361,6 +363,15 @@ class Setup:
         self.declared.counted_clients[column] = frozenset(clients)
 
     # --- training -----------------------------------------------------------------------------
+    def train(self, function: Callable[[LocalJob], LocalResult | None]) -> None:
+        """Train each client by `function(job)` in place of raysim's steps.
+
+        The function trains `job.model` and `job.network(...)` in any way, on `job.dataset()`, and
+        returns a `LocalResult` or None. `begin`, `end` and all server hooks work as usual. No other
+        method of the list may take part in the steps. Only one method of a list may do this.
+        """
+        self.declared.train = function
+
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the labels [n] of the data set with which workers train; scores are unchanged."""
         self.declared.change_labels = change

@@ -40,11 +40,12 @@ _TASK = Stage()
 
 def step_methods(declarations: Declarations) -> list[str]:
     """Return the names of the methods that take part in a step."""
-    return [
-        declared.method
-        for declared in declarations.methods
-        if declared.stages is not None or any(declared.has_hook(hook) for hook in STEP_HOOKS)
-    ]
+    methods = []
+    for declared in declarations.methods:
+        fills_step_hook = any(declared.has_hook(hook) for hook in STEP_HOOKS)
+        if fills_step_hook or declared.stages is not None or declared.train is not None:
+            methods.append(declared.method)
+    return methods
 
 
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:

@@ -27,6 +27,12 @@ _METHODS = "raysim.methods."
 def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
     """Raise LanesError if `runtime.lanes` and `runtime.graph` do not suit the run."""
     if spec.graph:
+        trainer = declarations.declarer("train")
+        if trainer is not None:
+            raise LanesError(
+                f"runtime.graph=true: method '{trainer.method}' trains without raysim's steps, "
+                "which are what is recorded. Set runtime.graph=false."
+            )
         if is_stochastic(*declarations.networks.values()):
             raise LanesError(
                 "runtime.graph=true: the model draws random numbers in its steps (dropout or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from raysim.api.hook_checks import (
     check_upload,
 )
 from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
 from raysim.api.messages import Job
 from raysim.api.state_values import pack, unpack
 from raysim.data.batches import Pipeline
@@ -32,9 +34,11 @@ from raysim.training.batch_plan import BatchPlanner, layer_needing_two_rows, usu
 from raysim.training.client_data import ClientData, PreparedBatches
 from raysim.training.client_vector import copy_client_state, load_vector
 from raysim.training.frozen_networks import FrozenNetworks
+from raysim.training.own_training import OwnTraining
 from raysim.training.step import Step
 from raysim.training.transfer import has_own_memory
 from raysim.vectors.layout import Vector
+from raysim.vectors.optimizer import LocalOptimizer
 
 OPTIMIZER = "local.kept."  # prefix of client state that holds a kept optimizer
 _TASK_STAGES: Sequence[Sequence[Stage]] = ((Stage(),),)
@@ -49,9 +53,26 @@ class RunningJob:
     batches: Iterator[Batch]  # the batches to come
     losses: list[Tensor] = field(default_factory=list)  # of the steps with the task loss
     kept: Collection[str] = ()  # names of the client state that the job began with
+    result: LocalResult | None = None  # of a method that trains by itself
+
+    @property
+    def samples(self) -> int:
+        """Rows that were trained on, epochs counted."""
+        if self.result is not None and self.result.samples is not None:
+            return self.result.samples
+        return len(self.ctx.plan.positions)
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps."""
+        if self.result is not None and self.result.steps is not None:
+            return self.result.steps
+        return self.ctx.plan.steps
 
     def loss_rows(self) -> list[int]:
         """Return the number of rows behind each loss."""
+        if self.result is not None:
+            return [self.samples] if self.losses else []
         has_task = [any(stage.has_task_loss for stage in stages) for stages in self.cycle]
         sizes = enumerate(self.ctx.plan.sizes)
         return [size for index, size in sizes if has_task[index % len(has_task)]]
@@ -84,6 +105,10 @@ class Trainer:
         self.usual_sizes = usual_batch_sizes(partition.counts, local.batch)
 
         self.stager = declarations.declarer("stages")
+        own = declarations.declarer("train")
+        self.own_training: OwnTraining | None = None
+        if own is not None and own.train is not None:
+            self.own_training = OwnTraining(own.method, own.train, vector)
         self.beginners = declarations.hooks_of("begin")
         self.preparers = declarations.hooks_of("prepare")
         self.finishers = declarations.hooks_of("end")
@@ -202,11 +227,24 @@ class Trainer:
     def steps(self, running: RunningJob) -> None:
         """Do all steps of a job; afterwards the vector holds the trained model."""
         ctx, cycle = running.ctx, running.cycle
+        if self.own_training is not None:
+            running.result = self.own_training.train(ctx)
+            self._record_own_training(running, running.result)
+            return
         for index, batch in enumerate(running.batches):
             ctx.step = index
             loss = self.step(ctx, batch, cycle[index % len(cycle)])
             if loss is not None:
                 running.losses.append(loss)
+
+    def _record_own_training(self, running: RunningJob, result: LocalResult) -> None:
+        """Record the loss and the steps of a method that trained by itself."""
+        if not isnan(result.loss):
+            running.losses.append(self.vector.data.new_tensor(result.loss))
+        optimizer = LocalOptimizer(self.local.settings())
+        optimizer.steps = running.step_count
+        trained = slice(0, self.vector.layout.trained)
+        running.ctx.optimizers.put("own", optimizer, (trained,), 1.0)
 
     def end(self, running: RunningJob) -> None:
         """Call the methods' `end`; afterwards the context holds upload, losses and client state."""

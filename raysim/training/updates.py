@@ -14,6 +14,7 @@ from raysim.api.context import Context
 from raysim.api.hook_checks import check_report, format_error, format_traceback
 from raysim.api.messages import Failure, Job, Probe, Update
 from raysim.training.attack import check_norm
+from raysim.training.own_training import LocalTrainingError
 from raysim.training.run_spec import RunSpec
 from raysim.training.trainer import RunningJob, Trainer
 from raysim.training.transfer import MemoryCopies, read_scalars, to_device
@@ -77,8 +78,8 @@ class UpdateBuilder:
             client=job.client,
             version=job.version,
             samples=plan.samples,
-            trained=len(plan.positions),
-            steps=plan.steps,
+            trained=running.samples,
+            steps=running.step_count,
             loss=loss,
             seconds=seconds,
             counters=self._counters(),
@@ -95,7 +96,7 @@ class UpdateBuilder:
         client = self.spec.data.label(job.client)
         text = f"{client}, version {job.version}, worker {self.worker}: {format_error(error)}"
         method = failing_method_name(error)
-        if isinstance(error, NotFiniteError):
+        if isinstance(error, NotFiniteError | LocalTrainingError):
             method = error.method
         return Failure(
             job.number, job.client, job.version, self.worker, method, text, format_traceback(error)

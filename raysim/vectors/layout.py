@@ -216,6 +216,35 @@ class Vector:
             else:
                 parameter.data = view
 
+    def collect(self) -> None:
+        """Take the tensors of the modules back after code that may have replaced them.
+
+        A tensor that a module holds outside of the flat tensors is copied into them, and gradients
+        are dropped. Raises ValueError for a tensor of another shape; the modules see the flat
+        tensors again in either case.
+        """
+        storage = self.storage(self.data, self.counters)
+        entries = [*self.layout.entries, *self.layout.counters]
+        problem = ""
+        for entry, places, view in zip(entries, self._places, storage.views, strict=True):
+            owner, leaf = places[0]
+            current = owner[leaf].detach()
+            if current.shape != view.shape:
+                problem = (
+                    f"{entry.name} has the shape {list(current.shape)} after training, and had "
+                    f"{list(view.shape)} before. Change its values, do not replace it."
+                )
+            elif current.data_ptr() != view.data_ptr():
+                view.copy_(current)
+        self.use_storage(storage)
+        for places, parameter in zip(self._places, self._parameters, strict=True):
+            if parameter is not None:
+                _put(places, parameter)
+                parameter.grad = None
+                parameter.requires_grad_(True)
+        if problem:
+            raise ValueError(problem)
+
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.

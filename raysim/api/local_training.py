@@ -1,0 +1,38 @@
+"""What a method's own local training returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite, nan
+
+from raysim.primitives.checks import at_least
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """The result of a job that a method trained by itself (`run.train`).
+
+    loss: mean training loss over the rows; nan: unknown. samples: rows passed through the model,
+    epochs counted; None: as many as `local.*` plans. steps: optimizer steps; None: as planned.
+    metrics: numbers for the history, by name. Samples and steps are recorded; how long the job
+    takes on virtual time is known before it is trained.
+
+    Raises ValueError for negative samples or steps and for metrics that are not finite.
+    """
+
+    loss: float = nan
+    samples: int | None = None
+    steps: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.samples is not None:
+            at_least("LocalResult.samples", self.samples, 0)
+        if self.steps is not None:
+            at_least("LocalResult.steps", self.steps, 0)
+        for name, value in self.metrics.items():
+            if not isfinite(float(value)):
+                raise ValueError(
+                    f"LocalResult.metrics[{name!r}]={value}: must be finite. Leave it out."
+                )

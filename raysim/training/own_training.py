@@ -1,0 +1,82 @@
+"""Run the local training that a method brings in place of raysim's steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import torch
+
+from raysim.api.context import Context
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.primitives.streams import torch_seed
+from raysim.vectors.layout import Vector
+
+
+@contextmanager
+def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators of `random`, NumPy and torch; restore them afterwards.
+
+    A user's own training may draw from them, and its numbers must not depend on the worker.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+class LocalTrainingError(TypeError):
+    """A method's own training left something that cannot be used. method: its name."""
+
+    def __init__(self, text: str, method: str):
+        super().__init__(text)
+        self.method = method
+
+
+class OwnTraining:
+    """The function that a method declared with `run.train`, and the networks that it trains."""
+
+    def __init__(
+        self, method: str, function: Callable[[LocalJob], LocalResult | None], vector: Vector
+    ):
+        self.method, self.function, self.vector = method, function, vector
+
+    def train(self, ctx: Context) -> LocalResult:
+        """Train the client that the vector holds; afterwards the vector holds the trained model.
+
+        Raises LocalTrainingError for another result than a `LocalResult` or None, and for a tensor
+        of a network that has another shape than before.
+        """
+        seed = torch_seed(ctx.seed, "own_training", ctx.client, ctx.participation)
+        try:
+            with seeded_generators(seed, self.vector.data.device), torch.enable_grad():
+                result = self.function(ctx.view(self.method))
+        except BaseException:
+            with suppress(ValueError):  # the error of the function comes first
+                self.vector.collect()
+            raise
+        try:
+            self.vector.collect()
+        except ValueError as error:
+            raise LocalTrainingError(str(error), self.method) from None
+        if result is None:
+            result = LocalResult()
+        if not isinstance(result, LocalResult):
+            raise LocalTrainingError(
+                f"the training of method '{self.method}' returned {type(result).__name__}. "
+                "Return raysim.LocalResult(...) or None.",
+                self.method,
+            )
+        report = {f"{self.method}.{name}": float(value) for name, value in result.metrics.items()}
+        ctx.report.update(report)
+        return result

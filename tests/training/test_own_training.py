@@ -1,0 +1,167 @@
+"""Methods that train clients by a function of their own (`run.train`)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import BUFFER, ROUNDS, run, run_spec, several_workers
+from torch import nn
+from torch.utils.data import DataLoader
+
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.api.method import Method
+from raysim.api.setup import Setup
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedopt import FedAvgM
+from raysim.methods.fedprox import FedProx
+from raysim.simulation.schedule import Schedule
+
+
+class PlainSgd(Method):
+    """Train by a loop of its own on the batches that raysim would use."""
+
+    name = "plain_sgd"
+
+    def setup(self, run: Setup) -> None:
+        run.train(self.train_client)
+
+    def train_client(self, job: LocalJob) -> LocalResult:
+        inputs, labels = job.tensors()
+        local = job.local
+        optimizer = torch.optim.SGD(
+            job.model.parameters(),
+            lr=job.rate,
+            momentum=local.momentum,
+            weight_decay=local.weight_decay,
+        )
+        total = 0.0
+        start = 0
+        for size in job.plan.sizes:
+            rows = torch.from_numpy(job.plan.positions[start : start + size])
+            start += size
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(job.model(inputs[rows]), labels[rows])
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach()) * size
+        return LocalResult(loss=total / start, samples=start, steps=len(job.plan.sizes))
+
+
+def test_own_training_equals_raysims_steps() -> None:
+    usual, own = run(run_spec(), rounds=3), run(run_spec(PlainSgd()), rounds=3)
+    torch.testing.assert_close(
+        own.coordinator.server.vector, usual.coordinator.server.vector, rtol=1e-5, atol=1e-6
+    )
+    for usual_row, own_row in zip(usual.rows, own.rows, strict=True):
+        assert own_row["train_loss"] == pytest.approx(usual_row["train_loss"], rel=1e-4)
+
+
+class Drawing(Method):
+    """Train with random numbers from the global generators, and keep a count for each client."""
+
+    name = "drawing"
+
+    def setup(self, run: Setup) -> None:
+        run.client_state("jobs", lambda samples: 0)
+        run.upload("noise", 1)
+        run.train(self.train_client)
+
+    def train_client(self, job: LocalJob) -> LocalResult:
+        job.state["jobs"] += 1
+        loader = DataLoader(job.dataset(), batch_size=8, shuffle=True)
+        optimizer = torch.optim.Adam(job.model.parameters(), lr=0.01)
+        for inputs, labels in loader:
+            loss = nn.functional.cross_entropy(job.model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        noise = random.random() + float(torch.rand(()))
+        noise += float(np.random.rand())  # noqa: NPY002
+        job.upload["noise"] = torch.tensor([noise])
+        return LocalResult(metrics={"noise": noise})
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+def test_own_training_gives_the_same_bits_on_two_workers(schedule: Schedule) -> None:
+    spec = run_spec(Drawing(), FedBuff()) if schedule is BUFFER else run_spec(Drawing())
+    one = run(spec, schedule, rounds=4)
+    two = run(spec, schedule, runtime=several_workers(spec, 2), rounds=4)
+    assert one.bits == two.bits
+    noise = [row["drawing.noise"] for row in one.rows]
+    assert len({value for value in noise if value is not None}) > 1
+
+
+def _numpy_state() -> list[int]:
+    return list(np.random.get_state()[1])  # type: ignore[arg-type]  # noqa: NPY002
+
+
+def test_own_training_leaves_global_generators_alone() -> None:
+    states = random.getstate(), _numpy_state(), torch.get_rng_state().tolist()
+    run(run_spec(Drawing()), rounds=1)
+    later = random.getstate(), _numpy_state(), torch.get_rng_state().tolist()
+    assert later == states
+
+
+def test_own_training_combines_with_server_methods() -> None:
+    plain = run(run_spec(PlainSgd()), rounds=2)
+    with_momentum = run(run_spec(PlainSgd(), FedAvgM()), rounds=2)
+    assert plain.bits != with_momentum.bits
+
+
+def test_own_training_refuses_step_methods_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'fedprox'.*'plain_sgd'"):
+        run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
+
+
+class Replacing(Method):
+    """Replace the model's tensors in a way that loses raysim's views of them."""
+
+    name = "replacing"
+
+    def __init__(self, how: str = "assign"):
+        self.how = how
+
+    def setup(self, run: Setup) -> None:
+        run.train(self.train_client)
+
+    def train_client(self, job: LocalJob) -> Any:
+        weights = {name: value + 1 for name, value in job.model.state_dict().items()}
+        if self.how == "assign":
+            job.model.load_state_dict(weights, assign=True)
+        elif self.how == "shape":
+            parameter = next(job.model.parameters())
+            parameter.data = parameter.data.flatten()[:1]
+        elif self.how == "result":
+            return {"loss": 1.0}
+        elif self.how == "error":
+            raise SystemExit(3)
+        return None
+
+
+def test_own_training_may_replace_tensors() -> None:
+    before, after = run(run_spec(Replacing()), rounds=1), run(run_spec(Replacing()), rounds=2)
+    difference = after.coordinator.server.vector - before.coordinator.server.vector
+    torch.testing.assert_close(difference, torch.ones_like(difference))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("shape", "shape"), ("result", "LocalResult"), ("error", "SystemExit")]
+)
+def test_own_training_error_is_one_failed_client(how: str, text: str) -> None:
+    result = run(run_spec(Replacing(how)), rounds=1, tolerate=1.0)
+    assert result.rows[0]["failures"] > 0
+    assert all(failure.method == "replacing" for failure in result.failures)
+    assert all(text in failure.error for failure in result.failures)
+
+
+@pytest.mark.parametrize("metrics", [{"score": float("nan")}])
+def test_local_result_checks_its_values(metrics: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="metrics"):
+        LocalResult(metrics=metrics)
+    with pytest.raises(ValueError, match=r"LocalResult\.samples"):
+        LocalResult(samples=-1)
