@@ -1,7 +1,7 @@
-"""One way to check a value that a user gave: the value itself comes back, or ValueError says what is allowed.
+"""Check a value that a user gave: return the value, or raise `ValueError` with what is allowed.
 
-A number must be finite; nan is in no range, and neither is what is no number. name: the key of the configuration, such
-as "local.lr". why: the end of the sentence, such as "it keeps the divisor away from 0".
+A number must be finite; nan and other types are in no range. `name` is the key of the
+configuration, such as "local.lr". `why` ends the error, such as "it keeps the divisor away from 0".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def in_range(
     below: float = math.inf,
     why: str = "",
 ) -> N:
-    """A finite number in a range whose ends are allowed (least, most) or not (above, below)."""
+    """Return a finite number whose range has included (least, most) or excluded ends."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     allowed = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]
     if math.isfinite(least) and math.isfinite(most):
@@ -37,62 +37,54 @@ def in_range(
     words = " and ".join(allowed)
     if not is_number(value):
         return require(name, value, False, f"a number, {words}", why)
-    return require(
-        name,
-        value,
-        is_finite(value) and least <= value <= most and above < value < below,
-        words,
-        why,
-    )
+    is_inside = least <= value <= most and above < value < below
+    return require(name, value, is_finite(value) and is_inside, words, why)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number, whatever an annotation says: Python and NumPy have several kinds."""
+    """Return whether a value is a real number of Python or NumPy, whatever its annotation says."""
     return isinstance(value, Real)
 
 
 def is_finite(value: float) -> bool:
-    """Whether a number is neither nan nor infinite; an integer never is, even one that no float can hold."""
+    """Return whether a number is neither nan nor infinite, also one too large for a float."""
     return isinstance(value, int) or math.isfinite(value)
 
 
 def at_least(name: str, value: N, least: float) -> N:
-    """A finite number >= least."""
+    """Return a finite number >= least."""
     return in_range(name, value, least=least)
 
 
 def above(name: str, value: N, bound: float, why: str = "") -> N:
-    """A finite number > bound."""
+    """Return a finite number > bound."""
     return in_range(name, value, above=bound, why=why)
 
 
 def between(name: str, value: N, low: float, high: float) -> N:
-    """A number from low to high, both allowed."""
+    """Return a number from low to high, both included."""
     return in_range(name, value, least=low, most=high)
 
 
 def one_of(name: str, value: V, allowed: Collection[object]) -> V:
-    """One of the allowed values; the sentence names all of them, and the nearest one to a misspelt name."""
-    if value in list(allowed):  # a mapping or a set would want to hash it
+    """Return one of the allowed values; the error names all, and the nearest to a misspelt name."""
+    if value in list(allowed):  # a mapping or a set would hash it
         return value
-    near = (
-        nearest(value, [each for each in allowed if isinstance(each, str)])
-        if isinstance(value, str)
-        else ""
-    )
-    meant = f"; did you mean {near!r}?" if near else ""
-    raise ValueError(
-        f"{name}={value!r} does not exist: use one of {', '.join(map(repr, allowed))}{meant}"
-    )
+    near = ""
+    if isinstance(value, str):
+        near = nearest(value, [choice for choice in allowed if isinstance(choice, str)])
+    hint = f"; did you mean {near!r}?" if near else ""
+    choices = ", ".join(map(repr, allowed))
+    raise ValueError(f"{name}={value!r} does not exist: use one of {choices}{hint}")
 
 
 def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> V:
-    """Any value for which `holds` is true; allowed: such values in words."""
+    """Return a value for which `holds` is true. `allowed` describes such values in the error."""
     if not holds:
         raise ValueError(f"{name}={value!r} must be {allowed}{f': {why}' if why else ''}")
     return value
 
 
 def finite_values(values: Iterable[int | float | None]) -> list[float]:
-    """The values that are numbers: None, nan and infinities are left out."""
+    """Return the values that are finite numbers, without None, nan and infinities."""
     return [float(value) for value in values if value is not None and math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""Which version of the user's files a run was started with."""
+"""The version of the user's files that a run was started with."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import json
 import os
 import subprocess
 
-SOURCE = "RAYSIM_SOURCE"  # in the environment of a submitted job, whose files are no checkout: what it was packed from
+# In the environment of a submitted job, whose files are no checkout: their commit.
+SOURCE = "RAYSIM_SOURCE"
 
 
 @functools.cache
 def source_commit() -> dict[str, str]:
-    """The commit that is checked out where the run was started, and whether files differ from it; {} without git."""
-    if given := os.environ.get(SOURCE):
-        return dict(json.loads(given))
+    """Return the commit of the current folder, and whether its files are changed; {} without git.
 
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
+    The keys are "commit" and "dirty" ("true" or "false").
+    """
+    submitted = os.environ.get(SOURCE)
+    if submitted:
+        return dict(json.loads(submitted))
     try:
-        found = {"commit": git("rev-parse", "HEAD")}
-        return found | {
-            "dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower()
-        }
+        commit = _run_git("rev-parse", "HEAD")
+        changes = _run_git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return {}
+    return {"commit": commit, "dirty": "true" if changes else "false"}
+
+
+def _run_git(*words: str) -> str:
+    completed = subprocess.run(
+        ["git", *words], capture_output=True, text=True, check=True, timeout=10
+    )
+    return completed.stdout.strip()

@@ -1,4 +1,4 @@
-"""What a user sees instead of a traceback, and the nearest valid name to a misspelt one."""
+"""Errors that a user sees in place of a traceback, and the nearest valid name to a misspelt one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_TOO_LARGE = (
-    "can't allocate memory",
-    "Storage size calculation overflowed",
-)  # what torch calls a RuntimeError
+# Parts of the texts of a RuntimeError by which torch reports too little memory.
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "Storage size calculation overflowed")
+# More valid names than this are not listed next to the nearest one.
+MAX_LISTED_NAMES = 20
 
 
 class Refused(ValueError):
-    """A study that cannot be run as asked: one sentence with the value, its place and what to do."""
+    """A request that cannot be carried out: the key with its value, what is wrong, what to do."""
 
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Turns the errors that a wrong setting causes into `Refused`; whatever else is raised is our own mistake."""
+    """Raise `Refused` for errors that a wrong setting causes; pass all other errors on."""
     try:
         yield
     except Refused:
@@ -26,46 +26,46 @@ def errors_as_refusals() -> Iterator[None]:
     except (ValueError, OSError, OverflowError) as error:
         raise Refused(on_one_line(error)) from error
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _TOO_LARGE):
+        is_out_of_memory = any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+        if isinstance(error, RuntimeError) and not is_out_of_memory:
             raise
         raise Refused(
-            f"this takes more memory than there is ({first_line(error)}): ask for less"
+            f"the run needs more memory than this machine has ({first_line(error)}): ask for less"
         ) from error
 
 
 def on_one_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Return an error's text on one line."""
     return " ".join(_text(error).split())
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or the name of its type if it says nothing."""
+    """Return the first line of an error's text, or the name of its type if it has no text."""
     return next(iter(_text(error).strip().splitlines()), type(error).__name__)
 
 
 def _text(error: BaseException) -> str:
-    """What an error says; one that crossed a process has its original, without the other's traceback, in `cause`."""
+    # An error that crossed a process has its original, without a traceback, in `cause`.
     cause = getattr(error, "cause", None)
     return str(cause if isinstance(cause, Exception) else error)
 
 
-MANY = 20  # names that hide the one that is meant
-
-
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the most similar valid name in upper or lower case, or ""."""
+    """Return the most similar valid name in upper or lower case, or "" if none is similar."""
     by_lower_case = {option.lower(): option for option in reversed(list(valid))}
-    cutoff = 0.5 if len(name) < 4 else 0.6  # rl is half of lr
+    cutoff = 0.5 if len(name) < 4 else 0.6  # "rl" and "lr" have 0.5
     matches = difflib.get_close_matches(name.lower(), list(by_lower_case), 1, cutoff)
     return by_lower_case[matches[0]] if matches else ""
 
 
 def suggest(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
-    """The end of a sentence about a wrong name: the nearest one if any is similar, and all if they do not hide it."""
+    """Return the end of an error about a wrong name: the nearest valid name, or all of them."""
     names = list(valid)
     if not names:
         return f"{what} no settings" if what.endswith("has") else f"{what} none"
-    everything = f"{what} {', '.join(names)}"
-    if not (near := nearest(name, names)):
-        return everything
-    return f"did you mean {near}?" + (f" ({everything})" if len(names) <= MANY else "")
+    all_names = f"{what} {', '.join(names)}"
+    near = nearest(name, names)
+    if not near:
+        return all_names
+    listed = f" ({all_names})" if len(names) <= MAX_LISTED_NAMES else ""
+    return f"did you mean {near}?{listed}"

@@ -1,24 +1,12 @@
-"""Packages that only some runs need: imported where they are asked for, and missed in one sentence."""
+"""Import packages that only some runs need."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
 
-
-def import_optional(package: str, what: str) -> ModuleType:
-    """The package, which `what` (a setting) needs. Raises ValueError with the extra that installs it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        extra = EXTRAS[package.partition(".")[0]]
-        raise ValueError(
-            f"{what} needs the package {package} ({error}), of the extra [{extra}]: run uv sync --inexact --extra "
-            f"{extra} in a checkout of raysim; elsewhere install its wheel or its git URL with [{extra}]"
-        ) from error
-
-
-EXTRAS = {  # which extra of pyproject.toml brings which package
+# The extra of pyproject.toml that installs each package.
+EXTRAS = {
     "timm": "timm",
     "transformers": "huggingface",
     "datasets": "huggingface",
@@ -27,3 +15,19 @@ EXTRAS = {  # which extra of pyproject.toml brings which package
     "wandb": "wandb",
     "dp_accounting": "privacy",
 }
+
+
+def import_optional(package: str, setting: str) -> ModuleType:
+    """Import the package that a setting needs.
+
+    Raise `ValueError` with the extra that installs it if it is missing.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        extra = EXTRAS[package.partition(".")[0]]
+        raise ValueError(
+            f"{setting} needs the package {package} ({error}), of the extra [{extra}]: run uv sync "
+            f"--inexact --extra {extra} in a checkout of raysim; elsewhere install its wheel or "
+            f"its git URL with [{extra}]"
+        ) from error

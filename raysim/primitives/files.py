@@ -1,4 +1,4 @@
-"""Files that other processes read, or write at the same time."""
+"""Files and folders that several processes read or write at the same time."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from typing import Any, BinaryIO, TextIO
 
 from raysim.primitives.errors import Refused
 
-_SOON = 3.0  # seconds of a wait that nobody need be told of
-LOCK_FILE = ".held"  # the file that the process of a run locks
-_FULL = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-)  # in errors of libraries' own kinds
+# The file that the process of a run locks.
+LOCK_FILE = ".held"
+# A wait for a lock that is shorter is not reported.
+SILENT_WAIT_S = 3.0
+# Parts of the texts by which libraries report a full disk in errors of their own.
+_FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
+# --- files that appear as a whole -----------------------------------------------------------------
 @contextlib.contextmanager
 def draft_file(path: Path) -> Iterator[Path]:
-    """Where to write a file, with the mode that the umask gives; then it gets its name, with all of it on the disk.
+    """Yield the path of a draft, which gets its final name once all of it is on the disk.
 
-    Readers, or those who come after a crash, see the old content or all of the new one.
+    Readers, also those after a crash, see the old content or all of the new one.
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        unfinished.touch()
-        mode = unfinished.stat().st_mode
-        yield unfinished
-        unfinished.chmod(mode)  # some libraries keep what they write to its user
-        sync(unfinished)
-        unfinished.replace(path)
+        draft.touch()
+        mode = draft.stat().st_mode  # as the umask gives it
+        yield draft
+        draft.chmod(mode)  # some libraries deny access to everybody but the user
+        sync(draft)
+        draft.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def open_draft(path: Path) -> Iterator[BinaryIO]:
-    """The same, as an open file."""
-    with draft_file(path) as unfinished, unfinished.open("wb") as file:
+    """Yield a `draft_file`, open for binary writing."""
+    with draft_file(path) as draft, draft.open("wb") as file:
         yield file
 
 
@@ -62,39 +62,47 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that readers see as a whole."""
+    """Write a file; readers see the old content or all of the new one."""
     with report_full_disk(path, len(content)), open_draft(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def report_full_disk(path: Path, needed: int) -> Iterator[None]:
-    """Where the disk is full, an OSError of its own kind says what was to be written and what is free, in bytes."""
+def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
+    """Raise an `OSError` with the needed and the free bytes if the disk is full."""
     try:
         yield
     except Exception as error:
         if not is_disk_full(error):
             raise
-        free = shutil.disk_usage(path.parent).free
-        text = f"the disk is full: {path} takes {needed:,} bytes, of which {free:,} are free"
+        free_bytes = shutil.disk_usage(path.parent).free
+        text = (
+            f"the disk is full: {path} needs {needed_bytes:,} bytes, {free_bytes:,} bytes are free"
+        )
         raise OSError(errno.ENOSPC, text) from error
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether something could not be written for want of room, or of leave to take it."""
-    known = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return known or any(text in str(error) for text in _FULL)
+    """Return whether an error means a full disk, or a quota or limit that is exceeded."""
+    full_errors = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError) and error.errno in full_errors:
+        return True
+    return any(text in str(error) for text in _FULL_DISK_TEXTS)
 
 
+# --- paths ----------------------------------------------------------------------------------------
 def conf_folder() -> Path:
-    """Where the configuration files lie: inside an installed package, or beside it in a checkout."""
+    """Return the folder of the configuration files: in an installed package, or in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
 
 def user_path(text: str | Path) -> Path:
-    """The path that a user wrote, ~ being the home folder. Raises Refused for what cannot be a path."""
+    """Return the path that a user wrote; ~ is the home folder.
+
+    Raise `Refused` for what cannot be a path.
+    """
     if "\0" in str(text):
         raise Refused(f"{str(text)!r} is no path: it contains a NUL")
     try:
@@ -111,14 +119,14 @@ def user_path(text: str | Path) -> Path:
         raise Refused(f"{str(text)[:60]}... is no path: {error.strerror}") from None
     except RuntimeError:
         raise Refused(
-            f"{text} names a user whose home folder is not known: write the path in full"
+            f"{text} names a user whose home folder is unknown. Write the path in full."
         ) from None
 
 
 def make_folder(path: Path) -> Path:
-    """The folder at a path, made if need be. Raises Refused where something else is there."""
+    """Return the folder at a path; make it if it is missing. Raise `Refused` for anything else."""
     if path.exists() and not path.is_dir():
-        raise Refused(f"{path} is no folder: choose another place")
+        raise Refused(f"{path} is no folder. Choose another place.")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -132,15 +140,15 @@ _SECRET = re.compile(
 
 
 def without_password(text: str) -> str:
-    """The same text with users, passwords and tokens taken out of every address in it."""
+    """Return a text with users, passwords and tokens removed from all addresses in it."""
     bare = _USER.sub("://", text)
     return _SECRET.sub(r"\1", bare)
 
 
 def regular_file(path: Path) -> Path:
-    """The path of a file that can be read to its end: no folder, pipe or device, and no link to one.
+    """Return the path of a file that can be read to its end.
 
-    Raises Refused for any other.
+    Raise `Refused` for a missing file, a folder, a pipe or a device, and for links to these.
     """
     if not path.is_file():
         raise Refused(f"{path} is no regular file: remove it, or put the file there.")
@@ -148,68 +156,79 @@ def regular_file(path: Path) -> Path:
 
 
 def existing_file(path: Path) -> list[Path]:
-    """Return a list with the path of a regular file, or an empty one. Raise `Refused` for what is no file."""
+    """Return a list with the path of a regular file, empty if nothing is there.
+
+    Raise `Refused` for anything but a regular file.
+    """
     return [regular_file(path)] if os.path.lexists(path) else []
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says. Raises ValueError, also for what Python cannot nest so deeply."""
+    """Return what a JSON text holds. Raise `ValueError`, also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
+# --- locks ----------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
-    """One process at a time per folder, which is made if need be; `setting` names it. Says so where it has to wait.
+    """Lock a folder, which is made if it is missing; wait while another process has it.
 
-    Raises ValueError if the folder cannot be written.
+    A long wait is reported. `setting` names the folder in errors. Raise `ValueError` if the folder
+    cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / ".lock").open("a+")
     except OSError as error:
         raise ValueError(
-            f"{folder} cannot be written ({error}): name another folder in {setting}"
+            f"{setting}: {folder} cannot be written ({error}). Name another folder."
         ) from error
     with handle:
-        if not _locked_soon(handle):
+        if not _lock_soon(handle):
             print(
                 f"raysim: waiting for {_owner(handle)}, which writes {folder}",
                 file=sys.stderr,
                 flush=True,
             )
-            _locked(handle, wait=True)
-        _sign(handle)
+            _lock(handle, wait=True)
+        _write_owner(handle)
         yield
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """A folder of a run for this process alone, as long as it works there. Raises Refused where another one does."""
+    """Lock the folder of a run. Raise `Refused` if another process has it."""
     path = folder / LOCK_FILE
     if path.exists() and not path.is_file():
-        raise Refused(f"{path} is no file that can be locked: remove it")
+        raise Refused(f"{path} is no file that can be locked. Remove it.")
     with path.open("a+") as handle:
-        if not _locked(handle):
+        if not _lock(handle):
             raise Refused(
-                f"{folder} is in use by {_owner(handle)}: wait for its end, or choose another folder"
+                f"{folder} is in use by {_owner(handle)}. "
+                "Wait until it ends, or choose another folder."
             )
-        _sign(handle)
+        _write_owner(handle)
         yield
 
 
-def _locked_soon(handle: TextIO) -> bool:
-    """Lock a file for which others are quick, such as the trials of one search; False where it takes them seconds."""
-    until = time.monotonic() + _SOON
-    while not (locked := _locked(handle)) and time.monotonic() < until:
+def _lock_soon(handle: TextIO) -> bool:
+    """Return whether the file could be locked before a wait has to be reported."""
+    deadline = time.monotonic() + SILENT_WAIT_S
+    while not _lock(handle):
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.05)
-    return locked
+    return True
 
 
-def _locked(handle: TextIO, wait: bool = False) -> bool:
-    """Lock a file until it is closed; False where another process has it. Some network file systems have no locks."""
+def _lock(handle: TextIO, wait: bool = False) -> bool:
+    """Lock a file until it is closed; return False if another process has it.
+
+    Some network file systems have no locks; there every process gets one.
+    """
     import fcntl
 
     try:
@@ -222,13 +241,12 @@ def _locked(handle: TextIO, wait: bool = False) -> bool:
 
 
 def this_process() -> str:
-    """How a sentence names it to somebody who finds what it left."""
+    """Return the name of this process for readers on other machines."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _sign(handle: TextIO) -> None:
-    """Leave in a locked file who has it."""
-    with contextlib.suppress(OSError):  # a full disk is the next one's to tell
+def _write_owner(handle: TextIO) -> None:
+    with contextlib.suppress(OSError):  # the next write reports a full disk
         handle.truncate(0)
         handle.write(this_process())
         handle.flush()

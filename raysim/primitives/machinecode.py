@@ -1,4 +1,4 @@
-"""Machine code of `raysim.vectors.blocks.compiled` that outlives its process: numba's files, made safe to share."""
+"""Keep the machine code of `raysim.vectors.blocks.compiled` in numba's files, safe to share."""
 
 from __future__ import annotations
 
@@ -12,47 +12,55 @@ from numba.core import caching
 
 from raysim.primitives.files import wait_for_folder
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
-_OnDisk: Any = caching.FunctionCache  # numba has no types
+_PLAIN_TYPES = (bool, int, float, str, tuple, type(None))
+_FunctionCache: Any = caching.FunctionCache  # numba has no types
 
 
-class MachineCodeCache(_OnDisk):  # type: ignore[misc]
-    """Beside the function's own file, else where numba keeps a user's. Raises RuntimeError if neither can be written.
+class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
+    """A cache next to the function's own file, or else where numba keeps a user's files.
 
-    Numba asks whether the file is a new one and the bytecode the same. Here constants, the plain values of names from
-    the module, and the options of the compiler count too, so code of an older source is never taken for that of a newer
-    one. What fails on disk only costs the time to compile.
+    numba compares the file's age and the bytecode. This cache also compares constants, the plain
+    values of names from the module and the compiler's options, so that code of an older source is
+    never used for a newer one. A failure on disk only costs the time to compile. Raise
+    `RuntimeError` if neither place can be written.
     """
 
     def __init__(self, function: Callable[..., Any], options: object):
         super().__init__(function)
-        self._exact = digest(function, options)
+        self._digest = digest(function, options)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), self._exact)
+        return (*super()._index_key(sig, codegen), self._digest)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The code for these types, or None."""
+        """Return the code for these types, or None."""
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # a damaged file fails in pickle, or in numba, in many ways
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """One process at a time: two that add code to one index would give it one name."""
-        with (
-            contextlib.suppress(Exception),
-            wait_for_folder(Path(self.cache_path), "NUMBA_CACHE_DIR"),
-        ):
+        """Save the code for these types.
+
+        Only one process does so at a time: two would give the same name to their code.
+        """
+        folder = Path(self.cache_path)
+        with contextlib.suppress(Exception), wait_for_folder(folder, "NUMBA_CACHE_DIR"):
             super().save_overload(sig, data)
 
 
 def digest(function: Callable[..., Any], options: object) -> str:
-    """What the machine code of a function depends on beside its bytecode; equal in all processes."""
+    """Return a digest of what a function's machine code depends on; equal in all processes."""
     code: Any = function.__code__
-    known = getattr(function, "__globals__", {})
-    names = [
-        (name, value) for name in code.co_names if isinstance(value := known.get(name), _PLAIN)
-    ]
-    read = (code.co_code, code.co_consts, code.co_names, code.co_varnames, names, options)
-    return hashlib.sha256(repr(read).encode()).hexdigest()
+    module_values = getattr(function, "__globals__", {})
+    values = [(name, module_values.get(name)) for name in code.co_names]
+    plain_values = [(name, value) for name, value in values if isinstance(value, _PLAIN_TYPES)]
+    content = (
+        code.co_code,
+        code.co_consts,
+        code.co_names,
+        code.co_varnames,
+        plain_values,
+        options,
+    )
+    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How much memory a process has taken, how much there is, and what does not fit into it."""
+"""Measure the memory of this process and machine, and refuse settings that need more."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import sys
 from pathlib import Path
 
+_GIB = 2**30
+
 
 def peak_memory_bytes() -> int:
-    """Largest resident memory of this process so far, in bytes; 0 where the platform does not tell."""
+    """Return the largest resident memory of this process so far; 0 if the platform has no count."""
     try:
-        # Unlike getrusage, this one starts anew when a process is spawned by a larger one.
+        # Unlike getrusage, this one begins at 0 in a process that a larger one starts.
         status = Path("/proc/self/status").read_text()
-        return next(
-            int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")
-        )
-    except (OSError, StopIteration):
+        peaks = [line for line in status.splitlines() if line.startswith("VmHWM")]
+        return int(peaks[0].split()[1]) * 1024
+    except (OSError, IndexError):
         pass
     try:
         import resource
@@ -27,7 +28,7 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> float:
-    """Bytes that this machine has, or the group of processes (a container) that this one is in; infinite if unknown."""
+    """Return the memory of this machine, or of its container if that has less; inf if unknown."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -36,9 +37,14 @@ def total_memory_bytes() -> float:
     return min(limits)
 
 
-def check_memory(what: str, needed: float) -> None:
-    """Raises ValueError where `needed` [bytes] for what the settings ask for are more than there are."""
-    if needed > (there := total_memory_bytes()):
+def check_memory(what: str, needed_bytes: float) -> None:
+    """Raise `ValueError` if data need more memory than there is.
+
+    `what` describes the data in the plural, with the setting: "2 images of data.size=30000".
+    """
+    total = total_memory_bytes()
+    if needed_bytes > total:
         raise ValueError(
-            f"{what} take {needed / 2**30:,.0f} GiB of memory, of which there are {there / 2**30:,.0f}: ask for less"
+            f"{what} need {needed_bytes / _GIB:,.0f} GiB of memory, "
+            f"{total / _GIB:,.0f} GiB are available: ask for less"
         )

@@ -1,4 +1,4 @@
-"""Text on streams whose encoding lacks some characters, such as ASCII or cp932."""
+"""Write text to streams whose encoding lacks some characters, such as ASCII or cp932."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-HANDLER = "raysim-equivalents"  # of the errors of a stream
+# The name of the error handler of a stream.
+HANDLER = "raysim-equivalents"
 EQUIVALENTS = {
     "±": "+/-",
     "·": "|",
@@ -53,7 +54,7 @@ def ascii_equivalent(character: str) -> str:
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    """Answer an encoder that met characters which its encoding lacks."""
+    """Return the replacement of characters that an encoding lacks, and where to continue."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]
@@ -65,9 +66,9 @@ codecs.register_error(HANDLER, _replace_characters)
 
 @contextmanager
 def lossy_output(*streams: object) -> Iterator[None]:
-    """Let these streams write equivalents of characters that their encoding lacks, in place of an error.
+    """Let streams write equivalents of characters that their encoding lacks, without an error.
 
-    Streams that are no text files keep their ways.
+    Streams that are no text files stay unchanged.
     """
     with ExitStack() as stack:
         for stream in streams:

@@ -1,4 +1,7 @@
-"""What a process spends its time on, as spans of a few kinds; a second counts for the innermost span that is open."""
+"""Measure what a process spends its time on, as spans of a few kinds.
+
+A second counts for the innermost span that is open.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# In the order in which tables and pictures have them.
+# In the order of tables and pictures.
 KINDS = (
     "steps",
     "gathering",
@@ -20,11 +23,12 @@ KINDS = (
     "messages",
     "waiting",
 )
-MAX_KEPT_SPANS = 100_000  # spans that a track remembers one by one; all of them count
+# Spans that a track lists one by one; all of them count.
+MAX_KEPT_SPANS = 100_000
 
 
 class Span(NamedTuple):
-    """What was done, and when, in seconds since the epoch."""
+    """One piece of work with its begin and end, in seconds since the epoch."""
 
     name: str
     kind: str
@@ -34,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Track:
-    """Where the time of a process went: seconds by kind, the first spans, and how many there were."""
+    """The time of a process: seconds by kind, the first spans, and the number of all spans."""
 
     name: str
     seconds: dict[str, float]
@@ -44,31 +48,30 @@ class Track:
 
 @dataclass
 class Spans:
-    """Notes spans while they open and close.
+    """A recorder of the spans of a process.
 
-    whole: kinds that take all of their time, whatever is done inside. settle: called before a span closes, to wait for
-    a device that works on its own.
+    whole: kinds whose spans count as a whole, without spans inside. settle: is called before a span
+    closes, to wait for a device that works on its own. calls: spans that lie in no other.
     """
 
     whole: Sequence[str] = ()
     settle: Callable[[], object] = field(default=lambda: None)
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    calls: list[Span] = field(default_factory=list)  # spans that lie in no other
+    calls: list[Span] = field(default_factory=list)
     count: int = 0
-    _open: list[tuple[str, list[float]]] = field(
-        default_factory=list
-    )  # kinds, and seconds of spans inside
-    # Clocks of processes differ in where they start, and the one that is adjusted may jump.
+    # Kinds of the open spans, and the seconds of the spans inside each.
+    _open: list[tuple[str, list[float]]] = field(default_factory=list)
+    # perf_counter starts at another moment in each process, and time.time may jump.
     _epoch: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     def now(self) -> float:
-        """Seconds since the epoch, on this process's steady clock."""
+        """Return the seconds since the epoch, on this process's steady clock."""
         return self._epoch + time.perf_counter()
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[None]:
-        """Time what is done inside."""
+        """Measure the time of what is done inside."""
         if self._open and self._open[-1][0] in self.whole:
             yield
             return
@@ -94,7 +97,7 @@ class Spans:
             self.calls.append(span)
 
     def watch(self, owner: object, name: str, kind: str) -> None:
-        """Time every call of an object's method from now on; of other objects nothing changes."""
+        """Measure every further call of one object's method."""
         function = getattr(owner, name)
 
         def timed(*args: object, **options: object) -> object:
@@ -104,7 +107,7 @@ class Spans:
         setattr(owner, name, timed)
 
     def take(self, name: str) -> Track:
-        """All so far as a track, which later spans are no part of."""
+        """Return the spans so far as a track, and begin a new one."""
         track = Track(name, self.seconds, tuple(self.spans), self.count)
         self.seconds, self.spans, self.calls, self.count = {}, [], [], 0
         return track

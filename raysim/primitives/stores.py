@@ -1,4 +1,4 @@
-"""Places for files that only some runs write on this machine's disks: a local folder, or any URL that fsspec knows."""
+"""Stores of files: a folder on this machine, or any URL that fsspec knows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from raysim.primitives.files import draft_file, is_disk_full, regular_file, sync, without_password
+from raysim.primitives.files import (
+    draft_file,
+    is_disk_full,
+    regular_file,
+    sync,
+    without_password,
+)
 
-_LOCAL = ("file://", "local://")
+_LOCAL_PREFIXES = ("file://", "local://")
+_TEMPORARY_PREFIX = "raysim-"
 
 
 class LocalStore:
@@ -24,13 +31,13 @@ class LocalStore:
         return str(self.path)
 
     def names(self, folder: str = "") -> list[str]:
-        """What is in the store, or in a folder of it."""
+        """Return the names in the store, or in a folder of it."""
         path = self.path / folder
-        return sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Where to write a file, which then appears as a whole, in place of an older one."""
+        """Yield where to write a file, which then replaces an older one as a whole."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft_file(path) as draft:
@@ -38,7 +45,10 @@ class LocalStore:
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Where to read a file; what was mapped of it stays. Raises OSError, or ValueError for what is no file."""
+        """Yield where to read a file; memory that maps it stays valid.
+
+        Raise `OSError`, or `ValueError` for what is no file.
+        """
         yield regular_file(self.path / name)
 
     def settle(self, *folders: str) -> None:
@@ -48,7 +58,7 @@ class LocalStore:
                 sync(self.path / folder)
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder, if it is there."""
+        """Remove a file or a folder, if it exists."""
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -56,12 +66,12 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def draft_folder(self) -> Path:
-        """On whose disk files are written."""
+        """Return a folder on the disk on which files are drafted."""
         return self.path
 
 
 class RemoteStore:
-    """A folder behind a URL. A file is written and read by way of the local folder for temporary files."""
+    """A folder behind a URL. Files pass through the local folder for temporary files."""
 
     def __init__(self, url: str):
         import fsspec
@@ -71,90 +81,91 @@ class RemoteStore:
             self._files, self._root = fsspec.url_to_fs(self.url)
             self.names()
         except Exception as error:  # of any library's own kind
-            raise ValueError(
-                f"{self} cannot be used ({type(error).__name__}: {without_password(str(error))})"
-            ) from error
+            reason = f"{type(error).__name__}: {without_password(str(error))}"
+            raise ValueError(f"{self} cannot be used ({reason})") from error
 
     def __str__(self) -> str:
         return without_password(self.url)
 
     def names(self, folder: str = "") -> list[str]:
-        """See `LocalStore`."""
-        with self._named():
+        """Return the names in the store, or in a folder of it."""
+        with self._errors_with_address():
             self._files.invalidate_cache()
             try:
-                found = self._files.ls(self._path(folder), detail=False)
+                paths = self._files.ls(self._path(folder), detail=False)
             except FileNotFoundError:
                 return []
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """See `LocalStore`."""
-        with tempfile.TemporaryDirectory(prefix="raysim-") as folder:
-            yield (draft := Path(folder) / "draft")
-            with self._named():
+        """Yield where to write a file, which is then sent."""
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
+            draft = Path(folder) / "draft"
+            yield draft
+            with self._errors_with_address():
                 self._files.put_file(str(draft), self._path(name))
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """See `LocalStore`."""
-        with tempfile.TemporaryDirectory(prefix="raysim-") as folder:
-            with self._named():
-                self._files.get_file(self._path(name), str(Path(folder) / "copy"))
-            yield Path(folder) / "copy"
+        """Fetch a file and yield where to read it. Raise `OSError` if that fails."""
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
+            copy = Path(folder) / "copy"
+            with self._errors_with_address():
+                self._files.get_file(self._path(name), str(copy))
+            yield copy
 
     def settle(self, *folders: str) -> None:
-        """A file that was sent is there."""
+        """Do nothing: a file that was sent is there."""
 
     def remove(self, name: str) -> None:
-        """See `LocalStore`."""
-        with self._named(), contextlib.suppress(FileNotFoundError):
+        """Remove a file or a folder, if it exists."""
+        with self._errors_with_address(), contextlib.suppress(FileNotFoundError):
             self._files.rm(self._path(name), recursive=True)
 
     def draft_folder(self) -> Path:
-        """See `LocalStore`."""
+        """Return a folder on the disk on which files are drafted."""
         return Path(tempfile.gettempdir())
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else str(self._root)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors of all kinds as OSError with the store's address."""
+    def _errors_with_address(self) -> Iterator[None]:
+        """Raise errors of all kinds as `OSError` with the store's address."""
         try:
             yield
         except Exception as error:
             if is_disk_full(error):
                 raise
-            raise OSError(
-                f"{self}: {type(error).__name__}: {without_password(str(error))}"
-            ) from error
+            reason = f"{type(error).__name__}: {without_password(str(error))}"
+            raise OSError(f"{self}: {reason}") from error
 
 
 Store: TypeAlias = LocalStore | RemoteStore
 
 
-def is_remote(where: str | Path) -> bool:
-    """Whether this names no folder of this machine."""
-    return "://" in str(where) and not str(where).startswith(_LOCAL)
+def is_remote(address: str | Path) -> bool:
+    """Return whether an address is a URL that names no folder of this machine."""
+    return "://" in str(address) and not str(address).startswith(_LOCAL_PREFIXES)
 
 
-def open_store(where: str | Path) -> Store:
-    """The store at an address. Raises ValueError where it cannot be reached."""
-    text = str(where)
+def open_store(address: str | Path) -> Store:
+    """Return the store at an address. Raise `ValueError` if it cannot be reached."""
+    text = str(address)
     if is_remote(text):
         return RemoteStore(text)
-    return LocalStore(
-        Path(next((text.removeprefix(each) for each in _LOCAL if text.startswith(each)), text))
-    )
+    for prefix in _LOCAL_PREFIXES:
+        if text.startswith(prefix):
+            return LocalStore(Path(text.removeprefix(prefix)))
+    return LocalStore(Path(text))
 
 
 def split_address(address: str | Path) -> tuple[str, str]:
-    """The address of a folder, and the last name in it."""
+    """Return the address of the outer folder, and the last name of an address."""
     text = str(address).rstrip("/")
     if is_remote(text):
-        where, _, name = text.rpartition("/")
-        return where, name
+        folder, _, name = text.rpartition("/")
+        return folder, name
     path = Path(text)
     return str(path.parent), path.name

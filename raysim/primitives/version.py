@@ -1,3 +1,3 @@
-"""The version of raysim; it goes with the code, also where that is installed nowhere."""
+"""The version of raysim, which is part of the code, also where that is not installed."""
 
 __version__ = "0.1.0"

@@ -59,10 +59,10 @@ def test_what_is_no_secret_stays(text: str) -> None:
 def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(files, "_SOON", 1e9)
+    monkeypatch.setattr(files, "SILENT_WAIT_S", 1e9)
     monkeypatch.setattr(files, "_owner", lambda handle: pytest.fail("it is spoken of"))
     with (tmp_path / ".lock").open("a+") as other:
-        assert files._locked(other)
+        assert files._lock(other)
         monkeypatch.setattr(
             files.time, "sleep", lambda seconds: other.close()
         )  # who ends as soon as one waits

@@ -751,7 +751,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_told_with_its_bytes(
     monkeypatch.setattr(checkpoint, "save_file", full)
     path = tmp_path / "model.safetensors"
     with pytest.raises(
-        OSError, match=rf"the disk is full: {path} takes 400 bytes, of which [0-9,]+ are free"
+        OSError, match=rf"the disk is full: {path} needs 400 bytes, [0-9,]+ bytes are free"
     ):
         checkpoint.save_model({"weight": np.zeros(100, np.float32)}, path)
     assert list(tmp_path.iterdir()) == []
