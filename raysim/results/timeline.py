@@ -1,4 +1,4 @@
-"""A run on virtual time: which clients were at work when, how stale their results were, how busy fleet and workers."""
+"""Draw a run on virtual time: jobs of clients, their staleness, and how busy fleet and workers are."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
     from matplotlib.ticker import Locator
 
-_THIRD = 12  # clients of each kind in a timeline: the fastest, random ones, the slowest
-_WIDEST = 160  # jobs of the median duration that fit beside each other: a bar is then some six pixels wide
+_CLIENTS_OF_A_KIND = 12  # in a timeline: the fastest, random ones, the slowest
+_MAX_JOBS_IN_A_ROW = 160  # of the median duration; a bar is then about six pixels wide
 _BINS = 120  # points of a curve over virtual time
-_SCALE = (
-    "#3b8fc4",
-    "#8f7fd0",
-    "#d9669a",
-    "#f08a24",
-)  # fresh to stale; seen on light and dark pages
+_MAX_AGGREGATION_LINES = 80
+_MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
+_STALENESS_COLOURS = ("#3b8fc4", "#8f7fd0", "#d9669a", "#f08a24")  # visible on light and dark
 _GREY, _RED = "#8a9299", "#e0483e"
+# Marker and colour of jobs that were not aggregated, by their fate.
 _UNUSED = {
     "discarded": (">", _GREY),
     "lost": ("x", _RED),
@@ -39,23 +37,23 @@ _UNUSED = {
 
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write timeline.png; False, and no file, where it would say nothing: see `eventful`."""
-    if worth := has_events(jobs):
+    """Write timeline.png; return False, and write nothing, if `has_events` is false."""
+    is_drawn = has_events(jobs)
+    if is_drawn:
         replace_file(path, timeline_png(jobs, rows, title))
-    return worth
+    return is_drawn
 
 
 def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = False) -> bytes:
-    """The timeline of some clients; below it clients at work, busy workers and staleness."""
+    """Return a PNG: the jobs of some clients; below them active clients, busy workers, staleness."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with matplotlib.rc_context(page_theme(dark) | {"axes.titlesize": 11, "axes.axisbelow": True}):
-        figure = Figure(
-            figsize=(13, 9.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
-        )
-        figure.suptitle(f"{textwrap.shorten(title, 110)}\n{_counted(jobs)}", fontsize=13)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
+        figure = Figure(figsize=(13, 9.6), dpi=130, layout=layout)
+        figure.suptitle(f"{textwrap.shorten(title, 110)}\n{_count_fates(jobs)}", fontsize=13)
         fill_figure(figure, jobs, rows, DARK if dark else LIGHT)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
@@ -63,7 +61,11 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
 
 
 def has_events(jobs: Jobs) -> bool:
-    """Whether jobs were stale, lost, discarded or failed, or clients waited for others most of the time."""
+    """Tell whether a timeline shows anything.
+
+    That is so if jobs were stale, lost, discarded or failed, or if clients waited for others most
+    of the time.
+    """
     if not len(jobs) or jobs.finish.max() <= 0:
         return False
     if jobs.staleness.any() or jobs.has_fate("failed", "discarded", "lost").any():
@@ -71,58 +73,74 @@ def has_events(jobs: Jobs) -> bool:
     rounds, members = np.unique(jobs.round, return_inverse=True)
     longest = np.zeros(len(rounds))
     np.maximum.at(longest, members, jobs.finish - jobs.start)
-    return float((jobs.finish - jobs.start).sum()) < 0.5 * float(longest[members].sum())
+    worked_s = float((jobs.finish - jobs.start).sum())
+    return worked_s < 0.5 * float(longest[members].sum())
 
 
-def _counted(jobs: Jobs) -> str:
-    """Such as 1,204 jobs: 1,000 aggregated, 204 lost."""
-    counts = {fate: int(jobs.has_fate(fate).sum()) for fate in FATES}
-    return f"{len(jobs):,} jobs: {', '.join(f'{count:,} {fate}' for fate, count in counts.items() if count)}"
+def _count_fates(jobs: Jobs) -> str:
+    """Return a text such as "1,204 jobs: 1,000 aggregated, 204 lost"."""
+    texts = []
+    for fate in FATES:
+        count = int(jobs.has_fate(fate).sum())
+        if count:
+            texts.append(f"{count:,} {fate}")
+    return f"{len(jobs):,} jobs: {', '.join(texts)}"
 
 
 def fill_figure(
     figure: FigureBase, jobs: Jobs, rows: Sequence[Row], colours: Sequence[str]
 ) -> None:
-    """Put all panels into a figure."""
+    """Draw all panels into a figure."""
     ends = np.array([row.get("virtual_seconds") or 0.0 for row in rows], np.float64)
     end = float(ends.max(initial=0.0)) or float(jobs.finish.max())
     size, unit = time_unit(end)
-    panels = [_fleet, _workers, *([_staleness] if jobs.staleness.any() else [])]
+    panels = [_draw_fleet, _draw_workers]
+    if jobs.staleness.any():
+        panels.append(_draw_staleness)
     above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(2.3, 1.0)))
-    _timeline(above.subplots(), jobs, ends, end)
+    _draw_jobs(above.subplots(), jobs, ends, end)
     for ax, panel in zip(below.subplots(1, len(panels)), panels, strict=True):
         ax.grid(True)
         panel(ax, jobs, rows, end, size, colours)
-        if panel is not _staleness:
+        if panel is not _draw_staleness:
             ax.set(xlim=(0, end / size), xlabel=f"virtual time ({unit})")
 
 
-# --- clients --------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
-    """The virtual seconds in which single jobs can be seen: the whole run, or a part from its middle."""
-    wide = _WIDEST * float(np.median(jobs.finish - jobs.start))
-    if wide <= 0 or wide >= end:
+    """Return begin and end, in virtual seconds, of the part in which single jobs can be seen.
+
+    That is the whole run, or a part in its middle.
+    """
+    width = _MAX_JOBS_IN_A_ROW * float(np.median(jobs.finish - jobs.start))
+    if width <= 0 or width >= end:
         return 0.0, end
-    return (end - wide) / 2, (end + wide) / 2
+    return (end - width) / 2, (end + width) / 2
 
 
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
-    """Clients by kind, the fastest first; all of them where they are few. Always the same ones for the same jobs."""
+    """Return clients by kind, each kind from fast to slow; one kind "" if they are few.
+
+    The same jobs always give the same clients.
+    """
     clients, members = np.unique(jobs.client, return_inverse=True)
-    whole = (~jobs.has_fate("lost")).astype(
-        float
-    )  # a lost job is shorter than its client would have needed
-    whole[np.bincount(members, whole)[members] == 0] = 1.0
-    seconds = np.bincount(members, whole * (jobs.finish - jobs.start)) / np.bincount(members, whole)
+    # A lost job is shorter than its client would have needed, so it counts only if there is
+    # no other one.
+    weights = (~jobs.has_fate("lost")).astype(float)
+    weights[np.bincount(members, weights)[members] == 0] = 1.0
+    worked_s = np.bincount(members, weights * (jobs.finish - jobs.start))
+    seconds = worked_s / np.bincount(members, weights)
     order = clients[np.argsort(seconds, kind="stable")]
-    if len(order) <= 3 * _THIRD:
+    count = _CLIENTS_OF_A_KIND
+    if len(order) <= 3 * count:
         return [("", order)]
-    between = np.arange(_THIRD, len(order) - _THIRD)
-    drawn = np.sort(np.random.Generator(np.random.PCG64(0)).choice(between, _THIRD, replace=False))
-    return [("fastest", order[:_THIRD]), ("random", order[drawn]), ("slowest", order[-_THIRD:])]
+    between = np.arange(count, len(order) - count)
+    generator = np.random.Generator(np.random.PCG64(0))
+    drawn = np.sort(generator.choice(between, count, replace=False))
+    return [("fastest", order[:count]), ("random", order[drawn]), ("slowest", order[-count:])]
 
 
-def _timeline(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
+def _draw_jobs(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
     low, high = shown_window(jobs, end)
     part = jobs[(jobs.finish > low) & (jobs.start < high)]
     kinds = sample_clients(part)
@@ -131,31 +149,37 @@ def _timeline(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
     part = part[np.isin(part.client, shown)]
     y = np.array([rank[client] for client in part.client.tolist()], np.float64)
     size, unit = time_unit(high)
-    _bars(ax, part, y, size, low, high)
+    _draw_bars(ax, part, y, size, low, high)
     inside = ends[(ends > low) & (ends <= high)]
-    if len(inside) <= 80:
+    if len(inside) <= _MAX_AGGREGATION_LINES:
         lines = ax.vlines(inside / size, -0.5, len(shown) - 0.5, linewidth=0.7, alpha=0.3, zorder=0)
-        lines.set(color=_ink(), label="aggregation")
+        lines.set(color=_text_colour(), label="aggregation")
     _name_versions(ax, ends, low, high, size)
     _name_clients(ax, kinds)
     count = len(np.unique(jobs.client))
-    what = f"{len(shown)} of {count:,} clients" if len(shown) < count else "Clients"
-    when = ", a part of the run" if low else ""
+    subject = f"{len(shown)} of {count:,} clients" if len(shown) < count else "Clients"
+    part_of_run = ", a part of the run" if low else ""
     ax.set(
-        xlim=(low / size, high / size), ylim=(len(shown) - 0.4, -0.6), xlabel=f"virtual time ({unit})",
-        title=f"{what}{when}: a bar is a job, from its dispatch to its end",
-    )  # fmt: skip
+        xlim=(low / size, high / size),
+        ylim=(len(shown) - 0.4, -0.6),
+        xlabel=f"virtual time ({unit})",
+        title=f"{subject}{part_of_run}: a bar is a job, from its dispatch to its end",
+    )
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6, handlelength=1.6)
 
 
 def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: float) -> None:
-    """Above: which version some aggregations made; a job that starts right of one trains on it, or on a later one."""
+    """Write on top which versions some aggregations made.
+
+    A job that starts to the right of an aggregation trains its version or a later one.
+    """
     step = (high - low) / 12
-    found = np.unique(np.searchsorted(ends, np.arange(low + step, high, step)))
+    places = np.unique(np.searchsorted(ends, np.arange(low + step, high, step)))
     chosen: list[int] = []
-    for place in found[found < len(ends)].tolist():
-        if ends[place] <= high and (not chosen or ends[place] - ends[chosen[-1]] > 0.6 * step):
+    for place in places[places < len(ends)].tolist():
+        is_apart = not chosen or ends[place] - ends[chosen[-1]] > 0.6 * step
+        if ends[place] <= high and is_apart:
             chosen.append(place)
     above = ax.secondary_xaxis("top")
     above.set_xticks(ends[chosen] / size, [f"{place + 1:,}" for place in chosen], fontsize=8)
@@ -163,14 +187,14 @@ def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: fl
     above.spines["top"].set_visible(False)
 
 
-def _ink() -> str:
+def _text_colour() -> str:
     import matplotlib
 
     return str(matplotlib.rcParams["text.color"])
 
 
 def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Ids left; what the thirds are is said right of them, between lines."""
+    """Write the numbers of the clients, and the kinds of clients with lines between them."""
     shown = np.concatenate([clients for _, clients in kinds]).tolist()
     ax.set_yticks(range(len(shown)), [str(client) for client in shown], fontsize=8)
     ax.set_ylabel("" if kinds[0][0] else "client, the fastest first")
@@ -179,65 +203,81 @@ def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
     for kind, clients in kinds:
         if kind:
             ax.text(
-                -0.04, place + (len(clients) - 1) / 2, f"{kind} clients", transform=ax.get_yaxis_transform(),
-                rotation=90, ha="right", va="center", fontsize=10,
-            )  # fmt: skip
+                -0.04,
+                place + (len(clients) - 1) / 2,
+                f"{kind} clients",
+                transform=ax.get_yaxis_transform(),
+                rotation=90,
+                ha="right",
+                va="center",
+                fontsize=10,
+            )
         if place:
-            ax.axhline(place - 0.5, color=_ink(), linewidth=0.8, alpha=0.6)
+            ax.axhline(place - 0.5, color=_text_colour(), linewidth=0.8, alpha=0.6)
         place += len(clients)
 
 
-def _bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
-    """Filled with the colour of their staleness if they were taken, else empty with a sign at their end."""
+def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
+    """Draw aggregated jobs in the colour of their staleness, others empty with a marker."""
     from matplotlib.collections import PolyCollection
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     def boxes(chosen: np.ndarray) -> list[np.ndarray]:
-        left, right = jobs.start[chosen], np.minimum(jobs.finish[chosen], high)
-        right = np.maximum(right, left + (high - low) / 600)  # the shortest ones are seen, too
+        left = jobs.start[chosen]
+        right = np.minimum(jobs.finish[chosen], high)
+        right = np.maximum(right, left + (high - low) / 600)  # the shortest ones are visible, too
         top, bottom = y[chosen] - 0.38, y[chosen] + 0.38
         corners = ((left, top), (right, top), (right, bottom), (left, bottom))
         return list(np.stack([np.stack([x / size, height], -1) for x, height in corners], 1))
 
-    taken = jobs.has_fate("aggregated")
-    if taken.any():
-        stale = jobs.staleness[taken]
-        most = max(1.0, float(np.ceil(np.quantile(stale, 0.98))))
-        scale = LinearSegmentedColormap.from_list("staleness", _SCALE)
-        bars = PolyCollection(
-            boxes(taken), array=stale.astype(float), cmap=scale, norm=Normalize(0, most), label="aggregated",
-            facecolor=_SCALE[0], edgecolor=ax.get_facecolor(), linewidth=0.3,
-        )  # fmt: skip
-        ax.add_collection(bars)
-        if stale.any():
-            extend = "max" if stale.max() > most else "neither"
-            bar = ax.figure.colorbar(
-                bars, ax=ax, pad=0.01, fraction=0.025, aspect=40, extend=extend
-            )
-            bar.set_label("staleness (aggregations since its version)")
-            bar.locator = _whole_numbers(6)
-            bar.outline.set_visible(False)
+    is_aggregated = jobs.has_fate("aggregated")
+    if is_aggregated.any():
+        _draw_aggregated(ax, boxes(is_aggregated), jobs.staleness[is_aggregated])
     for fate, (marker, colour) in _UNUSED.items():
         chosen = jobs.has_fate(fate)
         if not chosen.any():
             continue
-        label, line = (fate, "-") if marker else (f"{fate} at the end", ":")
-        empty = PolyCollection(
+        bars = PolyCollection(
             boxes(chosen), facecolor=(0.55, 0.57, 0.6, 0.18), edgecolor=colour, linewidth=0.7
         )
-        empty.set(linestyle=line, label="_" if marker else label)
-        ax.add_collection(empty)
-        if marker:
-            ends = chosen & (jobs.finish <= high)
-            ax.plot(
-                jobs.finish[ends] / size,
-                y[ends],
-                marker,
-                color=colour,
-                markersize=5,
-                markeredgewidth=1.6,
-                label=label,
-            )
+        ax.add_collection(bars)
+        if not marker:
+            bars.set(linestyle=":", label=f"{fate} at the end")
+            continue
+        bars.set(linestyle="-", label="_")  # the legend shows the marker
+        is_visible = chosen & (jobs.finish <= high)
+        ax.plot(
+            jobs.finish[is_visible] / size,
+            y[is_visible],
+            marker,
+            color=colour,
+            markersize=5,
+            markeredgewidth=1.6,
+            label=fate,
+        )
+
+
+def _draw_aggregated(ax: Axes, boxes: list[np.ndarray], staleness: np.ndarray) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    highest = max(1.0, float(np.ceil(np.quantile(staleness, 0.98))))
+    bars = PolyCollection(
+        boxes,
+        array=staleness.astype(float),
+        cmap=LinearSegmentedColormap.from_list("staleness", _STALENESS_COLOURS),
+        norm=Normalize(0, highest),
+        label="aggregated",
+        facecolor=_STALENESS_COLOURS[0],
+        edgecolor=ax.get_facecolor(),
+        linewidth=0.3,
+    )
+    ax.add_collection(bars)
+    if staleness.any():
+        extend = "max" if staleness.max() > highest else "neither"
+        scale = ax.figure.colorbar(bars, ax=ax, pad=0.01, fraction=0.025, aspect=40, extend=extend)
+        scale.set_label("staleness (aggregations since its version)")
+        scale.locator = _whole_numbers(6)
+        scale.outline.set_visible(False)
 
 
 def _whole_numbers(count: int) -> Locator:
@@ -246,74 +286,73 @@ def _whole_numbers(count: int) -> Locator:
     return MaxNLocator(count, integer=True)
 
 
-# --- fleet, workers, staleness ----------------------------------------------------------------------------------------
+# --- fleet, workers, staleness --------------------------------------------------------------------
 def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
-    """Clients at work between one edge (virtual seconds) and the next, in the mean: exact, however many jobs."""
-    seconds = _waited(jobs.start, edges) - _waited(jobs.finish, edges)
+    """Return the mean number of active clients between each edge (virtual seconds) and the next."""
+    seconds = _elapsed(jobs.start, edges) - _elapsed(jobs.finish, edges)
     return np.asarray(np.diff(seconds) / np.diff(edges))
 
 
-def _waited(since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """The sum over all `since` of the seconds from there to each `until`; 0 for those that come later."""
+def _elapsed(since: np.ndarray, until: np.ndarray) -> np.ndarray:
+    """Return, for each `until`, the sum of the seconds that have passed since earlier `since`."""
     ordered = np.sort(since)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
-    before = np.searchsorted(ordered, until)
-    return np.asarray(before * until - sums[before])
+    earlier = np.searchsorted(ordered, until)
+    return np.asarray(earlier * until - sums[earlier])
 
 
-def _fleet(
+def _draw_fleet(
     ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
 ) -> None:
     edges = np.linspace(0, end, _BINS + 1)
-    everyone = active_clients(jobs, edges)
-    ax.stairs(everyone, edges / size, color=colours[0], linewidth=1.4, baseline=None, label="all")
-    vain = jobs.has_fate("lost", "discarded", "failed")
-    if vain.any():
-        part = active_clients(jobs[vain], edges)
+    active = active_clients(jobs, edges)
+    ax.stairs(active, edges / size, color=colours[0], linewidth=1.4, baseline=None, label="all")
+    is_unused = jobs.has_fate("lost", "discarded", "failed")
+    if is_unused.any():
         ax.stairs(
-            part, edges / size, color=colours[1], linewidth=1.4, baseline=None, label="in vain"
+            active_clients(jobs[is_unused], edges),
+            edges / size,
+            color=colours[1],
+            linewidth=1.4,
+            baseline=None,
+            label="lost, discarded or failed",
         )
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2)
-    ax.set(
-        title=f"Fleet: {everyone.mean():.3g} clients at work in the mean",
-        ylabel="clients",
-        ylim=(0, None),
-    )
+    title = f"Fleet: {active.mean():.3g} active clients on average"
+    ax.set(title=title, ylabel="clients", ylim=(0, None))
 
 
-def _workers(
+def _draw_workers(
     ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
 ) -> None:
-    busy, least = (
-        np.array(column(rows, key), np.float64) for key in ("worker_busy", "worker_busy_least")
-    )
-    known = np.isfinite(busy)
-    if not known.any():
+    def floats(key: str) -> np.ndarray:
+        return np.array(column(rows, key), np.float64)
+
+    busy, least_busy = floats("worker_busy"), floats("worker_busy_least")
+    is_measured = np.isfinite(busy)
+    if not is_measured.any():
         ax.set(title="Workers: not measured", yticks=[])
         return
-    now, wall = (
-        np.array(column(rows, key), np.float64) for key in ("virtual_seconds", "wall_seconds")
-    )
-    spans = np.maximum(np.diff(wall, prepend=0.0), 0.0)
-    share = (
-        float(np.average(busy[known], weights=spans[known]))
-        if spans[known].any()
-        else float(busy[known].mean())
-    )
-    curves = [(busy, "mean of all", colours[0]), (least, "least busy", colours[1])]
-    for values, name, colour in curves if (least != busy)[known].any() else curves[:1]:
-        x, y = thin_curve(now[known], values[known], end)
+    virtual_s = floats("virtual_seconds")
+    round_wall_s = np.maximum(np.diff(floats("wall_seconds"), prepend=0.0), 0.0)
+    weights = round_wall_s[is_measured]
+    share = float(np.average(busy[is_measured], weights=weights if weights.any() else None))
+    curves = [(busy, "mean of all", colours[0])]
+    if (least_busy != busy)[is_measured].any():
+        curves.append((least_busy, "least busy", colours[1]))
+    for values, name, colour in curves:
+        x, y = thin_curve(virtual_s[is_measured], values[is_measured], end)
         ax.plot(
             x / size,
             y,
             color=colour,
             linewidth=1.4,
-            marker="o" if len(x) <= 12 else None,
+            marker="o" if len(x) <= _MAX_MARKED_POINTS else None,
             markersize=4,
             label=name,
         )
     ax.set(
-        title=f"Workers: {share:.0%} of the wall time at work",
+        title=f"Workers: busy for {share:.0%} of the wall time",
         ylabel="share of wall time",
         ylim=(0, 1.05),
     )
@@ -322,7 +361,7 @@ def _workers(
 
 
 def thin_curve(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
-    """At most `_BINS` points of a curve from 0 to `end`: means of those that lie close together."""
+    """Return at most `_BINS` points of a curve from 0 to `end`, means of neighbouring points."""
     if len(x) <= _BINS:
         return x, y
     _, members = np.unique(np.minimum(x * _BINS // end, _BINS - 1), return_inverse=True)
@@ -330,16 +369,19 @@ def thin_curve(x: np.ndarray, y: np.ndarray, end: float) -> tuple[np.ndarray, np
     return np.bincount(members, x) / count, np.bincount(members, y) / count
 
 
-def _staleness(
+def _draw_staleness(
     ax: Axes, jobs: Jobs, rows: Sequence[Row], end: float, size: float, colours: Sequence[str]
 ) -> None:
-    stale = jobs.staleness[jobs.has_fate("aggregated")]
-    width = int(stale.max()) // 40 + 1
-    edges = np.arange(0, stale.max() + width + 1, width)
-    counts, _ = np.histogram(stale, edges)
-    ax.bar(edges[:-1] + (width - 1) / 2, counts / len(stale), 0.85 * width, color=colours[0])
+    staleness = jobs.staleness[jobs.has_fate("aggregated")]
+    highest = int(staleness.max())
+    bin_width = highest // 40 + 1
+    edges = np.arange(0, highest + bin_width + 1, bin_width)
+    counts, _ = np.histogram(staleness, edges)
+    middles = edges[:-1] + (bin_width - 1) / 2
+    ax.bar(middles, counts / len(staleness), 0.85 * bin_width, color=colours[0])
     ax.xaxis.set_major_locator(_whole_numbers(6))
     ax.set(
-        title=f"Staleness: mean {stale.mean():.3g}, at most {stale.max():,}", ylabel="share of results",
+        title=f"Staleness: mean {staleness.mean():.3g}, at most {highest:,}",
+        ylabel="share of updates",
         xlabel="aggregations since its version",
-    )  # fmt: skip
+    )
