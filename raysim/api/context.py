@@ -1,4 +1,8 @@
-"""What hooks see of the job at work: its plan, its batch, what the model makes of it, and what the worker can do."""
+"""A job at work on a worker: its plan, its batch, the model's outputs and the worker's services.
+
+`Context` is what the training loop keeps about a job. Hooks see it as a `LocalJob`, which gives the
+method's own names to all entries.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +33,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches of one job, decided before its first step: positions in the client's samples, and batch sizes."""
+    """The batches of one job, decided before its first step.
 
-    positions: np.ndarray  # int64 [sum of sizes]
-    sizes: tuple[int, ...]  # rows of each step's batch
+    positions: int64 [sum of sizes], positions in the client's samples, batch after batch.
+    sizes: rows of each batch. samples: training samples of the client.
+    """
+
+    positions: np.ndarray
+    sizes: tuple[int, ...]
     samples: int
 
     @property
     def steps(self) -> int:
-        """Number of iterations."""
+        """The number of batches."""
         return len(self.sizes)
 
 
 class WorkerView(Protocol):
-    """What hooks may ask of the worker that trains: its settings, its data, a second set of networks."""
+    """The worker that trains a job: its settings, its data and a second set of networks."""
 
     task: Task
     local: Local
@@ -53,35 +61,38 @@ class WorkerView(Protocol):
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalised inputs (augmented if a generator is given) and labels of some rows of the data set."""
+        """Return normalised inputs and labels of rows, augmented if a generator is given."""
         ...
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A client's own training samples, in order, in batches fit for evaluation."""
+        """Yield a client's training samples in order, in batches fit for evaluation."""
         ...
 
     def class_counts(self, client: int) -> Tensor:
-        """See `Context.class_counts`."""
+        """Return a client's training samples of each class: int64 [C] on the CPU."""
         ...
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """See `Context.frozen`."""
+        """Return a second set of networks, see `LocalJob.frozen`."""
         ...
 
 
 @dataclass(slots=True)
 class Batch:
-    """A batch as the model sees it, and as it was before any method changed it. Not frozen only because that is slow.
+    """A batch as the model sees it, and as it was before any method changed it.
 
-    inputs [B, ...]; targets int64 [B] or rows of probabilities [B, C]; pair: Mixup's (y, y_permuted, weight of y).
+    inputs: [B, ...]. targets: int64 [B], or rows of probabilities [B, C]. raw_inputs, raw_targets:
+    the same before any change. pair: Mixup's (labels, permuted labels, weight of the labels), or
+    None. rows: additional inputs for the same forward pass, by method, or None.
     """
 
+    # Not frozen: creating a frozen one takes longer, and there is one for each batch.
     inputs: Tensor
     targets: Tensor
     raw_inputs: Tensor
     raw_targets: Tensor
     pair: tuple[Tensor, Tensor, Tensor] | None = None
-    rows: dict[str, Tensor] | None = None  # more inputs for the same forward pass, by method
+    rows: dict[str, Tensor] | None = None
 
     def add_rows(self, method: str, inputs: Tensor) -> None:
         """Pass more inputs [R, ...] through the model; `out.rows(method)` has their features."""
@@ -90,13 +101,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stage:
-    """One optimiser step within an iteration.
+    """One optimizer step within the step on a batch.
 
-    trains: networks or modules whose parameters it steps ("model", "model.head", "fedbr.projector").
-    loss: its own loss, called with (job, out); None is the task loss, to which methods add terms.
-    ascend: step uphill; the gradient that hooks see is that of the negated loss.
-    rate: factor on the run's learning rate. modes: networks or modules that are in train (True) or eval (False) mode
-    meanwhile, set in this order.
+    trains: networks or modules to step: "model", "model.head", "fedbr.projector". loss: a loss of
+    the stage's own, called with (job, out); None is the task loss, to which methods add terms.
+    ascend: True climbs the loss; hooks then see the gradient of the negated loss. rate: factor on
+    the learning rate. modes: networks or modules to put into train (True) or eval mode (False)
+    first, in this order.
     """
 
     name: str = "task"
@@ -114,90 +125,82 @@ class Stage:
 
 @dataclass(slots=True)
 class Context:
-    """What a method's hooks see of the job at work."""
+    """All that is known of a job at work; entries of methods are named "method.name"."""
 
     trainer: WorkerView
     seed: int
     client: int
-    participation: int  # participations of this client before this one
-    version: int  # aggregations behind the received vector
+    participation: int  # jobs of this client before this one
+    version: int  # the version that the client received
     samples: int
     rate: float  # learning rate of this job
     vector: Vector
-    received: Tensor  # [layout.shared] the received vector, from which the update is measured
+    received: Tensor  # [layout.shared] the received version, from which the update is measured
     received_counters: Tensor  # int64 [layout.shared_counters] the received integer buffers
-    base: Tensor  # [layout.shared] where training starts: the received vector, unless a method mixes it with others
-    download: Mapping[
-        str, Tensor
-    ]  # what it received besides the vector, now or once, alone or with all others
-    state: dict[str, Tensor]  # private; replace entries, never change them in place
+    base: Tensor  # [layout.shared] where training starts: `received`, unless a method changed it
+    download: Mapping[str, Tensor]  # what the client received next to the model
+    state: dict[str, Tensor]  # client state; entries are replaced and never changed in place
     upload: dict[str, Tensor] = field(default_factory=dict)
-    report: dict[str, float] = field(
-        default_factory=dict
-    )  # columns of the history, by "method.name"; does not travel
+    report: dict[str, float] = field(default_factory=dict)  # columns of the history
     draws: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    optimizers: Optimizers = field(default_factory=Optimizers)  # of this job
+    optimizers: Optimizers = field(default_factory=Optimizers)
     step: int = 0
     stage: Stage = field(default_factory=Stage)
-    kept: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # what hooks keep for the rest of the job, by full name
-    # What stays on the client, as training starts from it; for frozen networks.
+    kept: dict[str, Tensor] = field(default_factory=dict)  # `LocalJob.scratch` of all methods
+    # What stays on the client when training starts; for frozen networks.
     start: ClientState[Tensor] = field(init=False, repr=False, compare=False)
-    plan: Plan = field(init=False, repr=False, compare=False)  # known after `receive` and `select`
-    # [iterations with the task] its loss without added terms; known in `finish`.
+    plan: Plan = field(init=False, repr=False, compare=False)  # known after `begin`
+    # [steps with the task loss] the loss without added terms; known in `end`.
     losses: Tensor = field(init=False, repr=False, compare=False)
-    # What the hooks of each method see, by its name.
     views: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def view(self, method: str) -> Any:
-        """Return what the hooks of a method see of this job."""
+        """Return the `LocalJob` of a method."""
         return self.views[method]
 
     @property
     def model(self) -> Classifier:
-        """The model that is trained."""
+        """The model in training."""
         return cast("Classifier", self.vector.networks["model"])
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
-        """All networks that are trained."""
+        """All networks in training, by full name."""
         return self.vector.networks
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the model: the task's classes, and whatever a method adds to them."""
+        """Outputs of the model: the task's classes and those that a method adds."""
         return self.model.num_classes
 
     def drawn(self, name: str) -> Tensor:
-        """This step's entry of what a method's `draws` returned."""
+        """Return this step's entry of a method's draws."""
         return self.draws[name][self.step]
 
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """A second set of networks in eval mode, without gradients; loaded once per job and name.
-
-        By default as received, with this client's own personal part; else with `values` [layout.total], e.g. a vector
-        that a method kept from an earlier participation.
-        """
+        """Return a second set of networks, see `LocalJob.frozen`."""
         return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """A random stream of this participation's own."""
+        """Return this job's random generator for a purpose."""
         return stream(self.seed, purpose, self.client, self.participation)
 
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalised inputs and labels of the client's own training samples, in order, unaugmented, in batches."""
+        """Yield the client's training samples, see `LocalJob.data`."""
         return self.trainer.client_samples(self.client)
 
     def class_counts(self) -> Tensor:
-        """The client's training samples of each class of the data: int64 [C], on the CPU."""
+        """Return the client's training samples of each class: int64 [C] on the CPU."""
         return self.trainer.class_counts(self.client)
 
     @contextmanager
     def keep_statistics(self) -> Iterator[None]:
-        """Forward passes inside normalise with their own batch but leave running statistics alone."""
+        """Leave running statistics alone in forward passes inside this context.
+
+        The passes still normalise with the statistics of their own batch.
+        """
         for layer in self.trainer.statistics_layers:
             layer.track_running_stats = False  # type: ignore[assignment]
         try:
@@ -208,29 +211,33 @@ class Context:
 
 
 def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
-    """A forward pass without gradient; the copy of its result may take part in one with gradient."""
+    """Return what `compute()` returns, computed without a gradient.
+
+    The returned copy may take part in a computation that has a gradient.
+    """
     with torch.inference_mode():
         value = compute()
     return value.clone()
 
 
 class Outputs:
-    """What the model makes of a batch, each computed at most once however many methods ask."""
+    """What the model makes of a batch; each value is computed once, however many methods read it."""
 
     __slots__ = ("_kept", "batch", "ctx")
 
     def __init__(self, ctx: Context, batch: Batch):
-        self.ctx, self.batch = ctx, batch
+        self.ctx = ctx
+        self.batch = batch
         self._kept: dict[str, object] = {}
 
     @property
     def zero(self) -> Tensor:
-        """A scalar zero where the loss is computed."""
+        """A scalar 0 on the device and in the dtype of the loss."""
         data = self.ctx.vector.data
         return self.once("zero", lambda: torch.zeros((), dtype=data.dtype, device=data.device))
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """The value of that name, computed on first demand and kept for the rest of the iteration."""
+        """Return the value of this name, computed at its first use in the step on this batch."""
         value = self._kept.get(name)
         if value is None:
             value = self._kept[name] = compute()
@@ -238,53 +245,50 @@ class Outputs:
 
     @property
     def features(self) -> Tensor:
-        """[B, F] of the model in training."""
+        """[B, F] features of the model in training."""
         return self.once("features", self._features)
 
     def _features(self) -> Tensor:
-        more = self.batch.rows
-        if not more:
+        added = self.batch.rows
+        if not added:
             return self.ctx.model.features(self.batch.inputs)
-        parts = [self.batch.inputs, *more.values()]
-        own, *others = self.ctx.model.features(torch.cat(parts)).split(
-            [len(part) for part in parts]
-        )
-        self._kept |= {
-            f"rows.{name}": features for name, features in zip(more, others, strict=True)
-        }
-        return cast(Tensor, own)
+        inputs = [self.batch.inputs, *added.values()]
+        features = self.ctx.model.features(torch.cat(inputs)).split([len(part) for part in inputs])
+        for name, part in zip(added, features[1:], strict=True):
+            self._kept[f"rows.{name}"] = part
+        return cast(Tensor, features[0])
 
     def rows(self, name: str) -> Tensor:
-        """[R, F] features of what the method of that name added with `rows`, out of the same forward pass."""
+        """Return the features [R, F] of the rows that method `name` added to the batch."""
         _ = self.features
         return cast(Tensor, self._kept[f"rows.{name}"])
 
     @property
     def logits(self) -> Tensor:
-        """[B, C] raw logits of the model in training."""
+        """[B, C] outputs of the model in training."""
         return self.once("logits", lambda: self._outputs_of(self.ctx.model, lambda: self.features))
 
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
-        """Of its features, which others may ask for too; of a model without features, of the inputs."""
-        return cast(Tensor, model.head(features()) if is_split(model) else model(self.batch.inputs))
+        """Return the model's outputs, from its features if it has some: other methods use them."""
+        if is_split(model):
+            return cast(Tensor, model.head(features()))
+        return cast(Tensor, model(self.batch.inputs))
 
     @property
     def base_features(self) -> Tensor:
-        """[B, F] of the received model, without gradient."""
-        return self.once(
-            "base_features",
-            lambda: without_gradient(lambda: self._received.features(self.batch.inputs)),
-        )
+        """[B, F] features of the received model, without gradient."""
+        return self.once("base_features", lambda: without_gradient(self._received_features))
+
+    def _received_features(self) -> Tensor:
+        return self._received.features(self.batch.inputs)
 
     @property
     def base_logits(self) -> Tensor:
-        """[B, C] of the received model, without gradient."""
-        return self.once(
-            "base_logits",
-            lambda: without_gradient(
-                lambda: self._outputs_of(self._received, lambda: self.base_features)
-            ),
-        )
+        """[B, C] outputs of the received model, without gradient."""
+        return self.once("base_logits", lambda: without_gradient(self._received_logits))
+
+    def _received_logits(self) -> Tensor:
+        return self._outputs_of(self._received, lambda: self.base_features)
 
     @property
     def _received(self) -> Classifier:
@@ -293,7 +297,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a method's `contribute` sees of a client, before round 0."""
+    """A client before round 0, as the function given to `run.gather` sees it.
+
+    generator: the client's random generator for this purpose. gather: reads the samples.
+    """
 
     client: int
     gather: Callable[[], tuple[Tensor, Tensor]]
@@ -306,10 +313,10 @@ class Contribution:
 
     @property
     def inputs(self) -> Tensor:
-        """[n, ...] normalised; gathered on demand."""
+        """[n, ...] normalised inputs of the client's training samples; read at the first use."""
         return self._samples[0]
 
     @property
     def labels(self) -> Tensor:
-        """[n]"""
+        """[n] labels of the client's training samples."""
         return self._samples[1]

@@ -1,7 +1,8 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
-A `Job` is dispatched, and an `Update` or a `Failure` comes back. A `Task` is a piece of an evaluation,
-and a `Report` comes back. Client state is in none of them: it returns next to the update, as an object of its own.
+A `Job` is dispatched, and an `Update` or a `Failure` comes back. A `ScoringTask` is one piece of an
+evaluation, and a `ScoringReport` comes back. No message holds client state: it returns next to the
+update, as an object of its own.
 """
 
 from __future__ import annotations
@@ -19,109 +20,104 @@ from raysim.data.partition import Floats, Ints
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Reals: TypeAlias = NDArray[np.float32] | Floats
 Bools: TypeAlias = NDArray[np.bool_]
-# The unnormalised weighted sums of deltas, [layout.shared] each, by the numbers of the jobs in each sum.
+# Weighted sums of deltas, not normalised, [layout.shared] each, by the jobs in each sum.
 GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """What a client's local model says of the n balanced rows, and what the model said that it had received."""
+    """A local model before it is averaged, tried on the n balanced rows of the central test set."""
 
     client: int
     version: int
     labels: Ints  # [n]
-    seen: Bools  # [C], the classes in the client's training data
-    accuracy: float  # on all balanced rows
-    features: Reals  # [n, F], of the local model
-    received: Reals  # [n, F], of the received model
-    probabilities: Reals  # [n, C], of the local model
+    seen: Bools  # [C] classes in the client's training data
+    accuracy: float
+    features: Reals  # [n, F] of the local model
+    received: Reals  # [n, F] of the received model
+    probabilities: Reals  # [n, C] of the local model
 
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """What every client of one version receives: the shared prefix and what methods send beside it."""
+    """What all clients of one version receive: the shared vector and what methods send with it."""
 
     version: int
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
     counters: np.ndarray  # [layout.shared_counters] int64: integer buffers
     extras: Arrays = field(default_factory=dict)  # by "method.name"
-    mark: str = ""  # tells vectors that are only evaluated from the version itself
+    mark: str = ""  # tells a vector that is only scored from the version itself
 
     @property
     def floats(self) -> int:
-        """What one client downloads, in floats."""
+        """Floats that one client downloads."""
         return self.vector.size + sum(array.size for array in self.extras.values())
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        return (
-            self.vector.nbytes
-            + self.counters.nbytes
-            + sum(array.nbytes for array in self.extras.values())
-        )
+        """Bytes in memory."""
+        extras = sum(array.nbytes for array in self.extras.values())
+        return self.vector.nbytes + self.counters.nbytes + extras
 
 
 class Job(NamedTuple):
-    """One local training of one client, as it is planned on virtual time and dispatched to a worker.
+    """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The planner makes it. The coordinator adds `weight`, `probe` and `extras` once the base version exists, and
-    `state` when the job goes to a worker.
+    The planner makes it. The coordinator adds `weight`, `probe` and `extras` once the base version
+    exists, and `state` when the job goes to a worker.
     """
 
     number: int  # position in the run's order of dispatch
     client: int
-    participation: int  # how often this client was dispatched before
-    version: int  # the base version: aggregations made when it was dispatched
-    state: int = (
-        -1
-    )  # number of the job that left the client state it starts from; -1: the initial state
-    weight: float = 1.0  # raw weight in a plain weighted sum
-    probe: bool = False  # whether the trained model is probed before it is averaged
+    participation: int  # jobs of this client before this one
+    version: int  # base version: aggregations before the dispatch
+    state: int = -1  # job that left the client state to start from; -1: the initial state
+    weight: float = 1.0  # weight in a plain weighted sum, not normalised
+    probe: bool = False  # True: the trained model is probed before it is averaged
     extras: Mapping[str, np.ndarray] = {}  # what this client alone receives
     pool: int = -1  # the pool that its client was drawn from; -1: all clients
     start: float = 0.0  # virtual seconds
-    finish: float = 0.0  # virtual seconds at which the update arrives or the client is lost
-    arrives: bool = True  # False: it is lost at `finish`
-    work: float = 0.0  # samples, extra passes counted
+    finish: float = 0.0  # virtual seconds at which the update arrives or the job is lost
+    arrives: bool = True  # False: the job is lost at `finish`
+    work: float = 0.0  # samples, additional passes counted
     down: int = 0  # floats that its client receives
     up: int = 0  # floats that its client sends
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a client's job sends back."""
+    """What a client's job sends back, and what the simulator measured on the way."""
 
     job: int
     client: int
     version: int
-    samples: int  # training samples the client holds
-    trained: int  # samples it really trained on, epochs counted
+    samples: int  # training samples of the client
+    trained: int  # samples it trained on, epochs counted
     steps: int
-    loss: float  # mean over the rows of the iterations with the task loss; nan without one
-    seconds: float  # wall time on its worker; never decides anything
+    loss: float  # mean over the rows of the steps with the task loss; nan if there are none
+    seconds: float  # wall time on its worker; decides nothing
     counters: np.ndarray  # [layout.shared_counters]
     extras: Arrays = field(default_factory=dict)
-    # Stretches [start, stop) of the shared parameters, and the sum of the learning rates of the steps made there.
+    # Parts [start, stop) of the shared parameters, with the sum of the learning rates of the steps.
     moves: tuple[tuple[int, int, float], ...] = ()
-    # What the simulator looked at; no part of what travels.
+    # The simulator's own: these do not travel.
     report: Mapping[str, float] = field(default_factory=dict)
     probe: Probe | None = None
-    loss_rows: int = 0  # rows that `loss` was computed on, epochs counted
-    # [layout.shared] trained minus received; None: the worker has added it to the sum of a group of jobs.
+    loss_rows: int = 0  # rows that `loss` is the mean of, epochs counted
+    # [layout.shared] trained minus received; None: the worker added it to the sum of a group.
     delta: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def floats(self) -> int:
-        """Floats in the extra upload."""
+        """Floats that the client sends next to the update."""
         return sum(array.size for array in self.extras.values())
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that raised, or whose result is not finite. It has weight 0.
+    """A job that raised an error, or whose result is not finite.
 
-    A type of its own, so that no rule of the server can mistake it for an update: it has nothing to aggregate.
+    It has a type of its own, so that no rule of the server mistakes it for an update.
     """
 
     job: int
@@ -129,44 +125,38 @@ class Failure:
     version: int
     worker: str
     method: str  # the method whose hook raised, or "" for the loop itself
-    error: str  # one sentence
+    error: str
     traceback: str = ""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What one call to a worker returns: it is about the call and the worker, not about a single job."""
+    """What one call to a worker returns, which may train several jobs."""
 
-    updates: tuple[Update | Failure, ...]  # one per job, in order
+    updates: tuple[Update | Failure, ...]  # one for each job, in order
     sums: GroupSums = field(default_factory=dict)
     worker: str = ""
-    busy: float = (
-        0.0  # seconds of work of this worker since its last answer; never decides anything
-    )
+    busy: float = 0.0  # seconds that this worker worked since its last result; decides nothing
     states: tuple[int, ...] = ()  # bytes of the client state that each job left
-    device: float | None = (
-        None  # share of the last moments in which the GPU was at work; None: unknown
-    )
+    device: float | None = None  # share of the last moments in which the GPU worked; None: unknown
 
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """One piece of an evaluation: rows of the data set, scored with the model of `client` (-1: the shared model)."""
+    """Rows of the data set to score with the model of `client`; -1 is the shared model."""
 
     client: int
     rows: np.ndarray  # int64
-    state: int = -1  # the job whose client state counts
+    state: int = -1  # the job that left the client state to use; -1: the initial state
     extras: Arrays = field(default_factory=dict)  # what this client alone would receive
-    personalised: bool = (
-        True  # whether methods make the model the client's own; else only its personal part does
-    )
+    personalised: bool = True  # False: the hook `personalise` is not called
     finetune: Finetune | None = None  # adapt the model to the client's training samples first
 
 
 @dataclass(frozen=True)
 class ScoringReport:
-    """Scores of one `Task`, a value per row."""
+    """The scores of one `ScoringTask`, a value for each row."""
 
     client: int
-    scores: np.ndarray  # the task's metric; of accuracy, whether it was right
+    scores: np.ndarray  # the task's metric, such as whether the prediction is right
     losses: np.ndarray  # in the dtype of the run

@@ -1,9 +1,16 @@
-"""What a method may do: sixteen hooks, of which it fills those that it needs.
+"""The hooks of a method: the moments of a run in which it may act.
 
-Every default does nothing, and a hook that no method of a run fills is never called. `setup`
-declares; `begin`, `prepare`, `batch`, `loss`, `gradient`, `perturb` and `end` are the moments of a client's
-job; `weigh`, `combine`, `step` and `absorb` those of an aggregation. Hooks that run once for each
-batch keep to tensors (no `.item()`, no `if tensor`), because a step may be captured as a CUDA graph.
+A method fills the hooks that it needs. Every default does nothing, and a hook that no method of a
+run fills is never called. This is the order of the calls:
+
+- before the run: `model`, `settings`, `setup`
+- when a job is dispatched: `cost`
+- a client's job: `begin`, `prepare`; for each batch `batch`, `loss`, `perturb`, `gradient`; `end`
+- an aggregation: `weigh`, `combine`, `step`, `absorb`
+- before a client's own model is scored: `personalise`
+
+The hooks for each batch keep to tensor operations (no `.item()`, no `if tensor`), because a step
+may be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,13 +29,24 @@ if TYPE_CHECKING:
 
 
 class Method:
-    """One part of a federated algorithm.
+    """One part of a federated algorithm, on the client, on the server or both.
 
-    The constructor stores its arguments under their own names, after checking them.
+    name: what the method is called; all that it keeps, sends and reports carries this name.
+    paper: the source, or "". weighting: "samples" or "uniform", the weights of updates that the
+    method asks for; the setting `weighting` overrides it. pools: True if one model is trained on
+    the data of all clients.
 
-    name: what the method is called; everything that it keeps, sends and reports carries it.
-    paper: where it is from. weighting: the weights of updates that it asks for, unless the
-    configuration says otherwise. pools: it trains one model on the data of all clients.
+    The constructor checks its arguments and stores them under their own names. This method is
+    complete:
+
+        class Lasso(Method):
+            name = "lasso"
+
+            def __init__(self, lam: float = 1e-3):
+                self.lam = lam
+
+            def gradient(self, job, grad, at):
+                grad += self.lam * job.params[at].sign()
     """
 
     name: ClassVar[str]
@@ -37,35 +55,43 @@ class Method:
     pools: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        name = getattr(self, "name", type(self).__name__)  # a class may lack one: refused later
+        name = getattr(self, "name", type(self).__name__)  # a class without a name is refused later
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters(self).items())
         return f"{name}({settings})"
 
     # --- before the run -----------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Replace or wrap the model; only one method of a list may. It keeps `features`, `head`."""
+        """Return another model, or the model inside another one; only one method of a list may.
+
+        Where the model has `features` and `head`, the returned one needs them, too.
+        """
         return model
 
-    def setup(self, run: Setup) -> None:
-        """Declare networks, state, what is sent and uploaded, stages, needs and warnings."""
-
-    def cost(self, job: Participation) -> float:
-        """Return the samples that a job passes through the model in addition to plain training.
-
-        In units of a forward and backward pass; known at dispatch, never from training.
-        """
-        return 0.0
-
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the settings that the method cannot run without, by key ("local.epochs").
+        """Return the settings that the method needs, by key: {"local.epochs": 1}.
 
-        They are set, and the plan says so, unless the user set the key: then `setup` refuses it.
+        They replace the defaults, and the plan of a run names them. A value that the user set is
+        left alone, so that `setup` has to refuse it if it does not fit.
         """
         return {}
 
+    def setup(self, run: Setup) -> None:
+        """Declare networks, state, what is sent and uploaded, stages, needs and warnings.
+
+        Called once in each process. Raise ValueError for settings that do not fit the run.
+        """
+
+    def cost(self, job: Participation) -> float:
+        """Return the samples that a job passes through the model beyond plain training.
+
+        Counted in forward and backward passes of one sample; a forward pass alone is `FORWARD`.
+        The virtual clock needs the cost at dispatch, so it cannot depend on training.
+        """
+        return 0.0
+
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Act after the received model was loaded, before training; change it here.
+        """Act after the received model was loaded; change the model that training starts from here.
 
         The batches are not planned yet, because `run.select` may use what this hook computes.
         """
@@ -73,23 +99,21 @@ class Method:
     def prepare(self, job: LocalJob) -> None:
         """Act once the batches of the job are planned (`job.plan`), before its first step.
 
-        Called after `begin` of all methods. Write `job.state` and `job.scratch`; leave the model
-        as it is, for `job.frozen()` already holds it.
+        Called after `begin` of all methods. Write `job.state` and `job.scratch`; do not change the
+        model, because `job.frozen()` may already hold a copy of it.
         """
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Return the batch with other inputs or targets."""
+        """Return the batch, with other inputs or targets if the method changes them."""
         return batch
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the loss to minimise: usually `loss` plus a term of the method.
+        """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
-        `loss` is what the task and the methods before this one made; `out` has features and logits.
+        Called in stages with the task loss. loss: the scalar of the task and of the methods before
+        this one. out: features and logits of the batch.
         """
         return loss
-
-    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Correct, in place, the gradient of the shared parameters `job.params[at]`."""
 
     def perturb(
         self,
@@ -98,19 +122,29 @@ class Method:
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient to use, made of gradients at shifted points (SAM); one method may.
+        """Return the gradient [n] to use instead of `grad`; only one method of a list may.
 
-        Called in stages with the task loss only: a stage with a loss of its own (FedBR's
-        projector) descends its plain gradient.
+        Called in stages with the task loss. A stage with a loss of its own, such as that of FedBR's
+        projector, descends along its plain gradient.
 
-        params, grad: [n] all parameters that `job.stage` trains and their gradient; not to be
-        changed. gradient_at(shift): the gradient [n] at params + shift on the same batch, with the
+        params, grad: [n] the parameters that `job.stage` trains and their gradient; do not change
+        them. gradient_at(shift): the gradient [n] at params + shift, on the same batch and with the
         same random numbers. Corrections, clipping and the optimizer act on what is returned.
+
+        Sharpness-aware minimisation:
+
+            return gradient_at(rho * grad / grad.norm())
         """
         return grad
 
+    def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
+        """Correct, in place, the gradient `grad` of the shared parameters `job.params[at]`.
+
+        Called in every stage, once for each contiguous part of the parameters that it trains.
+        """
+
     def end(self, job: LocalJob) -> None:
-        """Act after training: fill `job.upload`, replace entries of `job.state`."""
+        """Act after training: fill `job.upload` and replace entries of `job.state`."""
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
@@ -118,28 +152,32 @@ class Method:
         return aggregation
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Combine updates into one direction [layout.trained]; only one method of a list may.
+        """Return one direction [layout.trained] for all updates; only one method of a list may.
 
-        A vector [layout.shared] decides on buffers as well.
+        By default it is the weighted mean of the updates. A vector [layout.shared] replaces the
+        mean of the floating buffers as well.
         """
         raise NotImplementedError
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the step [layout.trained] that is added to the current version.
 
-        direction: [layout.trained] as the methods before this one left it; it may be changed in
-        place.
+        direction: [layout.trained] the result of `combine` and of the methods before this one; it
+        may be changed in place.
         """
         return direction
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Update server state after the step."""
+        """Update `server.state` after the step."""
 
     # --- scoring ------------------------------------------------------------------------------
     def personalise(self, client: PersonalModel) -> None:
-        """Change `client.vector` into the client's own model, for clients never trained as well."""
+        """Turn `client.vector`, in place, into the client's own model; only one method may.
+
+        Called before each score of a client, also of one that never trained.
+        """
 
 
 def parameters(method: Method) -> dict[str, object]:
-    """Return a method's settings by name."""
+    """Return the method's settings by name."""
     return {key: value for key, value in vars(method).items() if not key.startswith("_")}

@@ -56,7 +56,7 @@ def watched(
 
 
 def test_prior_of_a_client_without_samples_is_finite() -> None:
-    server: Any = SimpleNamespace(counts=np.array([0, 3, 9]), clients=3)
+    server: Any = SimpleNamespace(sample_counts=np.array([0, 3, 9]), clients=3)
     log_weights = GroupDRO(prior="samples")._first_log_weights(server)
     assert log_weights.isfinite().all()
     assert log_weights.exp()[0] < 1e-9
