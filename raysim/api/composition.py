@@ -1,4 +1,4 @@
-"""Which methods of a list fill which hook, and the checks that a list fits together."""
+"""The hooks that methods fill, and the checks that the methods of a list fit together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECLARING = ("model", "setup", "cost")  # called before the run, or at dispatch
 # Hooks that run once for each batch.
 STEP_HOOKS = ("batch", "loss", "gradient", "perturb")
 
-# What only one method of a list may do, in words.
+# Texts for what only one method of a list may do.
 _ALONE = {
     "model": "replace the model",
     "perturb": "decide at which shifted points the gradient is taken",
@@ -34,17 +34,17 @@ _ALONE = {
 
 
 def fills(method: Method, hook: str) -> bool:
-    """Return whether the method's class has a hook of its own."""
+    """Return True if the method's class has a hook of its own."""
     return getattr(type(method), hook) is not getattr(Method, hook)
 
 
 def filled_hooks(method: Method) -> frozenset[str]:
-    """Return the hooks that a method's class fills."""
+    """Return the names of the hooks that the method's class fills."""
     return frozenset(hook for hook in HOOKS if fills(method, hook))
 
 
 def failing_method(error: BaseException) -> Method | None:
-    """Return the innermost method whose code was running when the error was raised."""
+    """Return the method whose code raised the error, the innermost one, or None."""
     method, frame = None, error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
@@ -55,17 +55,19 @@ def failing_method(error: BaseException) -> Method | None:
 
 
 def failing_method_name(error: BaseException) -> str:
-    """Return the name of `failing_method`, or "" if none was running."""
+    """Return the name of the method whose code raised the error, or ""."""
     method = failing_method(error)
     return "" if method is None else method.name
 
 
 def check_name(method: Method) -> None:
-    """Raise ValueError for a method without a name: messages and options need one."""
+    """Raise ValueError for a method without a name."""
     name = getattr(method, "name", None)
     if isinstance(name, str) and name:
         return
-    problem = "has no name" if name is None else f"has the name {name!r}, which is not a text"
+    problem = f"has the name {name!r}, which is not a text"
+    if name is None:
+        problem = "has no name"
     raise ValueError(
         f'method {type(method).__name__} {problem}. Give its class one, as in name = "mine".'
     )
@@ -135,7 +137,7 @@ def _check_hooks(method: Method) -> None:
 
 
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
-    """Yield warnings about methods whose hooks are perhaps misspelt, and so are never called."""
+    """Yield warnings about methods whose hooks may be misspelt, so that nothing calls them."""
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
         for name in _uncalled_functions(type(method)):
@@ -148,13 +150,12 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
         changes_nothing = method.weighting == Method.weighting and not method.pools
         if len(empty) == len(HOOKS) and changes_nothing:
             yield (
-                f"method '{method.name}' fills no hook and does nothing: help(raysim.Method) "
-                "lists the hooks"
+                f"method '{method.name}' fills no hook and does nothing. See help(raysim.Method)."
             )
 
 
 def _uncalled_functions(cls: type[Method]) -> list[str]:
-    """Return public functions of a user's class that are not hooks and that the class never uses."""
+    """Return the public functions of a user's class that are no hooks and that it never uses."""
     classes = [
         parent
         for parent in cls.__mro__
@@ -175,7 +176,7 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 
 
 def check_names(methods: Sequence[Method]) -> None:
-    """Raise ValueError for methods without a name, twice in the list, or with unfit hooks."""
+    """Raise ValueError for methods without a name, with one name, or with unfit hooks."""
     for method in methods:
         check_name(method)
         _check_renamed(method)
@@ -198,37 +199,50 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
         )
 
 
-def check_together(declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError for methods that declare what only one may, or exclude each other."""
-    for what in ("stages", "select", "train", "finetune", "scored"):
-        _check_alone(what, [each.method for each in declared if getattr(each, what) is not None])
-    for hook in ("perturb", "combine", "personalise"):
-        _check_alone(hook, [each.method for each in declared if each.has_hook(hook)])
-    for hook in ("loss", "step"):
-        _check_alone(hook, [each.method for each in declared if hook in each.owned])
-    soft = next((each.method for each in declared if each.targets == "soft"), None)
-    integer = next((each.method for each in declared if each.targets == "integer"), None)
-    if soft and integer:
-        raise ValueError(
-            f"method '{integer}' does not combine with method '{soft}': it needs integer labels, "
-            f"which '{soft}' makes soft. Keep one of them."
-        )
-    _check_pooling(declared)
-    _check_whole_model(declared)
-    _check_own_training(declared)
-    names = [each.method for each in declared]
-    for each in declared:
-        for other, why in each.excludes.items():
+def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
+    """Raise ValueError for methods that exclude each other or declare what only one may."""
+    _check_single_owners(all_declared)
+    _check_targets(all_declared)
+    _check_pooling(all_declared)
+    _check_whole_model(all_declared)
+    _check_own_training(all_declared)
+    names = [declared.method for declared in all_declared]
+    for declared in all_declared:
+        for other, why in declared.excludes.items():
             if other in names:
                 raise ValueError(
-                    f"method '{each.method}' does not combine with method '{other}': {why}. "
+                    f"method '{declared.method}' does not combine with method '{other}': {why}. "
                     "Keep one of them."
                 )
 
 
-def _check_whole_model(declared: Sequence[MethodDeclaration]) -> None:
-    whole = next((each for each in declared if each.needs_whole_model), None)
-    keeper = next((each for each in declared if each.keeps_parameters), None)
+def _check_single_owners(all_declared: Sequence[MethodDeclaration]) -> None:
+    for fact in ("stages", "select", "train", "finetune", "scored"):
+        owners = [
+            declared.method for declared in all_declared if getattr(declared, fact) is not None
+        ]
+        _check_alone(fact, owners)
+    for hook in ("perturb", "combine", "personalise"):
+        _check_alone(
+            hook, [declared.method for declared in all_declared if declared.has_hook(hook)]
+        )
+    for hook in ("loss", "step"):
+        _check_alone(hook, [declared.method for declared in all_declared if hook in declared.owned])
+
+
+def _check_targets(all_declared: Sequence[MethodDeclaration]) -> None:
+    methods = {declared.targets: declared.method for declared in reversed(all_declared)}
+    if "soft" in methods and "integer" in methods:
+        soft, integer = methods["soft"], methods["integer"]
+        raise ValueError(
+            f"method '{integer}' does not combine with method '{soft}': it needs integer labels, "
+            f"which '{soft}' makes soft. Keep one of them."
+        )
+
+
+def _check_whole_model(all_declared: Sequence[MethodDeclaration]) -> None:
+    whole = next((declared for declared in all_declared if declared.needs_whole_model), None)
+    keeper = next((declared for declared in all_declared if declared.keeps_parameters), None)
     if whole and keeper:
         raise ValueError(
             f"method '{keeper.method}' does not combine with method '{whole.method}': it keeps "
@@ -248,69 +262,70 @@ def step_parts(declared: MethodDeclaration) -> list[str]:
     return parts
 
 
-def _check_own_training(declared: Sequence[MethodDeclaration]) -> None:
+def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError for a method that takes part in steps, next to one that replaces them."""
-    owner = next((each for each in declared if each.train is not None), None)
+    owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:
         return
-    for each in declared:
-        if each is owner and step_parts(each):
+    for declared in all_declared:
+        if declared is owner and step_parts(declared):
             raise ValueError(
-                f"method '{each.method}' replaces local training (run.train), so that its "
-                f"{step_parts(each)[0]} would never be called. Keep one of them."
+                f"method '{declared.method}' replaces local training (run.train), so that its "
+                f"{step_parts(declared)[0]} would never be called. Keep one of them."
             )
-        if step_parts(each):
+        if step_parts(declared):
             raise ValueError(
-                f"method '{each.method}' does not combine with method '{owner.method}': it takes "
-                f"part in the steps ({step_parts(each)[0]}), which '{owner.method}' replaces. "
+                f"method '{declared.method}' does not combine with method '{owner.method}': it takes "
+                f"part in the steps ({step_parts(declared)[0]}), which '{owner.method}' replaces. "
                 "Keep one of them."
             )
-        if each.keeps_optimizer:
+        if declared.keeps_optimizer:
             raise ValueError(
-                f"method '{each.method}' does not combine with method '{owner.method}': it keeps "
+                f"method '{declared.method}' does not combine with method '{owner.method}': it keeps "
                 f"raysim's optimizer, which '{owner.method}' does not use. Keep one of them."
             )
 
 
-def _check_pooling(declared: Sequence[MethodDeclaration]) -> None:
-    pooling = next((each.method for each in declared if each.pools), None)
+def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
+    pooling = next((declared.method for declared in all_declared if declared.pools), None)
     if pooling is None:
         return
-    for each in declared:
-        if each.needs_clients:
+    for declared in all_declared:
+        if declared.needs_clients:
             raise ValueError(
-                f"method '{each.method}' does not combine with method '{pooling}', which pools the "
-                f"data of all clients: {each.needs_clients}. Keep one of them."
+                f"method '{declared.method}' does not combine with method '{pooling}', which "
+                f"pools the data of all clients: {declared.needs_clients}. Keep one of them."
             )
-        if each.keeps_parameters or each.finetune is not None or each.has_hook("personalise"):
+        keeps_a_model = declared.keeps_parameters or declared.has_hook("personalise")
+        if keeps_a_model or declared.finetune is not None:
             raise ValueError(
-                f"method '{each.method}' does not combine with method '{pooling}': it gives every "
+                f"method '{declared.method}' does not combine with method '{pooling}': it gives every "
                 "client a model of its own, where pooled data have one for all. Keep one of them."
             )
 
 
-def check_needs(declared: Sequence[MethodDeclaration], task: Task, splits: bool) -> None:
+def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_features: bool) -> None:
     """Raise ValueError for a method that needs what the data or the model do not have.
 
-    splits: whether the model has features in front of a linear head.
+    has_features: True if the model has features in front of a linear head.
     """
-    missing = _missing(task, splits)
-    for each in declared:
-        for need in each.needs:
+    missing = _missing(task, has_features)
+    for declared in all_declared:
+        for need in declared.needs:
             if need in missing:
                 raise ValueError(
-                    f"method '{each.method}' {missing[need]}. Leave the method out, or choose "
+                    f"method '{declared.method}' {missing[need]}. Leave the method out, or choose "
                     "other data or models."
                 )
 
 
-def _missing(task: Task, splits: bool) -> Mapping[Need, str]:
-    """Return what a task and a model lack, each with the end of a sentence."""
+def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
+    """Return the needs that a task and a model do not meet, each with the end of a sentence."""
     missing: dict[Need, str] = {}
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":
         missing["classes"] = f"needs classes as labels, and this data is for {task.kind}"
-    if not splits:
+    if not has_features:
         missing["features"] = (
             "needs features in front of a linear head, and this model cannot be split into them: "
             "name its last linear layer with model.head"

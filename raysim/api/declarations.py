@@ -1,4 +1,4 @@
-"""What a run and its methods declare before anything is trained: the task, networks, costs, local training."""
+"""The facts of a run before training: the task, networks, costs, scores, local training."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from raysim.vectors.optimizer import OptimizerSettings
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt: shape of an input ([channels, height, width] of images), number of classes (or other outputs of
-    the model), floats in use, and of which kind it is, which names the loss and the metrics.
+    """The learning task: inputs, outputs, loss and metrics.
 
-    tokens: of inputs that are sequences of token numbers. scored_by: the metric's name; None: the kind's usual one.
-    loss: of each sample, outputs [B, C] and labels to [B]; None: the kind's usual one.
-    unseen: how many of the clients are never trained.
+    shape: of one input; [channels, height, width] of an image. num_classes: classes, or other
+    outputs of the model. clients: all clients of the run. dtype: of all floats. kind: names the
+    usual loss and metrics. tokens: set if inputs are sequences of token numbers. scored_by: name of
+    the metric, None for the usual one. loss: from outputs [B, C] and labels to [B], None for the
+    usual one. unseen: the number of clients that are never trained.
     """
 
     shape: tuple[int, ...]
@@ -39,33 +40,33 @@ class Task:
 
     @property
     def population(self) -> int:
-        """The clients that may be trained, whether they have samples or not."""
+        """The number of clients that may be trained, with or without samples."""
         return self.clients - self.unseen
 
     @property
     def objective(self) -> Objective:
-        """Its loss and its metrics."""
+        """The loss and the metrics of the task."""
         usual = OBJECTIVES[self.kind]
-        return usual if self.loss is None else usual.descending(self.loss)
+        return usual if self.loss is None else usual.with_loss(self.loss)
 
     @property
     def metric(self) -> Metric:
-        """What its models are scored with. Raises ValueError where another kind's was asked for."""
+        """The metric that models are scored with. Raises ValueError if the kind has no such metric."""
         return self.objective.metric(self.scored_by, self.kind)
 
     @property
     def is_images(self) -> bool:
-        """Whether an input is an array [channels, height, width] of numbers."""
+        """True if an input is an array [channels, height, width] of numbers."""
         return self.tokens is None and len(self.shape) == 3
 
     def example(self, rows: int) -> Tensor:
-        """Inputs that a model of this task has to take, for trying it out; always the same."""
+        """Return example inputs [rows, ...] to try a model with; always the same."""
         return example_inputs(self.shape, self.tokens, rows)
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network besides the model; a personal one never travels."""
+    """A network next to the model; a personal one never travels."""
 
     module: nn.Module
     personal: bool = False
@@ -77,11 +78,12 @@ FORWARD = 1 / 3
 
 @dataclass(frozen=True)
 class Finetune:
-    """Adapting a client's model to its own data before it is scored; nothing of it is kept.
+    """Fine-tuning of a client's model on its own data before it is scored; the result is discarded.
 
-    epochs: of the run's local optimiser, started anew, on the cross-entropy alone. head: step the head only, with the
-    extractor in eval mode. last: only after the final round. samples: "own" are the client's training samples, "all"
-    also those of it that `partition.fraction` left out of training.
+    epochs: passes with a new local optimizer, on the usual loss; 0 for none. head: True steps the
+    head only, with the extractor in eval mode. last: True after the final round only. samples:
+    "own" are the client's training samples; "all" are also those that `partition.fraction` left
+    out of training.
     """
 
     epochs: int = 0
@@ -96,13 +98,14 @@ class Finetune:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated: `evaluate.*` of the configuration. How often is counted in aggregations; 0: never.
+    """The settings `evaluate.*`: what is scored, and after how many aggregations (0: never).
 
-    clients: how many are drawn each time. finetune: how models are adapted first, for scores of their own. common:
-    whether clients' own models are scored on the central test set. probe: of local models before they are averaged, on
-    `probe_rows` images of the central test set. decompose: the loss decomposition, on at most `decompose_rows` training
-    samples of a client. metric: what models are scored with, "mae" for example; None: what is usual for the data.
-    unseen: share of the clients that are drawn at the start, never trained, and scored in columns of their own.
+    every: all scores. clients: clients drawn for each of them. finetune: how models are adapted
+    first, for scores in columns of their own. common: True scores clients' own models on the
+    central test set. probe: local models before they are averaged, on `probe_rows` images of the
+    central test set. decompose: the loss decomposition, on at most `decompose_rows` training
+    samples of a client. metric: such as "mae"; None is the usual one for the data. unseen: share of
+    the clients that is drawn at the start, never trained, and scored in columns of its own.
     """
 
     every: int = 1
@@ -118,38 +121,36 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         in_range("evaluate.unseen", self.unseen, least=0, below=1)
-        for key, least in (
-            ("every", 1),
-            ("probe", 0),
-            ("probe_rows", 1),
-            ("decompose", 0),
-            ("decompose_rows", 1),
-        ):
-            at_least(f"evaluate.{key}", getattr(self, key), least)
+        minimums = {"every": 1, "probe": 0, "probe_rows": 1, "decompose": 0, "decompose_rows": 1}
+        for key, minimum in minimums.items():
+            at_least(f"evaluate.{key}", getattr(self, key), minimum)
         if self.clients != "all":
             at_least("evaluate.clients", self.clients, 1)
 
     def evaluates(self, version: int, rounds: int) -> bool:
-        """Whether this version is scored."""
+        """Return True if this version is scored. rounds: the number of the last version."""
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Whether the local models of the step to this version are probed."""
+        """Return True if the local models of the step to this version are probed."""
         return self.probe > 0 and version % self.probe == 0
 
     def decomposes(self, version: int) -> bool:
-        """Whether the step to this version is decomposed."""
+        """Return True if the loss of the step to this version is decomposed."""
         return self.decompose > 0 and version % self.decompose == 0
 
 
 @dataclass(frozen=True)
 class Local:
-    """How a client trains: `local.*` of the configuration.
+    """The settings `local.*`: how a client trains.
 
-    Either `epochs` passes over the client's samples or `steps` batches. lr_decay multiplies the rate once per version.
-    sampling: "shuffle" reshuffles every pass and keeps the smaller last batch; "replacement" draws full batches.
-    phases: into how many parts a budget of steps is cut for methods that select samples per epoch. keep_optimizer: a
-    client's optimisers go on, with momentum and counts of steps, where its last participation left them.
+    optimizer: "sgd" or "adam". lr: learning rate. lr_decay: factor on the learning rate for each
+    version. clip: largest norm of a gradient; 0 for no limit.
+    epochs, steps: passes over the client's samples, or batches; one of them is None.
+    batch: samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the smaller
+    last batch; "replacement" draws full batches. phases: number of parts that `steps` are cut into,
+    for methods that select the samples of an epoch. keep_optimizer: True lets a client's optimizer
+    continue, with momentum and step counts, where the client's last job left it.
     """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -170,7 +171,8 @@ class Local:
         above("local.lr", self.lr, 0)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
-                f"local.epochs={self.epochs} and local.steps={self.steps}: give exactly one, and null for the other"
+                f"local.epochs={self.epochs} and local.steps={self.steps}: exactly one of them "
+                "counts. Set the other one to null."
             )
         at_least("local.epochs", self.epochs if self.epochs is not None else 1, 1)
         at_least("local.steps", self.steps if self.steps is not None else 1, 1)
@@ -181,7 +183,7 @@ class Local:
         self.settings()
 
     def settings(self) -> OptimizerSettings:
-        """The optimiser's part."""
+        """Return the settings of the optimizer itself."""
         return OptimizerSettings(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
     def rate(self, version: int) -> float:
@@ -189,10 +191,10 @@ class Local:
         return self.lr * self.lr_decay**version
 
     def budget(self, samples: int) -> float:
-        """Samples that a client with so many will train on, all passes counted."""
-        return (
-            samples * self.epochs if self.epochs else (self.steps or 0) * min(self.batch, samples)
-        )
+        """Return the samples that a client with `samples` of them trains on, all passes counted."""
+        if self.epochs:
+            return samples * self.epochs
+        return (self.steps or 0) * min(self.batch, samples)
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,11 @@ class RunFacts:
 
 
 class Participation(NamedTuple):
-    """What is known of a job when it is dispatched."""
+    """A job when it is dispatched: the argument of `cost` and of `when`."""
 
     version: int
-    samples: int  # that the client holds
+    samples: int  # training samples of the client
     trained_samples: float  # samples that it trains on, epochs counted
-    earlier_jobs: int  # how often the client was dispatched before
-    aggregated_jobs: int  # how many of those jobs entered an aggregation before this version
+    earlier_jobs: int  # jobs of the client that were dispatched before
+    aggregated_jobs: int  # those of them that were aggregated before this version
     run: RunFacts

@@ -1,4 +1,4 @@
-"""Let the methods of a run declare what they need, and make its networks and layout of it."""
+"""Call `setup` of the methods of a run, and make its networks and layout from the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raysim.vectors.layout import Layout, plan_layout
 
 @dataclass(frozen=True)
 class RunSettingsForMethods:
-    """What methods may know of a run's settings before it starts; see `Setup`."""
+    """The settings of a run that methods may read before it starts; see `Setup`."""
 
     local: Local
     rounds: int
@@ -36,7 +36,7 @@ class RunSettingsForMethods:
 
 @dataclass(frozen=True)
 class Declarations:
-    """What the methods of a run declared, with the networks and the layout that follow from it."""
+    """The declarations of all methods of a run, with the networks and the layout of the run."""
 
     task: Task
     networks: dict[str, nn.Module]
@@ -44,64 +44,72 @@ class Declarations:
     methods: tuple[MethodDeclaration, ...]
 
     def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
-        """Return the hook of each method that fills it, in the order of the list."""
-        return [(each, each.hooks[hook]) for each in self.methods if each.has_hook(hook)]
+        """Return the methods that fill a hook, each with its function, in the order of the list."""
+        return [
+            (declared, declared.hooks[hook]) for declared in self.methods if declared.has_hook(hook)
+        ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the hook of the one method that fills it, if any."""
+        """Return the one method that fills a hook, with its function, or None."""
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
-        """Return the method that owns a chain of hooks ("loss", "step"), if any."""
-        return next((each for each in self.methods if hook in each.owned), None)
+        """Return the method that owns a hook ("loss", "step"), see `Setup.owns`, or None."""
+        return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the one method that declared a fact such as "stages", if any."""
-        return next((each for each in self.methods if getattr(each, fact) is not None), None)
+        """Return the one method that declared a fact such as "stages", or None."""
+        return next(
+            (declared for declared in self.methods if getattr(declared, fact) is not None), None
+        )
 
     @property
     def private_names(self) -> set[str]:
-        """Names of all tensors of the networks that stay on the client."""
+        """The names of all tensors of the networks that stay on the client."""
         floating, integer = self.layout.personal_entries
         return {entry.name for entry in (*floating, *integer)}
 
     @property
     def fixed_parameters(self) -> dict[str, str]:
-        """The method that fixes each parameter which is the same on all clients and never trained."""
-        return {name: each.method for each in self.methods for name in each.fixed_parameters}
+        """The fixed parameters, see `Setup.fixed_parameters`, each with the method that fixes it."""
+        return {
+            name: declared.method for declared in self.methods for name in declared.fixed_parameters
+        }
 
     @property
     def keeps_client_state(self) -> bool:
-        """Whether clients keep anything besides the run's own optimizers."""
-        if any(each.keeps_client_state or each.keeps_optimizer for each in self.methods):
+        """True if clients keep state, other than that of `local.keep_optimizer`."""
+        if any(
+            declared.keeps_client_state or declared.keeps_optimizer for declared in self.methods
+        ):
             return True
         return not self.private_names <= self.fixed_parameters.keys()
 
     @property
     def reads_updates(self) -> bool:
-        """Whether a method reads single updates and their moves."""
-        return any(each.reads_updates for each in self.methods)
+        """True if a method reads single updates and their moves."""
+        return any(declared.reads_updates for declared in self.methods)
 
     @property
     def needs_single_updates(self) -> bool:
-        """Whether a method reads or changes single updates, so that workers may not sum them."""
-        changed = any(each.change_updates is not None for each in self.methods)
+        """True if a method reads or changes single updates, so that workers may not sum them."""
+        changed = any(declared.change_updates is not None for declared in self.methods)
         return changed or self.reads_updates
 
     @property
     def pools(self) -> bool:
-        """Whether one model is trained on the data of all clients, so that nothing is sent."""
-        return any(each.pools for each in self.methods)
+        """True if one model is trained on the data of all clients, so that nothing is sent."""
+        return any(declared.pools for declared in self.methods)
 
     @property
     def warnings(self) -> Iterator[str]:
-        """What methods warn of before the run."""
-        for each in self.methods:
-            yield from each.warnings
+        """The warnings of all methods before the run."""
+        for declared in self.methods:
+            yield from declared.warnings
 
 
 def with_required_settings(local: Local, method: Method) -> Local:
-    """Return the settings with those in place that the method cannot run without."""
+    """Return the settings with those that the method needs, see `Method.settings`."""
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]
 
@@ -109,10 +117,10 @@ def with_required_settings(local: Local, method: Method) -> Local:
 def declare(
     methods: Sequence[Method], task: Task, model: nn.Module, settings: RunSettingsForMethods
 ) -> Declarations:
-    """Call `setup` of each method and return what was declared; the same in every process.
+    """Call `setup` of each method and return the declarations, equal in all processes.
 
     torch's generator is seeded for each method, so that its networks do not depend on others.
-    Raises ValueError where the methods do not fit together, the data or the model.
+    Raises ValueError if the methods do not fit together, the data or the model.
     """
     has_features = is_split(model)
     model, failure = _replace_model(methods, task, model, settings.seed)
@@ -166,9 +174,9 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model as the one method that replaces it wants it, or why that failed.
+    """Return the model that the hook `model` returns, or the unchanged model and an error.
 
-    A failure is raised later: what the method declares may tell its reason better.
+    The error is raised later, because a need that the method declares may explain it better.
     """
     for method in methods:
         if "model" in filled_hooks(method):
@@ -181,7 +189,7 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call `setup`; where it fails because of a missing need, say which need is missing."""
+    """Call `setup`; if it fails because a declared need is missing, raise an error for that."""
     try:
         method.setup(setup)
     except Exception:
@@ -210,7 +218,7 @@ def _tensor_names(name: str, network: Network) -> set[str]:
 
 
 def _check_state_names(declarations: Declarations) -> None:
-    """Raise ValueError for client state under a name that is taken or is not the method's."""
+    """Raise ValueError for client state under a name that is already in use."""
     taken = dict.fromkeys(
         reserved_names(declarations.layout), "a private tensor of the run's networks"
     )
@@ -220,8 +228,8 @@ def _check_state_names(declarations: Declarations) -> None:
         values: object = declared.client_states(1)
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"method '{declared.method}' returns {values!r} from state. Return a mapping of "
-                "names to tensors."
+                f"method '{declared.method}' returns {values!r} as client state. Return a mapping "
+                "of names to values."
             )
         for name in values:
             if name in taken:

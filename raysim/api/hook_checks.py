@@ -1,4 +1,4 @@
-"""What a user's hook does wrong, in one sentence, and the lines of a traceback that are the user's own."""
+"""Checks of what hooks return and write, and error texts that show a user's own lines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from raysim.api.declare import Declarations
 from raysim.api.setup import number_of_floats
 
 T = TypeVar("T")
-_OURS = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class HookError(ValueError):
-    """A hook returned or wrote what nobody can use: one sentence with the method, the hook and what to do."""
+    """A hook returned or wrote something of the wrong kind; the text names method and hook."""
 
 
 class UndeclaredStateError(HookError, KeyError):
-    """Client state that no method has declared."""
+    """A hook used client state that its method did not declare."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -39,21 +39,24 @@ class UndeclaredStateError(HookError, KeyError):
 
 
 class DeclaredState(dict[str, Tensor]):
-    """Client state by name, which says so of a name that was not declared."""
+    """Client state by name; an undeclared name raises UndeclaredStateError."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UndeclaredStateError(name)
 
 
 def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
-    """What a hook returned, if it is of this kind, a class. instead: what to return."""
+    """Return the value of a hook. Raises HookError unless it is an instance of `kind`.
+
+    instead: what the hook should return, for the text.
+    """
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)
     return value
 
 
 def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Tensor]:
-    """Return what the function of `run.draw` returned, if it has one tensor for each step."""
+    """Return the draws of a job. Raises HookError unless they are one tensor for each step."""
     hook, instead = f"the function of run.draw({name!r}, ...)", "one tensor for each step"
     tensors: Sequence[Tensor] = check_type(values, (Sequence, Tensor), method, hook, instead)
     if len(tensors) != steps:
@@ -65,18 +68,23 @@ def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Ten
 
 
 def check_scalar(value: Any, method: str, hook: str) -> Tensor:
-    """What a hook returned, if it is one number; a shape is known without waiting for the device."""
+    """Return the value of a hook. Raises HookError unless it is one number.
+
+    A check of the shape does not wait for the device.
+    """
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
         raise _wrong(value, method, hook, "a scalar, such as its mean()")
     return value  # type: ignore[no-any-return]
 
 
 def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
-    """What a hook returned, if it is a vector of one of these sizes, by their names."""
+    """Return the value of a hook. Raises HookError unless it is a vector of one of the sizes.
+
+    sizes: allowed sizes by their names.
+    """
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
-        names = {
-            size: name for name, size in reversed([*sizes.items()])
-        }  # without buffers the sizes are the same
+        # Without buffers the sizes are equal: the first name counts.
+        names = {size: name for name, size in reversed([*sizes.items()])}
         allowed = " or ".join(f"[{name}], here [{size}]" for size, name in sorted(names.items()))
         raise _wrong(value, method, hook, f"a tensor of shape {allowed}")
     return value
@@ -84,40 +92,38 @@ def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -
 
 def _wrong(value: Any, method: str, hook: str, instead: str) -> HookError:
     what = "nothing" if value is None else _kind(value)
-    return HookError(f"method '{method}' returns {what} from {hook}: return {instead}")
+    return HookError(f"method '{method}' returns {what} from {hook}. Return {instead}.")
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in words."""
+    """Describe the value in words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def check_report(report: Mapping[str, Any], where: str) -> None:
-    """Refuse what is no number in a column of the history."""
+    """Raise HookError for a column of the history that is not a number."""
     for name, value in report.items():
-        on_device = (
-            isinstance(value, Tensor) and value.numel() == 1
-        )  # wherever it is, it is a number
-        if (
-            not (isinstance(value, (int, float)) or on_device)
-            and np.asarray(value).dtype.kind not in "biuf"
-        ):
-            method, _, column = name.partition(".")
-            raise HookError(
-                f"{where}.report['{column}'] of method '{method}' is {_kind(value)}. Give a number, "
-                "or leave it out."
-            )
+        is_scalar_tensor = isinstance(value, Tensor) and value.numel() == 1
+        if isinstance(value, (int, float)) or is_scalar_tensor:
+            continue
+        if np.asarray(value).dtype.kind in "biuf":
+            continue
+        method, _, column = name.partition(".")
+        raise HookError(
+            f"{where}.report['{column}'] of method '{method}' is {_kind(value)}. Give a number, "
+            "or leave it out."
+        )
 
 
 class StateNames:
     """The names under which the methods of a run may keep client state."""
 
     def __init__(self, declarations: Declarations):
-        self.names = {
-            f"{each.method}.{name}" for each in declarations.methods for name in each.client_state
-        }
+        self.names: set[str] = set()
+        for declared in declarations.methods:
+            self.names |= {f"{declared.method}.{name}" for name in declared.client_state}
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -141,21 +147,21 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
     """Raise HookError for an upload that is not as a method declared it."""
-    for each in declarations.methods:
-        prefix = f"{each.method}."
+    for declared in declarations.methods:
+        prefix = f"{declared.method}."
         for key in upload:
             name = key.removeprefix(prefix)
-            if key.startswith(prefix) and name not in each.uploads:
+            if key.startswith(prefix) and name not in declared.uploads:
                 raise HookError(
                     f"job.upload['{name}'] is not declared. Declare it in the method's setup: "
                     f'run.upload("{name}", floats).'
                 )
-        for name, floats in each.uploads.items():
+        for name, floats in declared.uploads.items():
             expected = number_of_floats(floats, declarations.layout)
             tensor = upload.get(prefix + name)
             if tensor is None:
                 raise HookError(
-                    f"job.upload['{name}'] is missing, and method '{each.method}' declares it. "
+                    f"job.upload['{name}'] is missing, and method '{declared.method}' declares it. "
                     "Fill it in `end`."
                 )
             if tensor.numel() != expected:
@@ -166,27 +172,34 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
 
 
 def format_error(error: BaseException) -> str:
-    """What an error says, after its type where that says more."""
-    return str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
+    """Return the text of an error, with its type unless it is a HookError."""
+    if isinstance(error, HookError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def format_traceback(error: BaseException) -> str:
-    """An error's traceback; of a user's method without raysim's lines, and of a mistake the user's lines alone."""
+    """Return the traceback of an error.
+
+    If a user's method failed it has the user's lines only; for a HookError, whose text says the
+    rest, it has no message.
+    """
     method = failing_method(error)
-    theirs = method is not None and not type(method).__module__.startswith("raysim.")
-    told = traceback.TracebackException.from_exception(error)
-    if isinstance(error, HookError):  # which has said the rest
-        own = _own(told)
-        return "".join(["Traceback (most recent call last):\n", *own.format()]) if own else ""
-    if theirs:
-        link: traceback.TracebackException | None = told
+    is_users_method = method is not None and not type(method).__module__.startswith("raysim.")
+    trace = traceback.TracebackException.from_exception(error)
+    if isinstance(error, HookError):
+        lines = _users_lines(trace)
+        if not lines:
+            return ""
+        return "".join(["Traceback (most recent call last):\n", *lines.format()])
+    if is_users_method:
+        link: traceback.TracebackException | None = trace
         while link is not None:
-            link.stack = _own(link)
+            link.stack = _users_lines(link)
             link = link.__cause__ or link.__context__
-    return "".join(told.format())
+    return "".join(trace.format())
 
 
-def _own(told: traceback.TracebackException) -> traceback.StackSummary:
-    return traceback.StackSummary.from_list(
-        [line for line in told.stack if not line.filename.startswith(_OURS)]
-    )
+def _users_lines(trace: traceback.TracebackException) -> traceback.StackSummary:
+    lines = [line for line in trace.stack if not line.filename.startswith(_PACKAGE)]
+    return traceback.StackSummary.from_list(lines)

@@ -1,4 +1,4 @@
-"""What the hooks of one method see of a client's local training."""
+"""A client's local training and a client's own model, as the hooks of one method see them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 
 class LocalJob:
-    """A client's local training, as one method sees it.
+    """A client's local training, as one method sees it: the argument of the hooks of a job.
 
     Names are the method's own: `job.state["control"]` of SCAFFOLD is stored, sent and counted as
     "scaffold.control". Parameters are slices of one flat vector: `job.params[at]`.
 
     state: client state that the method declared; replace entries, never change tensors in place.
     received: what the method sent with the model. upload: what it sends back; fill it in `end`.
-    report: numbers for the history, which do not travel. scratch: anything that the method needs
-    until the end of this job.
+    report: numbers for the history, which do not travel. scratch: values that the method needs
+    until the end of this job, tensors if a hook for each batch reads them.
+
+    An undeclared name in `state` or `upload` raises HookError.
     """
 
     __slots__ = ("context", "method", "received", "report", "scratch", "state", "upload")
@@ -52,12 +54,12 @@ class LocalJob:
 
     @property
     def participation(self) -> int:
-        """How many jobs this client was given before."""
+        """Jobs of this client that were dispatched before this one."""
         return self.context.participation
 
     @property
     def version(self) -> int:
-        """The version of the model that training starts from: aggregations before it."""
+        """The version that the client received: the number of aggregations before it."""
         return self.context.version
 
     @property
@@ -72,22 +74,22 @@ class LocalJob:
 
     @property
     def rate(self) -> float:
-        """The learning rate of this job, before the factor of a stage."""
+        """The learning rate of this job, `local.rate(version)`, before the factor of a stage."""
         return self.context.rate
 
     @property
     def plan(self) -> Plan:
-        """The batches of this job; known after `begin`."""
+        """The batches of this job; known from `prepare` on."""
         return self.context.plan
 
     @property
     def step(self) -> int:
-        """Number of the batch at work, from 0."""
+        """The number of the current batch, from 0."""
         return self.context.step
 
     @property
     def stage(self) -> Stage:
-        """The stage at work."""
+        """The current stage."""
         return self.context.stage
 
     @property
@@ -98,7 +100,7 @@ class LocalJob:
     # --- the run ------------------------------------------------------------------------------
     @property
     def task(self) -> Task:
-        """What is learnt."""
+        """The learning task: shapes, classes, loss and metrics."""
         return self.context.trainer.task
 
     @property
@@ -108,12 +110,12 @@ class LocalJob:
 
     @property
     def layout(self) -> Layout:
-        """Where each tensor lies in the flat vector."""
+        """The place of each tensor in the flat vector."""
         return self.context.vector.layout
 
     @property
     def partition(self) -> CSR:
-        """The training rows of every client, which only a simulator knows."""
+        """The training rows of all clients, which only a simulator can know."""
         return self.context.trainer.partition
 
     @property
@@ -134,7 +136,10 @@ class LocalJob:
 
     @property
     def start(self) -> Tensor:
-        """[layout.shared] what training starts from: `broadcast` unless a method changed it."""
+        """[layout.shared] the vector that training starts from; assign it in `begin` to change it.
+
+        It is `broadcast` unless a method changed it. The assigned vector is loaded at once.
+        """
         return self.context.base
 
     @start.setter
@@ -144,7 +149,7 @@ class LocalJob:
 
     @property
     def broadcast(self) -> Tensor:
-        """[layout.shared] the model that the client received; the update is measured from it."""
+        """[layout.shared] the version that the client received; the update is measured from it."""
         return self.context.received
 
     @property
@@ -169,25 +174,26 @@ class LocalJob:
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return a second set of networks in eval mode, without gradients.
+        """Return a second set of networks, by full name, in eval mode and without gradients.
 
-        They hold the received model with the client's own private parameters, or `values`
-        [layout.total], such as a vector kept from an earlier job; loaded once per job and name.
+        They hold the received model with the client's private parameters, or `values`
+        [layout.total], such as a vector kept from an earlier job. They are loaded once for each
+        job and name.
         """
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield each trained stretch of the vector with its number of steps and learning rate."""
+        """Yield (part of the shared parameters, optimizer steps made there, learning rate)."""
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
 
     def keep_statistics(self) -> AbstractContextManager[None]:
-        """Leave BatchNorm's running statistics alone in forward passes inside this context."""
+        """Leave BatchNorm's running statistics alone in forward passes inside `with`."""
         return self.context.keep_statistics()
 
     # --- data and random numbers --------------------------------------------------------------
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of the client's training samples, in order and without augmentation."""
+        """Yield (inputs, labels) of all the client's training samples, in order, not augmented."""
         return self.context.data()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -216,7 +222,10 @@ class LocalJob:
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels of rows of the data set, augmented if a generator is given."""
+        """Return inputs [n, ...] and labels of rows, int64 [n], of the data set.
+
+        The inputs are normalised, and augmented if a generator is given.
+        """
         return self.context.trainer.gather(rows, generator)
 
     def labels_of(self, rows: np.ndarray) -> np.ndarray:
@@ -233,21 +242,22 @@ class LocalJob:
         return self.context.stream(f"{self.method}.{purpose}")
 
     def drawn(self, name: str) -> Tensor:
-        """Return this step's entry of what the function declared with `run.draw` returned."""
+        """Return this step's tensor of those that the function given to `run.draw` returned."""
         return self.context.drawn(f"{self.method}.{name}")
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
-        """Return the gradient of a scalar by `inputs`, itself with a gradient."""
+        """Return the gradient of the scalar `loss` by `inputs`; it has a gradient itself."""
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return gradient
 
 
 class PersonalModel:
-    """A client's own model, as a method's `personalise` sees it before it is scored.
+    """A client's own model before it is scored: the argument of `personalise`.
 
-    vector: the shared part and the client's private part; change it in place. state: the client's
-    state after its last aggregated job, the initial one if there was none. received: what the
-    method would send to this client alone. trained: whether a job of it was aggregated.
+    task: the learning task. vector: the shared part and the client's private part; change it in
+    place. state: the client's state after its last aggregated job, or its initial state. received:
+    what the method would send to this client alone. data(): yields (inputs, labels) of its training
+    samples. trained: True if a job of the client was aggregated.
     """
 
     def __init__(

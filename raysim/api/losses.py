@@ -1,6 +1,7 @@
-"""Losses that a run may choose in place of the usual one: each gives a loss per sample of outputs [B, C] and labels.
+"""Losses that a run may choose in place of the usual one.
 
-A user's own is a class like these, or a function: `__call__(outputs, labels)` to [B], of plain tensor operations.
+Each returns a value for each sample [B], from outputs [B, C] and labels. A user's own loss is a
+class like these, or a function `loss(outputs, labels)` of plain tensor operations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ RowLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Smoothed:
-    """Cross-entropy with smoothed labels (Szegedy et al., CVPR 2016)."""
+    """Cross-entropy with smoothed labels (Szegedy et al., CVPR 2016).
+
+    share: weight of the uniform distribution in each label, in [0, 1).
+    """
 
     kind: ClassVar[Kind] = "classification"
     share: float = 0.1
@@ -30,34 +34,36 @@ class Smoothed:
         in_range("loss.share", self.share, least=0, below=1)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """[B]."""
+        """Return the loss of each sample [B]."""
         return cross_entropy(outputs, labels, reduction="none", label_smoothing=self.share)
 
 
 @dataclass(frozen=True)
 class Focal:
-    """Cross-entropy, times (1 - probability of the label)^gamma: samples that are right already weigh less.
+    """Cross-entropy times (1 - probability of the label)^gamma (Lin et al., ICCV 2017).
 
-    Lin et al., ICCV 2017, for several classes and without class weights.
+    Samples that are predicted well weigh less. For several classes, without class weights.
     """
 
     kind: ClassVar[Kind] = "classification"
     gamma: float = 2.0
 
     def __post_init__(self) -> None:
-        at_least(
-            "loss.gamma", self.gamma, 1
-        )  # below it the gradient has no bound where a label is sure
+        # Below 1 the gradient has no bound where the probability of the label is 1.
+        at_least("loss.gamma", self.gamma, 1)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """[B]."""
+        """Return the loss of each sample [B]."""
         losses = cross_entropy(outputs, labels, reduction="none")
         return (-torch.expm1(-losses)) ** self.gamma * losses
 
 
 @dataclass(frozen=True)
 class Huber:
-    """Half the squared error up to `delta`, and linear beyond it (Huber 1964); the mean over the outputs."""
+    """The mean over the outputs of Huber's loss (1964).
+
+    It is half the squared error up to `delta`, and linear beyond it.
+    """
 
     kind: ClassVar[Kind] = "regression"
     delta: float = 1.0
@@ -66,39 +72,46 @@ class Huber:
         above("loss.delta", self.delta, 0)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """[B]."""
+        """Return the loss of each sample [B]."""
         return huber_loss(outputs, labels, reduction="none", delta=self.delta).mean(1)
 
 
 def check_loss(loss: RowLoss, kind: Kind, outputs: int) -> None:
-    """Raise ValueError, in one sentence, for a loss that does not fit these labels, or gives no value a sample."""
-    meant: Kind = getattr(loss, "kind", kind)
-    if meant != kind:
+    """Raise ValueError for a loss that does not fit the labels or gives no value for each sample.
+
+    kind: of the task. outputs: the number of outputs of the model.
+    """
+    name = loss_name(loss)
+    kind_of_loss: Kind = getattr(loss, "kind", kind)
+    if kind_of_loss != kind:
         raise ValueError(
-            f"loss={loss_name(loss)} is for {meant}, and this data is for {kind}: choose another, or loss=usual"
+            f"loss={name} is for {kind_of_loss}, and this data is for {kind}. Choose another one, "
+            "or loss=usual."
         )
-    labels = (
-        torch.zeros(2, dtype=torch.int64) if kind == "classification" else torch.zeros(2, outputs)
-    )
+    is_classes = kind == "classification"
+    labels = torch.zeros(2, dtype=torch.int64) if is_classes else torch.zeros(2, outputs)
     try:
-        made: object = loss(torch.zeros(2, outputs), labels)
-    except Exception as error:  # of the user's own code
+        losses: object = loss(torch.zeros(2, outputs), labels)
+    except Exception as error:  # any error of a user's own code
         raise ValueError(
-            f"loss={loss_name(loss)} cannot take outputs [2, {outputs}] and labels {list(labels.shape)} "
-            f"({type(error).__name__}: {error}): a loss of {kind} takes such, and gives one value a sample"
+            f"loss={name} fails for outputs [2, {outputs}] and labels {list(labels.shape)} "
+            f"({type(error).__name__}: {error}). A loss for {kind} must take these, and return one "
+            "value for each sample."
         ) from error
-    if not isinstance(made, Tensor):
-        what = "nothing" if made is None else f"a {type(made).__name__} and no tensor"
-        raise ValueError(f"loss={loss_name(loss)} returns {what}: give one value for each sample")
-    if not made.ndim or len(made) != 2:
+    if not isinstance(losses, Tensor):
+        returned = "nothing" if losses is None else f"a {type(losses).__name__}"
         raise ValueError(
-            f"loss={loss_name(loss)} gives {list(made.shape)} values of two samples: give one for each; PyTorch's own "
-            "losses do with reduction='none'"
+            f"loss={name} returns {returned}. Return a tensor with one value for each sample."
+        )
+    if not losses.ndim or len(losses) != 2:
+        raise ValueError(
+            f"loss={name} returns the shape {list(losses.shape)} for two samples. Return one value "
+            "for each sample; PyTorch's own losses do with reduction='none'."
         )
 
 
 def loss_name(loss: RowLoss) -> str:
-    """What a loss is called in a sentence."""
-    loss = getattr(loss, "func", loss)  # a function whose other arguments are given
+    """Return the name of a loss for texts: raysim's own as in `loss=huber`."""
+    loss = getattr(loss, "func", loss)  # a functools.partial of a function
     name = str(getattr(loss, "__name__", type(loss).__name__))
-    return name.lower() if type(loss).__module__ == __name__ else name  # ours are words
+    return name.lower() if type(loss).__module__ == __name__ else name

@@ -1,4 +1,4 @@
-"""What hooks see of the server, and of one aggregation."""
+"""The server and one aggregation, as the hooks of one method see them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What one step of the server is made of, as one method sees it.
+    """The updates of one aggregation, as one method sees them.
 
-    updates: in the order of acceptance. deltas: [layout.shared] of each update, on the CPU; empty
-    in a run whose workers may add updates up, which is one where no method fills `weigh` or
-    `combine` or declares `read_updates`. weights: of each update, not normalised. staleness: of
-    each update, the aggregations between its base version and the current one. bases: what updates
-    started from, by version. combined: [layout.trained] the direction as it was combined, before a
-    method's `step` changed it; known in `step`.
+    updates: the messages of the clients, in the order of acceptance.
+    deltas: [layout.shared] of each update, trained minus received, on the CPU. Empty if workers
+    may sum updates: no method fills `weigh` or `combine` or declares `read_updates`.
+    weights: one for each update, not normalised.
+    staleness: for each update, the aggregations between its base version and the current one.
+    bases: the versions that updates started from, by number.
+    normaliser: returns the divisor of the weighted sum, from the weights.
+    combined: [layout.trained] the result of `combine`, before `step` changed it; None before
+    `step`.
     """
 
     updates: Sequence[Update]
@@ -35,22 +38,22 @@ class Aggregation:
     weights: Sequence[float]
     staleness: Sequence[int]
     bases: Mapping[int, PublishedVersion]
-    normaliser: Callable[[Sequence[float]], float] = sum  # from the weights to the divisor
+    normaliser: Callable[[Sequence[float]], float] = sum
     method: str = ""
     combined: Tensor | None = None
 
     @property
     def divisor(self) -> float:
-        """Return what the weighted sum is divided by: the sum of weights, or a method's choice."""
+        """The divisor of the weighted sum: the sum of the weights, or a method's choice."""
         return float(self.normaliser(self.weights))
 
     @property
     def clients(self) -> list[int]:
-        """Return the client of each update."""
+        """The client of each update."""
         return [update.client for update in self.updates]
 
     def uploads(self, name: str) -> list[Tensor]:
-        """Return what each update brought under a name that the method declared as an upload."""
+        """Return the upload of this name of each update; the method declared it in `setup`."""
         key = f"{self.method}.{name}"
         return [torch.from_numpy(update.extras[key]) for update in self.updates]
 
@@ -59,7 +62,7 @@ class Aggregation:
         weights: Sequence[float],
         normaliser: Callable[[Sequence[float]], float] | None = None,
     ) -> Aggregation:
-        """Return the same updates with other weights, and with another divisor if one is given."""
+        """Return the same updates with other weights, and another divisor if `normaliser` is given."""
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:
@@ -68,7 +71,7 @@ class Aggregation:
 
 
 class ServerView:
-    """The server as one method sees it. Only `state` and `report` are the method's to write.
+    """The server as one method sees it; a method writes `state` and `report` only.
 
     state: server state that the method declared, by its own names; part of every checkpoint.
     report: numbers for this aggregation's row of the history.
@@ -82,7 +85,7 @@ class ServerView:
 
     @property
     def layout(self) -> Layout:
-        """Where each tensor lies in the flat vector."""
+        """The place of each tensor in the flat vector."""
         return self._server.layout  # type: ignore[no-any-return]
 
     @property
@@ -92,7 +95,7 @@ class ServerView:
 
     @property
     def task(self) -> Task:
-        """What is learnt."""
+        """The learning task: shapes, classes, loss and metrics."""
         return self._server.task  # type: ignore[no-any-return]
 
     @property
@@ -102,17 +105,17 @@ class ServerView:
 
     @property
     def version(self) -> int:
-        """Aggregations so far."""
+        """The number of aggregations so far."""
         return self._server.version  # type: ignore[no-any-return]
 
     @property
     def weighting(self) -> Weighting:
-        """How updates are weighted before a method changes it."""
+        """The weights of updates before a method changes them: "samples" or "uniform"."""
         return self._server.weighting  # type: ignore[no-any-return]
 
     @property
     def summation_group(self) -> int:
-        """How many consecutive updates are added up together."""
+        """The number of consecutive updates that are summed together; it decides the last bit."""
         return self._server.group  # type: ignore[no-any-return]
 
     @property
@@ -122,27 +125,27 @@ class ServerView:
 
     @property
     def sample_counts(self) -> np.ndarray:
-        """int64 [clients] training samples."""
+        """int64 [clients] the training samples of each client."""
         return self._server.counts  # type: ignore[no-any-return]
 
     @property
     def clients_with_samples(self) -> int:
-        """Clients that have training samples."""
+        """The number of clients that have training samples."""
         return self._server.able  # type: ignore[no-any-return]
 
     @property
     def total_samples(self) -> int:
-        """Training samples of all clients."""
+        """The number of training samples of all clients."""
         return self._server.samples  # type: ignore[no-any-return]
 
     @property
     def population(self) -> int:
-        """All clients except the unseen ones (`evaluate.unseen`): N of the papers."""
+        """The number of clients except the unseen ones (`evaluate.unseen`): N of the papers."""
         return self._server.population  # type: ignore[no-any-return]
 
     @property
     def clients(self) -> int:
-        """All clients of the run."""
+        """The number of all clients of the run."""
         return self._server.clients  # type: ignore[no-any-return]
 
     @property
@@ -162,7 +165,7 @@ class ServerView:
 
     @property
     def sample_ends(self) -> np.ndarray:
-        """float64 [able]: where each client's share of [0, 1) ends, by its samples."""
+        """float64 [clients with samples] the end of each client's share of [0, 1), by its samples."""
         return self._server.sample_ends  # type: ignore[no-any-return]
 
     def stream(self, purpose: str) -> np.random.Generator:

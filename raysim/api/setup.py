@@ -1,4 +1,4 @@
-"""What a method declares about a run before it starts: each fact once, in `Method.setup`."""
+"""The declarations of a method: each fact once, in `Method.setup`, before the run starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Floats: TypeAlias = int | Callable[[Layout], int]
 Cycle: TypeAlias = Sequence[Sequence[Stage]]
 Contributed: TypeAlias = Mapping[str, np.ndarray]
 Pooled: TypeAlias = Mapping[str, Sequence[np.ndarray]]
-Always: TypeAlias = Callable[[Participation], bool]
+JobCondition: TypeAlias = Callable[[Participation], bool]
 Arrivals: TypeAlias = Sequence[Update | Failure]
 
 
@@ -56,30 +56,30 @@ def number_of_floats(floats: Floats, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Send:
-    """Something that clients receive next to the model.
+    """A tensor that clients receive next to the model.
 
-    value: makes it, or returns None where nothing is sent now; None: the server state of that name.
-    to: "all" clients with each version, each client "once", or one "client" at a time.
-    when: whether a job receives it, as far as it is known at dispatch; it decides what is counted.
+    value: returns the tensor, or None if nothing is sent now; without it, the server state of this
+    name is sent. floats: its size. to: "all" clients with each version, each client "once", or one
+    "client" at a time. when: decides at dispatch whether a job receives it and whether it counts.
     """
 
     name: str
     value: Callable[..., Tensor | None] | None
     floats: Floats
     to: Literal["all", "once", "client"]
-    when: Always
+    when: JobCondition
 
 
 @dataclass(frozen=True)
 class RoundWarning:
-    """A text to warn with, once, after the first round whose history row is told to be unusual."""
+    """A warning during the run: `text(row)` of a row of the history, once it is not empty."""
 
     text: Callable[[Mapping[str, Any]], str]
 
 
 @dataclass
 class MethodDeclaration:
-    """What one method declared in `setup`."""
+    """All that one method declared in `setup`; see `Setup` for each of the facts."""
 
     method: str
     networks: dict[str, Network] = field(default_factory=dict)
@@ -124,17 +124,17 @@ class MethodDeclaration:
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def client_states(self, samples: int) -> dict[str, Any]:
-        """Return the initial state of a client with so many training samples, by full name."""
+        """Return the initial state, by full name, of a client with `samples` training samples."""
         return {
             f"{self.method}.{name}": initial(samples) for name, initial in self.client_state.items()
         }
 
     def has_hook(self, hook: str) -> bool:
-        """Return whether the run calls this hook of the method."""
+        """Return True if the run calls this hook of the method."""
         return hook in self.hooks and hook not in self.skipped
 
     def sees_updates(self) -> bool:
-        """Return whether the method uploads anything, or looks at updates on the server."""
+        """Return True if the method uploads anything or reads updates on the server."""
         if self.contribute is not None or self.uploads:
             return True
         changes_mean = self.has_hook("step") and "step" not in self.owned
@@ -142,24 +142,37 @@ class MethodDeclaration:
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether the method keeps parameters on the client, besides private networks."""
+        """True if the method keeps parameters on the client, other than private networks."""
         return bool(self.private_parameters or self.late_private_parameters)
 
     @property
     def keeps_client_state(self) -> bool:
-        """Whether the method keeps something for each client."""
+        """True if the method keeps state for each client."""
         return bool(self.client_state)
 
 
 @dataclass
 class Setup:
-    """A run before its start, to which a method declares what it needs: the argument of `setup`.
+    """A run before its start: the argument of `setup`, to which a method declares its needs.
 
-    Facts: `task`, `local` (the settings `local.*`), `rounds`, `seed`, `weighting` (as the
-    configuration asks, None: left to the methods), `networks` (the model and what methods before
-    this one added), `clients` (those that have training samples), `size` (most updates in one
-    aggregation), `stale` (whether updates may start from an earlier version than the current one)
-    and `methods` (the names of all methods of the list, with the hooks that each fills).
+    Facts to read:
+
+    - task: the learning task. local: the settings `local.*`. rounds: the number of aggregations.
+      seed: the seed of the run.
+    - weighting: the setting, or None if it is left to the methods.
+    - networks: the model, and the networks that methods before this one added.
+    - methods: the names of all methods of the list, each with the hooks that it fills.
+    - clients_with_samples: the number of clients that have training samples.
+    - max_updates: the largest number of updates in one aggregation.
+    - has_stale_updates: True if updates may start from an earlier version than the current one.
+
+    SCAFFOLD declares, for example:
+
+        run.corrects("shift")
+        run.client_state("control", run.zeros)
+        run.server_state("control", run.zeros)
+        run.send("control")
+        run.upload("control")
     """
 
     method: str
@@ -179,7 +192,7 @@ class Setup:
     # --- what the method can count on ---------------------------------------------------------
     @property
     def model(self) -> Classifier:
-        """The model, after a method that replaces it."""
+        """The model, as the method that replaces it returned it, if there is one."""
         return self.networks["model"]  # type: ignore[return-value]
 
     def others_fill(self, hook: str) -> list[str]:
@@ -189,7 +202,7 @@ class Setup:
         ]
 
     def needs(self, *needs: Need) -> None:
-        """Refuse a run without what the method needs.
+        """Refuse data and models without what the method needs.
 
         "classes": labels are classes. "features": the model has features in front of a linear
         head. "images": inputs are images. "numbers": inputs can be added up and have a gradient.
@@ -197,19 +210,19 @@ class Setup:
         self.declared.needs.extend(needs)
 
     def excludes(self, other: str, why: str) -> None:
-        """Refuse a run whose list has the method `other`, too."""
+        """Refuse a list with the method `other`. why: the end of a sentence, "it ..."."""
         self.declared.excludes[other] = why
 
     def needs_whole_model(self, why: str) -> None:
-        """Refuse a run whose list has a method that keeps parameters on the client, too."""
+        """Refuse a list with a method that keeps parameters on the client."""
         self.declared.needs_whole_model = why
 
     def needs_clients(self, why: str) -> None:
-        """Refuse a run whose list has a method that pools the data of all clients, too."""
+        """Refuse a list with a method that pools the data of all clients."""
         self.declared.needs_clients = why
 
     def require(self, condition: object, text: str) -> None:
-        """Refuse the run with this text unless the condition holds: "key: what is wrong. Do ..."."""
+        """Raise ValueError unless the condition holds. text: "key: what is wrong. What to do."."""
         if not condition:
             raise ValueError(text)
 
@@ -218,14 +231,18 @@ class Setup:
         self.declared.warnings.append(text)
 
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
-        """Call `check(run)` once all methods have declared; it returns warnings or raises ValueError.
+        """Call `check(run)` once all methods have declared.
 
-        `run.layout` is where each tensor lies, `run.methods` has what each method declared.
+        It returns warnings or raises ValueError. `run.layout` has the place of each tensor, and
+        `run.methods` the declarations of each method.
         """
         self.declared.checks.append(check)
 
     def warn_if_single(self, effect: str) -> None:
-        """Warn that a method which compares updates gets only one in each aggregation."""
+        """Warn if each aggregation has one update, and the method compares updates.
+
+        effect: what follows, as in "it does what FedAvg does".
+        """
         if self.max_updates > 1:
             return
         self.warn(
@@ -235,7 +252,7 @@ class Setup:
         )
 
     def warn_of_second_correction(self, other: str) -> None:
-        """Warn where the list has another method that corrects the same bias."""
+        """Warn if the list has the method `other`, which corrects the same bias."""
         if other in self.methods:
             self.warn(
                 f"methods '{other}' and '{self.method}' correct the same bias, so it is corrected "
@@ -243,20 +260,24 @@ class Setup:
             )
 
     def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
-        """Warn during the run: `text(row)` of a row of the history, until it is not empty."""
+        """Warn once during the run, when `text(row)` of a row of the history is not empty."""
         self.declared.round_warnings.append(RoundWarning(text))
 
     # --- networks and client state ------------------------------------------------------------
     def network(self, name: str, module: nn.Module, private: bool = False) -> None:
-        """Add a network next to the model; a private one stays on the client."""
+        """Add a network next to the model: `job.network(name)`.
+
+        private: True if each client has its own, which never travels.
+        """
         self.declared.networks[f"{self.method}.{name}"] = Network(module, private)
 
     def private_parameters(
         self, names: Sequence[str] | Callable[[Mapping[str, nn.Module]], Sequence[str]]
     ) -> None:
-        """Keep tensors on the client ("model.bn1.weight"), instead of sending and averaging them.
+        """Keep tensors on the client instead of sending and averaging them.
 
-        A function gets all networks of the run, those of later methods included.
+        names: full names such as "model.bn1.weight", or a function that returns them; it gets all
+        networks of the run by name, also those of later methods.
         """
         if callable(names):
             self.declared.late_private_parameters.append(names)
@@ -264,9 +285,9 @@ class Setup:
             self.declared.private_parameters.extend(names)
 
     def fixed_parameters(self, names: Sequence[str]) -> None:
-        """Keep parameters ("model.head.weight") at their initial values on all clients.
+        """Keep parameters, such as "model.head.weight", at their initial values on all clients.
 
-        They never travel and no client stores them. A stage that trains one is an error;
+        They never travel and no client stores them. A stage that trains one raises ValueError;
         fine-tuning before a score may change them in the model that is scored.
         """
         self.declared.private_parameters.extend(names)
@@ -275,8 +296,11 @@ class Setup:
     def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
         """Keep a value for each client between its jobs: `job.state[name]`.
 
-        initial(samples): the value of a client that never trained. A value is a tensor of any
-        shape, a number, bytes, or a mapping of such; it may change its shape and keys.
+        initial(samples) returns the value for a client that never trained, from its number of
+        training samples. A value is a tensor of any shape, a number, bytes, or a mapping of these;
+        its shape and its keys may change. A changed value counts once its job is aggregated.
+
+            run.client_state("losses", torch.zeros)  # a loss for each sample
         """
         self._check_new(name, "client_state", self.declared.client_state)
         self.declared.client_state[name] = initial
@@ -285,8 +309,8 @@ class Setup:
         """Raise ValueError if the method has declared a state of this name already."""
         if name in declared:
             raise ValueError(
-                f"method '{self.method}' declares {kind} '{name}' twice: "
-                "give the second one another name"
+                f"method '{self.method}' declares {kind} '{name}' twice. "
+                "Give the second one another name."
             )
 
     def keep_optimizer(self) -> None:
@@ -295,7 +319,10 @@ class Setup:
 
     # --- the server and what travels ----------------------------------------------------------
     def server_state(self, name: str, initial: Callable[[ServerView], Tensor]) -> None:
-        """Keep a tensor on the server: `server.state[name]`; it is part of every checkpoint."""
+        """Keep a tensor on the server: `server.state[name]`; checkpoints contain it.
+
+        initial(server) returns its value before round 0.
+        """
         self._check_new(name, "server_state", self.declared.server_state)
         self.declared.server_state[name] = initial
 
@@ -306,12 +333,14 @@ class Setup:
         floats: Floats = num_parameters,
         *,
         once: bool = False,
-        when: Always = always,
+        when: JobCondition = always,
     ) -> None:
         """Send a tensor to each client with the model: `job.received[name]`.
 
-        value(server) makes it, once for each version; None sends the server state of that name.
-        floats: its size. once: only with a client's first job. when(job): which jobs receive it.
+        value(server) returns it, once for each version, or None if nothing is sent now; without
+        `value`, the server state of this name is sent. floats: its size, a number or a function of
+        the layout; the default is the size of the shared parameters. once: True sends it with a
+        client's first job only. when(job): decides at dispatch whether a job receives it.
         """
         to: Literal["all", "once"] = "once" if once else "all"
         self.declared.sends.append(Send(name, value, floats, to, when))
@@ -322,13 +351,16 @@ class Setup:
         value: Callable[[int, ServerView], Tensor | None],
         floats: Floats = num_parameters,
         *,
-        when: Always = always,
+        when: JobCondition = always,
     ) -> None:
-        """Send `value(client, server)` to one client alone, and when its own model is scored."""
+        """Send `value(client, server)` to one client alone, with its jobs and its scores."""
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
     def upload(self, name: str, floats: Floats = num_parameters) -> None:
-        """Let each job send a tensor of so many floats with its update: `job.upload[name]`."""
+        """Send a tensor from each job with its update; fill `job.upload[name]` in `end`.
+
+        floats: its size, as in `send`. The server reads it with `aggregation.uploads(name)`.
+        """
         self.declared.uploads[name] = floats
 
     def gather(
@@ -336,16 +368,16 @@ class Setup:
         client: Callable[[Contribution], Contributed],
         server: Callable[[Pooled, ServerView], None],
     ) -> None:
-        """Collect something from every client before round 0.
+        """Collect arrays from all clients before round 0.
 
-        client(contribution) returns arrays by name; server(parts, server) gets, for each name, a
-        list with one array for each client, by client number.
+        client(contribution) returns a client's arrays by name. server(parts, server) gets, for each
+        name, a list with one array for each client with samples, in the order of their numbers.
         """
         self.declared.contribute = client
         self.declared.assemble = server
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros for all shared parameters: an initial value of client or server state."""
+        """Return zeros [layout.trained], as an initial value of client or server state."""
         if isinstance(at, int):
             return torch.zeros(self._layout[0].trained)
         return torch.zeros_like(at.params)
@@ -354,12 +386,12 @@ class Setup:
         """Replace updates when they reach the server, before they are counted and weighed.
 
         change(arrivals, server) gets the updates and failures of an aggregation in the order of
-        acceptance and returns as many of them; sums on workers are off.
+        acceptance and returns as many of them. Workers then do not sum updates.
         """
         self.declared.change_updates = change
 
     def count_clients(self, column: str, clients: Iterable[int]) -> None:
-        """Add a column to the history: how many of an aggregation's updates are of these clients."""
+        """Add a column to the history: the number of an aggregation's updates from `clients`."""
         self.declared.counted_clients[column] = frozenset(clients)
 
     # --- training -----------------------------------------------------------------------------
@@ -373,70 +405,76 @@ class Setup:
         self.declared.train = function
 
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the labels [n] of the data set with which workers train; scores are unchanged."""
+        """Train with other labels: `change(labels)` of all rows [n]; scores keep the true ones."""
         self.declared.change_labels = change
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
-        """Decide what one step on a batch does: the stages, or a function of the job's plan.
+        """Set the stages of the step on each batch; only one method of a list may.
 
-        The function returns a cycle of steps, each some stages. At most one stage of a step has
-        the task loss. Only one method of a list may do this.
+        stages: the stages of every step, or a function of the job's plan that returns a cycle of
+        steps, each a sequence of stages. At most one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
     def select(self, choose: Callable[[LocalJob, int, int], np.ndarray | None]) -> None:
-        """Choose the samples of an epoch: `choose(job, epoch, epochs)`, with epochs from 1.
+        """Choose the samples of each epoch; only one method of a list may.
 
-        It returns positions in the client's samples, or None for all of them in this job. Only
-        one method of a list may do this.
+        choose(job, epoch, epochs) is called with epochs from 1. It returns positions in the
+        client's samples, int64, or None for all samples in all epochs of this job.
         """
         self.declared.select = choose
 
     def draw(
         self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]
     ) -> None:
-        """Draw random tensors, one for each step, before the first step: `job.drawn(name)`.
+        """Draw random tensors before the first step, one for each step: `job.drawn(name)`.
 
-        `draw(job, generator)` may look at `job.plan` and at what was received.
+        draw(job, generator) returns a sequence of `job.plan.steps` tensors.
         """
         self.declared.draws[name] = draw
 
     def corrects(self, kind: Correction) -> None:
-        """Say how `gradient` changes the gradient: "add" to it, "shift" it or "mix" it.
+        """Set the kind of the method's `gradient`: "add", "shift" or "mix".
 
         Corrections of several methods are applied in this order of kinds.
         """
         self.declared.correction = kind
 
     def targets(self, kind: Targets) -> None:
-        """Say whether the method makes labels "soft" or needs them as "integer"."""
+        """Declare that the method makes labels "soft", or that it needs "integer" ones."""
         self.declared.targets = kind
 
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
-        """Take a hook that is a chain alone: replace the task loss, or be the server's rule.
+        """Replace the task loss ("loss") or the server's rule ("step"); only one method may.
 
         The owner's `loss` is called first and gets 0 instead of the usual loss. The owner's `step`
-        is called last. Only one method of a list may own each of them.
+        is called last, on the direction that the other methods made.
         """
         self.declared.owned.update(hooks)
 
     def adds_rows(self) -> None:
-        """Say that `batch` adds rows to each batch, so that a batch of one row can be trained on."""
+        """Declare that `batch` adds rows to each batch, so that BatchNorm can train on one row."""
         self.declared.adds_rows = True
 
     def skip(self, *hooks: str) -> None:
-        """Do not call these hooks in this run: they do nothing at the method's settings."""
+        """Leave these hooks out of this run, because they do nothing at the method's settings."""
         self.declared.skipped.update(hooks)
 
     # --- scoring and the server's step --------------------------------------------------------
     def finetune(self, how: Finetune) -> None:
-        """Fine-tune clients' models before they are scored, instead of `evaluate.finetune`."""
+        """Fine-tune clients' models before they are scored; only one method of a list may.
+
+        It replaces the settings `evaluate.finetune`.
+        """
         self.declared.finetune = how
 
     def scores(self, vector: Callable[[ServerView], Tensor]) -> None:
-        """Score `vector(server)` [layout.shared] instead of the current version."""
+        """Score `vector(server)` [layout.shared] instead of the current version; only one may."""
         self.declared.scored = vector
 
     def read_updates(self) -> None:
-        """Make single updates and their moves available in `absorb`; sums on workers are off."""
+        """Make single updates and their moves available in `absorb`.
+
+        Workers then do not sum updates, which costs memory and traffic inside the simulator.
+        """
         self.declared.reads_updates = True

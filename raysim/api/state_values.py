@@ -1,8 +1,8 @@
-"""Store values of any kind that a method keeps for a client as named tensors, and read them back.
+"""Convert the values of client state to named tensors and back.
 
-A tensor is stored under its own name. The entries of a mapping get their keys behind the name
-("fedproto.prototypes[3]"), and numbers and bytes the name of their type ("mine.count#int"), so that
-state is moved, counted and checkpointed as tensors and nothing else.
+State is moved, counted and checkpointed as tensors only. A tensor is stored under its own name. The
+entries of a mapping have their keys behind the name ("fedproto.prototypes[3]"), and numbers and
+bytes have the name of their type ("mine.count#int").
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _KEY = re.compile(r"\[((?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\]])*)\]")
 
 
 class UnstorableValueError(TypeError):
-    """A value that cannot be kept for a client."""
+    """A value has a type that client state cannot hold."""
 
 
 def pack(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the values as named tensors. Raises UnstorableValue."""
+    """Return the values as named tensors. Raises UnstorableValueError for other types."""
     tensors: dict[str, Tensor] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             tensors[name] = value
         else:
-            tensors.update(_packed(name, value))
+            tensors.update(_pack_value(name, value))
     return tensors
 
 
-def _packed(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _pack_value(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
-        yield from _packed_mapping(name, value)
+        yield from _pack_mapping(name, value)
     elif isinstance(value, (bytes, bytearray)):
         yield f"{name}#bytes", torch.from_numpy(np.frombuffer(bytes(value), np.uint8).copy())
     elif isinstance(value, bool):
@@ -50,32 +50,35 @@ def _packed(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}#float", torch.tensor(value, dtype=torch.float64)
     else:
         raise UnstorableValueError(
-            f"'{name}' is a value of type {type(value).__name__}: keep a tensor, a number, bytes, "
-            "or a mapping of these"
+            f"'{name}' is a value of type {type(value).__name__}. Keep a tensor, a number, bytes, "
+            "or a mapping of these."
         )
 
 
-def _packed_mapping(name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+def _pack_mapping(name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
     if not mapping:
         yield f"{name}{_EMPTY}", torch.empty(0, dtype=torch.uint8)
     for key, value in mapping.items():
         if not isinstance(key, (int, str)):
             raise UnstorableValueError(
-                f"'{name}' has the key {key!r}: the keys of a mapping are numbers or texts"
+                f"'{name}' has the key {key!r}. Use integers or texts as the keys of a mapping."
             )
-        yield from _packed(f"{name}[{key!r}]", value)
+        yield from _pack_value(f"{name}[{key!r}]", value)
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the values of which `pack` made these tensors."""
+    """Return the values that `pack` converted to these tensors."""
     values: dict[str, Any] = {}
     for stored, tensor in tensors.items():
         if "[" not in stored and "#" not in stored:
             values[stored] = tensor
             continue
-        path, mark, kind = stored.partition("#") if "]" not in stored else _split_kind(stored)
+        if "]" in stored:
+            path, mark, kind = _split_kind(stored)
+        else:
+            path, mark, kind = stored.partition("#")
         name, keys = _split_keys(path)
-        value = _value(tensor, mark + kind)
+        value = _unpack_value(tensor, mark + kind)
         if not keys:
             values[name] = value
             continue
@@ -87,7 +90,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _split_kind(stored: str) -> tuple[str, str, str]:
-    """Split off the kind; a "#" inside a key is not one."""
+    """Return the name, the mark and the kind of a stored name; a key may have a "#"."""
     end = stored.rindex("]") + 1
     return stored[:end], stored[end : end + 1], stored[end + 1 :]
 
@@ -97,7 +100,7 @@ def _split_keys(path: str) -> tuple[str, list[Any]]:
     return name, [ast.literal_eval(key) for key in _KEY.findall(path[len(name) :])]
 
 
-def _value(tensor: Tensor, kind: str) -> Any:
+def _unpack_value(tensor: Tensor, kind: str) -> Any:
     if not kind:
         return tensor
     if kind == _EMPTY:
