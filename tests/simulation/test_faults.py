@@ -446,19 +446,19 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
     [
         (
             {"combine": lambda *given: None},
-            "method 'mine' returns nothing from combine: return a tensor of shape [layout.",
+            "method 'mine' returns nothing from combine",
         ),
         (
             {"combine": lambda *given: torch.zeros(3)},
-            "method 'mine' returns a tensor of shape [3] from combine: return",
+            "method 'mine' returns a tensor of shape [3] from combine",
         ),
         (
             {"step": lambda *given: None},
-            "method 'mine' returns nothing from step: return a tensor of shape [layout.trained]",
+            "method 'mine' returns nothing from step",
         ),
         (
             {"weigh": lambda *given: None},
-            "method 'mine' returns nothing from weigh: return aggregation.with_weights(weights)",
+            "method 'mine' returns nothing from weigh",
         ),
         (
             {"weigh": lambda s, a, server: a.with_weights([1.0])},
