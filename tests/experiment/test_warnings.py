@@ -126,10 +126,7 @@ def test_krum_warns_below_the_number_of_updates_that_its_promise_needs() -> None
         return warnings(*words)
 
     (sentence,) = of(4)
-    assert (
-        "withstands method.krum.byzantine=1 from 5 updates on, and an aggregation has at most 4"
-        in sentence
-    )
+    assert "method.krum.byzantine=1" in sentence
     assert of(5) == ()
 
 
@@ -253,8 +250,8 @@ def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
     ]
     assert found == [
         "method 'misspelt' has a function 'gradiant' that nothing calls: is the hook 'gradient' meant?",
-        "method 'misspelt' fills no hook and does nothing: help(raysim.Method) lists the hooks",
-        "method 'empty' fills no hook and does nothing: help(raysim.Method) lists the hooks",
+        "method 'misspelt' fills no hook and does nothing. See help(raysim.Method).",
+        "method 'empty' fills no hook and does nothing. See help(raysim.Method).",
     ]
     assert not [
         text
