@@ -1,7 +1,8 @@
 """CCT-7/3x1, the compact convolutional transformer (Hassani et al. 2021) that FedBR trains on CIFAR-100.
 
-As in the authors' code, the residual of a block's second branch carries the normalised input of that branch, so a
-block is neither plain pre-norm nor post-norm. Their unused output layer is left out.
+As in the authors' code, the residual of a block's second branch carries the normalised input of
+that branch, so that a block is neither plain pre-norm nor post-norm. Their unused output layer is
+left out.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ WIDTH, HEADS, BLOCKS = 256, 4, 7
 
 @dataclass(frozen=True)
 class Cct7(ModelRecipe):
-    """Seven blocks on the tokens of one 3x3 convolution. Draws from torch's generator in train mode.
+    """Seven blocks on the tokens of one 3x3 convolution, which draw random numbers in training.
 
-    `attention_dropout` acts on the attention probabilities; `drop_path` is the rate of the last block, the blocks
-    before it have evenly smaller ones, from 0.
+    attention_dropout: acts on the attention probabilities. drop_path: the rate of the last block;
+    the rates of the blocks before it rise evenly from 0.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -39,32 +40,30 @@ class Cct7(ModelRecipe):
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         channels, height, width = input_shape
         tokens = -(-height // 2) * -(-width // 2)
+        rates = [self.drop_path * block / (BLOCKS - 1) for block in range(BLOCKS)]
         net = nn.Sequential(
             nn.Conv2d(channels, WIDTH, 3, padding=1, bias=False),
             nn.ReLU(),
             nn.MaxPool2d(3, 2, 1),
-            Tokens(),
+            MapsToTokens(),
             Position(tokens),
-            *(
-                Block(self.attention_dropout, self.drop_path * i / (BLOCKS - 1))
-                for i in range(BLOCKS)
-            ),
+            *(Block(self.attention_dropout, rate) for rate in rates),
             nn.LayerNorm(WIDTH),
             SequencePool(),
         )
-        net.apply(_initialise)
+        net.apply(_initialise_layer)
         return net, WIDTH
 
 
-class Tokens(nn.Module):
-    """[B, D, H, W] to [B, H * W, D]."""
+class MapsToTokens(nn.Module):
+    """Feature maps [B, D, H, W] to tokens [B, H * W, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(2).transpose(1, 2)
 
 
 class Position(nn.Module):
-    """A learnt vector per token, added once."""
+    """A learnt vector that is added to each token."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class Position(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, [B, N, D] to [B, N, D]; queries, keys and values from one projection."""
+    """Multi-head self-attention, [B, N, D] to [B, N, D], with one projection of the tokens."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -85,9 +84,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # written out: the fused kernels have no repeatable backward pass on a GPU
-        query, key, value = (
-            self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        )  # each [B, heads, N, D/heads]
+        heads = self.qkv(x).unflatten(2, (3, HEADS, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, heads, N, D/heads]
         scores = (query @ key.transpose(2, 3)) * (WIDTH // HEADS) ** -0.5
         mixed = self.drop(scores.softmax(-1)) @ value
         z: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -95,7 +93,7 @@ class Attention(nn.Module):
 
 
 class DropPath(nn.Dropout):
-    """Stochastic depth (Huang et al. 2016): drop a whole branch per sample, scale up the survivors."""
+    """Stochastic depth (Huang et al. 2016): drop a branch of whole samples and scale the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -104,7 +102,7 @@ class DropPath(nn.Dropout):
 
 
 class Block(nn.Module):
-    """v = norm(u + attention(norm(u))), then v + mlp(v); both branches may be dropped."""
+    """A block, v = norm(u + attention(norm(u))), then v + mlp(v); both branches may be dropped."""
 
     def __init__(self, attention_dropout: float, drop_path: float) -> None:
         super().__init__()
@@ -123,7 +121,7 @@ class Block(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """Tokens [B, N, D] to their learnt weighted mean [B, D]."""
+    """A learnt weighted mean of tokens, [B, N, D] to [B, D]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +132,8 @@ class SequencePool(nn.Module):
         return (weights.transpose(1, 2) @ x).squeeze(1)
 
 
-def _initialise(module: nn.Module) -> None:
-    """The authors' start, one layer at a time; LayerNorm keeps its 1 and 0."""
+def _initialise_layer(module: nn.Module) -> None:
+    """Initialise one layer as the authors do; LayerNorm keeps its 1 and 0."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
         if module.bias is not None:

@@ -1,4 +1,4 @@
-"""What every network is (features and one linear head) and how a recipe builds it from a seed."""
+"""The form of every network, features and one linear head, and the recipes that build it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from raysim.primitives.kinds import Tokens
 
-Shape = tuple[int, ...]  # of one input; channels, height, width of an image
+Shape = tuple[int, ...]  # of one input; channels, height and width of an image
 
 
 class Classifier(nn.Module):
-    """x [B, ...] to features [B, F], then to logits [B, C] with one `Linear(F, C)`."""
+    """A network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
-    is_split: ClassVar[bool] = True  # whether it has features and a head
+    The head is one `Linear(F, C)`.
+    """
+
+    is_split: ClassVar[bool] = True  # False: it has neither features nor a head
 
     def __init__(self, extractor: nn.Module, feature_dim: int, num_classes: int) -> None:
         super().__init__()
@@ -25,6 +28,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(feature_dim, num_classes)
 
     def features(self, x: Tensor) -> Tensor:
+        """Return the features of x, [B, F]."""
         z: Tensor = self.extractor(x)
         return z
 
@@ -34,74 +38,83 @@ class Classifier(nn.Module):
 
 
 class ModelRecipe:
-    """The options of a network, checked when the recipe is made; `build` makes the network.
+    """The options of a network; `build` makes the network.
 
-    A subclass has `extractor`, or `network` where there is more to say.
+    A subclass defines `extractor`, or `network` if its networks need more.
     """
 
-    # What inputs its networks take: images [channels, height, width], token numbers, numbers of any shape, or any.
+    # The inputs that its networks take: images [channels, height, width], token numbers, numbers
+    # of any shape, or any of these.
     reads: ClassVar[Literal["images", "tokens", "numbers", "any"]] = "any"
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """A fresh feature extractor for such inputs and its F; ValueError when the inputs do not fit."""
+        """Return a new feature extractor and its F. Raise ValueError if inputs do not fit."""
         raise NotImplementedError(
-            f"{type(self).__name__} makes no extractor: give it `extractor` or `network`"
+            f"{type(self).__name__} makes no extractor. Define `extractor` or `network` in it."
         )
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """A fresh network. torch's generator is seeded for it."""
+        """Return a new network; torch's generator has the seed.
+
+        tokens: of inputs that are token numbers; None: inputs are images or other numbers.
+        """
         return Classifier(*self.extractor(input_shape), num_classes)
 
     def build(
         self, input_shape: Shape, num_classes: int, seed: int, tokens: Tokens | None = None
     ) -> Classifier:
-        """The same seed gives the same parameters; the global generators stay as they were."""
-        self._check(input_shape, tokens)
+        """Return a network whose parameters depend on the seed.
+
+        The state of the global generators stays unchanged. Raise ValueError if the network cannot
+        take such inputs.
+        """
+        self._check_inputs(input_shape, tokens)
         with torch.random.fork_rng(devices=[]):
-            # the generator itself, for the usual call would also reseed every CUDA device
+            # `torch.manual_seed` would also seed every CUDA device
             torch.default_generator.manual_seed(seed)
             return self.network(input_shape, num_classes, tokens)
 
-    def _check(self, input_shape: Shape, tokens: Tokens | None) -> None:
+    def _check_inputs(self, input_shape: Shape, tokens: Tokens | None) -> None:
         reads, name = self.reads, type(self).__name__
-        if reads != "any" and (reads == "tokens") != (tokens is not None):
-            has = "token numbers" if tokens is not None else f"numbers of shape {list(input_shape)}"
-            better = (
-                "gru or transformer, or give floats where they are measurements, uint8 where they are images"
-                if tokens is not None
-                else "mlp, or cnn for images"
-            )
+        if reads in ("images", "numbers") and tokens is not None:
             raise ValueError(
-                f"the model {name} reads {reads}, and the data has {has}: set model={better}"
+                f"the model {name} reads {reads}, and the data has token numbers: set model=gru or "
+                "transformer, or give floats where they are measurements, uint8 where they are "
+                "images"
+            )
+        if reads == "tokens" and tokens is None:
+            raise ValueError(
+                f"the model {name} reads tokens, and the data has numbers of shape "
+                f"{list(input_shape)}: set model=mlp, or cnn for images"
             )
         if reads == "images" and len(input_shape) != 3:
-            grey = (
-                "; or give grey images one channel, inputs[:, None]"
-                if len(input_shape) == 2
-                else ""
-            )
+            hint = ""
+            if len(input_shape) == 2:
+                hint = "; or give grey images one channel, inputs[:, None]"
             raise ValueError(
-                f"the model {name} reads images [channels, height, width], and the data has inputs of shape "
-                f"{list(input_shape)}: set model=mlp, which takes any shape{grey}"
+                f"the model {name} reads images [channels, height, width], and the data has inputs "
+                f"of shape {list(input_shape)}: set model=mlp, which takes any shape{hint}"
             )
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether a model has features and a head."""
-    return bool(getattr(model, "is_split", hasattr(model, "features") and hasattr(model, "head")))
+    """Return True if a model has features and a head."""
+    has_parts = hasattr(model, "features") and hasattr(model, "head")
+    return bool(getattr(model, "is_split", has_parts))
 
 
 def is_stochastic(*networks: nn.Module) -> bool:
-    """Whether training may draw from torch's generator (dropout, stochastic depth), which then has to be seeded.
+    """Return True if training may draw from torch's generator, which then needs a seed.
 
-    Looks for a positive rate in any submodule, `p` or a name with "drop" in it. A false alarm costs a seed, a miss the
-    repeatability.
+    Dropout and stochastic depth draw. The test is a positive rate in any submodule, `p` or an
+    attribute with "drop" in its name. A false alarm costs a seed, a miss the repeatability.
     """
-    names = (
-        (m, name)
-        for network in networks
-        for m in network.modules()
-        for name in ("p", "dropout", *vars(m))
-    )
-    rates = (getattr(m, name, 0.0) for m, name in names if name == "p" or "drop" in name)
-    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+    for network in networks:
+        for module in network.modules():
+            for name in ("p", "dropout", *vars(module)):
+                if name != "p" and "drop" not in name:
+                    continue
+                rate = getattr(module, name, 0.0)
+                if isinstance(rate, int | float) and rate > 0:
+                    return True
+    return False

@@ -1,4 +1,4 @@
-"""The small networks: two multilayer perceptron and CNN classics, FedBR's, FRAug's and our own for 8x8 images."""
+"""Small networks: a multilayer perceptron, and CNNs of papers and for 8x8 images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from raysim.primitives.checks import one_of
 
 @dataclass(frozen=True)
 class Mlp(ModelRecipe):
-    """Flatten, then Linear and ReLU per width (benchmark W2: 64; W3: 2700, 2700)."""
+    """A multilayer perceptron: Linear and ReLU for each width.
+
+    Benchmark W2 has the width 64, W3 the widths 2700 and 2700.
+    """
 
     reads: ClassVar[Literal["numbers"]] = "numbers"
 
@@ -23,7 +26,8 @@ class Mlp(ModelRecipe):
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
             raise ValueError(
-                f"model.widths={list(self.widths)} needs at least one width, each 1 or more, such as [64]"
+                f"model.widths={list(self.widths)} needs at least one width, each 1 or more. Set "
+                "it to [64], for example."
             )
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
@@ -37,10 +41,11 @@ class Mlp(ModelRecipe):
 
 @dataclass(frozen=True)
 class Cnn(ModelRecipe):
-    """The CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units; `pool=3` as FedBSS, `pool=2` as W1.
+    """The CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    `padding` belongs to the convolutions, `stride` to the pools. A 3x3 pool is padded by 1 exactly where it has to
-    halve a padded map (padding 2, stride 2), which gives the parameter count usual in the literature.
+    pool: size of the pools; FedBSS has 3, benchmark W1 has 2. padding: of the convolutions.
+    stride: of the pools. A 3x3 pool is padded by 1 if it has to halve a padded map (padding 2,
+    stride 2), which gives the usual parameter count of the literature.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -55,23 +60,29 @@ class Cnn(ModelRecipe):
         one_of("model.stride", self.stride, (2, 3))
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        margin = int((self.pool, self.padding, self.stride) == (3, 2, 2))
-        size = flat_size(
-            "cnn", input_shape, 64, 2 * [(5, 1, self.padding), (self.pool, self.stride, margin)]
-        )
+        pool_padding = int((self.pool, self.padding, self.stride) == (3, 2, 2))
+        windows = [(5, 1, self.padding), (self.pool, self.stride, pool_padding)]
+        size = flat_size("cnn", input_shape, 64, 2 * windows)
         layers = [
-            *(nn.Conv2d(input_shape[0], 32, 5, padding=self.padding), nn.ReLU()),
-            nn.MaxPool2d(self.pool, self.stride, margin),
-            *(nn.Conv2d(32, 64, 5, padding=self.padding), nn.ReLU()),
-            nn.MaxPool2d(self.pool, self.stride, margin),
-            *(nn.Flatten(), nn.Linear(size, 512), nn.ReLU()),
+            nn.Conv2d(input_shape[0], 32, 5, padding=self.padding),
+            nn.ReLU(),
+            nn.MaxPool2d(self.pool, self.stride, pool_padding),
+            nn.Conv2d(32, 64, 5, padding=self.padding),
+            nn.ReLU(),
+            nn.MaxPool2d(self.pool, self.stride, pool_padding),
+            nn.Flatten(),
+            nn.Linear(size, 512),
+            nn.ReLU(),
         ]
         return nn.Sequential(*layers), 512
 
 
 @dataclass(frozen=True)
 class MnistCnn(ModelRecipe):
-    """FedBR's network for RotatedMNIST: four convolutions, the normalisation after the ReLU, global average."""
+    """FedBR's network for RotatedMNIST: four convolutions and a global average.
+
+    The normalisation follows the ReLU.
+    """
 
     reads: ClassVar[Literal["images"]] = "images"
 
@@ -90,7 +101,10 @@ class MnistCnn(ModelRecipe):
 
 @dataclass(frozen=True)
 class DigitsCnn(ModelRecipe):
-    """The network for the digit domains; FRAug's overlapping pools or FedBN's plain ones. Train on batches >= 2."""
+    """The network for the digit domains. Its batches must have at least two rows.
+
+    variant: "fraug" has overlapping pools, "fedbn" plain ones.
+    """
 
     reads: ClassVar[Literal["images"]] = "images"
 
@@ -104,24 +118,35 @@ class DigitsCnn(ModelRecipe):
         size = flat_size(
             "digits_cnn", input_shape, 128, [(5, 1, 2), pool, (5, 1, 2), pool, (5, 1, 2)]
         )
-        layers = [
-            *(
-                nn.Conv2d(input_shape[0], 64, 5, padding=2),
-                nn.BatchNorm2d(64),
-                nn.ReLU(),
-                nn.MaxPool2d(*pool),
-            ),
-            *(nn.Conv2d(64, 64, 5, padding=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(*pool)),
-            *(nn.Conv2d(64, 128, 5, padding=2), nn.BatchNorm2d(128), nn.ReLU(), nn.Flatten()),
-            *(nn.Linear(size, 2048), nn.BatchNorm1d(2048), nn.ReLU()),
-            *(nn.Linear(2048, 512), nn.BatchNorm1d(512), nn.ReLU()),
+        layers: list[nn.Module] = [
+            nn.Conv2d(input_shape[0], 64, 5, padding=2),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(*pool),
+            nn.Conv2d(64, 64, 5, padding=2),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(*pool),
+            nn.Conv2d(64, 128, 5, padding=2),
+            nn.BatchNorm2d(128),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(size, 2048),
+            nn.BatchNorm1d(2048),
+            nn.ReLU(),
+            nn.Linear(2048, 512),
+            nn.BatchNorm1d(512),
+            nn.ReLU(),
         ]
         return nn.Sequential(*layers), 512
 
 
 @dataclass(frozen=True)
 class SmallCnn(ModelRecipe):
-    """Our own, for 8x8 digits: two 3x3 convolutions and 64 units; normalisation (groups of 2 or 4) as asked for."""
+    """A small network for 8x8 digits: two 3x3 convolutions and 64 units.
+
+    norm: "group" has 8 groups of 2 or 4 channels.
+    """
 
     reads: ClassVar[Literal["images"]] = "images"
 
@@ -133,18 +158,21 @@ class SmallCnn(ModelRecipe):
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         size = flat_size("small_cnn", input_shape, 32, 2 * [(3, 1, 1), (2, 2, 0)])
         layers = [
-            *(
-                nn.Conv2d(input_shape[0], 16, 3, padding=1),
-                *self._norm(16),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ),
-            *(nn.Conv2d(16, 32, 3, padding=1), *self._norm(32), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(size, 64), nn.ReLU()),
+            nn.Conv2d(input_shape[0], 16, 3, padding=1),
+            *self._norm_layers(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            *self._norm_layers(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(size, 64),
+            nn.ReLU(),
         ]
         return nn.Sequential(*layers), 64
 
-    def _norm(self, channels: int) -> list[nn.Module]:
+    def _norm_layers(self, channels: int) -> list[nn.Module]:
         if self.norm == "none":
             return []
         return [nn.BatchNorm2d(channels) if self.norm == "batch" else nn.GroupNorm(8, channels)]
@@ -153,13 +181,16 @@ class SmallCnn(ModelRecipe):
 def flat_size(
     name: str, input_shape: Shape, channels: int, windows: list[tuple[int, int, int]]
 ) -> int:
-    """Values per image after windows of (size, stride, padding), ending in `channels` maps."""
+    """Return the values per image after windows of (size, stride, padding), with `channels` maps.
+
+    Raise ValueError if a window finds nothing left of the image.
+    """
     height, width = input_shape[1:]
     for window, stride, padding in windows:
         height, width = ((side + 2 * padding - window) // stride + 1 for side in (height, width))
         if min(height, width) < 1:
             raise ValueError(
-                f"model={name} has nothing left of images of {input_shape[1]}x{input_shape[2]} pixels: "
-                "use larger images, or model=mlp, which takes any size"
+                f"model={name} has nothing left of images of {input_shape[1]}x{input_shape[2]} "
+                "pixels. Use larger images, or model=mlp, which takes any size."
             )
     return channels * height * width

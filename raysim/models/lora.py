@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022) by peft: only they and the head are trained, so that only they travel."""
+"""Low-rank adapters (LoRA, Hu et al. 2022) by peft: only they and the head are trained."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from raysim.primitives.extras import import_optional
 
 @dataclass(frozen=True)
 class Lora:
-    """rank: of the adapters; 0: none, all parameters are trained. alpha: their product is scaled by alpha / rank.
+    """The settings of low-rank adapters.
 
-    layers: names, or ends of names, of the layers that get one; None: every linear layer in front of the head.
+    rank: of the adapters; 0: there are none, and all parameters are trained.
+    alpha: their product is scaled by alpha / rank.
+    layers: names, or ends of names, of the layers that get one; None: every linear layer in front
+    of the head.
     """
 
     rank: int = 0
@@ -30,21 +33,23 @@ class Lora:
 
 
 def with_adapters(model: Classifier, lora: Lora) -> Classifier:
-    """The model with adapters in its extractor (in all of it, where it is not split), all else there frozen.
+    """Add adapters to the model's extractor and freeze the rest of it; return the model.
 
-    Frozen parameters are built from the seed, or from a file, in every process. Raises ValueError without peft, and
-    where no layer can have an adapter.
+    A model that is not split gets adapters everywhere. Frozen parameters are built from the seed,
+    or from a file, in every process. Raise ValueError without peft, or if no layer can have an
+    adapter.
     """
     if lora.rank == 0:
         return model
     peft = import_optional("peft", f"model.lora.rank={lora.rank}")
     inner = model.get_submodule("extractor" if model.is_split else "net")
-    layers = lora.layers or [
-        name for name, each in inner.named_modules() if isinstance(each, nn.Linear) and name
+    linear_layers = [
+        name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and name
     ]
+    layers = lora.layers or linear_layers
     if not layers:
         raise ValueError(
-            f"model.lora.rank={lora.rank} finds no linear layer in front of the head: set it to 0"
+            f"model.lora.rank={lora.rank} finds no linear layer in front of the head. Set it to 0."
         )
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers

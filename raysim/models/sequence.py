@@ -1,7 +1,7 @@
-"""Two small networks for sequences of tokens: a recurrent one and a transformer.
+"""Two small networks for token sequences: a recurrent one and a transformer.
 
-Both make features of what they know at a sequence's last token, so that one network serves to tell the next token and
-to tell what a sequence is. Padding is never looked at.
+Their features are the state at a sequence's last token, so that the same network can predict the
+next token and classify a sequence. Padding has no influence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from raysim.primitives.checks import at_least, in_range, require
 from raysim.primitives.kinds import Tokens
 
 
-def at_last(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
-    """Of values [B, T, D] those at each row's last token that is no padding, [B, D]; at the first where all is."""
+def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
+    """Return the values [B, T, D] at each row's last token that is no padding, [B, D].
+
+    A row of nothing but padding gives its first value.
+    """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     last = torch.where(tokens != padding, places, 0).amax(1)
     return values.gather(1, last[:, None, None].expand(-1, 1, values.shape[2])).squeeze(1)
@@ -27,7 +30,7 @@ def at_last(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gru(ModelRecipe):
-    """Embedding and gated recurrent units (Cho et al. 2014), the small form of what LEAF trains on Shakespeare."""
+    """Embedding and gated recurrent units (Cho et al. 2014), smaller than LEAF's for Shakespeare."""
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
     embedding: int = 16
@@ -39,15 +42,13 @@ class Gru(ModelRecipe):
             at_least(f"model.{key}", getattr(self, key), 1)
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """See `ModelRecipe`."""
-        assert tokens is not None, "checked: it reads tokens"
-        return Classifier(
-            _Recurrent(tokens, self.embedding, self.width, self.layers), self.width, num_classes
-        )
+        assert tokens is not None, "checked: the recipe reads tokens"
+        extractor = _RecurrentExtractor(tokens, self.embedding, self.width, self.layers)
+        return Classifier(extractor, self.width, num_classes)
 
 
-class _Recurrent(nn.Module):
-    """Tokens [B, T] to what the last layer knows at the last of them, [B, width]."""
+class _RecurrentExtractor(nn.Module):
+    """Tokens [B, T] to the state of the last layer at the last token, [B, width]."""
 
     def __init__(self, tokens: Tokens, embedding: int, width: int, layers: int):
         super().__init__()
@@ -57,12 +58,15 @@ class _Recurrent(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         values, _ = self.gru(self.embedding(tokens))
-        return at_last(values, tokens, self.padding)
+        return last_token_values(values, tokens, self.padding)
 
 
 @dataclass(frozen=True)
 class Transformer(ModelRecipe):
-    """An encoder of pre-norm blocks with learnt positions. Draws from torch's generator where `dropout` is above 0."""
+    """An encoder of pre-norm blocks with learnt positions.
+
+    It draws random numbers in training if `dropout` is above 0.
+    """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
     width: int = 32
@@ -83,17 +87,16 @@ class Transformer(ModelRecipe):
         in_range("model.dropout", self.dropout, least=0, below=1)
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """See `ModelRecipe`."""
-        assert tokens is not None, "checked: it reads tokens"
-        blocks = [_Block(self.width, self.heads, self.dropout) for _ in range(self.blocks)]
-        encoder = _Encoder(tokens, input_shape[0], self.width, blocks)
+        assert tokens is not None, "checked: the recipe reads tokens"
+        blocks = [_EncoderBlock(self.width, self.heads, self.dropout) for _ in range(self.blocks)]
+        encoder = _TransformerExtractor(tokens, input_shape[0], self.width, blocks)
         return with_adapters(Classifier(encoder, self.width, num_classes), self.lora)
 
 
-class _Encoder(nn.Module):
+class _TransformerExtractor(nn.Module):
     """Tokens [B, T] to features [B, width]."""
 
-    def __init__(self, tokens: Tokens, length: int, width: int, blocks: list[_Block]):
+    def __init__(self, tokens: Tokens, length: int, width: int, blocks: list[_EncoderBlock]):
         super().__init__()
         self.padding = tokens.padding
         self.embedding = nn.Embedding(tokens.size, width)
@@ -103,14 +106,14 @@ class _Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         values = self.embedding(tokens) + self.position
-        hidden = (tokens == self.padding)[:, None, None, :]
+        is_padding = (tokens == self.padding)[:, None, None, :]
         for block in self.blocks:
-            values = block(values, hidden)
-        return at_last(self.norm(values), tokens, self.padding)
+            values = block(values, is_padding)
+        return last_token_values(self.norm(values), tokens, self.padding)
 
 
-class _Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class _EncoderBlock(nn.Module):
+    """A block, x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -122,16 +125,17 @@ class _Block(nn.Module):
         )
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        x = x + self.drop(self._attention(self.before(x), hidden))
+    def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
+        x = x + self.drop(self._attention(self.before(x), is_padding))
         z: Tensor = x + self.drop(self.mlp(self.between(x)))
         return z
 
-    def _attention(self, x: Tensor, hidden: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, is_padding: Tensor) -> Tensor:
         # written out: the fused kernels have no repeatable backward pass on a GPU
-        query, key, value = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(x).unflatten(2, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
         scores = (query @ key.transpose(2, 3)) * query.shape[-1] ** -0.5
-        # a large number and not infinity: a row of nothing but padding would be nan
-        mixed = scores.masked_fill(hidden, -1e9).softmax(-1) @ value
-        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return found
+        # a large number, because infinity would turn a row of nothing but padding into nan
+        mixed = scores.masked_fill(is_padding, -1e9).softmax(-1) @ value
+        outputs: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return outputs

@@ -1,4 +1,4 @@
-"""Whether a network can train on a batch of one row; BatchNorm of vectors cannot, for one row has no variance."""
+"""Layers that cannot train on one row, such as BatchNorm of vectors: one row has no variance."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from torch import Tensor, nn
 
 
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
-    """Return the layer that fails on one row and not on two, in train mode; "" if none does.
+    """Return the layer that fails on one row but not on two, in train mode; "" if none does.
 
-    A layer fails by an error, or by outputs that are not finite. Nothing of the model changes.
-
-    make_inputs: returns inputs of so many rows, on any device.
+    A layer fails by an error, or by outputs that are not finite. The model stays unchanged.
+    make_inputs: returns inputs of that many rows, on any device.
     """
-    place = next(model.parameters(), torch.empty(0))
-    devices = [place.device] if place.device.type == "cuda" else []
+    parameter = next(model.parameters(), torch.empty(0))
+    devices = [parameter.device] if parameter.device.type == "cuda" else []
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             model.train()
-            if _first_failure(model, _placed(make_inputs(2), place)):
+            if _first_failure(model, _move_inputs(make_inputs(2), parameter)):
                 return ""
-            return _first_failure(model, _placed(make_inputs(1), place))
+            return _first_failure(model, _move_inputs(make_inputs(1), parameter))
     finally:
         for buffer, value in buffers:
             buffer.data.copy_(value)
@@ -32,9 +31,10 @@ def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> st
             module.training = training
 
 
-def _placed(inputs: Tensor, like: Tensor) -> Tensor:
+def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
     """Return the inputs on a parameter's device, and in its type unless they are token numbers."""
-    return inputs.to(like.device, like.dtype if inputs.is_floating_point() else inputs.dtype)
+    dtype = parameter.dtype if inputs.is_floating_point() else inputs.dtype
+    return inputs.to(parameter.device, dtype)
 
 
 def _first_failure(model: nn.Module, inputs: Tensor) -> str:
@@ -55,7 +55,7 @@ def _first_failure(model: nn.Module, inputs: Tensor) -> str:
     handles += [module.register_forward_hook(leave) for module in names]
     try:
         model(inputs)
-    except Exception:  # of any kind, for anybody may have written the layer
+    except Exception:  # a layer of the user may raise any error
         failed = failed or [entered[-1] if entered else model]
     finally:
         for handle in handles:

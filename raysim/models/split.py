@@ -1,4 +1,4 @@
-"""Any network as features and one linear head, where it can be split so; and networks of the user's own."""
+"""Any network as features and one linear head, if it can be split so; and networks of users."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from raysim.models.lora import Lora, with_adapters
 from raysim.primitives.errors import first_line
 from raysim.primitives.kinds import Tokens
 
+# Arguments that a user's network may have; raysim fills them in from the data.
+DATA_ARGUMENTS = ("input_shape", "num_classes", "tokens")
+MAX_LAYERS_IN_MESSAGE = 5
+
 
 class SplitNetwork(Classifier):
-    """A network whose last linear layer is its head; the rest, with nothing in that place, makes the features."""
+    """A network whose last linear layer is its head; the rest computes the features.
+
+    An identity takes the place of the head in the rest.
+    """
 
     def __init__(self, net: nn.Module, head_name: str):
         nn.Module.__init__(self)
@@ -28,11 +35,11 @@ class SplitNetwork(Classifier):
         self.extractor = net
         self.head = head
         self.head_name = head_name
-        _replace(net, head_name, nn.Identity())
+        _replace_module(net, head_name, nn.Identity())
 
     def whole(self) -> nn.Module:
-        """The network as it was, with the parameters of this one; this one is spent."""
-        _replace(self.extractor, self.head_name, self.head)
+        """Return the original network with these parameters; this model cannot be used any more."""
+        _replace_module(self.extractor, self.head_name, self.head)
         return self.extractor
 
 
@@ -47,7 +54,8 @@ class WholeNetwork(Classifier):
 
     def features(self, x: Tensor) -> Tensor:
         raise ValueError(
-            "this model cannot be split into features and a head: name its last linear layer in model.head"
+            "this model cannot be split into features and a head: name its last linear layer in "
+            "model.head"
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,202 +64,215 @@ class WholeNetwork(Classifier):
 
 
 def original_network(model: nn.Module) -> nn.Module:
-    """A network as its author has it, with the values of this model, which is spent; one of ours as it is."""
+    """Return the network as its author wrote it, with the parameters of this model.
+
+    A `SplitNetwork` cannot be used any more. Models of raysim's own are returned unchanged.
+    """
     if isinstance(model, SplitNetwork):
         return model.whole()
     return model.net if isinstance(model, WholeNetwork) else model
 
 
 def original_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of parameters and buffers in the network of the author to those in this model."""
+    """Map the names of parameters and buffers in the author's network to those in this model."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if isinstance(model, WholeNetwork):
         return {name.removeprefix("net."): name for name in names}
     if not isinstance(model, SplitNetwork):
         return {name: name for name in names}
-    found = {}
+    originals = {}
     for name in names:
         part, _, rest = name.partition(".")
-        found[f"{model.head_name}.{rest}" if part == "head" else rest] = name
-    return found
+        original = f"{model.head_name}.{rest}" if part == "head" else rest
+        originals[original] = name
+    return originals
 
 
-def _replace(net: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(net.get_submodule(owner), leaf, module)
+def _replace_module(net: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(net.get_submodule(owner), attribute, module)
 
 
+# ---- splitting -----------------------------------------------------------------------------------
 def split_network(
     net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = None
 ) -> Classifier:
-    """The network as a classifier: split at `head` (None: at its last linear layer), or whole where that cannot be.
+    """Return the network split at `head`, or whole if it cannot be split.
 
-    inputs: examples [B, ...], on which both forms must give the same. Raises ValueError where the network cannot take
-    them or has another number of outputs, or where the layer that was named is no linear head.
+    head: the name of a linear layer; None: the last one. inputs: examples [B, ...], for which the
+    split network must compute the same outputs. Raise ValueError if the network cannot take them,
+    has another number of outputs, or if `head` is no linear head.
     """
     if isinstance(net, Classifier):
         return net
     training = net.training
     net.eval()  # BatchNorm keeps its statistics, dropout draws nothing
-    outputs = _outputs(net, inputs)
+    outputs = _compute_outputs(net, inputs)
     if outputs.shape != (len(inputs), num_classes):
-        flat = num_classes == 1 and outputs.shape == (len(inputs),)
-        given = f"functools.partial(f, num_classes={num_classes}) does for a function f"
-        do = (
-            "leave out what squeezes them"
-            if flat
-            else f"set its number of outputs to {num_classes}, as {given}"
-        )
-        raise ValueError(
-            f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of {len(inputs)} inputs; "
-            f"they must be [{len(inputs)}, {num_classes}]: {do}"
-        )
-    linear = [
+        raise _wrong_outputs(net, num_classes, inputs, outputs)
+    linear_layers = [
         name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name
     ]
-    if head is not None and head not in linear:
+    if head is not None and head not in linear_layers:
+        last_layers = ", ".join(linear_layers[-MAX_LAYERS_IN_MESSAGE:]) or "none"
         raise ValueError(
-            f"model.head={head} is no linear layer of {type(net).__name__}; it has {_last(linear)}"
+            f"model.head={head} is no linear layer of {type(net).__name__}, which has "
+            f"{last_layers}. Name one of these, or set model.head=null."
         )
-    name = head or next(reversed(linear), None)
-    ends = name is not None and _ends_with(net, name, inputs)
-    model: Classifier | None = SplitNetwork(net, name) if name is not None and ends else None
-    if isinstance(model, SplitNetwork) and not _same(model, inputs, outputs):
-        net, model = model.whole(), None
-    if head is not None and model is None:
+    name = head or next(reversed(linear_layers), None)
+    if name is not None and _makes_the_outputs(net, name, inputs):
+        model = SplitNetwork(net, name)
+        if _computes_outputs(model, inputs, outputs):
+            return model.train(training)
+        net = model.whole()
+    if head is not None:
         raise ValueError(
-            f"model.head={head} is not the last step of {type(net).__name__}, so that its inputs are no features: name "
-            "another layer, or set model.head=null"
+            f"model.head={head} is not the last step of {type(net).__name__}, so that its inputs "
+            "are no features. Name another layer, or set model.head=null."
         )
-    return (model or WholeNetwork(net, num_classes)).train(training)
+    return WholeNetwork(net, num_classes).train(training)
 
 
-def _outputs(net: nn.Module, inputs: Tensor) -> Tensor:
+def _wrong_outputs(net: nn.Module, num_classes: int, inputs: Tensor, outputs: Tensor) -> ValueError:
+    action = (
+        f"set its number of outputs to {num_classes}, as functools.partial(f, "
+        f"num_classes={num_classes}) does for a function f"
+    )
+    if num_classes == 1 and outputs.shape == (len(inputs),):
+        action = "leave out what squeezes them"
+    return ValueError(
+        f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of "
+        f"{len(inputs)} inputs; they must be [{len(inputs)}, {num_classes}]: {action}"
+    )
+
+
+def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
+    name = type(net).__name__
     try:
         with torch.no_grad():
             outputs = net(inputs)
-    except Exception as error:  # whatever a foreign network makes of inputs that it cannot take
-        double = any(parameter.dtype == torch.float64 for parameter in net.parameters())
-        do = (
-            "give it in float32, by model.float()"
-            if double
-            else "choose another model, or bring the data to its shape"
-        )
+    except Exception as error:  # a network of the user may raise any error
+        action = "choose another model, or bring the data to its shape"
+        if any(parameter.dtype == torch.float64 for parameter in net.parameters()):
+            action = "give it in float32, by model.float()"
         raise ValueError(
-            f"the model {type(net).__name__} cannot take inputs of shape {list(inputs.shape[1:])} and type "
-            f"{inputs.dtype} ({first_line(error).rstrip('.')}): {do}"
+            f"the model {name} cannot take inputs of shape {list(inputs.shape[1:])} and type "
+            f"{inputs.dtype} ({first_line(error).rstrip('.')}): {action}"
         ) from error
     if not isinstance(outputs, Tensor):
         raise ValueError(
-            f"the model {type(net).__name__} makes a {type(outputs).__name__} and no tensor of outputs: wrap it so "
-            "that it returns one"
+            f"the model {name} makes a {type(outputs).__name__} and no tensor of outputs: wrap it "
+            "so that it returns one"
         )
     return outputs
 
 
-def _ends_with(net: nn.Module, name: str, inputs: Tensor) -> bool:
-    """Whether the very tensor that this layer makes, once, is what comes out, in training as in evaluation.
+def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
+    """Return True if this layer makes the very tensor of outputs, in training and evaluation.
 
-    Equal numbers would not do: a scale that starts at 1, or dropout, would act on features once the layer is away.
+    Equal numbers are not enough: a scale that starts at 1, or dropout, would act on the features
+    once the layer is taken out.
     """
-    made: list[object] = []
-    hook = net.get_submodule(name).register_forward_hook(lambda layer, args, out: made.append(out))
-    before = [(buffer, buffer.clone()) for buffer in net.buffers()]  # BatchNorm's statistics
+    layer_outputs: list[object] = []
+
+    def record(layer: nn.Module, args: object, output: object) -> None:
+        layer_outputs.append(output)
+
+    hook = net.get_submodule(name).register_forward_hook(record)
+    buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]  # BatchNorm's statistics
     try:
         for training in (True, False):
-            made.clear()
+            layer_outputs.clear()
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 outputs = net.train(training)(inputs)
-            if len(made) != 1 or made[0] is not outputs:
+            if len(layer_outputs) != 1 or layer_outputs[0] is not outputs:
                 return False
         return True
-    except Exception:  # a foreign network may not take two rows in training: it will say so there
+    except Exception:  # it may not take two rows in training, which training will report
         return False
     finally:
         hook.remove()
         net.eval()
-        for buffer, value in before:
+        for buffer, value in buffers:
             buffer.copy_(value)
 
 
-def _same(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> bool:
-    """Whether features are rows of the head's inputs, and the head makes the outputs of them."""
+def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> bool:
+    """Return True if features are [B, F] and the head computes the outputs from them."""
     with torch.no_grad():
         features = model.extractor(inputs)
-        right = isinstance(features, Tensor) and features.shape == (len(inputs), model.feature_dim)
-        return right and torch.equal(model.head(features), outputs)
-
-
-def _last(names: list[str]) -> str:
-    return ", ".join(names[-5:]) if names else "none"
+        if not isinstance(features, Tensor):
+            return False
+        if features.shape != (len(inputs), model.feature_dim):
+            return False
+        return torch.equal(model.head(features), outputs)
 
 
 def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
-    """Inputs [rows, ...] for trying a network out, always the same."""
+    """Return inputs [rows, ...] to try a network with, always the same."""
     generator = torch.Generator().manual_seed(0)
     if tokens is not None:
         return torch.randint(tokens.size, (rows, *input_shape), generator=generator)
     return torch.randn(rows, *input_shape, generator=generator)
 
 
+# ---- networks from outside raysim ----------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class ExternalModel(ModelRecipe):
-    """A network that others wrote. head: the name of its last linear layer; None: found. lora: adapters for it."""
+    """A network that is defined outside raysim.
+
+    head: the name of its last linear layer; None: the last one is found. lora: its adapters.
+    """
 
     head: str | None = None
     lora: Lora = field(default_factory=Lora)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """The network as it comes."""
+        """Return the network as its author wrote it."""
         raise NotImplementedError
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """See `ModelRecipe`."""
         net = self.make(input_shape, num_classes, tokens)
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # trying it out must not change what adapters start from
-            model = split_network(net, num_classes, example_inputs(input_shape, tokens), self.head)
+        # trying the network must not change the random numbers that adapters start from
+        with torch.random.fork_rng(devices=[]):
+            inputs = example_inputs(input_shape, tokens)
+            model = split_network(net, num_classes, inputs, self.head)
         return with_adapters(model, self.lora)
-
-
-DATA_ARGUMENTS = (
-    "input_shape",
-    "num_classes",
-    "tokens",
-)  # arguments that a network of the user's own may have
 
 
 @dataclass(frozen=True)
 class CustomModel(ExternalModel):
-    """A module (its values are where training starts), or a function or class that makes one of `options`.
+    """A user's module, whose parameters are where training starts, or what makes one.
 
-    What the data say is filled in where it has such arguments: `DATA_ARGUMENTS`, which `options` may name themselves.
+    source: a module, or a function or class that makes one. options: its arguments; those of
+    `DATA_ARGUMENTS` that it has are filled in, unless `options` has them.
     """
 
     source: nn.Module | Callable[..., nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `ExternalModel`."""
         if isinstance(self.source, nn.Module):
             return copy.deepcopy(self.source)
-        known = dict(zip(DATA_ARGUMENTS, (input_shape, num_classes, tokens), strict=True))
         signature = inspect.signature(self.source)
-        given = {
-            **{key: value for key, value in known.items() if key in signature.parameters},
-            **self.options,
-        }
+        arguments: dict[str, Any] = {}
+        values = (input_shape, num_classes, tokens)
+        for name, value in zip(DATA_ARGUMENTS, values, strict=True):
+            if name in signature.parameters:
+                arguments[name] = value
+        arguments |= self.options
         try:
-            signature.bind(**given)
+            signature.bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"the model {self.source.__name__} cannot be called ({error}): the data give "
-                f"{', '.join(DATA_ARGUMENTS)} where it has such arguments, functools.partial gives the others"
+                f"the model {self.source.__name__} cannot be called ({error}): raysim fills in "
+                f"{', '.join(DATA_ARGUMENTS)} if it has such arguments; give the others by "
+                "functools.partial"
             ) from error
-        net = self.source(**given)
+        net = self.source(**arguments)
         if not isinstance(net, nn.Module):
             raise ValueError(
-                f"the model {self.source.__name__} makes a {type(net).__name__}, and no torch.nn.Module"
+                f"the model {self.source.__name__} makes a {type(net).__name__}, and no "
+                "torch.nn.Module: return one"
             )
         return net

@@ -1,4 +1,4 @@
-"""VGG-11 without normalisation and without its hidden fully connected layers, as FedBR trains it on CIFAR-10."""
+"""VGG-11 without normalisation and hidden fully connected layers, as in FedBR on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
 
-# channels of the eight convolutions; 0 is a max-pool (Simonyan and Zisserman 2015, configuration A)
-PLAN = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
+# channels of the eight convolutions, 0 for a max-pool (Simonyan and Zisserman 2015, table 1, A)
+CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 
 
 @dataclass(frozen=True)
 class Vgg11(ModelRecipe):
-    """Eight 3x3 convolutions, five halvings, global average; initialised as torchvision does, no dropout."""
+    """Eight 3x3 convolutions, five max-pools and a global average, initialised as by torchvision."""
 
     reads: ClassVar[Literal["images"]] = "images"
 
@@ -23,14 +23,16 @@ class Vgg11(ModelRecipe):
         channels, height, width = input_shape
         if min(height, width) < 32:
             raise ValueError(
-                f"model=vgg11 needs images of at least 32x32 pixels, not {height}x{width}: use model=cnn"
+                f"model=vgg11 needs images of at least 32x32 pixels, the data has {height}x{width}. "
+                "Use model=cnn."
             )
         layers: list[nn.Module] = []
-        for out in PLAN:
-            layers += (
-                [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU()] if out else [nn.MaxPool2d(2)]
-            )
-            channels = out or channels
+        for width in CHANNELS:
+            if width == 0:
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
         net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         for layer in net:
             if isinstance(layer, nn.Conv2d):

@@ -14,9 +14,11 @@ from raysim.primitives.errors import Refused, first_line, nearest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
 
+NAMES_IN_MESSAGE = 5
+
 
 def is_torchvision_model(name: str) -> bool:
-    """Whether torchvision has a classifier of this name."""
+    """Return True if torchvision has a classifier of this name."""
     from torchvision import models
 
     return name in models.list_models(models)
@@ -24,10 +26,10 @@ def is_torchvision_model(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Torchvision(ExternalModel):
-    """A classifier of torchvision.models with `options` for its constructor.
+    """A classifier of torchvision.models.
 
-    pretrained: its default weights (torch.hub's cache, else a download); layers of another shape, as the head, stay
-    fresh.
+    pretrained: load its default weights, from torch.hub's cache or by download; layers of another
+    shape, such as the head, are drawn. options: for its constructor.
     """
 
     name: str
@@ -35,60 +37,35 @@ class Torchvision(ExternalModel):
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `ExternalModel`."""
         from torchvision import models
 
-        if self.name not in (names := models.list_models(models)):
+        names = models.list_models(models)
+        if self.name not in names:
             raise ValueError(
-                f"model.name={self.name} is no classifier of torchvision: {_near(self.name, names)}"
+                f"model.name={self.name} is no classifier of torchvision: "
+                f"{_suggest_name(self.name, names)}"
             )
         try:
             net: nn.Module = models.get_model(
                 self.name, weights=None, num_classes=num_classes, **self.options
             )
         except TypeError as error:
-            raise _unloaded(self.name, error) from error
+            raise _cannot_be_made(self.name, error) from error
         if self.pretrained:
             weights = models.get_model_weights(self.name).DEFAULT
             try:
                 values = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
             except Exception as error:  # a network, a cache and a file can fail in many ways
-                raise _unloaded(self.name, error) from error
-            _load_fitting(net, values)
+                raise _cannot_be_made(self.name, error) from error
+            _load_fitting_values(net, values)
         return net
 
 
 @dataclass(frozen=True)
 class Timm(ExternalModel):
-    """A model of timm with `options` for `timm.create_model`; pretrained: its weights, from the cache or the hub."""
+    """A model of timm. pretrained: load its weights, from the cache or the hub.
 
-    name: str
-    pretrained: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `ExternalModel`."""
-        timm = import_optional("timm", f"model.name={self.name}")
-        if not timm.is_model(self.name):
-            raise ValueError(
-                f"model.name={self.name} is no model of timm: {_near(self.name, timm.list_models())}"
-            )
-        options: dict[str, Any] = {"in_chans": input_shape[0], **self.options}
-        try:
-            net: nn.Module = timm.create_model(
-                self.name, pretrained=self.pretrained, num_classes=num_classes, **options
-            )
-        except Exception as error:
-            raise _unloaded(self.name, error) from error
-        return net
-
-
-@dataclass(frozen=True)
-class HuggingFaceModel(ExternalModel):
-    """A classifier of transformers, for token sequences or for images.
-
-    name: a folder or a name on the hub, whose configuration (and with `pretrained` whose weights) are taken; or a type
-    of model, such as bert, with `options` for its configuration.
+    options: for `timm.create_model`.
     """
 
     name: str
@@ -96,16 +73,40 @@ class HuggingFaceModel(ExternalModel):
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """See `ExternalModel`."""
+        timm = import_optional("timm", f"model.name={self.name}")
+        if not timm.is_model(self.name):
+            raise ValueError(
+                f"model.name={self.name} is no model of timm: "
+                f"{_suggest_name(self.name, timm.list_models())}"
+            )
+        options: dict[str, Any] = {"in_chans": input_shape[0], **self.options}
+        try:
+            net: nn.Module = timm.create_model(
+                self.name, pretrained=self.pretrained, num_classes=num_classes, **options
+            )
+        except Exception as error:  # of options or of the download
+            raise _cannot_be_made(self.name, error) from error
+        return net
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel(ExternalModel):
+    """A classifier of transformers, for token sequences or images.
+
+    name: a folder or a name on the hub, whose configuration is used; or a type of model, such as
+    bert. pretrained: load the weights of that folder or name. options: for the configuration.
+    """
+
+    name: str
+    pretrained: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         transformers = import_optional("transformers", f"model.name={self.name}")
-        kind = (
-            "AutoModelForImageClassification"
-            if tokens is None
-            else "AutoModelForSequenceClassification"
-        )
-        classes = getattr(transformers, kind)
-        options = {**self.options, "num_labels": num_classes}
+        options: dict[str, Any] = {**self.options, "num_labels": num_classes}
+        classes = transformers.AutoModelForImageClassification
         if tokens is not None:
+            classes = transformers.AutoModelForSequenceClassification
             options["pad_token_id"] = tokens.padding
         try:
             if self.pretrained:
@@ -113,42 +114,44 @@ class HuggingFaceModel(ExternalModel):
                     self.name, attn_implementation="eager", ignore_mismatched_sizes=True, **options
                 )
             else:
-                net = classes.from_config(
-                    self._config(transformers, options, tokens), attn_implementation="eager"
-                )
-        except (
-            Exception
-        ) as error:  # the hub, its cache, a file, or options that the model does not have
-            raise _unloaded(self.name, error) from error
-        size = getattr(net.config, "vocab_size", None)
-        if tokens is not None and size is not None and size < tokens.size:
+                config = self._configuration(transformers, options, tokens)
+                net = classes.from_config(config, attn_implementation="eager")
+        except Exception as error:  # of the hub, its cache, a file, or unknown options
+            raise _cannot_be_made(self.name, error) from error
+        if tokens is None:
+            return _ImageLogits(net)
+        vocabulary_size = getattr(net.config, "vocab_size", None)
+        if vocabulary_size is not None and vocabulary_size < tokens.size:
             raise ValueError(
-                f"model.name={self.name} knows {size} tokens, the data has {tokens.size}: use its tokenizer"
+                f"model.name={self.name} has {vocabulary_size} tokens, the data has {tokens.size}. "
+                "Set data.tokenizer to the model's tokenizer."
             )
-        return _ForImages(net) if tokens is None else _ForTokens(net, tokens.padding)
+        return _TokenLogits(net, tokens.padding)
 
-    def _config(self, transformers: Any, options: Mapping[str, Any], tokens: Tokens | None) -> Any:
+    def _configuration(
+        self, transformers: Any, options: Mapping[str, Any], tokens: Tokens | None
+    ) -> Any:
         if self.name not in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.from_pretrained(self.name, **options)
         size = {} if tokens is None else {"vocab_size": tokens.size}
         return transformers.AutoConfig.for_model(self.name, **size, **options)
 
 
-class _ForTokens(nn.Module):
-    """Token numbers [B, T] to logits, padding hidden."""
+class _TokenLogits(nn.Module):
+    """A network of transformers from token numbers [B, T] to logits; padding is masked."""
 
     def __init__(self, net: nn.Module, padding: int):
         super().__init__()
         self.net, self.padding = net, padding
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = (tokens != self.padding).long()
-        logits: Tensor = self.net(input_ids=tokens, attention_mask=hidden).logits
+        attention_mask = (tokens != self.padding).long()
+        logits: Tensor = self.net(input_ids=tokens, attention_mask=attention_mask).logits
         return logits
 
 
-class _ForImages(nn.Module):
-    """Images [B, c, h, w] to logits."""
+class _ImageLogits(nn.Module):
+    """A network of transformers from images [B, c, h, w] to logits."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -159,27 +162,29 @@ class _ForImages(nn.Module):
         return logits
 
 
-def _load_fitting(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put in all values that have a place of their shape."""
-    own = net.state_dict()
-    fitting = {
-        key: value for key, value in values.items() if key in own and own[key].shape == value.shape
-    }
+def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Load the values whose name and shape the network has."""
+    state = net.state_dict()
+    fitting = {}
+    for key, value in values.items():
+        if key in state and state[key].shape == value.shape:
+            fitting[key] = value
     net.load_state_dict(fitting, strict=False)
 
 
-def _near(name: str, names: list[str]) -> str:
-    """Of very many names the nearest one."""
+def _suggest_name(name: str, names: list[str]) -> str:
+    """Return the end of a message: the nearest name, or some of very many names."""
     near = nearest(name, names)
-    return (
-        f"did you mean {near}?" if near else f"it has {len(names)}, such as {', '.join(names[:5])}"
-    )
+    if near:
+        return f"did you mean {near}?"
+    return f"it has {len(names)}, such as {', '.join(names[:NAMES_IN_MESSAGE])}"
 
 
-def _unloaded(name: str, error: BaseException) -> ValueError:
+def _cannot_be_made(name: str, error: BaseException) -> ValueError:
+    reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
     return ValueError(
-        f"model.name={name} cannot be made ({type(error).__name__}: {first_line(error).rstrip('.')}): name one that is "
-        "on this machine or can be downloaded, and options that it has"
+        f"model.name={name} cannot be made ({reason}). Name a model that is on this machine or can "
+        "be downloaded, and set only options that it has."
     )
 
 

@@ -1,4 +1,4 @@
-"""Networks: counts, shapes, starts and repeatability against the table of the specification."""
+"""Networks: counts, shapes, initial values and repeatability, against the specification."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the specification's summary; `mac` in millions, `light` a cheaper input to run."""
+    """One line of the specification's summary.
+
+    mac: multiply-adds, in millions. light: a smaller input that is cheaper to run.
+    """
 
     recipe: ModelRecipe
     shape: tuple[int, int, int]
@@ -111,14 +114,14 @@ def count(parameters: object) -> int:
 def outputs(
     net: nn.Module, kind: tuple[type[nn.Module], ...], shape: tuple[int, int, int]
 ) -> list[tuple[int, ...]]:
-    """Shapes, without the batch axis, of what the modules of these types put out, in order of execution."""
-    seen: list[tuple[int, ...]] = []
+    """Return the output shapes of the modules of these types, without batch axis, as executed."""
+    shapes: list[tuple[int, ...]] = []
     for module in net.modules():
         if isinstance(module, kind):
-            module.register_forward_hook(lambda _m, _x, out: seen.append(tuple(out.shape[1:])))
+            module.register_forward_hook(lambda _m, _x, out: shapes.append(tuple(out.shape[1:])))
     with torch.no_grad():
         net.eval()(torch.empty(1, *shape, device="meta"))
-    return seen
+    return shapes
 
 
 def on_meta(row: Row) -> nn.Module:
@@ -127,7 +130,7 @@ def on_meta(row: Row) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_counts_and_cost_are_those_of_the_table(name: str) -> None:
+def test_network_has_counts_and_cost_of_table(name: str) -> None:
     row = TABLE[name]
     net = on_meta(row)
     layers, kinds, norm_parameters, buffers = row.norms
@@ -154,7 +157,7 @@ def test_counts_and_cost_are_those_of_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_forward_is_the_head_on_the_features_and_one_image_is_enough(name: str) -> None:
+def test_network_forward_is_head_on_features(name: str) -> None:
     row = TABLE[name]
     net = row.recipe.build(row.shape, row.classes, seed=3).eval()
     assert isinstance(net.head, nn.Linear) and list(net.parameters())[-2:] == [
@@ -172,7 +175,7 @@ def test_forward_is_the_head_on_the_features_and_one_image_is_enough(name: str) 
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_training_passes_repeat_themselves_unless_the_network_says_it_draws(name: str) -> None:
+def test_network_passes_repeat_unless_stochastic(name: str) -> None:
     row = TABLE[name]
     net = row.recipe.build(row.shape, row.classes, seed=3).train()
     x = torch.randn(4, *(row.light or row.shape), generator=torch.Generator().manual_seed(5))
@@ -215,7 +218,7 @@ def sequential(name: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["cnn pool 2", "mlp 64", "mlp 2700"])
-def test_the_benchmark_networks_start_as_the_plain_sequential_does(name: str) -> None:
+def test_benchmark_networks_start_as_plain_sequential(name: str) -> None:
     ours, plain = TABLE[name].recipe.build(MNIST, 10, seed=20240), sequential(name)
     assert len(list(ours.parameters())) == len(list(plain.parameters()))
     assert all(map(torch.equal, ours.parameters(), plain.parameters()))
@@ -226,7 +229,7 @@ def test_the_benchmark_networks_start_as_the_plain_sequential_does(name: str) ->
 @pytest.mark.parametrize(
     "recipe", [Cct7(), ResNet(18), DigitsCnn(), SmallCnn("group")], ids=lambda r: type(r).__name__
 )
-def test_a_seed_names_the_parameters_and_leaves_the_global_generator_alone(
+def test_seed_decides_parameters_alone(
     recipe: ModelRecipe,
 ) -> None:
     torch.manual_seed(9)
@@ -238,7 +241,7 @@ def test_a_seed_names_the_parameters_and_leaves_the_global_generator_alone(
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
 
-def test_stages_have_the_shapes_of_the_specification() -> None:
+def test_stages_have_shapes_of_specification() -> None:
     vgg = [(64, 32, 32), (128, 16, 16), *2 * [(256, 8, 8)], *2 * [(512, 4, 4)], *2 * [(512, 2, 2)]]
     assert outputs(on_meta(TABLE["vgg11"]), (nn.Conv2d,), CIFAR) == vgg
     assert outputs(on_meta(TABLE["mnist_cnn"]), GN, MNIST) == [(64, 28, 28), *3 * [(128, 14, 14)]]
@@ -262,7 +265,7 @@ def test_stages_have_the_shapes_of_the_specification() -> None:
         ("resnet50 bn", (64, 32), [(256, 32), (512, 16), (1024, 8), (2048, 4)]),
     ],
 )
-def test_resnet_stages_have_the_shapes_and_counts_of_the_specification(
+def test_resnet_stages_have_shapes_of_specification(
     name: str, stem: tuple[int, int], maps: list[tuple[int, int]]
 ) -> None:
     net = on_meta(TABLE[name]).extractor
@@ -291,21 +294,19 @@ def test_resnet_stages_have_the_shapes_and_counts_of_the_specification(
         ({"padding": 2, "stride": 3}, 352_650),
     ],
 )
-def test_other_readings_of_the_fedbss_cnn_give_their_counts(
-    options: dict[str, int], total: int
-) -> None:
+def test_cnn_options_give_their_counts(options: dict[str, int], total: int) -> None:
     net = Cnn(**options).build(MNIST, 10, seed=1)  # type: ignore[arg-type]
     assert count(net.parameters()) == total
     assert net(torch.zeros(1, *MNIST)).shape == (1, 10)
 
 
-def test_the_cnn_takes_three_channels_and_32_pixels() -> None:
+def test_cnn_takes_three_channels_and_32_pixels() -> None:
     net = Cnn().build(CIFAR, 10, seed=1).extractor
     assert count(net[0].parameters()) == 2_432 and net[7].in_features == 4096
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_a_resnet_with_the_imagenet_stem_is_torchvisions(depth: int) -> None:
+def test_resnet_with_imagenet_stem_is_torchvisions(depth: int) -> None:
     import torchvision
 
     torch.manual_seed(0)
@@ -320,7 +321,7 @@ def test_a_resnet_with_the_imagenet_stem_is_torchvisions(depth: int) -> None:
 
 
 @pytest.mark.parametrize("stem", ["small", "imagenet"])
-def test_resnet_starts_with_the_variance_of_its_fan_out(stem: str) -> None:
+def test_resnet_starts_with_variance_of_fan_out(stem: str) -> None:
     net = ResNet(18, stem=stem).build((1, 32, 32), 10, seed=1)  # type: ignore[arg-type]
     convolutions = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 20 and all(m.bias is None for m in convolutions)
@@ -333,7 +334,7 @@ def test_resnet_starts_with_the_variance_of_its_fan_out(stem: str) -> None:
         assert not isinstance(m, BN) or bool((m.weight == 1).all() and (m.bias == 0).all())
 
 
-def test_vgg_starts_with_the_variance_of_its_fan_out_and_no_bias() -> None:
+def test_vgg_starts_with_variance_of_fan_out() -> None:
     net = Vgg11().build(CIFAR, 10, seed=1)
     for m in (m for m in net.modules() if isinstance(m, nn.Conv2d)):
         want = (2 / (9 * m.out_channels)) ** 0.5
@@ -341,7 +342,7 @@ def test_vgg_starts_with_the_variance_of_its_fan_out_and_no_bias() -> None:
         assert not m.bias.any()
 
 
-def test_cct_starts_with_the_deviations_of_its_source() -> None:
+def test_cct_starts_with_deviations_of_its_source() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     convolution, position, block = net[0], net[4], net[5]
     assert convolution.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)
@@ -356,7 +357,7 @@ def test_cct_starts_with_the_deviations_of_its_source() -> None:
         assert layer.bias is None or not layer.bias.any()
 
 
-def test_a_cct_block_carries_the_normalised_residual() -> None:
+def test_cct_block_carries_normalised_residual() -> None:
     block = Cct7().build(CIFAR, 100, seed=1).extractor[8].eval()
     with torch.no_grad():
         for parameter in block.parameters():
@@ -373,7 +374,7 @@ def test_a_cct_block_carries_the_normalised_residual() -> None:
         torch.testing.assert_close(block(u), v + block.mlp(v))
 
 
-def test_cct_depth_rates_rise_evenly_and_drop_whole_samples() -> None:
+def test_cct_drop_rates_rise_evenly() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     assert [block.path.p for block in net[5:12]] == pytest.approx([i / 60 for i in range(7)])
     path = net[11].path.train()
@@ -387,7 +388,7 @@ def test_cct_depth_rates_rise_evenly_and_drop_whole_samples() -> None:
     assert torch.equal(path.eval()(out), out)
 
 
-def test_randomness_is_found_in_any_network() -> None:
+def test_is_stochastic_finds_randomness() -> None:
     import torchvision
 
     assert not is_stochastic(Cct7(attention_dropout=0.0, drop_path=0.0).build(CIFAR, 10, seed=1))
@@ -399,13 +400,13 @@ def test_randomness_is_found_in_any_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "key"),
     [
         (
             lambda: SmallCnn("layer"),
-            "model.norm='layer' does not exist: use one of 'none', 'batch', 'group'",
+            "model.norm='layer'",
         ),
-        (lambda: ResNet(34), "model.depth=34 does not exist: use one of 18, 50"),
+        (lambda: ResNet(34), "model.depth=34"),
         (lambda: ResNet(18, groups=3), "model.groups=3"),
         (lambda: ResNet(18, pretrained=True), "model.stem=imagenet"),
         (lambda: ResNet(18, norm="group", stem="imagenet", pretrained=True), "model.norm=batch"),
@@ -414,23 +415,23 @@ def test_randomness_is_found_in_any_network() -> None:
         (lambda: Cnn(pool=4), "model.pool=4"),
         (lambda: Cct7(drop_path=1.0), "model.drop_path=1.0"),
         (lambda: DigitsCnn("fedavg"), "model.variant='fedavg'"),
-        (lambda: Vgg11().build(MNIST, 10, seed=1), "at least 32x32 pixels, not 28x28"),
+        (lambda: Vgg11().build(MNIST, 10, seed=1), "model=vgg11"),
         (
             lambda: SmallCnn().build((1, 3, 3), 10, seed=1),
-            "model=small_cnn has nothing left of images of 3x3",
+            "model=small_cnn",
         ),
         (
             lambda: ResNet(18, stem="imagenet", pretrained=True).build(MNIST, 10, seed=1),
-            "needs 3 channels",
+            "model.pretrained=true",
         ),
     ],
 )
-def test_impossible_options_are_refused_with_their_key(make, said: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_impossible_option_names_its_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=re.escape(key)):
         make()
 
 
-def test_pretrained_weights_come_from_the_cache_and_the_head_stays_fresh(
+def test_pretrained_weights_come_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
@@ -451,7 +452,7 @@ def test_pretrained_weights_come_from_the_cache_and_the_head_stays_fresh(
     )
     assert torch.equal(net.head.weight, IMAGENET18.build(LARGE, 65, seed=1).head.weight)
     file.write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"model\.pretrained=true cannot load .*resnet18"):
+    with pytest.raises(ValueError, match=r"model\.pretrained=true .*resnet18"):
         ResNet(18, stem="imagenet", pretrained=True).build(LARGE, 65, seed=1)
 
 
@@ -463,7 +464,7 @@ def test_missing_pretrained_weights_are_an_error(
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
-    with pytest.raises(ValueError, match=r"set model\.pretrained=false"):
+    with pytest.raises(ValueError, match=r"model\.pretrained=false"):
         ResNet(50, stem="imagenet", pretrained=True).build(XRAY, 2, seed=1)
 
 
@@ -485,14 +486,12 @@ CONFIGS: dict[str, ModelRecipe] = {
 }
 
 
-def test_every_file_of_the_model_group_is_listed_here() -> None:
+def test_every_model_file_is_tested() -> None:
     assert {path.stem for path in (CONF / "model").glob("[!_]*.yaml")} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_hydra_composes_each_model_with_every_option_at_its_default(
-    name: str, tmp_path: Path
-) -> None:
+def test_model_file_has_every_option_at_its_default(name: str, tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
@@ -504,7 +503,7 @@ def test_hydra_composes_each_model_with_every_option_at_its_default(
     recipe = CONFIGS[name]
     target = options.pop("_target_")
     assert target == f"{type(recipe).__module__}.{type(recipe).__name__}"
-    given = {
+    stored = {
         key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
     }
-    assert given == dataclasses.asdict(recipe)  # an option without a line could not be overridden
+    assert stored == dataclasses.asdict(recipe)  # an option without a line could not be overridden

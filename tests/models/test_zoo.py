@@ -1,4 +1,4 @@
-"""Hugging Face's classifiers, made from a configuration or read from a folder, whole runs of them, and adapters."""
+"""Classifiers of Hugging Face, from a configuration or a folder, and a run with adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_type_of_model_is_made_for_the_datas_tokens_and_classes() -> None:
+def test_hugging_face_type_fits_tokens_and_classes() -> None:
     model = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     assert model.is_split and model.feature_dim == 8
     assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (
@@ -31,7 +31,7 @@ def test_a_type_of_model_is_made_for_the_datas_tokens_and_classes() -> None:
     assert torch.allclose(model(padded), model(short), atol=1e-6)  # padding is not looked at
 
 
-def test_weights_come_from_a_folder_and_too_few_tokens_are_refused(tmp_path: Path) -> None:
+def test_hugging_face_weights_come_from_folder(tmp_path: Path) -> None:
     first = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     first.get_submodule("extractor.net").save_pretrained(tmp_path)  # type: ignore[operator]
     again = HuggingFaceModel(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(7))
@@ -39,40 +39,40 @@ def test_weights_come_from_a_folder_and_too_few_tokens_are_refused(tmp_path: Pat
     assert (
         torch.equal(again.get_parameter(name), first.get_parameter(name)) and again.num_classes == 2
     )
-    with pytest.raises(ValueError, match=r"knows 7 tokens, the data has 9: use its tokenizer"):
+    with pytest.raises(ValueError, match=r"model\.name=.* 7 tokens.* 9"):
         HuggingFaceModel(str(tmp_path), pretrained=True).build((5,), 2, 1, Tokens(9))
-    with pytest.raises(ValueError, match=r"model\.name=/nowhere cannot be made"):
+    with pytest.raises(ValueError, match=r"model\.name=/nowhere"):
         HuggingFaceModel("/nowhere", pretrained=True).build((5,), 2, 1, Tokens(7))
 
 
-def test_images_go_to_image_classifiers() -> None:
+def test_hugging_face_image_classifier() -> None:
     options: dict[str, Any] = {**TINY, "image_size": 8, "patch_size": 4, "num_channels": 1}
     model = HuggingFaceModel("vit", options=options).build((1, 8, 8), 3, 0)
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3) and model.is_split
 
 
-def test_a_run_from_words_trains_adapters_on_a_hugging_face_model(tmp_path: Path) -> None:
+def test_run_trains_adapters_of_hugging_face_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    words = [
+    overrides = [
         "data=markov",
         "data.users=3",
         "data.samples=12",
         "data.label=chain",
         "partition=natural",
     ]
-    words += ["partition.clients=3", "schedule.cohort=2"]
-    words += ["runtime=inprocess", "tracking=none", "rounds=1", "local.lr=0.01"]
-    words += [
+    overrides += ["partition.clients=3", "schedule.cohort=2"]
+    overrides += ["runtime=inprocess", "tracking=none", "rounds=1", "local.lr=0.01"]
+    overrides += [
         "model=huggingface",
         "model.name=bert",
         "model.lora.rank=2",
         "model.lora.layers=[query,value]",
     ]
-    words += [
+    overrides += [
         f"model.options={{{','.join(f'{key}: {value}' for key, value in TINY.items())}}}",
         f"out={tmp_path}/run",
     ]
-    result = run(words, quiet=True)
+    result = run(overrides, quiet=True)
     # four matrices of rank 2 for 8 features, and the head of 4 classes, down to two clients
     assert result.summary["floats_down"] == 2 * (4 * 2 * 8 + 8 * 4 + 4)
     assert result.summary["accuracy_global"] is not None
