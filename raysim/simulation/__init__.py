@@ -1,1 +1,1 @@
-"""The event loop on virtual time: schedules, fleets, the server's step, evaluation, checkpoints."""
+"""The loop of a run on virtual time: schedules, fleets, the server, evaluation, checkpoint"""

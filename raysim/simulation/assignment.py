@@ -1,7 +1,9 @@
-"""Which worker trains which jobs. The choice changes no result; it decides how busy the workers are.
+"""Assign jobs to workers.
 
-A unit is a sequence of jobs that have to go to one worker: a group whose deltas are summed there, or the jobs of one
-client. A unit's work is measured in samples.
+The choice changes no result; it decides how busy the workers are.
+
+A unit is a sequence of jobs that have to go to one worker: a group whose deltas are summed there,
+or the jobs of one client. A unit's work is measured in samples.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import numpy as np
 
 from raysim.api.messages import Job
 
-MAX_SLOWDOWN = (
-    1.1  # of the busiest worker, by sums on workers or by clients that stay where their state is
-)
+# Of the busiest worker, because of sums on workers or of clients that stay where their state is.
+MAX_SLOWDOWN = 1.1
 
 
 class Home(NamedTuple):
-    """The worker that has a client's state. is_pending: the job that makes the state has not ended."""
+    """The worker that has a client's state.
+
+    is_pending: whether the job that makes the state has not ended.
+    """
 
     worker: int
     is_pending: bool
@@ -31,7 +35,7 @@ def total_work(unit: Sequence[Job]) -> float:
 
 
 def makespan(units: Sequence[Sequence[Job]], workers: int) -> float:
-    """Return the work of the busiest worker if units are assigned in descending order of their work."""
+    """Return the work of the busiest worker if the longest units are assigned first."""
     loads = [0.0] * workers
     for work in sorted(map(total_work, units), reverse=True):
         loads[_least_loaded(loads)] += work
@@ -39,7 +43,7 @@ def makespan(units: Sequence[Sequence[Job]], workers: int) -> float:
 
 
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return a unit per client, its jobs in order of dispatch; clients with much work come first."""
+    """Return a unit per client, its jobs in order of dispatch; the longest units come first."""
     units: dict[int, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.number):
         units.setdefault(job.client, []).append(job)
@@ -47,7 +51,10 @@ def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def summable_groups(jobs: Sequence[Job], group_size: int, workers: int) -> list[list[Job]]:
-    """Cut the jobs of an aggregation into groups for workers to sum; none if workers would be idle for too long."""
+    """Cut the jobs of an aggregation into groups for workers to sum.
+
+    Return no groups if workers would be idle for too long.
+    """
     groups = [list(jobs[start : start + group_size]) for start in range(0, len(jobs), group_size)]
     shortest = makespan([[job] for job in jobs], workers)
     return [] if makespan(groups, workers) > MAX_SLOWDOWN * shortest else groups
@@ -59,10 +66,11 @@ def assign_units(
     nodes: Sequence[int],
     home_of: Callable[[int], Home | None],
 ) -> list[int]:
-    """Return a worker per unit: the least loaded one, or the one that has the client's state if that is fair.
+    """Return a worker per unit: the least loaded, or the one with the client's state if fair.
 
-    loads: by worker, samples that it has to train already. nodes: by worker. home_of: of a client; None if no worker
-    has its state. Next to a client's own worker, the least loaded one of the same node is tried.
+    loads: by worker, samples that it has to train already. nodes: by worker. home_of: returns the
+    home of a client; None if no worker has its state. After a client's home, the least loaded
+    worker of the same node is tried.
     """
     loads = list(loads)
     fair_load = MAX_SLOWDOWN * (sum(loads) + sum(map(total_work, units))) / len(loads)
@@ -87,7 +95,7 @@ def assign_units(
 
 
 def assign_to_nodes(works: Sequence[float], nodes: Sequence[int]) -> list[int]:
-    """Return a worker per group: consecutive groups on each node, and in a node long ones first.
+    """Return a worker per group: consecutive groups on a node, where long ones come first.
 
     works: by group. nodes: by worker; the last groups go to node 0.
     """
@@ -105,9 +113,10 @@ def assign_to_nodes(works: Sequence[float], nodes: Sequence[int]) -> list[int]:
 
 
 def assign_groups_to_nodes(groups: Sequence[Sequence[Job]], nodes: Sequence[int]) -> list[int]:
-    """Return a worker per group such that nodes can add up their sums; none if that saves nothing or takes longer.
+    """Return a worker per group such that nodes can add up their sums.
 
-    It saves nothing unless two groups or more are summed on other nodes than the coordinator's, which is node 0.
+    Return none if that saves nothing or takes longer. It saves nothing unless two groups or more
+    are summed on other nodes than the coordinator's, which is node 0.
     """
     works = [total_work(group) for group in groups]
     workers = assign_to_nodes(works, nodes)

@@ -1,4 +1,4 @@
-"""When clients are available: functions of (seed, client, virtual time), so that nothing is stored.
+"""When clients are available: a function of seed, client and virtual time.
 
 Each kind answers for one client or for many, and lists the changes after a moment. Where hardly any
 client is available, a planner follows that list (see `idle_clients.py`) and does not look at all
@@ -376,7 +376,7 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return row, begin and end of the current period, and the row's first bound after `now`."""
+        """Return row, begin and end of the current period, and the next bound of the row."""
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
             period = self._period[row]

@@ -24,7 +24,7 @@ class Criterion:
 
 
 def best_criterion(spec: RunSpec) -> Criterion:
-    """Return what the best round is chosen by: the validation score, or the training loss without a validation split.
+    """Return the validation score, or the training loss if there is no validation split.
 
     A test score is never used: the score of a model that was chosen by its tests would be too good.
     """
@@ -36,7 +36,7 @@ def best_criterion(spec: RunSpec) -> Criterion:
 
 
 class BestModel:
-    """The weights that were scored in the best round so far; the first of equal ones. A part of every checkpoint."""
+    """The weights of the best round so far, the first of equal ones; part of every checkpoint."""
 
     def __init__(self, criterion: Criterion):
         self.criterion = criterion
@@ -60,7 +60,7 @@ class BestModel:
         return True
 
     def summary(self) -> dict[str, object] | None:
-        """Return what summary.json says of the best model; None where there is none."""
+        """Return the best model's entry in summary.json; None if there is no best model."""
         if self.vector is None or self.counters is None:
             return None
         content = self.vector.numpy().tobytes() + self.counters.numpy().tobytes()
@@ -72,9 +72,9 @@ class BestModel:
             "sha256": digest,
         }
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
-        """Return everything as arrays, without the weights where they are the current ones."""
+        """Return everything as arrays; without the weights if they are the current ones."""
         is_current = self.vector is current
         arrays = {
             "round": np.array(self.round),
@@ -86,11 +86,10 @@ class BestModel:
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
-        """Continue from a checkpoint, whose current weights are given."""
+        """Continue from a checkpoint. vector, counters: its current weights."""
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:
             self.vector, self.counters = vector, counters
         elif "vector" in arrays:
-            self.vector, self.counters = (
-                torch.from_numpy(np.array(arrays[key])) for key in ("vector", "counters")
-            )
+            self.vector = torch.from_numpy(np.array(arrays["vector"]))
+            self.counters = torch.from_numpy(np.array(arrays["counters"]))

@@ -1,4 +1,4 @@
-"""Calls to workers: how they are made, waited for, and made again when a worker dies."""
+"""Calls to workers: make them, wait for them, and make them again when a worker dies."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 
 
 class WorkerCalls:
-    """Makes every call to workers. Replaces a worker that died, and makes its unanswered calls again.
+    """Makes every call to workers.
 
-    timeout_s: seconds without an answer to a call after which its worker counts as dead.
+    A worker that died is replaced, and its unanswered calls are made again. timeout_s: seconds
+    without an answer to a call after which its worker counts as dead.
     """
 
     def __init__(self, runtime: Runtime, client_states: ClientStates, timeout_s: float = math.inf):
@@ -51,17 +52,14 @@ class WorkerCalls:
         self.workers = runtime.workers
         self.deaths = 0  # of workers
         self.when_answered: Callable[[Call], None] = lambda call: None
-        self._unanswered: list[list[Call]] = [
-            [] for _ in range(self.workers)
-        ]  # by worker, in order
-        self._waiting_since = [
-            0.0
-        ] * self.workers  # by worker: when it began with its first unanswered call
+        # By worker: its unanswered calls in order, and when it began with the first of them.
+        self._unanswered: list[list[Call]] = [[] for _ in range(self.workers)]
+        self._waiting_since = [0.0] * self.workers
         self._has_started = [False] * self.workers
         self._deaths_in_a_row = [0] * self.workers  # by worker: deaths since its last answer
         self._constants: tuple[object, ...] | None = None  # what every worker was told to keep
 
-    # --- making calls ----------------------------------------------------------------------------------------------
+    # --- making calls -----------------------------------------------------------------------------
     def call(
         self, worker: int, method: str, *args: object, states: Sequence[StateUse] = ()
     ) -> Call:
@@ -81,12 +79,15 @@ class WorkerCalls:
         return self._unanswered[worker]
 
     def greet(self) -> None:
-        """Ask every worker whether it is there. A worker may be late until its first answer."""
+        """Call every worker once. Until its first answer a worker has more time."""
         for worker in range(self.workers):
             self.call(worker, "ready")
 
     def keep(self, *args: object) -> None:
-        """Have every worker keep these constants (`Worker.store_constants`), also those that start later; waits."""
+        """Send these constants to every worker (`Worker.store_constants`); waits.
+
+        Workers that start later get them as well.
+        """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in range(self.workers)]:
             self.wait(call)
@@ -94,13 +95,14 @@ class WorkerCalls:
     def _send(self, call: Call) -> None:
         self._client_states.release_read(call.bytes_read)  # 0 unless the call is made again
         sent, call.bytes_read = self._client_states.send(call.worker, call.states)
-        left = [use.next_job for use in call.states if use.next_job >= 0]
-        returned = 1 + len(left) + call.remote_values
-        refs = self._runtime.call(call.worker, call.method, *call.args, *sent, returns=returned)
-        call.ref, call.remote_refs = refs[0], refs[1 + len(left) :]
-        self._client_states.store(left, refs[1 : 1 + len(left)])
+        state_jobs = [use.next_job for use in call.states if use.next_job >= 0]
+        returns = 1 + len(state_jobs) + call.remote_values
+        refs = self._runtime.call(call.worker, call.method, *call.args, *sent, returns=returns)
+        state_end = 1 + len(state_jobs)
+        call.ref, call.remote_refs = refs[0], refs[state_end:]
+        self._client_states.store(state_jobs, refs[1:state_end])
 
-    # --- waiting ---------------------------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
     def wait(self, call: Call) -> Any:
         """Wait for a call, and return its value."""
         for _ in self.awaited([call]):
@@ -108,7 +110,7 @@ class WorkerCalls:
         return call.value
 
     def awaited(self, calls: Iterable[Call]) -> Iterator[Waiting]:
-        """Wait for these calls. Yields the worker that the run waits for whenever there is no answer for long."""
+        """Wait for these calls; yield an event whenever there is no answer for long."""
         for call in calls:
             while not call.is_answered:
                 if not self._wait_for_any():
@@ -156,7 +158,7 @@ class WorkerCalls:
         self._client_states.release_read(call.bytes_read)
         self.when_answered(call)
 
-    # --- deaths ----------------------------------------------------------------------------------------------------
+    # --- deaths -----------------------------------------------------------------------------------
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
         """Start a worker in the place of a dead one, and make its unanswered calls again."""
         self.deaths += 1
@@ -175,6 +177,7 @@ class WorkerCalls:
         clients = list(self._unanswered[worker][0].clients) if self._unanswered[worker] else []
         work = f", last while training clients {clients}" if clients else ""
         return (
-            f"runtime.workers: worker {worker} died {MAX_DEATHS} times in a row ({death}){work}. If memory is "
-            "short, reduce local.batch or runtime.workers; then continue from the last checkpoint with resume=latest"
+            f"runtime.workers: worker {worker} died {MAX_DEATHS} times in a row ({death}){work}. "
+            "If memory is short, reduce local.batch or runtime.workers; then continue from the "
+            "last checkpoint with resume=latest."
         )

@@ -1,12 +1,12 @@
-"""Checkpoints: the complete state of a run, written atomically, verified when read, without pickle.
+"""Checkpoints: the complete state of a run, written atomically and verified when read.
 
-A checkpoint is a folder `round-000050` with `run.json` (numbers), `server.safetensors` (named
-tensors; several files if there are many), `index.safetensors` and `manifest.json`. The folder `log`
-next to it has files that checkpoints share: client states in `states-00000017.safetensors`, where
-the index has the file of each client (see `state_log.py`), and thousands of rows of a long history
-in `rows-00000009.json`. The manifest has the SHA-256 of every file that the checkpoint needs, and of
-its own content. It is written last; without it a folder is no checkpoint. Files are never changed,
-and files that no manifest names are removed.
+There is no pickle. A checkpoint is a folder `round-000050` with `run.json` (numbers),
+`server.safetensors` (named tensors; several files if there are many), `index.safetensors` and
+`manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
+`states-00000017.safetensors`, where the index has the file of each client (see `state_log.py`), and
+thousands of rows of a long history in `rows-00000009.json`. The manifest has the SHA-256 of every
+file that the checkpoint needs, and of its own content. It is written last; without it a folder is
+no checkpoint. Files are never changed, and files that no manifest names are removed.
 
 A folder is locked while a run writes there (`files.lock_folder`). Behind a URL there are no locks:
 the file `writer` names the process that began to write last; an earlier process finds that before
@@ -229,7 +229,8 @@ class Checkpoints:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} writes its checkpoints to {place} too, and began later"
+                f"{writer.partition(' (')[0]} writes its checkpoints to {place} too, and began "
+                "later"
             )
 
     def _continue_log(self, place: Store) -> None:
@@ -370,7 +371,8 @@ def read(address: str | Path) -> Snapshot:
     shown = without_password(str(address))
     if not place.names(folder):
         raise ValueError(
-            f"resume={shown}: there is no checkpoint. Set the path of a checkpoint folder, or latest."
+            f"resume={shown}: there is no checkpoint. Set the path of a checkpoint folder, or "
+            "latest."
         )
     if _is_of_earlier_version(place, folder):
         raise ValueError(
@@ -400,7 +402,7 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return what to do about a damaged checkpoint: the last good one to continue from, if any."""
+    """Return the advice for a damaged checkpoint: the last good one to continue from, if any."""
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
@@ -409,7 +411,7 @@ def _advise(where: str, damaged_folder: str) -> str:
 
 
 def _is_of_earlier_version(place: Store, folder: str) -> bool:
-    """Return whether a checkpoint has the file of versions that wrote all client states at once."""
+    """Return whether a version wrote the checkpoint that wrote all client states at once."""
     try:
         with place.local(f"{folder}/{MANIFEST}") as path:
             manifest = parse_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The client state of every client: where it is, and how it is sent, committed and spilled."""
+"""The client state of every client: where it is; sending, committing and spilling it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StateUse(NamedTuple):
 class ClientStates:
     """The client states of a run. A state is identified by the number of the job that left it.
 
-    The worker of a job keeps a copy of its state, from which the client's next job there starts. The
-    object store has the state as well; it is sent with a call when the client moves to another
+    The worker of a job keeps a copy of its state, from which the client's next job there starts.
+    The object store has the state as well; it is sent with a call when the client moves to another
     worker or when its worker died.
 
     A state is committed when its job is aggregated (`accept`); only committed states are scored and

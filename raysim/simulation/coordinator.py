@@ -1,7 +1,8 @@
-"""The event loop of a run: plan, dispatch, collect, aggregate, evaluate, checkpoint; the same for every schedule.
+"""The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides every order, on virtual time, and is ahead of the training. So workers get a job as soon as its base
-version exists and it is known that an aggregation will take it; jobs that are lost or discarded are never trained.
+The planner decides every order, on virtual time, and is ahead of the training. So workers get a job
+as soon as its base version exists and an aggregation is known to take it. Jobs that are lost or
+discarded are never trained.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from raysim.vectors.layout import Vector
 class Coordinator:
     """One run. `run()` yields its events and ends with `Finished`.
 
-    folder: where model and checkpoints go; "": nowhere, and no checkpoint is written. resume: a checkpoint's address.
+    folder: where model and checkpoints are written; "": they are not written. resume: the address
+    of the checkpoint to continue from; "": none.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Coordinator:
         resume: str = "",
     ):
         self.profile = Profile(runtime) if spec.profile else None
-        self.runtime = runtime = self.profile.runtime if self.profile else runtime
-        self.spec, self.settings = spec, (settings := spec.settings)
+        if self.profile:
+            runtime = self.profile.runtime
+        settings = spec.settings
+        self.runtime, self.spec, self.settings = runtime, spec, settings
         check_probe(spec)
         make_deterministic(spec.threads)
-        declarations = self.declarations = declare_run(spec)
-        self.layout = declarations.layout
+        declarations = declare_run(spec)
+        self.declarations, self.layout = declarations, declarations.layout
         self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
         self.server = make_server(spec, declarations, self.initial, schedule.size)
@@ -100,14 +104,18 @@ class Coordinator:
         return self.history.rows
 
     def run(self) -> Iterator[Event]:
-        """Run to the last round. Raises TooManyFailuresError or NoClientsLeftError after writing a checkpoint."""
+        """Run to the last round.
+
+        Raises TooManyFailuresError or NoClientsLeftError after writing a checkpoint.
+        """
         self.history.start()
         if self.profile:
             self.profile.watch(self.server, self.evaluator, self.saver)
         self.calls.greet()
         if not self.saver.restore():
             collect_contributions(self.declarations, self.server, self.planner, self.calls)
-            self.jobs.plan()  # an impossible fleet or schedule is refused before anything is written
+            # Before anything is written: it raises for an impossible fleet or schedule.
+            self.jobs.plan()
         send_constants(self.spec, self.server, self.runtime, self.calls)
         self.jobs.resume()
         yield Started(list(self.rows))
@@ -121,7 +129,10 @@ class Coordinator:
         yield finished
 
     def _run_round(self) -> Iterator[Event]:
-        """Train the jobs of the next aggregation, and make it; scores of the one before arrive meanwhile."""
+        """Train the jobs of the next aggregation and make it.
+
+        Workers score the version before at the same time.
+        """
         try:
             aggregation = self.jobs.next_aggregation()
         except NoClientsLeftError:

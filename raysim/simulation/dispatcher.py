@@ -1,8 +1,9 @@
 """Sends jobs to workers and collects their updates.
 
-Where a job is trained, and when, changes no result; it only decides how busy the workers are. The jobs of the next
-aggregation go out at once. Other jobs wait in a queue, in the order in which they will be aggregated, and a worker
-that has fewer than two calls gets as many of them as are worth a message.
+Where and when a job is trained changes no result; it only decides how busy the workers are. The
+jobs of the next aggregation are sent at once. Other jobs wait in a queue, in the order in which
+they will be aggregated, and a worker with fewer than two calls gets as many of them as are worth a
+message.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from raysim.simulation.job_queue import JobQueue
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.versions import Versions
 
-MAX_CALL_FLOATS = (
-    1 << 26
-)  # deltas that one call to a worker may hold back until it returns (256 MiB)
+# Of deltas that one call to a worker may hold back until it returns (256 MiB).
+MAX_CALL_FLOATS = 1 << 26
 MAX_CALLS = 2  # to train, on a worker: it works on one while the other travels
 BUNDLE_S = 0.02  # seconds of work that are worth a message
 
@@ -47,9 +47,8 @@ class TrainCall(Call):
     jobs: Sequence[Job] = ()
     groups: Sequence[tuple[int, ...]] = ()  # whose deltas the worker sums
     floats: int = 0  # that it returns, client states apart
-    updates: dict[int, Update | Failure] = field(
-        default_factory=dict
-    )  # by job: answered, and not collected yet
+    # By job: answered, and not collected yet.
+    updates: dict[int, Update | Failure] = field(default_factory=dict)
     sums: GroupSums = field(default_factory=dict)
     is_collected: bool = False  # at least one of its updates is
 
@@ -74,43 +73,37 @@ class Dispatcher:
         group_size: int,
         floats: int,
     ):
-        self._calls, self._runtime, self._client_states, self._versions = (
-            calls,
-            runtime,
-            client_states,
-            versions,
-        )
+        self._calls, self._runtime = calls, runtime
+        self._client_states, self._versions = client_states, versions
         self._group_size, self._floats = group_size, floats
-        self._max_jobs = max(
-            1, MAX_CALL_FLOATS // max(1, floats)
-        )  # in a call whose deltas are not summed
+        # In a call whose deltas are not summed.
+        self._max_jobs = max(1, MAX_CALL_FLOATS // max(1, floats))
         self._queue = JobQueue()
-        self._call_of: dict[
-            int, TrainCall
-        ] = {}  # by job: from its dispatch to a worker until it is collected
+        # By job: from its dispatch to a worker until it is collected.
+        self._call_of: dict[int, TrainCall] = {}
         self._loads = [0.0] * calls.workers  # by worker: samples of its unanswered calls to train
-        self._unanswered: set[int] = (
-            set()
-        )  # jobs on workers: the client states that they leave are not there yet
+        # Jobs on workers; the client states that they leave do not exist yet.
+        self._unanswered: set[int] = set()
         self._trained_samples = 0.0  # of all answered calls
-        self.busy_s: dict[
-            str, float
-        ] = {}  # by worker: seconds of work, as far as they are reported
-        self.device_use: dict[
-            str, float
-        ] = {}  # by worker: recent share of time that its GPU worked, where known
+        # By worker: reported seconds of work, and the recent share of time that its GPU worked.
+        self.busy_s: dict[str, float] = {}
+        self.device_use: dict[str, float] = {}
         self.pending_floats = 0  # of the results that are not collected yet, client states apart
         calls.when_answered = self._receive
 
-    # --- dispatch --------------------------------------------------------------------------------------------------
+    # --- dispatch ---------------------------------------------------------------------------------
     def enqueue(self, job: Job, aggregation: int) -> None:
-        """Let a worker train a job as soon as one has time. aggregation: the version that it will be added to."""
+        """Let a worker train a job as soon as one has time.
+
+        aggregation: the version that the update will be added to.
+        """
         self._queue.put(job, aggregation)
 
     def submit(self, jobs: Sequence[Job], aggregation: int, summable: bool) -> None:
-        """Send the jobs of the next aggregation that are still in the queue, and then others to idle workers.
+        """Send the jobs of the next aggregation that are still in the queue.
 
-        jobs: all jobs of the aggregation, in its order. summable: whether workers may sum their updates.
+        Then send other jobs to idle workers. jobs: all jobs of the aggregation, in its order.
+        summable: whether workers may sum their updates.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -139,14 +132,14 @@ class Dispatcher:
         jobs_of: dict[int, list[Job]] = {}
         for unit, worker in zip(units, workers, strict=True):
             jobs_of.setdefault(worker, []).extend(unit)
-        for worker, own in jobs_of.items():
+        for worker, worker_jobs in jobs_of.items():
             stays_on_node = bool(group_workers) and self._runtime.nodes[worker] > 0
-            for chunk in self._chunks(own, group_of):
+            for chunk in self._chunks(worker_jobs, group_of):
                 self._send(worker, chunk, group_of, "train_apart" if stays_on_node else "train")
         self._fill_workers()
 
     def _workers_on_nodes(self, groups: Sequence[Sequence[Job]]) -> list[int]:
-        """Return a worker per group such that nodes can add up the sums; none if that is of no use."""
+        """Return a worker per group such that nodes can add up the sums; none if that is no use."""
         nodes = self._runtime.nodes
         if (
             not groups
@@ -172,9 +165,10 @@ class Dispatcher:
         if not self._queue:
             return
         for worker in sorted(range(self._calls.workers), key=self._loads.__getitem__):
-            while self._count_train_calls(worker) < MAX_CALLS and (
-                bundle := self._take_bundle(worker)
-            ):
+            while self._count_train_calls(worker) < MAX_CALLS:
+                bundle = self._take_bundle(worker)
+                if not bundle:
+                    break
                 self._send(worker, bundle, {}, "train")
 
     def _count_train_calls(self, worker: int) -> int:
@@ -189,22 +183,18 @@ class Dispatcher:
 
         def accepts(job: Job, is_first: bool) -> bool:
             home = self._home(job.client)
-            return (
-                home is None
-                or home.worker == worker
-                or (is_idle and is_first and not home.is_pending)
-            )
+            if home is None or home.worker == worker:
+                return True
+            return is_idle and is_first and not home.is_pending
 
-        # Until a first answer says how long a sample takes, a bundle is one job.
-        sample_s = (
-            sum(self.busy_s.values()) / self._trained_samples if self._trained_samples else BUNDLE_S
-        )
-        return self._queue.take_bundle(
-            accepts, self._max_jobs, BUNDLE_S / sample_s if sample_s else math.inf
-        )
+        sample_s = BUNDLE_S  # before the first answer a bundle is one job
+        if self._trained_samples:
+            sample_s = sum(self.busy_s.values()) / self._trained_samples
+        max_samples = BUNDLE_S / sample_s if sample_s else math.inf
+        return self._queue.take_bundle(accepts, self._max_jobs, max_samples)
 
     def _send(self, worker: int, jobs: Sequence[Job], group_of: Groups, method: str) -> None:
-        """Have a worker train these jobs. method: "train_apart" if the sums that it makes stay there."""
+        """Have a worker train these jobs. method: "train_apart" if its sums stay there."""
         uses: list[StateUse] = []
         if self._client_states.stateful:
             states = [self._client_states.dispatch(job.client, job.number) for job in jobs]
@@ -231,7 +221,7 @@ class Dispatcher:
         for job in jobs:
             self._call_of[job.number] = call
 
-    # --- answers ---------------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
     def _receive(self, call: Call) -> None:
         """Note what a worker answered, and give it more to do."""
         if isinstance(call, TrainCall):
@@ -254,7 +244,7 @@ class Dispatcher:
         return list(dict.fromkeys(self._call_of[job.number] for job in jobs))
 
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
-        """Return the updates of the jobs of an aggregation, in its order, and the sums that workers made; waits."""
+        """Return the updates of an aggregation, in its order, and the workers' sums; waits."""
         calls = self.calls_of(jobs)
         for call in calls:
             self._calls.wait(call)
@@ -292,8 +282,10 @@ class Dispatcher:
 
 
 def _copy_out_of_store(update: Update | Failure) -> Update | Failure:
-    """Copy an update that lies in an object store, read-only: a part of a result would keep all of it there."""
-    is_stored = (
-        isinstance(update, Update) and update.delta is not None and not update.delta.flags.writeable
-    )
-    return copy.deepcopy(update) if is_stored else update
+    """Return an update that does not keep a whole result in an object store.
+
+    Arrays in a store are read-only.
+    """
+    if not isinstance(update, Update) or update.delta is None:
+        return update
+    return update if update.delta.flags.writeable else copy.deepcopy(update)

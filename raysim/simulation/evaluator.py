@@ -268,7 +268,7 @@ class Evaluator:
         return [report for call in calls for report in self.calls.wait(call)]
 
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the shared model's scores on clients' tests, unseen clients' and the central tests.
+        """Return the shared model's scores on the tests of clients, unseen clients and the center.
 
         With validation samples, the scores of the best round follow.
         """
@@ -401,7 +401,7 @@ class Evaluator:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return the shared model's central score in the round of its best mean validation score."""
+        """Return the shared model's central score in its best round by validation."""
         name, sign = self.metric.name, 1 if self.metric.higher else -1
         validation = row.get(f"{name}_validation")
         if self.best is None or validation is None:

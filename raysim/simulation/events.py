@@ -1,4 +1,4 @@
-"""What a run tells its driver, as it happens, and how it may stop early."""
+"""The events of a run, and the errors that stop it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from raysim.training.identity import Identity
 
 
 class JobRecord(NamedTuple):
-    """What is recorded of a job when it has ended, or when the run has."""
+    """A job that has ended, or was in flight when the run ended.
+
+    version: its base version. start, finish: virtual seconds. fate: "aggregated", "failed",
+    "discarded", "lost" or "in flight". round: the aggregation that took it, or the next one after
+    its end, or after the run. staleness: of an aggregated or failed job; 0 otherwise.
+    """
 
     client: int
     participation: int
-    version: int  # that it started from
-    start: float  # virtual seconds
+    version: int
+    start: float
     finish: float
-    fate: str  # "aggregated", "failed", "discarded", "lost", or "in flight" when the run ended
-    round: int  # the aggregation that took it, or the next one after it was lost or discarded, or after the run
-    staleness: int  # of an aggregated or failed job; 0 otherwise
+    fate: str
+    round: int
+    staleness: int
 
 
 Row: TypeAlias = dict[str, float | int | None]
@@ -30,7 +35,7 @@ Row: TypeAlias = dict[str, float | int | None]
 
 @dataclass(frozen=True, eq=False)
 class ClientScores:
-    """What each scored client's own test samples say, by the column of the history that holds the mean."""
+    """The scores of single clients, by the column of the history that has the mean."""
 
     clients: Ints  # [n], ascending
     columns: Mapping[str, Floats]  # [n] each, such as "accuracy" and "accuracy_finetuned"
@@ -38,9 +43,9 @@ class ClientScores:
 
 @dataclass(frozen=True)
 class Started:
-    """Rows of the rounds that a resumed run already has.
+    """The start of a run, with the rows of the rounds that a resumed run already has.
 
-    processes: those that take part, where they are several.
+    processes: those that take part, if there are several.
     """
 
     rows: list[Row]
@@ -60,11 +65,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Waiting:
-    """No answer has come for a while. clients: those that the awaited worker trains, if it trains any."""
+    """No worker has answered for a while.
+
+    worker: the one that the run waits for. clients: those that it trains, if any. seconds: since
+    its last answer, or since it began with this call.
+    """
 
     worker: int
     clients: tuple[int, ...]
-    seconds: float  # since the worker's last answer, or since it was given this
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Where the time of a run went: the coordinator and every worker, over the same wall time.
+    """The time of the coordinator and of every worker by activity, over the same wall time.
 
-    Reported before the end of a run that asked for a profile.
+    Reported before the end of a run with a profile.
     """
 
     start: float  # seconds since the epoch
@@ -89,27 +98,29 @@ class Profiled:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a run."""
+    """The end of a run.
+
+    jobs: those that no aggregation took. best_model: round, column that decided, its value, and
+    sha256 of the weights. processes: those that took part, if there are several.
+    """
 
     model_sha256: str
     state_sha256: str
     peak_memory_bytes: int
-    jobs: tuple[JobRecord, ...] = ()  # that no aggregation took, because there was none any more
-    best_model: Mapping[str, object] | None = (
-        None  # round, by which column, its value, sha256 of the weights
-    )
-    processes: tuple[Identity, ...] = ()  # that took part, where they are several
+    jobs: tuple[JobRecord, ...] = ()
+    best_model: Mapping[str, object] | None = None
+    processes: tuple[Identity, ...] = ()
 
 
 Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished
 
 
 class RunStoppedError(RuntimeError):
-    """A run that could not go on; what it did is in its folder."""
+    """A run that could not continue; its results so far are in its folder."""
 
 
 class ProcessLostError(RunStoppedError):
-    """A process or a machine of the run is gone, and what it held with it: the last checkpoint is all that is left."""
+    """A process or machine of the run is lost; it can continue from its last checkpoint."""
 
 
 class TooManyFailuresError(RunStoppedError):

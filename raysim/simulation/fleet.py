@@ -21,8 +21,8 @@ FLOAT_BYTES = 4
 class Trip(NamedTuple):
     """The end of a job in virtual time.
 
-    finish: virtual seconds. arrives: whether its update arrives then; if not, the client dropped out
-    and the server learns of it then.
+    finish: virtual seconds. arrives: whether its update arrives then; if not, the client dropped
+    out and the server learns of it then.
     """
 
     finish: float
@@ -53,7 +53,7 @@ class Devices(Protocol):
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds of devices: samples [clients] per second; down, up [clients] bytes per second."""
+    """Speeds of devices: samples [clients] per second; down, up [clients] bytes per second."""
 
     samples: np.ndarray
     down: np.ndarray
@@ -116,8 +116,8 @@ class Fleet:
         if seconds > self.patience:
             raise ValueError(
                 f"fleet.off={self.off:g} makes a run without available clients wait {seconds:,.0f} "
-                f"s in the mean, and fleet.patience={self.patience:g}. Lower fleet.off, or increase "
-                "fleet.patience."
+                f"s in the mean, and fleet.patience={self.patience:g}. Lower fleet.off, or "
+                "increase fleet.patience."
             )
 
     def labels(self, seed: int, clients: int) -> Labels:

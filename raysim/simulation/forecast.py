@@ -80,9 +80,9 @@ def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, en
 def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> float:
     """Return the share of wall time in which so many workers work.
 
-    Every worker needs the same time for a sample. As in a run, a job can begin once its base version
-    exists, the jobs of the next aggregation come first, and a job that no aggregation takes is not
-    trained.
+    Every worker needs the same time for a sample. As in a run, a job can begin once its base
+    version exists, the jobs of the next aggregation come first, and a job that no aggregation takes
+    is not trained.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

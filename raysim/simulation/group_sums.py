@@ -1,9 +1,9 @@
-"""Sums of groups of updates that are added up on their node, so that one vector travels instead of one per group.
+"""Add up the sums of groups on their nodes: one vector travels instead of one per group.
 
-The server adds group after group, in the order of acceptance. So each node gets consecutive groups, and adds the sums
-of its workers to the sum of the node before: the same additions in the same order, so the same bits. The groups of the
-coordinator's own node come last and are added by the server. A vector passes through the nodes in parts, so that
-several nodes work at the same time.
+The server adds group after group, in the order of acceptance. So each node gets consecutive groups
+and adds the sums of its workers to the sum of the node before: the same additions in the same order
+give the same bits. The groups of the coordinator's node come last and are added by the server. A
+vector passes through the nodes in parts, so that several nodes work at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RemoteSum(NamedTuple):
 def add_up_on_nodes(
     sums: Sequence[RemoteSum], calls: WorkerCalls, runtime: Runtime, floats: int
 ) -> GroupSums:
-    """Have nodes add up the sums of their workers, and return the sum of all; empty if every client failed.
+    """Let nodes add up the sums of their workers; return the total, or nothing if all failed.
 
     sums: in the order of acceptance, at least one. floats: of a sum.
     """
@@ -60,7 +60,10 @@ def add_up_on_nodes(
 
 
 def chain(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
-    """Return the positions of sums, node after node. workers: of each sum, in the order of acceptance."""
+    """Return the positions of sums, node after node.
+
+    workers: of each sum, in the order of acceptance.
+    """
     return [
         list(link)
         for _, link in groupby(range(len(workers)), key=lambda place: nodes[workers[place]])
@@ -68,7 +71,7 @@ def chain(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
 
 
 def turns(links: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """Yield (link, piece) in an order in which every link has a piece while the others have other ones."""
+    """Yield (link, piece) in an order in which all links can work on different pieces."""
     for turn in range(links + pieces - 1):
         yield from ((link, turn - link) for link in range(links) if 0 <= turn - link < pieces)
 

@@ -1,4 +1,4 @@
-"""The row of the history that an aggregation leaves: what was sent, what clients report, how busy the workers were."""
+"""The history's row of an aggregation: traffic, clients' reports and workers' activity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raysim.training.run_spec import RunSpec
 
 
 class RowWriter:
-    """Makes a row for every aggregation; remembers what the row before already counted."""
+    """Makes a row for every aggregation; counts since the row before."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RowWriter:
     ):
         self.declarations = declarations
         self.calls, self.dispatcher, self.client_states = calls, dispatcher, client_states
-        self.rows: list[Row] = []  # of the rounds that are reported
+        self.rows: list[Row] = []  # of the reported rounds
         self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
@@ -89,7 +89,7 @@ class RowWriter:
             "discarded": len(aggregation.discarded),
         }
         self._deaths = self.calls.deaths
-        row |= _reported(updates) | server.report
+        row |= _mean_reports(updates) | server.report
         probes = [update.probe for update in updates if update.probe is not None]
         if probes:
             row |= summarise_probes(probes)
@@ -99,47 +99,49 @@ class RowWriter:
         return row
 
     def store_bytes(self, versions: int, results: int) -> int:
-        """Bytes kept in the object store when a round's results are all there: live versions, results, states.
+        """Return the bytes in the object store once all updates of a round have arrived.
 
-        versions: bytes; results: floats that were under way. What is not known yet counts as what a job uploads, or as
-        other states.
+        versions: bytes of the stored versions. results: floats of the updates in flight. Unknown
+        sizes count as a job's upload, or as the mean of the other states.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 
     def _busy(self) -> Row:
-        """The share of wall time since the last row that workers worked: their mean, and the one that worked least.
+        """Return the share of wall time since the last row in which workers worked.
 
-        A call counts when its results are taken.
+        The mean, and that of the worker that worked least. A call counts when it is answered.
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)
-        shares = [
-            min(1.0, (total - self._worked.get(worker, 0.0)) / span)
-            for worker, total in worked.items()
-        ]
+        shares: list[float] = []
+        for worker, total in worked.items():
+            since_last_row = total - self._worked.get(worker, 0.0)
+            shares.append(min(1.0, since_last_row / span))
         shares += [0.0] * (self.calls.workers - len(shares))
         self._worked, self._row_at = dict(worked), now
-        use = list(self.dispatcher.device_use.values())
-        return {
-            "worker_busy": _mean(shares),
-            "worker_busy_least": min(shares),
-            **({"device_busy": _mean(use)} if use else {}),
-        }
+        row: Row = {"worker_busy": _mean(shares), "worker_busy_least": min(shares)}
+        device_use = list(self.dispatcher.device_use.values())
+        if device_use:
+            row["device_busy"] = _mean(device_use)
+        return row
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NumPy's; of one value that value, at a tenth of the cost where every result is aggregated by itself."""
+    # One value is frequent (`schedule=immediate`), and NumPy would cost ten times as much.
     return float(np.mean(values)) if len(values) > 1 else float(values[0])
 
 
 def _mean_loss(updates: Sequence[Update]) -> float | None:
-    """Return the mean training loss over all rows that the clients trained on; None without a loss."""
+    """Return the mean training loss over all trained rows; None without a loss."""
     pairs = [(update.loss, update.loss_rows) for update in updates if math.isfinite(update.loss)]
     rows = sum(count for _, count in pairs)
     return math.fsum(loss * count for loss, count in pairs) / rows if rows else None
 
 
-def _reported(updates: Sequence[Update]) -> Row:
-    """Of every column that clients report, the mean over the clients that report it."""
-    names = dict.fromkeys(name for update in updates for name in update.report)
-    return {name: _mean([u.report[name] for u in updates if name in u.report]) for name in names}
+def _mean_reports(updates: Sequence[Update]) -> Row:
+    """Return each column that clients report, as the mean over the clients that report it."""
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.report.items():
+            values.setdefault(name, []).append(value)
+    return {name: _mean(reported) for name, reported in values.items()}

@@ -19,7 +19,7 @@ _FEW = 64  # changes of one moment that are made one by one
 
 
 class IdleClients:
-    """The available, idle clients among `members` (ascending), as a sorted array that is kept current.
+    """The available, idle clients among `members` (ascending), as a sorted array.
 
     They depend on the clients that are busy at `now`, and not on when the object was made, so a
     checkpoint stores nothing of it.

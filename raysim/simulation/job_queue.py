@@ -11,7 +11,7 @@ MAX_PASSED_JOBS = 64  # that a bundle passes over before it is closed
 
 
 class JobQueue:
-    """Jobs that will be aggregated and that no worker has yet. Every job enters once and leaves once."""
+    """Jobs that will be aggregated and that no worker has yet."""
 
     def __init__(self) -> None:
         # A heap. The first four values order the jobs: aggregation, finish, client and number.
@@ -34,19 +34,16 @@ class JobQueue:
     def take_bundle(
         self, accepts: Callable[[Job, bool], bool], max_jobs: int, max_work: float
     ) -> list[Job]:
-        """Remove and return the first jobs that a worker accepts, until they are `max_work` samples.
+        """Remove and return the first jobs that a worker accepts, up to about `max_work` samples.
 
-        accepts: is called with a job, and whether it would be the first one of the bundle.
+        accepts: called with a job, and with whether it would be the first one of the bundle.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []
         work = 0.0
-        while (
-            self._jobs
-            and len(passed) < MAX_PASSED_JOBS
-            and len(bundle) < max_jobs
-            and work < max_work
-        ):
+        while self._jobs and len(bundle) < max_jobs and work < max_work:
+            if len(passed) == MAX_PASSED_JOBS:
+                break
             entry = heapq.heappop(self._jobs)
             job = entry[-1]
             if accepts(job, not bundle):

@@ -1,7 +1,7 @@
 """The jobs of a run, each with its state, from the plan to their end.
 
-The planner runs ahead of the training, so that the end of a job is known soon after its dispatch. Only jobs that an
-aggregation will take go to a worker.
+The planner runs ahead of the training, so that the end of a job is known soon after its dispatch.
+Only jobs that an aggregation will take go to a worker.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class JobState(enum.StrEnum):
     """Where a job is on its way from the plan to its end."""
 
     PLANNED = "planned"  # its base version does not exist yet
-    DISPATCHED = "dispatched"  # its base version exists; whether an aggregation will take it is not known yet
-    IN_FLIGHT = (
-        "in flight"  # an aggregation will take it: it waits for a worker, or a worker trains it
-    )
-    FINISHED = "finished"  # its update is here
+    # Its base version exists; it is not known yet whether an aggregation will take it.
+    DISPATCHED = "dispatched"
+    # An aggregation will take it: it waits for a worker, or a worker trains it.
+    IN_FLIGHT = "in flight"
+    FINISHED = "finished"  # its update has arrived
     AGGREGATED = "aggregated"
     FAILED = "failed"  # it raised, or its result is not finite
     LOST = "lost"  # its client dropped out
-    DISCARDED = "discarded"  # it was too stale, or nobody needs it
+    DISCARDED = "discarded"  # it was too stale, or is not needed
 
 
 # States in which a job holds its base version: a worker may still have to start from it.
@@ -43,7 +43,10 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
 
 @dataclass(slots=True)
 class JobRow:
-    """A row of the table. aggregation: the version that its update will be added to; -1 while that is not known."""
+    """A row of the table.
+
+    aggregation: the version that the update will be added to; -1 while that is not known.
+    """
 
     job: Job
     state: JobState = JobState.PLANNED
@@ -51,10 +54,11 @@ class JobRow:
 
 
 class JobTable:
-    """All jobs that are planned and whose end is not recorded yet, and the aggregations that are planned.
+    """The planned jobs whose end is not recorded yet, and the planned aggregations.
 
-    Only `_set_state` changes the state of a job. A job that is lost or discarded has that state as soon as its end is
-    planned, and stays in the table until the server has made the aggregation before which it ends.
+    Only `_set_state` changes the state of a job. A job that is lost or discarded has that state as
+    soon as its end is planned, and stays in the table until the server has made the aggregation
+    before which it ends.
     """
 
     def __init__(
@@ -85,11 +89,11 @@ class JobTable:
         """Return the jobs of an aggregation as they were dispatched, in its order."""
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
-    # --- the plan --------------------------------------------------------------------------------------------------
+    # --- the plan ---------------------------------------------------------------------------------
     def next_aggregation(self) -> PlannedAggregation:
         """Return the aggregation that the server makes next, once its jobs are dispatched.
 
-        Further ones are planned until it is known how every dispatched job ends. Raises NoClientsLeftError.
+        More are planned until it is known how every dispatched job ends. Raises NoClientsLeftError.
         """
         if not self._aggregations:
             self.plan()
@@ -136,14 +140,14 @@ class JobTable:
         for job in aggregation.discarded:
             self._set_state(self._rows[job.number], JobState.DISCARDED)
 
-    # --- from one state to the next --------------------------------------------------------------------------------
+    # --- from one state to the next ---------------------------------------------------------------
     def _set_state(self, row: JobRow, state: JobState) -> None:
-        held, holds = row.state in _HOLDING, state in _HOLDING
+        has_held, holds = row.state in _HOLDING, state in _HOLDING
         self._dispatched += (state is JobState.DISPATCHED) - (row.state is JobState.DISPATCHED)
         row.state = state
-        if holds and not held:
+        if holds and not has_held:
             self._versions.hold(row.job.version)
-        elif held and not holds:
+        elif has_held and not holds:
             self._versions.release(row.job.version)
 
     def _dispatch(self, row: JobRow) -> None:
@@ -170,13 +174,11 @@ class JobTable:
     def end(
         self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
     ) -> tuple[JobRecord, ...]:
-        """Remove the jobs that end with an aggregation that the server has made; return what is recorded of them."""
+        """Remove the jobs that end with an aggregation; return their records."""
         self._aggregations.popleft()
         for job, update in zip(aggregation.aggregated, updates, strict=True):
-            failed = isinstance(update, Failure)
-            self._set_state(
-                self._rows[job.number], JobState.FAILED if failed else JobState.AGGREGATED
-            )
+            state = JobState.FAILED if isinstance(update, Failure) else JobState.AGGREGATED
+            self._set_state(self._rows[job.number], state)
         ended = (*aggregation.aggregated, *aggregation.lost, *aggregation.discarded)
         return tuple(self._remove(job.number, aggregation.version) for job in ended)
 
@@ -186,12 +188,11 @@ class JobTable:
         return _record(row.job, row.state, version + 1, staleness)
 
     def unfinished(self) -> tuple[JobRecord, ...]:
-        """Return what is recorded of the jobs that no aggregation took before the run ended."""
-        return tuple(
-            _record(row.job, JobState.IN_FLIGHT, self._server.version + 1, 0) for row in self.rows
-        )
+        """Return the records of the jobs that no aggregation took before the run ended."""
+        next_round = self._server.version + 1
+        return tuple(_record(row.job, JobState.IN_FLIGHT, next_round, 0) for row in self.rows)
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
     def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
         """Continue from a checkpoint; the planner is already restored.
 
@@ -207,7 +208,7 @@ class JobTable:
                 self._rows[job.number].aggregation = aggregation.version
 
     def resume(self) -> None:
-        """Put the restored jobs in flight that an aggregation will take. Call it when workers can train."""
+        """Put the restored jobs in flight that an aggregation will take; workers must be ready."""
         for row in self.rows:
             if row.state is JobState.DISPATCHED and row.aggregation >= 0:
                 self._put_in_flight(row)

@@ -1,4 +1,4 @@
-"""What a job asks of its client: known at dispatch, from the settings and the methods alone."""
+"""The load of a job: known at dispatch, from the settings and the methods alone."""
 
 from __future__ import annotations
 

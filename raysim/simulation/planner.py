@@ -1,4 +1,4 @@
-"""The run on virtual time: which client is dispatched when with which version, and how every job ends.
+"""The run on virtual time: dispatches, base versions, and how each job ends.
 
 The plan is a function of configuration and seed alone and does not depend on training. So it can be
 made ahead of the training, and the end of every job is known before a worker gets it.
@@ -50,7 +50,7 @@ class NoClientsLeftError(RunStoppedError):
 
 
 class Load(NamedTuple):
-    """A job's samples (extra passes included), and the floats that its client receives and sends."""
+    """A job's samples, with extra passes, and the floats that its client receives and sends."""
 
     work: float
     down: int
@@ -104,7 +104,8 @@ class Planner:
 
     counts: int64 [clients] training samples; a client without any is never dispatched. load:
     returns the `Load` of a client's next job, given client, version, the client's earlier jobs, and
-    how many of those were aggregated. patience: the most virtual seconds to wait for a first client.
+    how many of those were aggregated. patience: the most virtual seconds to wait for a first
+    client.
     """
 
     def __init__(

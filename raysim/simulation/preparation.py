@@ -1,4 +1,4 @@
-"""What happens between the start of a run and its round 0: clients contribute, and workers get what never changes."""
+"""Between the start of a run and round 0: clients contribute, and workers get constants."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raysim.training.run_spec import RunSpec
 
 
 def check_probe(spec: RunSpec) -> None:
-    """Raise ValueError if the run probes local models and its data has nothing to probe them on."""
+    """Raise ValueError if the run probes local models and has no central test set."""
     if spec.settings.evaluate.probe and not len(spec.data.central):
         raise ValueError(
-            f"evaluate.probe={spec.settings.evaluate.probe}: local models are probed on the central test set, and the "
-            "data has none. Set evaluate.probe=0"
+            f"evaluate.probe={spec.settings.evaluate.probe} looks at local models on the central "
+            "test set, and this data has none. Set evaluate.probe=0."
         )
 
 
 def collect_contributions(
     declarations: Declarations, server: Server, planner: Planner, calls: WorkerCalls
 ) -> None:
-    """Collect what clients send before round 0, and let the methods assemble it."""
+    """Collect the arrays that clients send before round 0, and let the methods assemble them."""
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:
         return
@@ -41,7 +41,7 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, server: Server, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Give every worker what its clients receive once, and the rows that local models are probed on."""
+    """Send every worker what clients receive once, and the rows that probes use."""
     constants = server.sent_once()
     if constants or spec.settings.evaluate.probe:
         calls.keep(runtime.put(constants), _probed_rows(spec))

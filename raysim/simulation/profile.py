@@ -1,4 +1,4 @@
-"""Where the time of a run goes: the coordinator's own, and what each worker was doing meanwhile."""
+"""A profile of a run: the time of the coordinator and of each worker by activity."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from raysim.training.profile import WorkerTrack
 
 
 class WatchedRuntime:
-    """A runtime of which every call is timed, and of which it is known when each worker was called."""
+    """A runtime that times every call and notes when each worker was called."""
 
     def __init__(self, runtime: Runtime, spans: Spans):
         self.runtime, self.spans = runtime, spans
-        self.asked: list[list[float]] = [
-            [] for _ in range(runtime.workers)
-        ]  # by worker: when it was called
+        # By worker: the times of its calls.
+        self.call_times: list[list[float]] = [[] for _ in range(runtime.workers)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)
 
     def put(self, value: object) -> Ref:
-        """See `Runtime`."""
+        """Store a value; see `Runtime`."""
         with self.spans.span("put", "messages"):
             return self.runtime.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """See `Runtime`. Workers in this process work at once, and the coordinator waits for them."""
-        self.asked[worker].append(self.spans.now())
-        with self.spans.span(method, "waiting" if self.runtime.is_in_process else "messages"):
+        """Start a method of a worker; in this process it ends before the call returns."""
+        self.call_times[worker].append(self.spans.now())
+        kind = "waiting" if self.runtime.is_in_process else "messages"
+        with self.spans.span(method, kind):
             return self.runtime.call(worker, method, *args, returns=returns)
 
     def get(self, ref: Ref) -> Any:
-        """See `Runtime`."""
+        """Wait for a value and return it; see `Runtime`."""
         with self.spans.span("get", "messages"):
             return self.runtime.get(ref)
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """See `Runtime`."""
+        """Wait for any of these values; see `Runtime`."""
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
 
     def revive(self, worker: int) -> None:
-        """See `Runtime`; what the dead worker had spent its time on is lost with it."""
-        self.asked[worker] = []
+        """Replace a worker that died; the profile of the dead one is lost."""
+        self.call_times[worker] = []
         self.runtime.revive(worker)
 
 
 class Profile:
-    """Times a coordinator, from outside, and asks its workers in the end."""
+    """Times the parts of a coordinator, and collects the profiles of its workers at the end."""
 
     def __init__(self, runtime: Runtime):
         self.spans = Spans()
@@ -59,7 +59,7 @@ class Profile:
         self.start = self.spans.now()
 
     def watch(self, server: object, evaluator: object, saver: object) -> None:
-        """Start the profile, and time what these parts of a coordinator do from now on."""
+        """Start the profile, and time these parts of a coordinator from now on."""
         for owner, name, kind in (
             (server, "step", "sums"),
             (evaluator, "score", "evaluation"),
@@ -71,29 +71,35 @@ class Profile:
         self.start = self.spans.now()
 
     def take(self) -> Profiled:
-        """All so far."""
+        """Return the profile so far."""
         stop = self.spans.now()
-        own = self.spans.take("coordinator")
-        rest = max(0.0, stop - self.start - sum(own.seconds.values()))
-        tracks = [Track(own.name, {**own.seconds, "other": rest}, own.spans, own.count)]
-        inner, asked = self.runtime.runtime, self.runtime.asked
-        for worker, times in enumerate(asked):
-            found: WorkerTrack = inner.get(inner.call(worker, "profile")[0])
-            tracks.append(add_idle_time(found, times, self.start, stop))
+        track = self.spans.take("coordinator")
+        rest = max(0.0, stop - self.start - sum(track.seconds.values()))
+        tracks = [Track(track.name, {**track.seconds, "other": rest}, track.spans, track.count)]
+        runtime = self.runtime.runtime
+        for worker, call_times in enumerate(self.runtime.call_times):
+            worker_track: WorkerTrack = runtime.get(runtime.call(worker, "profile")[0])
+            tracks.append(add_idle_time(worker_track, call_times, self.start, stop))
         return Profiled(self.start, stop, tuple(tracks))
 
 
-def add_idle_time(found: WorkerTrack, asked: Sequence[float], start: float, stop: float) -> Track:
-    """A worker's track with the time between its calls: it waited until it was called, and then for the message.
+def add_idle_time(
+    worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
+) -> Track:
+    """Return a worker's track with the time between its calls.
 
-    asked: when the coordinator made each call; calls arrive in their order.
+    A worker waits until it is called ("waiting"), and then for the message to arrive ("messages").
+    call_times: when the coordinator made each call; calls arrive in this order.
     """
     waiting = messages = 0.0
-    since = start
-    for (begin, end), called in zip(found.calls, asked, strict=False):
-        gap = max(0.0, begin - since)
-        message = min(gap, max(0.0, begin - max(called, since)))
-        messages, waiting, since = messages + message, waiting + gap - message, max(since, end)
-    own = found.track
-    seconds = {**own.seconds, "messages": messages, "waiting": waiting + max(0.0, stop - since)}
-    return Track(own.name, seconds, own.spans, own.count)
+    last_end = start
+    for (begin, end), call_time in zip(worker_track.calls, call_times, strict=False):
+        gap = max(0.0, begin - last_end)
+        message = min(gap, max(0.0, begin - max(call_time, last_end)))
+        messages += message
+        waiting += gap - message
+        last_end = max(last_end, end)
+    waiting += max(0.0, stop - last_end)
+    track = worker_track.track
+    seconds = {**track.seconds, "messages": messages, "waiting": waiting}
+    return Track(track.name, seconds, track.spans, track.count)

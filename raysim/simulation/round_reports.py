@@ -1,4 +1,4 @@
-"""Rounds that are aggregated and whose scores may still be computed, until they are reported."""
+"""Aggregated rounds whose scores may still be computed, until they are reported."""
 
 from __future__ import annotations
 

@@ -11,15 +11,18 @@ Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 
 class WorkerDiedError(RuntimeError):
-    """The process of a worker ended before it answered. What it held is lost; what it had returned is not."""
+    """The process of a worker ended before it answered.
+
+    Its memory is lost; the values that it had returned are not.
+    """
 
 
 class Runtime(Protocol):
-    """How a coordinator reaches its workers. Calls to one worker run in the order in which they were made."""
+    """Makes calls to workers. Calls to one worker run in the order in which they were made."""
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         ...
 
     @property
@@ -29,12 +32,12 @@ class Runtime(Protocol):
 
     @property
     def combine_from(self) -> float:
-        """Floats of a vector from which on a node adds up what its workers have summed before it travels."""
+        """The fewest floats of a vector for which a node adds up the sums of its workers."""
         ...
 
     @property
     def is_in_process(self) -> bool:
-        """Whether a call has ended when it returns, because the workers are in this process."""
+        """Whether workers are in this process, so that a call has ended when it returns."""
         ...
 
     def put(self, value: object) -> Ref:
@@ -42,17 +45,20 @@ class Runtime(Protocol):
         ...
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of `Worker`; a Ref per returned value."""
+        """Start a method of `Worker`; return a Ref per returned value."""
         ...
 
     def get(self, ref: Ref) -> Any:
-        """Wait for a value. Raises WorkerDiedError if the worker that was to return it is no more."""
+        """Wait for a value and return it. Raises WorkerDiedError if its worker died."""
         ...
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait for any of these values; return the index of one that ended or whose worker died, or None."""
+        """Wait for any of these values; return the index of one that exists or whose worker died.
+
+        Return None if there is none after so many seconds.
+        """
         ...
 
     def revive(self, worker: int) -> None:
-        """A new process in the place of a worker that died. Raises RunStoppedError if there is no room for one."""
+        """Replace a worker that died. Raises RunStoppedError if there is no room for a process."""
         ...

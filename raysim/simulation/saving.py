@@ -18,8 +18,9 @@ from raysim.vectors.layout import Vector
 class RunSaver:
     """Saves a run.
 
-    initial: the initial model, which names the tensors of the final one. folder: where the model and checkpoints go;
-    "": nowhere, and no checkpoint is written. address: of the checkpoint that the run continues from; "": none.
+    initial: the initial model, which names the tensors of the final one. folder: where the model
+    and checkpoints are written; "": they are not written. address: of the checkpoint that the run
+    continues from; "": none.
     """
 
     def __init__(

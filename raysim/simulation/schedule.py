@@ -1,4 +1,4 @@
-"""Schedules: when to dispatch, when to aggregate and what to discard, on virtual time alone.
+"""Schedules: when to dispatch, when to aggregate and what to discard, on virtual time.
 
 A schedule stores nothing: its decisions follow from what it sees. So a run can plan ahead, and a
 checkpoint holds nothing of it.
@@ -41,7 +41,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Sample so many idle, available clients (of a pool) and dispatch the current version to them.
+    """Sample so many idle, available clients (of a pool) and send them the current version.
 
     If fewer are available, those are dispatched, and the schedule decides again when a job ends or
     a client becomes available. With pools it decides again at once, because of the other pools;
@@ -82,8 +82,8 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 class Schedule(Protocol):
     """Decides the next action.
 
-    It decides until it returns Wait, and again after the events of the next instant. A client's jobs
-    are aggregated in the order of their dispatch.
+    It decides until it returns Wait, and again after the events of the next instant. A client's
+    jobs are aggregated in the order of their dispatch.
     """
 
     @property
@@ -161,7 +161,7 @@ class Synchronous(_Policy):
 
 @dataclass(frozen=True)
 class Oversample(_Policy):
-    """Rounds that begin with more clients than they need and end when `cohort` updates arrived.
+    """Rounds that begin with more clients than needed and end when `cohort` updates arrived.
 
     The other jobs are discarded. factor: clients dispatched, in cohorts (Bonawitz et al., MLSys
     2019: 1.3).
@@ -202,10 +202,11 @@ class Oversample(_Policy):
 
 @dataclass(frozen=True)
 class Deadline(_Policy):
-    """Rounds of at most so many virtual seconds; if no update arrived, a round waits for the first.
+    """Rounds of at most so many virtual seconds.
 
-    late: what happens to later updates. "discard": they are discarded. "stale": they enter the
-    aggregation of the round in which they arrive, if it is at most `max_staleness` rounds later.
+    If no update has arrived by then, a round waits for the first one. late: what happens to later
+    updates. "discard": they are discarded. "stale": they enter the aggregation of the round in
+    which they arrive, if it is at most `max_staleness` rounds later.
     """
 
     cohort: int = 10
@@ -252,7 +253,7 @@ class Deadline(_Policy):
 
 @dataclass(frozen=True)
 class Buffered(_Policy):
-    """Aggregate whenever `size` updates have arrived; keep `concurrency` clients busy (FedBuff)."""
+    """Aggregate every `size` arrived updates; keep `concurrency` clients busy (FedBuff)."""
 
     concurrency: int = 20
     size: int = 10

@@ -1,4 +1,4 @@
-"""The server: the shared vector, the methods' server state, and the step to the next version."""
+"""The server: the shared vector, the server state, and the step to the next version."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AggregationError(RunStoppedError):
 
 
 class Server:
-    """The shared vector x and the rule x + sum(w_i * delta_i) / divisor, with the methods' hooks.
+    """The shared vector x, and the rule x + sum(w_i * delta_i) / divisor with methods' hooks.
 
     Sums are made in the order of acceptance, in groups of `group` consecutive clients, on the
     server or on workers.
@@ -121,7 +121,7 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """float64 [able]: the end of each client's share of [0, 1), which is its share of samples."""
+        """float64 [able]: where each client's share of [0, 1) ends, by its share of samples."""
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
     @property
@@ -352,7 +352,7 @@ class Server:
         )
 
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
-        """Turn the weighted sum of the buffers' changes into the step to the clients' mean buffers.
+        """Turn the weighted sum of buffers' changes into the step to the clients' mean buffers.
 
         The mean is of the buffers and not of their changes, because a stale change can make a
         variance negative.

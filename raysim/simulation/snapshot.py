@@ -1,7 +1,7 @@
-"""A run between two aggregations: taken for a checkpoint, restored from one, and summed up in checksums.
+"""Take a run's state between two aggregations, restore it, and make its checksums.
 
-It includes the plan, as far as it is made, and the jobs in flight: after a resume they are trained again, from their
-base versions.
+The state includes the plan so far and the jobs in flight. After a resume those are trained again
+from their base versions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RunState:
     client_states: ClientStates
     versions: Versions
     history: RowWriter
-    best: BestRounds | None  # what evaluation knows of the best rounds; None: it looks for none
+    best: BestRounds | None  # None without a validation split
     best_model: BestModel
 
 
@@ -56,7 +56,7 @@ def take(run: RunState) -> Snapshot:
     }
     for row in run.jobs.rows:
         arrays |= {f"job/{row.job.number}/{key}": array for key, array in row.job.extras.items()}
-    for version in versions.held:
+    for version in versions.held_versions:
         base = versions[version]
         arrays |= {
             f"published/{version}/vector": base.vector,
@@ -68,7 +68,7 @@ def take(run: RunState) -> Snapshot:
         "planner": planner.state(),
         "aggregations": [aggregation.to_json() for aggregation in run.jobs.aggregations],
         "jobs": [[row.state.value, row.job._replace(extras={})] for row in run.jobs.rows],
-        "bases": versions.held,
+        "bases": versions.held_versions,
         "wall": history.wall_seconds,
         "rows": history.rows,
     }
@@ -76,13 +76,11 @@ def take(run: RunState) -> Snapshot:
 
 
 def restore(snapshot: Snapshot, run: RunState) -> None:
-    """Make a run that has not begun what it was at a snapshot."""
+    """Put a run that has not begun into the state of a snapshot."""
     numbers, arrays, server = snapshot.numbers, snapshot.server, run.server
     server.version = numbers["version"]
-    server.vector, server.counters = (
-        torch.from_numpy(arrays["vector"]),
-        torch.from_numpy(arrays["counters"]),
-    )
+    server.vector = torch.from_numpy(arrays["vector"])
+    server.counters = torch.from_numpy(arrays["counters"])
     server.state = {
         name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()
     }
@@ -107,22 +105,20 @@ def _published(arrays: Mapping[str, np.ndarray], version: int) -> PublishedVersi
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The entries below a prefix, without it."""
-    return {
-        key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)
-    }
+    """Return the entries whose names have a prefix, by name without it."""
+    names = [name for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): arrays[name] for name in names}
 
 
-# --- checksums --------------------------------------------------------------------------------------------------------
+# --- checksums ------------------------------------------------------------------------------------
 def model_sha256(server: Server) -> str:
-    """Of the shared model."""
-    return hashlib.sha256(
-        server.vector.numpy().tobytes() + server.counters.numpy().tobytes()
-    ).hexdigest()
+    """Return the checksum of the shared model."""
+    content = server.vector.numpy().tobytes() + server.counters.numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def state_sha256(server: Server, client_states: ClientStates) -> str:
-    """Of the accepted client states, and of what methods keep on the server."""
+    """Return the checksum of the accepted client states and of the server state."""
     digest = hashlib.sha256()
     for client in sorted(
         client_states.accepted_jobs, key=lambda client: f"{client}/"
@@ -131,7 +127,6 @@ def state_sha256(server: Server, client_states: ClientStates) -> str:
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
     for name, tensor in sorted(server.state.items()):
         digest.update(name.encode())
-        digest.update(
-            tensor.contiguous().numpy().data
-        )  # as it lies: a cache may be larger than memory
+        # Without a copy: a cache may be larger than memory.
+        digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()

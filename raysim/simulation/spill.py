@@ -26,8 +26,8 @@ class _Piece:
 class SpillFile:
     """Dictionaries of arrays by client. The file grows with the clients, not with the writes.
 
-    folder: on the disk to use; "": the system's folder for temporary files. The file is removed when
-    the process ends in any way.
+    folder: on the disk to use; "": the system's folder for temporary files. The file is removed
+    when the process ends in any way.
     """
 
     def __init__(self, folder: Path | str = ""):
@@ -36,7 +36,8 @@ class SpillFile:
             # A run's folder may be made after the states of its checkpoint are restored.
             candidates = (Path(folder), *Path(folder).absolute().parents)
             self._folder = str(next(path for path in candidates if path.is_dir()))
-        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open as long as this lives
+        # It stays open as long as this object.
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         self._places: dict[int, tuple[int, int]] = {}  # by client: start and bytes of its place
         self._pieces: dict[int, list[_Piece]] = {}  # by client
         self._end = 0

@@ -239,7 +239,7 @@ def _read_batch(
 def _join_intervals(
     start: np.ndarray, end: np.ndarray, is_same_row: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and ends in turn, without those between two touching intervals of a client.
+    """Return starts and ends in turn, without those between touching intervals of a client.
 
     Also returns which of all starts and ends these are.
     """

@@ -1,4 +1,4 @@
-"""The model versions that are needed: the current one, and the base versions of jobs in flight."""
+"""The needed model versions: the current one, and the base versions of jobs in flight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """Published versions by number. They lie in the runtime's store and nowhere else.
 
-    The coordinator reads a version from there, without a copy, where a rule of the server or a checkpoint needs it.
-    A version is dropped when it is not the current one and no job holds it.
+    The coordinator reads a version from there, without a copy, if the server or a checkpoint needs
+    it. A version is dropped when it is not the current one and no job holds it.
     """
 
     def __init__(self, runtime: Runtime):
@@ -25,14 +25,14 @@ class Versions(Mapping[int, PublishedVersion]):
         self._sizes: dict[int, int] = {}
 
     def publish(self, version: int, make: Callable[[], PublishedVersion]) -> None:
-        """Store the current version, unless it was restored; drop the one before if no job holds it."""
+        """Store the current version, unless it was restored; drop the one before if not held."""
         before, self._current = self._current, version
         if version not in self.refs:
             self._store(make())
         self._drop_unless_needed(before)
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
-        """Store the base versions of the jobs that a checkpoint has in flight; the jobs hold them afterwards."""
+        """Store the base versions of a checkpoint's jobs in flight, which hold them afterwards."""
         for version in published:
             self._store(version)
 
@@ -58,8 +58,8 @@ class Versions(Mapping[int, PublishedVersion]):
         self.refs.pop(version, None)
 
     @property
-    def held(self) -> list[int]:
-        """The base versions of the jobs that may still start from them."""
+    def held_versions(self) -> list[int]:
+        """The base versions from which jobs may still start."""
         return [version for version, holders in self._holders.items() if holders > 0]
 
     @property

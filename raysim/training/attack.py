@@ -1,4 +1,4 @@
-"""Attackers among the clients: which clients attack, and what they send or learn in place of the truth.
+"""Attackers among the clients: who attacks, and what attackers send or learn.
 
 Attackers are drawn once from the seed, among the clients that have samples. With y a label of C
 classes and D an attacker's honest update, `attack.kind` means:
@@ -15,8 +15,8 @@ Choices where the papers are silent
   depend on the number of workers. Other uploads, client states and statistics of BatchNorm stay as
   the attackers' training left them.
 - ALIE uses the honest updates of the same aggregation, with the population's deviation; the paper
-  estimates both from the attackers' own data. z is computed for each aggregation, from its n updates
-  and m attackers, and is at least 0.
+  estimates both from the attackers' own data. z is computed for each aggregation, from its n
+  updates and m attackers, and is at least 0.
 - `faults.norm` holds for changed updates as for all others.
 """
 
@@ -76,7 +76,7 @@ class Attack:
 
 # --- mathematics ----------------------------------------------------------------------------------
 def largest_z(updates: int, attackers: int) -> float:
-    """Return ALIE's z_max for an aggregation of so many updates, attackers included; at least 0.
+    """Return ALIE's z_max for so many updates, attackers included; at least 0.
 
     It is the normal quantile of (n - m - s) / (n - m) with s = floor(n / 2 + 1) - m.
     """

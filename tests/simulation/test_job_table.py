@@ -65,7 +65,7 @@ def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: 
             records += event.jobs
         holding = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
         held = {row.job.version for row in coordinator.jobs.rows if row.state in holding}
-        assert set(coordinator.versions.held) == held
+        assert set(coordinator.versions.held_versions) == held
         assert held <= set(coordinator.versions) | {coordinator.server.version}
     for path in states.values():
         assert path[0] is JobState.PLANNED
@@ -78,7 +78,7 @@ def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: 
     trained = {number for number, path in states.items() if JobState.IN_FLIGHT in path}
     assert {job.number for job in runtime.jobs} <= trained
     assert len(coordinator.versions) == len(
-        {*coordinator.versions.held, coordinator.server.version}
+        {*coordinator.versions.held_versions, coordinator.server.version}
     )
 
 
