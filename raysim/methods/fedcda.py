@@ -66,6 +66,7 @@ def divergence(*, models: Tensor) -> Tensor:
     return (models - models.mean(0)).square().sum(1).mean()
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) -> Tensor:
     """Return J of a set of `models` [M, D] with `losses` [M]."""
     return losses.mean() + smoothness / 2 * divergence(models=models)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -> Tensor:
     """Return alpha g + (1 - alpha) Delta, all [d]."""
     return alpha * gradient + (1.0 - alpha) * server_direction

@@ -56,6 +56,7 @@ def extrapolation(mean_square: float, square: float, epsilon: float, minimum: fl
     return max(minimum, mean_square / divisor)
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def server_step_size(
     *,
     deltas: Tensor,

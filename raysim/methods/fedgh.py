@@ -108,6 +108,7 @@ def _harmonize(
     return coefficients
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def harmonized_gradients(
     *, gradients: Tensor, order: Pairs | None = None, conflict_test: str = "original"
 ) -> Tensor:
@@ -229,6 +230,7 @@ def _harmonize_in_tree(
     return root
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:

@@ -71,6 +71,7 @@ def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tens
     return (losses * has_several).mean()
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def calibrated_cross_entropy(
     *,
     logits: Tensor,

@@ -102,6 +102,7 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     return factors.unsqueeze(1) * logits
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the cross-entropy of the damped `logits` [B, C], the mean over the batch."""
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
@@ -202,6 +203,7 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
     return coefficients
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def revise_gradients(
     *, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
 ) -> Tensor:

@@ -172,8 +172,8 @@ class FedMix(Method):
         pool = self.means * run.clients_with_samples
         run.require(
             self.pairs == "one" or run.local.batch <= pool,
-            f"method.fedmix.means={self.means}: {run.clients_with_samples} clients make {pool} pairs, fewer "
-            f"than local.batch={run.local.batch}. Set method.fedmix.means="
+            f"method.fedmix.means={self.means}: {run.clients_with_samples} clients make {pool} "
+            f"pairs, fewer than local.batch={run.local.batch}. Set method.fedmix.means="
             f"{-(-run.local.batch // max(1, run.clients_with_samples))} or more.",
         )
         run.gather(self.own_means, self.join_means)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def fedavgm_step(
     *,
     params: Tensor,

@@ -79,6 +79,7 @@ class Statistics(TypedDict):
     class_counts: Tensor
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> Statistics:
     """Return the statistics of `features` [n, D], n >= 1, with `labels` int64 [n], in float64."""
     return _statistics([(features, labels)], num_classes)
@@ -146,6 +147,7 @@ def feature_alignment_loss(
     return distance.square().mean()
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def classifier_combination_weights(
     *, variances: Tensor, weighted_means: Tensor, client: int, min_weight: float = 1e-3
 ) -> Tensor:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
     """Return mu/2 |params - global_params|^2 of two vectors [d], in float32 or better.
 

@@ -44,6 +44,7 @@ def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") ->
     return alpha + (1.0 - alpha) * presence
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def restricted_softmax_cross_entropy(
     *, logits: Tensor, labels: Tensor, class_counts: Tensor, alpha: float, kind: str = "binary"
 ) -> Tensor:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
+# The method computes the same without these functions, which state the rule on plain tensors.
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
     """Return q after one round, with sum 1: [N].
 

@@ -51,6 +51,7 @@ _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")
 _NORM = re.compile(r"((?:.*\.)?blocks\.\d+)\.norm2\.weight")
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def cross_layer_gradient(
     *,
     target: Tensor,

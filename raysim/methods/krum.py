@@ -75,8 +75,8 @@ class Krum(Method):
         least = 2 * self.byzantine + 3
         if self.byzantine and run.max_updates < least:
             run.warn(
-                f"method.krum.byzantine={self.byzantine}: an aggregation has at most {run.max_updates} "
-                f"updates, and method 'krum' withstands so many only with {least} or more. "
+                f"method.krum.byzantine={self.byzantine}: an aggregation has at most "
+                f"{run.max_updates} updates, and method 'krum' needs {least} or more for that. "
                 "Aggregate more updates, or decrease method.krum.byzantine."
             )
 

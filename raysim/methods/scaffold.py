@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
 
+# The method computes the same without this function, which states the rule on plain tensors.
 def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control: Tensor) -> Tensor:
     """Return g - c_i + c, all [d]; weight decay and momentum follow it."""
     return gradient - client_control + server_control

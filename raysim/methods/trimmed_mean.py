@@ -60,8 +60,8 @@ class TrimmedMean(Method):
         if self.share and not num_trimmed(run.max_updates, self.share):
             run.warn(
                 f"method.trimmed_mean.share={self.share:g}: no update is left out, because that "
-                f"share of the {run.max_updates} updates of an aggregation is less than one. Increase "
-                "method.trimmed_mean.share, or aggregate more updates."
+                f"share of the {run.max_updates} updates of an aggregation is less than one. "
+                "Increase method.trimmed_mean.share, or aggregate more updates."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
