@@ -1,6 +1,8 @@
-"""The command `raysim`: run, study, sweep, submit, methods, new, report, bench and others; parse, call, print.
+"""The command `raysim`: run, study, sweep, submit, methods, new, report, bench and others.
 
-Exit status: 0 done, 1 the run failed, 2 refused as asked (one sentence on stderr), 130 interrupted.
+This module parses the arguments, calls what does the work, and prints.
+
+Exit status: 0 done, 1 the run failed, 2 refused (one sentence on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,36 +25,38 @@ from raysim.results.tables import terminal_width
 
 RUN = """\
 examples:
-  raysim run                                              the default study, on Ray
-  raysim run method=fedprox method.fedprox.mu=0.1         another method, and a value of it
-  raysim run method=fedbn+fedadam model.norm=batch        methods combine; fedavg is what remains without any
+  raysim run                                              the default configuration, on Ray
+  raysim run method=fedprox method.fedprox.mu=0.1         another method, and one of its values
+  raysim run method=fedbn+fedadam model.norm=batch        several methods; fedavg is no method at all
   raysim run data=fashion_mnist model=cnn partition=shards partition.shards_per_client=2
   raysim run schedule=buffered fleet=lognormal method=fedbuff
   raysim run experiment=fedbr/rotated_mnist data.root=DIR  a row of a paper's table
   raysim run runtime=inprocess rounds=5 tracking=none     quick, without Ray and MLflow
   raysim run out=runs/mine                                where the results go
-  raysim run out=runs/mine resume=latest                  go on where it stopped, to the same bits
-  raysim run out=runs/mine --auto-resume                  start, or go on: for what starts commands again by itself
+  raysim run out=runs/mine resume=latest                  continue where it stopped, to the same bits
+  raysim run out=runs/mine --auto-resume                  start or continue: for schedulers that restart jobs
   raysim run method=fedprox --show                        print the configuration, run nothing
 
-The groups method, schedule, fleet, data, partition, model, loss, local, evaluate, runtime, tracking and experiment take
-the name of an option; all other keys a value. A wrong name is answered with the nearest right one. No word above needs
-quotes in bash or zsh; those with brackets do: 'method=[fedbn,fedadam]' is method=fedbn+fedadam."""
+An override is key=value. The groups method, schedule, fleet, data, partition, model, loss, local, evaluate, runtime,
+tracking and experiment take the name of an option; all other keys take a value. A wrong name is answered with the
+nearest right one. No override above needs quotes in bash or zsh. Brackets do: 'method=[fedbn,fedadam]' is the same as
+method=fedbn+fedadam."""
 STUDY = """\
 examples:
   raysim study method=fedavg,fedprox,scaffold seed=0..4 rounds=20 out=studies/mine
                                           15 runs: a comma separates values, 0..4 counts; fedavg is no method at all
   raysim study method=fedavg,fedbr+mixup  a + joins the methods of one run
   raysim study method=fedavg,fedprox partition.alpha=0.1,0.5 seed=0,1,2 method.fedprox.mu=0.1
-                                          a key that only some runs have (fedprox.mu) is for these alone
+                                          a key that only some runs have (fedprox.mu) is for them alone
   raysim study out=studies/mine resume=latest
-                                          go on where it stopped: what is finished stays
+                                          continue where it stopped; finished runs stay
   raysim study out=studies/mine resume=latest seed=0..9 --metric best5_mean
                                           more seeds, and another number to compare
-  raysim report studies/mine              every run of it as a curve of its own
+  raysim report studies/mine              each of its runs as a curve
 
-The first method is the one that the others are compared to, seed by seed: mean difference, 95 % interval, paired
-t-test with Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the first key that does."""
+The other methods are compared with the first one, seed by seed: mean difference, 95 % interval, paired t-test with
+Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the values of the first key that varies
+are compared."""
 SUBMIT = """\
 examples:
   raysim submit run method=fedprox out=/shared/runs/first
@@ -63,43 +67,44 @@ examples:
                                           where the nodes have Ray alone: installs the rest
 
 Uploads the package and its configuration, and shows the job's output; Ctrl-C leaves the job running. The exit status is
-the job's own. The command joins the cluster (runtime=cluster) unless it names a runtime. See jobs/README.md."""
+that of the job. The command joins the cluster (runtime=cluster) unless it names a runtime. See jobs/README.md."""
 METHODS = """\
 examples:
-  raysim methods                  a list: name, paper, slots, parameters
-  raysim methods fedbr            one in its own words: formulas, choices, settings
+  raysim methods                  a list: name, paper, hooks, parameters
+  raysim methods fedbr            one method: formulas, choices, settings
   raysim methods --json           the same for programs
-  raysim methods --allow mine     with those of a package of your own"""
+  raysim methods --allow mine     with those of your own package"""
 PARTITION = """\
 examples:
-  raysim partition                                             the default study's split
-  raysim partition partition=dirichlet partition.alpha=0.1     a harder one
+  raysim partition                                             the default split
+  raysim partition partition=dirichlet partition.alpha=0.1     a more uneven one
   raysim partition data=mnist data.root=DIR partition=shards --out shards.png"""
 FLEET = """\
 examples:
   raysim fleet convert client_device_capacity client_behave_trace --out trace.parquet
                                           FedScale's device data as a trace, for raysim run fleet=trace
-  raysim fleet check trace.parquet        refuses a trace that is wrong, and says how much is in one that is right
+  raysim fleet check trace.parquet        describe a trace, or say what is wrong with it
 
-The head of raysim/simulation/trace.py describes the file, for traces of your own."""
+The head of raysim/simulation/trace.py describes the file, for your own traces."""
 SWEEP = """\
 examples:
   raysim sweep sweep=fedbr method=fedbr                   FedBR's weights and temperatures, 16 random settings
   raysim sweep sweep=fedbr method=fedbr sweep.search=optuna sweep.scheduler=asha sweep.trials=30
-  raysim sweep sweep=methods sweep.seeds=3 rounds=30      methods themselves, each under three seeds
+  raysim sweep sweep=methods sweep.seeds=3 rounds=30      methods themselves, each with three seeds
   raysim sweep method=fedprox method.fedprox.mu=0.01,0.1,1 sweep.search=grid
                                                           a list of values makes a key part of the space
   raysim sweep method=fedavg,fedbr local.lr='tag(log, interval(1e-3, 1))' local.epochs='int(interval(1, 10))'
-                                                          so does a range; without tag(log, ...) all is as likely
+                                                          so does a range; tag(log, ...) draws each order of
+                                                          magnitude equally often
   raysim sweep sweep=fedbr method=fedbr sweep.scheduler=pbt sweep.interval=5
-                                                          values change while the runs go on
+                                                          values change during the runs
   raysim sweep sweep=fedprox method=fedprox sweep.workers=2 runtime=cluster
                                                           two workers for each trial, on a cluster
-  raysim sweep out=runs/mine resume=latest                go on where it stopped
+  raysim sweep out=runs/mine resume=latest                continue where it stopped
   raysim run --config runs/mine/best.yaml seed=7          train the best setting again
 
-A search is described by sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode, seeds,
-concurrent, workers, grace and reduction (of asha), interval (of pbt), minutes. All other words are those of
+The options of a sweep are sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode,
+seeds, concurrent, workers, grace and reduction (of asha), interval (of pbt), minutes. All other overrides are those of
 `raysim run` and hold for all trials; a key of the space that is given one value is not searched."""
 NEW = """\
 examples:
@@ -112,7 +117,7 @@ examples:
   raysim report runs/* --latex            means over seeds, for a paper; --csv: every number of every run"""
 UI = """\
 examples:
-  raysim ui                             what is in runs/mlflow.db, where runs are sent without tracking.uri
+  raysim ui                             the runs in runs/mlflow.db, where runs are sent without tracking.uri
   raysim ui studies/mine                the runs of a study
   raysim ui --port 5001 --no-browser    on another port; prints the address
   raysim ui http://MLFLOW:5000          the page of a server
@@ -121,43 +126,38 @@ MLflow opens an experiment on traces of language models; this opens it on the ch
 BENCH = """\
 examples:
   raysim bench                              all workloads
-  raysim bench W2 W3 --blocks 3             some of them, sooner
+  raysim bench W2 W3 --blocks 3             some of them, in less time
   raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
-  raysim bench W2 --floor --lanes 25        beside a tuned loop, 25 clients at once on every worker
+  raysim bench W2 --floor --lanes 25        compared with a tuned loop, 25 clients at once on every worker
   raysim bench W1 --profile                 where the time goes
   raysim bench steps                        what each method adds to a local step
-  raysim bench gpu --out bench-gpu          what only a GPU can show, without Ray"""
+  raysim bench gpu --out bench-gpu          what needs a GPU, without Ray"""
 WORKLOADS = ("W1", "W2", "W3")
-ALONE = ("steps", "gpu")  # what `raysim bench` measures by itself
-IN_CHECKOUT = (
-    "rules",
-    "scale",
-    "states",
-    "cluster",
-)  # benchmarks of a checkout, in jobs/benchmarks
+SEPARATE_BENCHMARKS = ("steps", "gpu")  # each is measured by itself
+IN_CHECKOUT = ("rules", "scale", "states", "cluster")  # in jobs/benchmarks, not in the package
 _BENCH_OUT = "bench.json"
 COMPLETION = """\
 examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
   eval "$(raysim completion zsh)"     in ~/.zshrc
 
-Then the tabulator completes commands, options, keys and the names of a group: method=fedbr+mi, local.l, partition=."""
+Then Tab completes commands, flags, keys and the names of a group's options: method=fedbr+mi, local.l, partition=."""
 MAIN = """\
 examples:
-  raysim run                          train the default study
+  raysim run                          train the default configuration
   raysim run method=fedbr+mixup       any list of methods
   raysim run -h                       how to choose data, models, schedules
   raysim study method=fedavg,fedprox seed=0,1,2
                                       methods x seeds as one job with one report
-  raysim methods                      what can be in such a list
+  raysim methods                      the methods that can be in such a list
   raysim partition partition.alpha=1  look at a split before training
   raysim report runs/*                compare runs
   raysim ui                           the charts of all runs, in MLflow
-  raysim help study                   what a command takes, by example"""
+  raysim help study                   explain a command by examples"""
 
 
-# Options of Hydra, of Ray Tune and of earlier versions, and what serves instead.
-ELSEWHERE = {
+# Flags of Hydra, of Ray Tune and of earlier versions, with what replaces them.
+FOREIGN_FLAGS = {
     **dict.fromkeys(
         ("-m", "--multirun"), "raysim study method=fedavg,fedprox seed=0..4 makes a run of each"
     ),
@@ -174,136 +174,78 @@ ELSEWHERE = {
     ),
     "--paper": "in a checkout, uv run python -m jobs.papers.report fedbr/table1 prints a published table",
     **dict.fromkeys(
-        ("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N makes so many trials"
+        ("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N sets the number of trials"
     ),
+    "--hosts": "raysim bench --workers N sets the number of workers",
 }
-
-
-OF_CLASSES = (
-    "classes_per_client",
-    "heterogeneity",
-    "pooled_entropy",
-)  # numbers of a split that others do not have
+CLASS_STATISTICS = ("classes_per_client", "heterogeneity", "pooled_entropy")  # of labels alone
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong command line in one sentence."""
+    """A parser that answers wrong arguments in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         self.exit(2, f"raysim: {message}: see {self.prog} -h\n")
 
 
+# --- the process --------------------------------------------------------------------------------
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit."""
-    sys.unraisablehook = _heard(sys.unraisablehook)
+    """Run one command and exit. argv: the arguments; None: those of the process."""
+    sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     status = call(list(sys.argv[1:] if argv is None else argv))
-    signal.signal(
-        signal.SIGINT, lambda *_: os._exit(status)
-    )  # all is said; Python would show where it was
+    # Exit quietly; Python would print a traceback for a Ctrl-C from here on.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(status))
     sys.exit(status)
 
 
-def _heard(usual: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Repeats a Ctrl-C that came where Python can raise nothing (a weak reference's callback), and would be lost."""
+def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return a hook that repeats a Ctrl-C from where Python cannot raise it.
 
-    def hook(lost: Any) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-            again.daemon = True
-            again.start()
+    In the callback of a weak reference, for example, it would be lost.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+            timer.daemon = True
+            timer.start()
         else:
-            usual(lost)
+            usual(unraisable)
 
     return hook
 
 
-def call(words: Sequence[str]) -> int:
-    """Run one command; returns the exit status."""
+def call(argv: Sequence[str]) -> int:
+    """Run one command; return the exit status."""
     with lossy_output(sys.stdout, sys.stderr):
-        return _call(words)
+        return _call(argv)
 
 
-def _call(words: Sequence[str]) -> int:
+def _call(argv: Sequence[str]) -> int:
     prepare_ray()
-    words = [
-        *itertools.takewhile(lambda word: word != "#", words)
-    ]  # zsh passes on a comment that is pasted
+    # zsh passes on a comment that is pasted with a command.
+    argv = [*itertools.takewhile(lambda argument: argument != "#", argv)]
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    if words[:1] == ["help"]:
-        words = [*words[1:2], "-h"]
-    if words[:1] == ["--version"]:
-        return _say_version()
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        sys.stderr.write(f"raysim: there is no command {words[0]}: {suggest(words[0], COMMANDS)}\n")
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "-h"]
+    if argv[:1] == ["--version"]:
+        return _print_version()
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        sys.stderr.write(f"raysim: there is no command {argv[0]}: {suggest(argv[0], COMMANDS)}\n")
         return 2
-    given = _parsed(words)
-    if not given.command:
+    arguments = parse_arguments(argv)
+    if not arguments.command:
         _parser().print_help()
         return 0
-    return exit_status(lambda: COMMANDS[given.command](_allowed(given)))
+    return exit_status(lambda: COMMANDS[arguments.command](_import_packages(arguments)))
 
 
 def prepare_ray() -> None:
     """Set the environment variables that Ray reads when it is imported; a user's own values stay."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The words as a command and its options; a wrong one ends the process with status 2."""
-    parser = _parser()
-    for word in words:
-        if ours := ELSEWHERE.get(word.partition("=")[0]):
-            parser.exit(2, f"raysim: there is no option {word}: {ours}\n")
-    given, unknown = parser.parse_known_args(words)
-    if dashed := [word for word in unknown if word.startswith("-")]:
-        command = f"{parser.prog} {given.command}" if given.command else parser.prog
-        meant = f"did you mean {setting}? " if (setting := _meant(given, words, dashed[0])) else ""
-        parser.exit(
-            2,
-            f"raysim: there is no option {dashed[0].partition('=')[0]}: {meant}see {command} -h\n",
-        )
-    for words_of in ("overrides", "runs"):  # argparse stops collecting them at the first option
-        if unknown and hasattr(given, words_of):
-            getattr(given, words_of).extend(unknown)
-            unknown = []
-    if unknown:
-        parser.error(f"'{unknown[0]}' has no meaning here")
-    return given
-
-
-def _meant(given: argparse.Namespace, words: Sequence[str], option: str) -> str:
-    """The setting that an option is called like, with the value that was given to it: rounds=5 of --round 5, or ""."""
-    if not hasattr(given, "overrides"):
-        return ""
-    import difflib
-
-    from raysim.experiment.completion import completions
-
-    keys = [word.removesuffix("=") for word in completions("", given.overrides, given.conf)]
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)} | {
-        key: key for key in keys
-    }  # lr is local.lr, too
-    name, _, value = option.lstrip("-").partition("=")
-    near = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.8)
-    following = [*words[words.index(option) + 1 :], ""][0]
-    value = value or ("" if following.startswith("-") or "=" in following else following)
-    return f"{names[near[0]]}={value or 'VALUE'}" if near else ""
-
-
-def _allowed(given: argparse.Namespace, elsewhere: bool = False) -> argparse.Namespace:
-    """With the packages that --allow names at hand, and the options that they bring. elsewhere: they may be there."""
-    if getattr(given, "allow", None):
-        from raysim.experiment.plugins import allow_packages, conf_folders_of
-
-        sys.path.insert(0, os.getcwd())  # as `python` does for code of the user's own
-        given.conf = [
-            *map(str, (conf_folders_of if elsewhere else allow_packages)(given.allow)),
-            *given.conf,
-        ]
-    return given
 
 
 def exit_status(command: Callable[[], int]) -> int:
@@ -313,25 +255,98 @@ def exit_status(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except Refused as error:
-        return _say(on_one_line(error), 2)
+        return _print_error(on_one_line(error), 2)
     except KeyboardInterrupt as error:
-        return _say(str(error) or "stopped before the run began: nothing was written", 130)
+        return _print_error(str(error) or "stopped before the run began: nothing was written", 130)
     except RuntimeError as error:
         from raysim.simulation.events import RunStoppedError
 
         if not isinstance(error, RunStoppedError):
             raise
-        return _say(str(error).strip(), 1)
-    except BrokenPipeError:  # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _print_error(str(error).strip(), 1)
+    except BrokenPipeError:  # the program that reads our output has ended
+        _discard_output()
         return 0
     except OSError as error:
         if not is_disk_full(error):
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or the rest of it fails at the end
-        return _say(f"the output cannot be written: {error.strerror}", 1)
+        _discard_output()
+        return _print_error(f"the output cannot be written: {error.strerror}", 1)
+
+
+def _discard_output() -> None:
+    """Send the rest of the output nowhere, or Python would fail to write it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def warn(sentence: str) -> None:
+    """Print a sentence to stderr."""
+    _print_error(sentence, 0)
+
+
+def _print_error(sentence: str, status: int) -> int:
+    sys.stderr.write(f"raysim: {sentence}\n")
+    return status
+
+
+# --- the arguments ------------------------------------------------------------------------------
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command; wrong ones end the process with status 2."""
+    parser = _parser()
+    for argument in argv:
+        replacement = FOREIGN_FLAGS.get(argument.partition("=")[0])
+        if replacement:
+            parser.exit(2, f"raysim: there is no flag {argument}: {replacement}\n")
+    arguments, unknown = parser.parse_known_args(argv)
+    flags = [argument for argument in unknown if argument.startswith("-")]
+    if flags:
+        flag = flags[0].partition("=")[0]
+        command = f"{parser.prog} {arguments.command}" if arguments.command else parser.prog
+        override = _override_for_flag(arguments, argv, flags[0])
+        question = f"did you mean {override}? " if override else ""
+        parser.exit(2, f"raysim: there is no flag {flag}: {question}see {command} -h\n")
+    for name in ("overrides", "runs"):  # argparse stops collecting them at the first flag
+        if unknown and hasattr(arguments, name):
+            getattr(arguments, name).extend(unknown)
+            unknown = []
+    if unknown:
+        parser.error(f"'{unknown[0]}' is not an argument of this command")
+    return arguments
+
+
+def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag: str) -> str:
+    """Return the override that a flag was meant as: "rounds=5" for --round 5; "" for none."""
+    if not hasattr(arguments, "overrides"):
+        return ""
+    import difflib
+
+    from raysim.experiment.completion import completions
+
+    keys = [text.removesuffix("=") for text in completions("", arguments.overrides, arguments.conf)]
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)}  # lr is local.lr, too
+    names |= {key: key for key in keys}
+    name, _, value = flag.lstrip("-").partition("=")
+    similar = difflib.get_close_matches(name.replace("-", "_"), names, 1, 0.8)
+    if not similar:
+        return ""
+    following = [*argv[argv.index(flag) + 1 :], ""][0]
+    if not value and not following.startswith("-") and "=" not in following:
+        value = following
+    return f"{names[similar[0]]}={value or 'VALUE'}"
+
+
+def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
+    """Make the packages of --allow importable, and add their options.
+
+    are_remote: whether their classes are imported on a cluster and not in this process.
+    """
+    if getattr(arguments, "allow", None):
+        from raysim.experiment.plugins import allow_packages, conf_folders_of
+
+        sys.path.insert(0, os.getcwd())  # as `python` does for the user's own code
+        folders = (conf_folders_of if are_remote else allow_packages)(arguments.allow)
+        arguments.conf = [*map(str, folders), *arguments.conf]
+    return arguments
 
 
 def _complete() -> NoReturn:
@@ -342,40 +357,56 @@ def _complete() -> NoReturn:
     sys.exit(0)
 
 
-def warn(sentence: str) -> None:
-    """Print a sentence to stderr."""
-    _say(sentence, 0)
+class Commands:
+    """The subcommands of the parser. add: adds one, with its line in the list and its examples."""
 
+    def __init__(self, parser: argparse.ArgumentParser):
+        self._commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-def _say(sentence: str, status: int) -> int:
-    sys.stderr.write(f"raysim: {sentence}\n")
-    return status
+    def add(self, name: str, text: str, examples: str = "") -> argparse.ArgumentParser:
+        """Add a subcommand and return its parser."""
+        return self._commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:],  # names keep their case
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="raysim",
-        description="Federated-learning simulation: same bits in process and on Ray, synchronous or not.",
+        description="Simulate federated learning, in one process or on Ray, with the same results.",
         epilog=MAIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print raysim's version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = Commands(parser)
+    _add_run(commands)
+    _add_study(commands)
+    _add_sweep(commands)
+    _add_submit(commands)
+    _add_methods(commands)
+    _add_partition(commands)
+    _add_fleet(commands)
+    _add_new(commands)
+    _add_report(commands)
+    _add_ui(commands)
+    _add_bench(commands)
+    _add_completion(commands)
+    commands.add("help", "show this, or explain a command: raysim help run")
+    return parser
 
-    def add(name: str, text: str, epilog: str) -> argparse.ArgumentParser:
-        style = argparse.RawDescriptionHelpFormatter
-        about = text[0].upper() + text[1:]  # names keep their case
-        return commands.add_parser(
-            name, help=text, description=about, epilog=epilog, formatter_class=style
-        )
 
-    run = add("run", "train one study and record it", RUN)
-    _configurable(run)
-    run.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+def _add_run(commands: Commands) -> None:
+    run = commands.add("run", "train one configuration and record it", RUN)
+    _add_overrides(run)
+    _add_quiet(run)
     run.add_argument(
         "--auto-resume",
         action="store_true",
-        help="the same command starts a run and goes on with it: resume=latest",
+        help="the same command starts a run and continues it: resume=latest",
     )
     run.add_argument(
         "--config",
@@ -385,14 +416,17 @@ def _parser() -> Parser:
     run.add_argument(
         "--show", action="store_true", help="print the configuration as YAML, and run nothing"
     )
-    study = add(
+
+
+def _add_study(commands: Commands) -> None:
+    study = commands.add(
         "study",
         "methods x seeds x partitions as one job: means, deviations, tests of differences",
         STUDY,
     )
-    _configurable(study)
+    _add_overrides(study)
     study.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="runs side by side, in processes (1)"
+        "--parallel", type=int, default=1, metavar="N", help="runs at a time, in processes (1)"
     )
     study.add_argument(
         "--metric",
@@ -401,10 +435,16 @@ def _parser() -> Parser:
         metavar="NAME",
         help="a number of summary.json to compare; repeatable",
     )
-    sweep = add("sweep", "search for good settings with Ray Tune", SWEEP)
-    _configurable(sweep)
-    sweep.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
-    submit = add(
+
+
+def _add_sweep(commands: Commands) -> None:
+    sweep = commands.add("sweep", "search for good settings with Ray Tune", SWEEP)
+    _add_overrides(sweep)
+    _add_quiet(sweep)
+
+
+def _add_submit(commands: Commands) -> None:
+    submit = commands.add(
         "submit", "run a command on a cluster: pack, upload, follow, return its exit status", SUBMIT
     )
     submit.add_argument(
@@ -419,7 +459,7 @@ def _parser() -> Parser:
         default=[],
         dest="extra",
         metavar="PATH",
-        help="a file or folder to pack besides",
+        help="additional file or folder to upload",
     )
     submit.add_argument(
         "--limit", type=float, default=50.0, metavar="MB", help="refuse to upload more (50)"
@@ -428,21 +468,30 @@ def _parser() -> Parser:
         "--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env"
     )
     submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
-    methods = add("methods", "list the methods: paper, slots, parameters", METHODS)
+
+
+def _add_methods(commands: Commands) -> None:
+    methods = commands.add("methods", "list the methods: paper, hooks, parameters", METHODS)
     methods.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help="one to explain: its formulas, choices and settings",
+        help="a method to explain: its formulas, choices and settings",
     )
-    methods.add_argument("--json", action="store_true", help="as JSON")
-    _own_parts(methods)
-    partition = add("partition", "print statistics of a split, and draw it", PARTITION)
-    _configurable(partition)
+    methods.add_argument("--json", action="store_true", help="print JSON")
+    _add_packages(methods)
+
+
+def _add_partition(commands: Commands) -> None:
+    partition = commands.add("partition", "print statistics of a split, and draw it", PARTITION)
+    _add_overrides(partition)
     partition.add_argument(
         "--out", default="partition.png", metavar="FILE", help="the picture (partition.png)"
     )
-    fleet = add("fleet", "convert and check traces of devices", FLEET)
+
+
+def _add_fleet(commands: Commands) -> None:
+    fleet = commands.add("fleet", "convert and check traces of devices", FLEET)
     fleet.add_argument("action", choices=("convert", "check"), help="what to do")
     fleet.add_argument(
         "files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace"
@@ -450,15 +499,21 @@ def _parser() -> Parser:
     fleet.add_argument(
         "--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)"
     )
-    new = add(
+
+
+def _add_new(commands: Commands) -> None:
+    new = commands.add(
         "new",
         "write a package of your own: a method, a model, data, ... with options and tests",
         NEW,
     )
-    new.add_argument(
-        "name", metavar="NAME", help="the package, and the folder that it is written into"
+    new.add_argument("name", metavar="NAME", help="the name of the package and of its folder")
+
+
+def _add_report(commands: Commands) -> None:
+    report = commands.add(
+        "report", "compare runs: one table, overlaid curves, one HTML page", REPORT
     )
-    report = add("report", "compare runs: one table, overlaid curves, one HTML page", REPORT)
     report.add_argument(
         "runs", nargs="*", metavar="RUN", help="folders that runs, studies and sweeps wrote"
     )
@@ -472,7 +527,10 @@ def _parser() -> Parser:
             dest="form",
             help=f"print the table {text}, and no page",
         )
-    ui = add("ui", "show the charts of runs in MLflow", UI)
+
+
+def _add_ui(commands: Commands) -> None:
+    ui = commands.add("ui", "show the charts of runs in MLflow", UI)
     ui.add_argument(
         "place",
         nargs="?",
@@ -481,39 +539,31 @@ def _parser() -> Parser:
     )
     ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
     ui.add_argument("--no-browser", action="store_true", help="print the address alone")
-    bench = add("bench", "measure speed against a bare PyTorch loop", BENCH)
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument(
-        "runs",
-        nargs="*",
-        metavar="WORKLOAD",
-        help="W1, W2 and W3 unless given; or steps; or gpu",
+        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 by default; or steps; or gpu"
     )
-    bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; downloaded if nowhere")
+    bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; else downloaded")
     bench.add_argument(
         "--out",
         default=_BENCH_OUT,
         metavar="FILE",
         help="the results (bench.json); of gpu a folder (bench-gpu)",
     )
-    bench.add_argument("--device", default="cuda", help="of gpu: what is measured (cuda)")
-    bench.add_argument("--minutes", type=float, default=28.0, help="of gpu: in which it ends (28)")
-    bench.add_argument(
-        "--parts", metavar="A,B", help="of gpu: some of correctness, bits, memory, G1..G4, profile"
-    )
-    bench.add_argument(
-        "--tiny", action="store_true", help="of gpu: sizes that only try the command out"
-    )
     bench.add_argument(
         "--blocks",
         type=int,
         default=7,
-        help="blocks of rounds, each beside one of the bare loop (7)",
+        help="blocks of rounds, each followed by one of the bare loop (7)",
     )
     bench.add_argument(
         "--lanes",
         type=int,
         metavar="K",
-        help="clients that a worker trains at once; as in a run unless given",
+        help="clients that a worker trains at once; by default as in a run",
     )
     bench.add_argument(
         "--floor",
@@ -523,26 +573,44 @@ def _parser() -> Parser:
     bench.add_argument(
         "--profile",
         action="store_true",
-        help="where the time of W1, W2 and W3 goes: a table, and beside FILE a picture and a trace for ui.perfetto.dev",
+        help="where the time of W1, W2 and W3 goes: a table; next to FILE a picture and a trace "
+        "for ui.perfetto.dev",
     )
     bench.add_argument(
         "--workers", type=int, default=2, help="processes of one thread, on both sides (2)"
     )
-    completion = add("completion", "print what makes a shell complete raysim's words", COMPLETION)
+    gpu = bench.add_argument_group("of gpu")
+    gpu.add_argument("--device", default="cuda", help="what is measured (cuda)")
+    gpu.add_argument("--minutes", type=float, default=28.0, help="the longest it may take (28)")
+    gpu.add_argument(
+        "--parts", metavar="A,B", help="some of correctness, bits, memory, G1..G4, profile"
+    )
+    gpu.add_argument("--tiny", action="store_true", help="sizes that only try the command out")
+
+
+def _add_completion(commands: Commands) -> None:
+    completion = commands.add("completion", "print a script for completion in a shell", COMPLETION)
     completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
-    commands.add_parser("help", help="show this, or what a command takes: raysim help run")
-    return parser
 
 
-def _configurable(parser: argparse.ArgumentParser) -> None:
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quiet", action="store_true", help="print nothing but warnings and errors"
+    )
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     overrides: Any = parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="what differs from the default study"
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="an override: what differs from the default configuration",
     )
     overrides.completer = _completions
-    _own_parts(parser)
+    _add_packages(parser)
 
 
-def _own_parts(parser: argparse.ArgumentParser) -> None:
+def _add_packages(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conf",
         action="append",
@@ -565,65 +633,66 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
     return completions(prefix, parsed_args.overrides or (), parsed_args.conf)
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
-def _run(given: argparse.Namespace) -> int:
+# --- commands -----------------------------------------------------------------------------------
+def _run(arguments: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict, to_yaml
     from raysim.experiment.many_runs import to_continue
 
-    # before torch is imported: a typing mistake, and a folder of which nothing can come, are answered at once
-    words = _going_on(given.overrides) if given.auto_resume else given.overrides
-    config = compose(words, given.conf, given.config)
-    if given.show:
+    # Before torch is imported, so that a wrong override or folder is refused at once.
+    overrides = arguments.overrides
+    if arguments.auto_resume:
+        overrides = _with_auto_resume(overrides)
+    config = compose(overrides, arguments.conf, arguments.config)
+    if arguments.show:
         print(to_yaml(to_dict(config)), end="")
         return 0
     if config["resume"] == "latest":
         to_continue(config["out"])
     if isinstance(config["out"], str):
         with errors_as_refusals():
-            _check_folder(user_path(config["out"]), config["resume"], given)
+            _check_folder(user_path(config["out"]), config["resume"], arguments)
     from raysim.experiment.execute import run
 
-    run(config, quiet=given.quiet, allow=given.allow)
+    run(config, quiet=arguments.quiet, allow=arguments.allow)
     return 0
 
 
-def _check_folder(folder: Path, resume: object, given: argparse.Namespace) -> None:
-    """Refuse a folder that is taken, and to continue one that is not there, as a run of nothing but defaults."""
+def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -> None:
+    """Raise `Refused` for a new run in a folder that exists, and for a bare resume in an absent one.
+
+    A bare resume would begin a run with the default configuration, which nobody asked for.
+    """
     from raysim.experiment.many_runs import check_free
 
     if resume is None:
         check_free(folder)
-    said = (
-        given.auto_resume
-        or given.config
-        or {word.partition("=")[0] for word in given.overrides} > {"out", "resume"}
-    )
-    if resume == "latest" and not said and not folder.exists():
+    keys = {override.partition("=")[0] for override in arguments.overrides}
+    is_bare = not (arguments.auto_resume or arguments.config or keys > {"out", "resume"})
+    if resume == "latest" and is_bare and not folder.exists():
         raise Refused(
-            f"out={folder} does not exist, and no word says what to train: give those of the run"
+            f"out={folder} does not exist, and no override says what to train. "
+            "Give those of the run, or another folder"
         )
 
 
-def _going_on(words: Sequence[str]) -> list[str]:
-    """The words of a run that goes on wherever it was stopped."""
-    keys = {word.partition("=")[0] for word in words}
-    if "resume" in keys or "out" not in keys:
-        lacks = (
-            "has no effect beside resume=..."
-            if "resume" in keys
-            else "needs the folder of the run: add out=DIR"
-        )
-        raise Refused(f"--auto-resume {lacks}")
-    return [*words, "resume=latest"]
+def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a run that starts or continues."""
+    keys = {override.partition("=")[0] for override in overrides}
+    if "resume" in keys:
+        raise Refused("--auto-resume: it has no effect with resume=.... Leave one of them out")
+    if "out" not in keys:
+        raise Refused("--auto-resume: it needs the folder of the run. Add out=DIR")
+    return [*overrides, "resume=latest"]
 
 
-def _study(given: argparse.Namespace) -> int:
+def _study(arguments: argparse.Namespace) -> int:
     from raysim.commands.study.plan import move, plan
 
-    if given.parallel < 1:
-        raise Refused(f"--parallel {given.parallel} must be at least 1")
-    study = plan(given.overrides, given.conf)  # before torch is imported
+    parallel = arguments.parallel
+    if parallel < 1:
+        raise Refused(f"--parallel {parallel}: it must be at least 1. Change it")
+    study = plan(arguments.overrides, arguments.conf)  # before torch is imported
     from rich.console import Console
 
     from raysim.commands.study.report import check_metrics, report
@@ -632,8 +701,8 @@ def _study(given: argparse.Namespace) -> int:
     from raysim.experiment.many_runs import new_folder
     from raysim.results.progress import waiting_line
 
-    check_metrics(given.metric)
-    study = check(study, given.allow, given.parallel)
+    check_metrics(arguments.metric)
+    study = check(study, arguments.allow, parallel)
     with ExitStack() as stack:
         with errors_as_refusals():
             if study.is_new:
@@ -642,7 +711,7 @@ def _study(given: argparse.Namespace) -> int:
                 folder = make_folder(study.folder)
                 stack.enter_context(lock_folder(folder))
         if folder != study.folder:  # another study that began in the same second has the name
-            study = check(move(study, folder), given.allow, given.parallel)
+            study = check(move(study, folder), arguments.allow, parallel)
         print("\n".join([str(study), *study.warnings]), flush=True)
         with errors_as_refusals():
             store(study)
@@ -653,78 +722,84 @@ def _study(given: argparse.Namespace) -> int:
         with track(study, say):
             with waiting_line(Console()) as show:
                 failures = make_runs(
-                    study, parallel=given.parallel, allow=given.allow, say=say, show=show
+                    study, parallel=parallel, allow=arguments.allow, say=say, show=show
                 )
             with errors_as_refusals():
-                print(f"\n{report(study, given.metric, failures, terminal_width())}")
+                print(f"\n{report(study, arguments.metric, failures, terminal_width())}")
     for name, sentence in failures.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
     return 1 if failures else 0
 
 
-def _sweep(given: argparse.Namespace) -> int:
+def _sweep(arguments: argparse.Namespace) -> int:
     from raysim.commands.sweep.plan import read_request
     from raysim.runtime.placement import RayOptions, listen_on_loopback
 
-    request = read_request(given.overrides, given.conf)  # before torch and Ray are imported
+    # Before torch and Ray are imported.
+    request = read_request(arguments.overrides, arguments.conf)
     for draft in request.plan.drafts.values():
         listen_on_loopback(RayOptions(address=draft["runtime"].get("address")))
     from raysim.commands.sweep.session import sweep
 
-    sweep(request, quiet=given.quiet, allow=given.allow)
+    sweep(request, quiet=arguments.quiet, allow=arguments.allow)
     return 0
 
 
-def _submit(given: argparse.Namespace) -> int:
-    from raysim.commands.submit import package as submission
+def _submit(arguments: argparse.Namespace) -> int:
+    from raysim.commands.submit import package
 
-    words = given.words[1:] if given.words[:1] == ["--"] else given.words
-    if not words or words[0] not in submission.COMMANDS:
-        named = words[0] if words else "nothing"
-        raise Refused(
-            f"submit {named}: {suggest(named, submission.COMMANDS, 'what can be submitted is')}"
-        )
-    sys.path[:0] = [
-        str(Path(each).resolve().parent) for each in given.extra
-    ]  # where the job will find them
-    inner = _allowed(_parsed(words), elsewhere=True)
-    command = submission.Command(words, inner.overrides, inner.conf, getattr(inner, "config", None))
-    return submission.submit(
-        command, given.address, given.extra, given.limit, given.runtime_env, not given.no_wait
+    words = arguments.words
+    if words[:1] == ["--"]:
+        words = words[1:]
+    command = words[0] if words else "nothing"
+    if command not in package.COMMANDS:
+        advice = suggest(command, package.COMMANDS, "the commands that can be submitted are")
+        raise Refused(f"submit {command}: this cannot be submitted: {advice}")
+    # Where the job will find them.
+    sys.path[:0] = [str(Path(path).resolve().parent) for path in arguments.extra]
+    inner = _import_packages(parse_arguments(words), are_remote=True)
+    config = getattr(inner, "config", None)
+    return package.submit(
+        package.JobCommand(words, inner.overrides, inner.conf, config),
+        arguments.address,
+        arguments.extra,
+        arguments.limit,
+        arguments.runtime_env,
+        wait=not arguments.no_wait,
     )
 
 
-def _methods(given: argparse.Namespace) -> int:
+def _methods(arguments: argparse.Namespace) -> int:
     import json
 
-    from raysim.commands.methods import catalogue, listing, pages
+    from raysim.commands.methods import explain_methods, find_methods, list_methods
 
-    parts = catalogue(given.names, given.conf, given.allow)
-    if given.json:
-        print(json.dumps([part.facts() for part in parts], indent=2))
+    entries = find_methods(arguments.names, arguments.conf, arguments.allow)
+    if arguments.json:
+        print(json.dumps([entry.facts() for entry in entries], indent=2))
+    elif arguments.names:
+        print(explain_methods(entries))
     else:
-        print(pages(parts) if given.names else listing(parts, terminal_width()))
+        print(list_methods(entries, terminal_width()))
     return 0
 
 
-def _partition(given: argparse.Namespace) -> int:
+def _partition(arguments: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose
 
-    config = compose(given.overrides, given.conf)
+    config = compose(arguments.overrides, arguments.conf)
     from raysim.data.split_picture import draw_partition
     from raysim.data.split_statistics import statistics
     from raysim.experiment.build import partition
 
-    data = partition(config, given.allow)
-    picture = user_path(given.out)
-    numbers = statistics(data)
-    if numbers.pop("counts").shape[1] == 1:  # type: ignore[attr-defined]
-        numbers = {key: numbers[key] for key in numbers if key not in OF_CLASSES}
+    data = partition(config, arguments.allow)
+    picture = user_path(arguments.out)
+    numbers: dict[str, Any] = statistics(data)
+    has_labels = numbers.pop("counts").shape[1] > 1
     print(data.title)
     for key, value in numbers.items():
-        parts = value.items() if isinstance(value, dict) else [("", value)]
-        text = ", ".join(f"{name.replace('_', ' ')} {number:.4g}".strip() for name, number in parts)
-        print(f"  {key.replace('_', ' '):<20}{text}")
+        if has_labels or key not in CLASS_STATISTICS:
+            print(f"  {key.replace('_', ' '):<20}{_format_statistic(value)}")
     with errors_as_refusals():
         make_folder(picture.parent)
         draw_partition(data, picture)
@@ -732,30 +807,41 @@ def _partition(given: argparse.Namespace) -> int:
     return 0
 
 
-def _fleet(given: argparse.Namespace) -> int:
-    if len(given.files) != (wanted := {"convert": 2, "check": 1}[given.action]):
+def _format_statistic(value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"{value:.4g}"
+    return ", ".join(f"{name.replace('_', ' ')} {number:.4g}" for name, number in value.items())
+
+
+def _fleet(arguments: argparse.Namespace) -> int:
+    action, files = arguments.action, arguments.files
+    count = {"convert": 2, "check": 1}[action]
+    if len(files) != count:
         raise Refused(
-            f"fleet {given.action} takes {wanted} of your {len(given.files)} files: see raysim fleet -h"
+            f"fleet {action}: it takes {count} files, got {len(files)}. See raysim fleet -h"
         )
     from raysim.commands.fleet.fedscale import convert
     from raysim.simulation.trace import summarise_trace
 
     with errors_as_refusals():
-        file, *more = given.files
-        print(convert(file, more[0], user_path(given.out)) if more else summarise_trace(file))
+        if action == "convert":
+            capacity, behaviour = files
+            print(convert(capacity, behaviour, user_path(arguments.out)))
+        else:
+            print(summarise_trace(files[0]))
     return 0
 
 
-def _new(given: argparse.Namespace) -> int:
+def _new(arguments: argparse.Namespace) -> int:
     from raysim.commands.new.package import next_steps, write
 
     with errors_as_refusals():
-        print(next_steps(write(given.name)))
+        print(next_steps(write(arguments.name)))
     return 0
 
 
-def _report(given: argparse.Namespace) -> int:
-    if not given.runs:
+def _report(arguments: argparse.Namespace) -> int:
+    if not arguments.runs:
         raise Refused("report: needs the folder of a run. Name one or several")
     from raysim.results.report import (
         as_csv,
@@ -767,94 +853,99 @@ def _report(given: argparse.Namespace) -> int:
     )
     from raysim.results.tables import to_latex
 
+    form, out = arguments.form, arguments.out
+    if form and out is not None:
+        raise Refused(
+            f"--out {out}: --{form} prints a table and writes nothing. Leave one of them out"
+        )
     with errors_as_refusals():
-        runs = load_runs(given.runs, warn)
-        if given.form:
-            if given.out is not None:
-                raise Refused(
-                    f"--out {given.out} has no effect with --{given.form}, which prints a table alone"
-                )
-            groups = group_by_setting(runs)
-            print(
-                as_csv(groups)
-                if given.form == "csv"
-                else to_latex(result_columns(groups), describe_scores(runs))
-            )
+        runs = load_runs(arguments.runs, warn)
+        groups = group_by_setting(runs)
+        if form == "csv":
+            print(as_csv(groups))
+            return 0
+        if form == "latex":
+            print(to_latex(result_columns(groups), describe_scores(runs)))
             return 0
         print(comparison_table(runs, terminal_width()))
-        from raysim.results.page import write_report  # which imports torch
+        from raysim.results.page import write_report  # imports torch
 
-        page = write_report(group_by_setting(runs), user_path(given.out or "report"))
+        page = write_report(groups, user_path(out or "report"))
     print(f"\ncurves and table: {page}")
     return 0
 
 
-def _ui(given: argparse.Namespace) -> int:
-    from raysim.commands.ui import charts
+def _ui(arguments: argparse.Namespace) -> int:
+    from raysim.commands.ui import show_charts
 
     with errors_as_refusals():
-        return charts(given.place, given.port, not given.no_browser)
+        return show_charts(arguments.place, arguments.port, not arguments.no_browser)
 
 
-def _bench(given: argparse.Namespace) -> int:
-    names = given.runs or list(WORKLOADS)
+def _bench(arguments: argparse.Namespace) -> int:
+    names = arguments.runs or list(WORKLOADS)
     _check_workloads(names)
+    blocks, workers = arguments.blocks, arguments.workers
+    out = user_path(arguments.out)
     with errors_as_refusals():
-        if min(given.blocks, given.workers) < 1:
+        if min(blocks, workers) < 1:
             raise Refused(
-                f"--blocks {given.blocks} and --workers {given.workers} must be at least 1"
+                f"--blocks {blocks} --workers {workers}: both must be at least 1. Change them"
             )
         if names == ["gpu"]:
-            return _bench_gpu(given)
+            return _bench_gpu(arguments)
         if names == ["steps"]:
             from raysim.commands.bench import steps
 
-            steps.main(user_path(given.out), given.blocks, print)
+            steps.main(out, blocks, print)
             return 0
         from raysim.commands.bench import loops
 
-        folder = user_path(given.out).absolute().parent if given.profile else None
-        options = loops.Options(given.workers, given.lanes, given.floor, folder)
-        loops.main(names, given.data, user_path(given.out), given.blocks, options)
+        folder = out.absolute().parent if arguments.profile else None
+        options = loops.LoopOptions(workers, arguments.lanes, arguments.floor, folder)
+        loops.main(names, arguments.data, out, blocks, options)
     return 0
 
 
 def _check_workloads(names: Sequence[str]) -> None:
     """Raise `Refused` for a workload that does not exist, or that must be named alone."""
+    known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:
-            command = f"uv run python -m jobs.benchmarks.{name}"
             raise Refused(
-                f"bench {name}: the package does not have this benchmark. In a checkout, run {command}"
+                f"bench {name}: the package does not have this benchmark. "
+                f"In a checkout, run uv run python -m jobs.benchmarks.{name}"
             )
-        if name not in (*WORKLOADS, *ALONE):
+        if name not in known_names:
             raise Refused(
-                f"bench {name}: this workload does not exist. Use {', '.join((*WORKLOADS, *ALONE))}"
+                f"bench {name}: this workload does not exist. Use {', '.join(known_names)}"
             )
-        if name in ALONE and len(names) > 1:
+        if name in SEPARATE_BENCHMARKS and len(names) > 1:
             raise Refused(f"bench {name}: this benchmark runs in one process. Name it alone")
 
 
-def _bench_gpu(given: argparse.Namespace) -> int:
+def _bench_gpu(arguments: argparse.Namespace) -> int:
     from raysim.commands.bench import gpu
     from raysim.commands.bench.gpu_page import PAGE
 
-    parts = tuple(given.parts.split(",")) if given.parts else gpu.PARTS
-    options = gpu.Options(given.device, given.minutes, parts=parts)
-    folder = user_path("bench-gpu" if given.out == _BENCH_OUT else given.out)
-    gpu.main(folder, gpu.tried_out(options) if given.tiny else options)
-    print(f"{folder / PAGE} says what was found")
+    parts = tuple(arguments.parts.split(",")) if arguments.parts else gpu.PARTS
+    options = gpu.GpuOptions(arguments.device, arguments.minutes, parts=parts)
+    if arguments.tiny:
+        options = gpu.tiny_options(options)
+    folder = user_path("bench-gpu" if arguments.out == _BENCH_OUT else arguments.out)
+    gpu.main(folder, options)
+    print(f"the results are in {folder / PAGE}")
     return 0
 
 
-def _completion(given: argparse.Namespace) -> int:
+def _completion(arguments: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
-    print(shellcode(["raysim"], shell=given.shell), end="")
+    print(shellcode(["raysim"], shell=arguments.shell), end="")
     return 0
 
 
-def _say_version() -> int:
+def _print_version() -> int:
     import raysim
 
     print(f"raysim {raysim.__version__}")
@@ -874,5 +965,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "bench": _bench,
     "completion": _completion,
-    "help": lambda given: 0,  # `call` has made it -h
+    "help": lambda arguments: 0,  # `call` turns it into -h
 }

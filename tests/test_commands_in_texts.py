@@ -203,7 +203,7 @@ def taken(words: list[str]) -> None:
     if words[0] in ("help", "--version") or words[-1] == "-h":
         return
     assert words[0] in cli.COMMANDS
-    given = cli._parsed(words)
+    given = cli.parse_arguments(words)
     goes_on = "resume=latest" in getattr(given, "overrides", ())
     if hasattr(given, "conf"):
         given.conf = [*map(str, conf_folders_of(["mine"])), *given.conf]  # as if it were installed

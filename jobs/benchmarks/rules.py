@@ -23,7 +23,7 @@ from raysim.api.declare import RunSettingsForMethods, declare
 from raysim.api.messages import Update
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation, ServerView
-from raysim.commands.bench.steps import Measured, measure_pairs, report
+from raysim.commands.bench.steps import StepCost, measure_pairs, report
 from raysim.methods.fedexp import FedExP
 from raysim.methods.fedld import PrincipalGradient
 from raysim.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
@@ -138,7 +138,7 @@ def _updates() -> list[Update]:
     return updates
 
 
-def bench_rules(blocks: int, say: Callable[[str], None]) -> list[Measured]:
+def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure FedAvg and the loop in turn, each rule and FedAvg, and principal gradients last."""
     updates = _updates()
 

@@ -1,4 +1,4 @@
-"""`raysim methods`: every method with its paper, slots and parameters; one that is named, in its own words."""
+"""`raysim methods`: list the methods with paper, hooks and parameters, or explain some of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from raysim.methods import fedavg
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import user_path
 
+INDENT = "    "
+
 
 @dataclass(frozen=True)
-class Part:
-    """One that can be in a list of methods. about: what it does, in a line. texts: of its module, and its own."""
+class MethodEntry:
+    """A method that can be in a list of methods.
+
+    option: the name in `method=` that brings it, maybe with others. about: what it does, in a line.
+    texts: the docstrings of its module and its class. slots: the hooks that it fills.
+    """
 
     name: str
-    option: str  # the word that brings it, maybe with others
+    option: str
     paper: str
     about: str
     texts: Sequence[str]
@@ -32,89 +38,105 @@ class Part:
 
     @property
     def title(self) -> str:
-        """Its name, and its paper if it has one."""
+        """Return the name, with the paper if it has one."""
         return f"{self.name}  ({self.paper})" if self.paper else self.name
 
     def facts(self) -> dict[str, Any]:
-        """For programs."""
-        named = {"name": self.name, "option": self.option, "paper": self.paper, "about": self.about}
-        return {**named, "slots": self.slots, "parameters": self.parameters}
+        """Return what `raysim methods --json` prints of it."""
+        return {
+            "name": self.name,
+            "option": self.option,
+            "paper": self.paper,
+            "about": self.about,
+            "slots": self.slots,
+            "parameters": self.parameters,
+        }
 
 
-def catalogue(
-    words: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
-) -> list[Part]:
-    """Every part of every method, FedAvg first, which has no class; or those that some words of `method=` bring.
+def find_methods(
+    names: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
+) -> list[MethodEntry]:
+    """Return all methods, FedAvg first; or those that some names bring.
 
-    conf: folders of options of one's own. allow: the packages whose classes they may name. Raises Refused.
+    names: as in `method=`, such as "fedbr" or "fedld+fedavg". conf: the user's own folders of
+    options. allow: the packages whose classes they may name.
+
+    Raise `Refused` for a name that does not exist.
     """
     files = find_groups([*map(user_path, conf)]).files["method"]
     options = {option: load_option(path, "method") for option, path in files.items()}
-    text = inspect.cleandoc(fedavg.__doc__ or "")
-    parts = {"fedavg": Part("fedavg", "fedavg", fedavg.PAPER, first_line(text), [text])}
+    entries = {"fedavg": _fedavg()}
     for option, nodes in options.items():
         for name, node in nodes.items():
-            if name == option or name not in options:  # else it has an option of its own as well
-                parts[name] = _part(
-                    name, option, node, class_of(node, f"method.{name}", Method, allow)
-                )
-    if not words:
-        return list(parts.values())
-    brought = {name: [name] for name in parts} | {
-        option: list(nodes) for option, nodes in options.items()
-    }
-    chosen = [each for word in words for each in word.split("+")]
-    for each in chosen:
-        if each not in brought:
-            raise Refused(f"there is no method {each}: {suggest(each, brought)}")
-    return [parts[name] for each in chosen for name in brought[each]]
+            if name != option and name in options:
+                continue  # it has an option of its own as well
+            cls = class_of(node, f"method.{name}", Method, allow)
+            entries[name] = _entry(name, option, node, cls)
+    if not names:
+        return list(entries.values())
+    names_of = {name: [name] for name in entries}
+    names_of |= {option: list(nodes) for option, nodes in options.items()}
+    chosen = []
+    for name in "+".join(names).split("+"):
+        if name not in names_of:
+            raise Refused(f"there is no method {name}: {suggest(name, names_of)}")
+        chosen += [entries[each] for each in names_of[name]]
+    return chosen
 
 
-def _part(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) -> Part:
+def _fedavg() -> MethodEntry:
+    """Return the entry of FedAvg, which has no class: it is the empty list of methods."""
+    text = inspect.cleandoc(fedavg.__doc__ or "")
+    return MethodEntry("fedavg", "fedavg", fedavg.PAPER, first_line(text), [text])
+
+
+def _entry(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) -> MethodEntry:
     module = inspect.getmodule(cls)
-    ours = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and each.__module__ == cls.__module__
-    ]
-    alone = sum(issubclass(each, Method) for each in ours) == 1
-    texts = inspect.getdoc(module) or "", inspect.cleandoc(cls.__doc__ or "")
+    classes = [member for member in vars(module).values() if isinstance(member, type)]
+    own_classes = [member for member in classes if member.__module__ == cls.__module__]
+    methods = [member for member in own_classes if issubclass(member, Method)]
+    texts = (inspect.getdoc(module) or "", inspect.cleandoc(cls.__doc__ or ""))
+    # The docstring of a module with one method is about this method.
+    about = first_line(texts[0] if len(methods) == 1 else texts[1])
     parameters = {key: value for key, value in node.items() if key != TARGET}
-    return Part(
-        name, option, cls.paper, first_line(texts[0 if alone else 1]), texts, slots(cls), parameters
-    )
+    return MethodEntry(name, option, cls.paper, about, texts, slots(cls), parameters)
 
 
 def first_line(text: str) -> str:
-    """Of a docstring, without a name in front of it."""
+    """Return the first line of a docstring, without a name in front of it."""
     line = text.partition("\n")[0]
     return line.partition(": ")[2] or line
 
 
-def listing(parts: Sequence[Part], width: int) -> str:
-    """A few lines for each."""
-    return "\n".join(line for part in parts for line in _lines(part, width))
+def list_methods(entries: Sequence[MethodEntry], width: int) -> str:
+    """Return a few lines about each method. width: of a line in characters."""
+    return "\n".join(line for entry in entries for line in _lines(entry, width))
 
 
-def _lines(part: Part, width: int) -> Iterator[str]:
-    values = "  ".join(f"{key}={format_value(value)}" for key, value in part.parameters.items())
-    yield part.title
-    for text in (part.about, ", ".join(part.slots), values):
-        for line in textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False):
-            yield f"    {line}"
+def _lines(entry: MethodEntry, width: int) -> Iterator[str]:
+    values = [f"{key}={format_value(value)}" for key, value in entry.parameters.items()]
+    yield entry.title
+    for text in (entry.about, ", ".join(entry.slots), "  ".join(values)):
+        for line in textwrap.wrap(
+            text, width - len(INDENT), break_long_words=False, break_on_hyphens=False
+        ):
+            yield f"{INDENT}{line}"
 
 
-def pages(parts: Sequence[Part]) -> str:
-    """Each in its own words: formulas, what was chosen where the sources differ, and its settings as one types them."""
-    said: set[str] = set()  # of a module that has several
-    return "\n\n\n".join(_page(part, said) for part in parts)
+def explain_methods(entries: Sequence[MethodEntry]) -> str:
+    """Return the docstrings of each method, its hooks, and its settings as overrides.
 
-
-def _page(part: Part, said: set[str]) -> str:
-    texts = [text for text in part.texts if text and text not in said]
-    said.update(texts)
-    hooks = [f"hooks: {', '.join(part.slots)}"] if part.slots else []
-    keys = [
-        f"method.{part.name}.{key}={format_value(value)}" for key, value in part.parameters.items()
-    ]
-    return "\n\n".join([part.title, *texts, *hooks, "\n".join(keys) or "It has no settings."])
+    The docstring of a module that has several of them comes once.
+    """
+    printed: set[str] = set()
+    pages = []
+    for entry in entries:
+        texts = [text for text in entry.texts if text and text not in printed]
+        printed.update(texts)
+        hooks = [f"hooks: {', '.join(entry.slots)}"] if entry.slots else []
+        settings = []
+        for key, value in entry.parameters.items():
+            settings.append(f"method.{entry.name}.{key}={format_value(value)}")
+        parts = [entry.title, *texts, *hooks, "\n".join(settings) or "It has no settings."]
+        pages.append("\n\n".join(parts))
+    return "\n\n\n".join(pages)

@@ -1,6 +1,7 @@
-"""`raysim ui`: MLflow's server for what runs have sent there, and its page where it shows their charts.
+"""`raysim ui`: start MLflow's server on what runs have sent, and open its page on their charts.
 
-MLflow 3 opens an experiment on the traces of language models, whatever its tags say; only the address says otherwise.
+MLflow 3 opens an experiment on the traces of language models, whatever its tags say; only the
+address says otherwise.
 """
 
 from __future__ import annotations
@@ -23,82 +24,90 @@ from raysim.results.tracking import MLFLOW_ENVIRONMENT, find_experiment_id
 
 HOST = "127.0.0.1"
 CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-PLACES = ("mlflow.db", "runs/mlflow.db", "../mlflow.db")  # below a root of runs, a study, a run
-PATIENCE = 600.0  # seconds that a server has to start: one that fails ends at once
+# Seen from the folder around runs, from the folder of runs or of a study, and from one run.
+DATABASES = ("mlflow.db", "runs/mlflow.db", "../mlflow.db")
+START_TIMEOUT_S = 600.0  # generous, because a server that fails ends at once
+POLL_INTERVAL_S = 0.2
 
 
-def charts(place: str, port: int, browser: bool) -> int:
-    """Serve what MLflow has of the runs in a folder until Ctrl-C, or open the page of the server at an address.
+def show_charts(place: str, port: int, opens_browser: bool) -> int:
+    """Serve MLflow's page until Ctrl-C, or open that of a server; return 0.
 
-    Raises Refused where there is nothing to be shown.
+    place: a folder that runs are in, or a server's address. Raise `Refused` if there is nothing to
+    show.
     """
     os.environ.update({**MLFLOW_ENVIRONMENT, **os.environ})
     if place.startswith(("http://", "https://")):
-        _open(f"{place.rstrip('/')}/{CHARTS.format(find_experiment_id(place))}", browser)
+        charts = CHARTS.format(find_experiment_id(place))
+        _open_page(f"{place.rstrip('/')}/{charts}", opens_browser)
         return 0
-    uri = f"sqlite:///{_database(place)}"
-    experiment = find_experiment_id(uri)
-    with socket.socket() as probe:
-        if not probe.connect_ex((HOST, port)):
-            raise Refused(f"--port {port} is taken by another program: name another one")
+    uri = f"sqlite:///{find_database(place)}"
+    charts = CHARTS.format(find_experiment_id(uri))
+    if _is_listening(port):
+        raise Refused(f"--port {port} is taken by another program. Name another one")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
         signal.signal(number, signal.default_int_handler)
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", HOST]
-    quiet = {
-        **os.environ,
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    }  # jobs are for language models
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(
-            [*command, "--port", str(port), "--workers", "1"],
-            env=quiet,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        server = _start_server(uri, port, log)
         try:
-            _wait(server, port, log)
-            _open(f"http://{HOST}:{port}/{CHARTS.format(experiment)}", browser)
+            _wait_for_server(server, port, log)
+            _open_page(f"http://{HOST}:{port}/{charts}", opens_browser)
             print("Ctrl-C ends it", flush=True)
             server.wait()
         except KeyboardInterrupt:
             print()
         finally:
-            with suppress(ProcessLookupError):  # its workers, too
-                os.killpg(server.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)  # its workers, too
             server.wait()
     return 0
 
 
-def _database(place: str) -> Path:
-    """The file that runs in or around a folder have written to."""
+def find_database(place: str) -> Path:
+    """Return the database that the runs in a folder write. Raise `Refused` if there is none."""
     folder = user_path(place)
-    found = [path for name in PLACES if (path := folder / name).is_file()]
-    if not found:
-        raise Refused(
-            f"{place} has no mlflow.db: name the folder that runs are in; they write it unless tracking=none, or "
-            "tracking.uri names a server, whose address is taken here too"
-        )
-    return found[0].resolve()
-
-
-def _wait(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Until the server answers. Raises Refused where it ends instead."""
-    print("MLflow starts", flush=True)
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and server.poll() is None:
-        with socket.socket() as probe:
-            if not probe.connect_ex((HOST, port)):
-                return
-        time.sleep(0.2)
-    log.seek(0)
-    said = log.read().decode(errors="replace").strip().splitlines()
+    for name in DATABASES:
+        if (folder / name).is_file():
+            return (folder / name).resolve()
     raise Refused(
-        f"MLflow's server did not start on --port {port}: {said[-1] if said else 'it said nothing'}"
+        f"{place} has no mlflow.db, which runs write unless tracking=none or tracking.uri is set. "
+        "Name the folder that runs are in, or the address of a server"
     )
 
 
-def _open(address: str, browser: bool) -> None:
+def _is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex((HOST, port))
+
+
+def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
+    # MLflow's jobs are for language models.
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return subprocess.Popen(
+        [*command, "--host", HOST, "--port", str(port), "--workers", "1"],
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+    """Wait until the server answers. Raise `Refused` if it ends instead."""
+    print("MLflow starts", flush=True)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.poll() is None:
+        if _is_listening(port):
+            return
+        time.sleep(POLL_INTERVAL_S)
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    reason = lines[-1] if lines else "it printed nothing"
+    raise Refused(f"--port {port}: MLflow's server did not start: {reason}")
+
+
+def _open_page(address: str, opens_browser: bool) -> None:
     print(f"charts: {address}", flush=True)
-    if browser:
+    if opens_browser:
         webbrowser.open(address)

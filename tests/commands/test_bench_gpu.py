@@ -1,4 +1,4 @@
-"""The command for a GPU, tried on the CPU with tiny sizes, where neither Ray nor Hydra nor MLflow can be imported."""
+"""`raysim bench gpu`, on the CPU with tiny sizes, where neither Ray nor Hydra can be imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysim import cli
 from raysim.commands.bench import gpu
 from raysim.commands.bench.gpu_page import PAGE, write_page
 
-WITHOUT = """
+WITHOUT_LIBRARIES = """
 import sys
 for name in ("ray", "hydra", "omegaconf", "mlflow"):
     sys.modules[name] = None
@@ -26,73 +26,68 @@ main(sys.argv[1:])
 
 @pytest.mark.pictures
 @pytest.mark.slow
-def test_the_command_measures_and_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
+def test_command_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
     words = ["bench", "gpu", "--tiny", "--device", "cpu", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words, "--parts", "correctness,bits,G1,profile"],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(cli.__file__).parents[1]), FOLDERS]),
-        },
+    path = os.pathsep.join([str(Path(cli.__file__).parents[1]), FOLDERS])
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES, *words, "--parts", "correctness,bits,G1,profile"],
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    found, page = json.loads((tmp_path / gpu.RESULTS).read_text()), (tmp_path / PAGE).read_text()
-    assert not [
-        row for part in ("correctness", "bits", "G1") for row in found[part] if "refused" in row
-    ]
-    assert all(row["distance"] <= row["allowed"] for row in found["correctness"])
-    assert all(row["again"] and row["two workers"] for row in found["bits"])
-    assert {"plain loop", "loop", "graph", "FedBR, loop"} <= {row["way"] for row in found["G1"]}
-    for picture in ("correctness.png", "G1.png", *(row["picture"] for row in found["profile"])):
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / gpu.RESULTS).read_text())
+    page = (tmp_path / PAGE).read_text()
+    for part in ("correctness", "bits", "G1"):
+        assert not [row for row in results[part] if "refused" in row]
+    assert all(row["distance"] <= row["allowed"] for row in results["correctness"])
+    assert all(row["again"] and row["two workers"] for row in results["bits"])
+    assert {"plain loop", "loop", "graph", "FedBR, loop"} <= {row["way"] for row in results["G1"]}
+    profiles = [row["picture"] for row in results["profile"]]
+    for picture in ("correctness.png", "G1.png", *profiles):
         assert f"({picture})" in page and (tmp_path / picture).stat().st_size > 5000
+
     assert cli.call([*words, "--parts", "memory"]) == 0
     later = json.loads((tmp_path / gpu.RESULTS).read_text())
-    assert later["G1"] == found["G1"] and {row["workload"] for row in later["memory"]} == {
-        "G1",
-        "G2",
-        "G3",
-        "G4",
-    }
+    assert later["G1"] == results["G1"]
+    assert {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3", "G4"}
 
 
-def test_the_page_that_is_kept_is_made_of_the_results_beside_it(tmp_path: Path) -> None:
-    kept = Path(__file__).parents[2] / "docs/gpu"
-    write_page(json.loads((kept / gpu.RESULTS).read_text()), tmp_path)
-    assert (tmp_path / PAGE).read_text() == (kept / PAGE).read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in kept.iterdir()} - {
-        gpu.RESULTS
-    }
+def test_stored_page_is_made_of_the_results_next_to_it(tmp_path: Path) -> None:
+    stored = Path(__file__).parents[2] / "docs/gpu"
+    write_page(json.loads((stored / gpu.RESULTS).read_text()), tmp_path)
+    assert (tmp_path / PAGE).read_text() == (stored / PAGE).read_text()
+    names = {path.name for path in stored.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == names - {gpu.RESULTS}
 
 
 def test_every_method_is_checked() -> None:
-    assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= gpu.every_method().keys()
-    assert len(gpu.every_method()) > 45
+    names = gpu.every_method().keys()
+    assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= names
+    assert len(names) > 45
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fraug", "fedbr", "fedmix", "local", "vhl"])
-def test_methods_are_the_same_in_every_way_on_a_network_with_convolutions(name: str) -> None:
-    rows = gpu.correctness(gpu.Options(device="cpu", methods=(name,)), lambda: True)
-    assert [row["way"] for row in rows] == [way.name for way in gpu.CHECKED for _ in range(2)]
+def test_convolutions_are_the_same_in_every_mode(name: str) -> None:
+    options = gpu.GpuOptions(device="cpu", methods=(name,))
+    rows = gpu.measure_correctness(options, lambda: True)
+    assert [row["way"] for row in rows] == [mode.name for mode in gpu.CHECKED_MODES for _ in (0, 1)]
     assert not [row for row in rows if "refused" in row]
     assert [row["distance"] <= row["allowed"] for row in rows] == 6 * [True]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--parts", "G9"], "--parts G9 does not exist: use correctness"),
-        ([], "--device cuda needs a GPU"),
-    ],
+    ("words", "part"),
+    [(["--parts", "G9"], "--parts G9"), ([], "--device cuda")],
 )
-def test_what_cannot_be_measured_is_told(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_impossible_measurement_is_refused(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if not words and gpu.torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "gpu", "--out", str(tmp_path / "page"), *words])
-    assert told in capsys.readouterr().err and not (tmp_path / "page").exists()
+    assert part in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()

@@ -1,4 +1,7 @@
-"""`raysim new`: what it writes passes its own tests, and its words run in process and on Ray; see `test_submit` too."""
+"""`raysim new`: the package passes its own tests and runs by name, in process and on Ray.
+
+See `test_submit.py` for a cluster.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from raysim import cli
 from raysim.commands.new.package import NAME, TEMPLATE, next_steps
 
 GROUPS = ("method", "model", "data", "partition", "schedule", "fleet", "observer")
-WORDS = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
+OVERRIDES = [*(f"{group}=mine" for group in GROUPS), "tracking=none", "rounds=3"]
+RUN = ["run", "--quiet", "--allow", "mine"]
 
 
 @pytest.fixture
 def mine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Path]:
-    """A package that was just written, in the current folder."""
+    """Write a package, and give its folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert cli.call(["new", "mine"]) == 0
@@ -33,35 +37,24 @@ def mine(
         del sys.modules[name]
 
 
-def test_the_name_is_everywhere_and_nothing_else_is_changed(mine: Path) -> None:
-    written = {
-        str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*") if path.is_file()
-    }
-    template = {
-        str(path.relative_to(TEMPLATE)).replace(NAME, "mine"): path.read_text().replace(
-            NAME, "mine"
-        )
-        for path in TEMPLATE.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
-    assert written == template
+def files_below(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def test_package_is_the_template_under_its_name(mine: Path) -> None:
+    written = files_below(mine)
+    expected = {}
+    for name, text in files_below(TEMPLATE).items():
+        expected[name.replace(NAME, "mine")] = text.replace(NAME, "mine")
+    assert written == expected
     assert {f"mine/conf/{group}/mine.yaml" for group in GROUPS} < written.keys()
     assert not [name for name, text in written.items() if NAME in name or NAME in text]
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("My-Parts", "a package is called by small letters, digits and _"),
-        ("class", "a package is called by small letters"),
-        ("json", "Python has a package of this name already"),
-        ("raysim", "Python has a package of this name already"),
-        ("there", "exists already: choose another name"),
-    ],
-)
-def test_a_name_that_cannot_be_is_one_sentence(
+@pytest.mark.parametrize("name", ["My-Parts", "class", "json", "raysim", "there"])
+def test_impossible_name_is_refused(
     name: str,
-    sentence: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -69,12 +62,12 @@ def test_a_name_that_cannot_be_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     assert cli.call(["new", name]) == 2
-    assert sentence in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"raysim: new {name}: ")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_who_is_one_folder_too_high_is_told_where_the_package_is(
+def test_folder_above_the_package_is_answered(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,21 +80,18 @@ def test_who_is_one_folder_too_high_is_told_where_the_package_is(
     assert f"{mine}/mine" in error
 
 
-def test_its_words_run_in_process_and_go_on(mine: Path) -> None:
-    assert (
-        cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=run"]) == 0
-    )
+def test_parts_run_in_process_and_continue(mine: Path) -> None:
+    assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=run"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["methods"] == ["mine"] and summary["choices"]["observer"] == ["mine"]
     assert Path("run/best.txt").read_text().startswith("round ")
-    assert (
-        cli.call(["run", "--quiet", "--allow", "mine", "out=run", "resume=latest", "rounds=4"]) == 0
-    )
+    assert cli.call([*RUN, "out=run", "resume=latest", "rounds=4"]) == 0
 
 
-def test_the_command_that_it_prints_learns_before_ones_eyes(mine: Path) -> None:
-    printed = next(line for line in next_steps(mine).splitlines() if "raysim run" in line)
-    words = printed[: printed.index("rounds=10") + len("rounds=10")].split()[1:]
+def test_printed_command_learns(mine: Path) -> None:
+    line = next(line for line in next_steps(mine).splitlines() if "raysim run" in line)
+    end = line.index("rounds=10") + len("rounds=10")
+    words = line[:end].split()[1:]
     assert cli.call([*words, "runtime=inprocess", "tracking=none", "out=run"]) == 0
     scores = [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
     assert min(scores) < 0.7 < max(scores)
@@ -109,29 +99,19 @@ def test_the_command_that_it_prints_learns_before_ones_eyes(mine: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_words_run_on_ray_to_the_same_bits(mine: Path) -> None:
-    assert (
-        cli.call(["run", "--quiet", "--allow", "mine", *WORDS, "runtime=inprocess", "out=one"]) == 0
-    )
-    program = [
-        sys.executable,
-        "-m",
-        "raysim",
-        "run",
-        "--allow",
-        "mine",
-        *WORDS,
-        "runtime.workers=2",
-        "out=two",
-    ]
+def test_parts_run_on_ray_to_the_same_bits(mine: Path) -> None:
+    assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=one"]) == 0
+    words = ["run", "--allow", "mine", *OVERRIDES, "runtime.workers=2", "out=two"]
+    program = [sys.executable, "-m", "raysim", *words]
     ran = subprocess.run(program, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     one, two = (json.loads(Path(out, "summary.json").read_text()) for out in ("one", "two"))
-    assert (one["model_sha256"], one["state_sha256"]) == (two["model_sha256"], two["state_sha256"])
+    for checksum in ("model_sha256", "state_sha256"):
+        assert one[checksum] == two[checksum]
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass_without_installing_it(mine: Path) -> None:
+def test_its_own_tests_pass_without_installation(mine: Path) -> None:
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(program, cwd=mine, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

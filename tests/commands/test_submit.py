@@ -1,4 +1,4 @@
-"""Submitting: what is packed and refused here, what a real cluster with a token makes of it, and the files in jobs/."""
+"""`raysim submit`: what is packed and refused, jobs on a cluster with a token, the files in jobs/."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ import pytest
 import yaml
 
 from raysim import cli
+from raysim.commands.submit import job_server
 from raysim.commands.submit.package import (
-    Command,
+    JobCommand,
     check_command,
     check_size,
+    describe_size,
+    find_files,
     pack,
-    pieces,
-    runtime_env,
-    size,
+    read_runtime_env,
     with_source,
 )
 from raysim.experiment.compose import compose
@@ -42,7 +43,7 @@ from raysim.primitives.errors import Refused
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-ALONE = (
+SMALL = (
     "rounds=2",
     "tracking=none",
     "data=synthetic",
@@ -53,7 +54,7 @@ ALONE = (
     "model=mlp",
     "local.epochs=1",
 )
-RUN = ("runtime.workers=1", *ALONE)
+RUN = ("runtime.workers=1", *SMALL)
 MINE = """
 from raysim.api.method import Method
 
@@ -72,380 +73,324 @@ class Harmless(Method):
 """
 
 
-# --- the package ----------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_the_package_is_what_a_job_needs_and_nothing_else(tmp_path: Path) -> None:
-    pack(pieces(), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "LICENSE",
-        "README.md",
-        "conf",
-        "pyproject.toml",
-        "raysim",
-    ]
-    assert not (tmp_path / "jobs").exists()
-    program = (
-        "import raysim.experiment.compose as c; "
-        "from raysim.primitives.files import conf_folder; "
-        "print(c.__file__, conf_folder(), c.compose(['rounds=7'])['rounds'])"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.split() == [
-        str(tmp_path / "raysim" / "experiment" / "compose.py"),
-        str(tmp_path / "conf"),
-        "7",
-    ]
-
-
-def test_hidden_files_and_byte_code_stay_behind(tmp_path: Path) -> None:
-    for name in (
-        "mine/a.py",
-        "mine/.secret",
-        "mine/.git/config",
-        "mine/__pycache__/a.pyc",
-        "mine/deep/b.yaml",
-    ):
-        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-    names = [piece.name for piece in pieces([tmp_path / "mine"])]
-    assert [name for name in names if name.startswith("mine/")] == ["mine/a.py", "mine/deep/b.yaml"]
-    assert not [name for name in names if "pycache" in name or "/." in name]
-
-
-def test_links_out_of_a_packed_folder_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("hunter2")
-    (tmp_path / "mine/sub").mkdir(parents=True)
-    (tmp_path / "mine/a.py").write_text("")
-    (tmp_path / "mine/b.py").symlink_to("a.py")
-    assert "mine/b.py" in {piece.name for piece in pieces([tmp_path / "mine"])}
-    for target in (tmp_path / "secret", "../../secret"):
-        (link := tmp_path / "mine/sub/c.py").symlink_to(target)
-        with pytest.raises(
-            Refused, match=f"{link} links out of {tmp_path / 'mine'}, to {tmp_path / 'secret'}"
-        ):
-            pieces([tmp_path / "mine"])
-        link.unlink()
-    (tmp_path / "mine/d").symlink_to(tmp_path)
-    with pytest.raises(Refused, match="mine/d links to a folder"):
-        pieces([tmp_path / "mine"])
-
-
-@pytest.mark.parametrize("given", ["loop", "~nosuchuser", "a\0b"])
-def test_what_is_no_path_cannot_be_packed(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("loop").symlink_to("loop")
-    with pytest.raises(Refused):
-        pieces([given])
-    with pytest.raises(Refused):
-        runtime_env(given)
-
-
-def test_a_package_that_is_too_large_names_its_largest_files(tmp_path: Path) -> None:
-    (mine := tmp_path / "mine").mkdir()
-    (mine / "weights.bin").write_bytes(bytes(3_000_000))
-    (mine / "small.py").write_text("x = 1\n")
-    found = pieces([mine])
-    assert "mine 3.0 MB" in size(found)
-    check_size(found, 50)
-    with pytest.raises(
-        Refused,
-        match=r"more than --limit 2 MB; its largest files are mine/weights.bin \(3.0 MB\).*--limit",
-    ):
-        check_size(found, 2)
-
-
-def test_what_is_added_must_exist_under_a_name_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="--with nowhere does not exist"):
-        pieces(["nowhere"])
-    (tmp_path / "conf").mkdir()
-    with pytest.raises(Refused, match="another conf in the package: rename it"):
-        pieces([tmp_path / "conf"])
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
-def command(*words: str, **more: Any) -> Command:
-    return Command(words, words[1:], **more)
-
-
-def test_a_command_joins_the_cluster_unless_it_names_a_runtime_or_is_continued() -> None:
-    joined = command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
-    assert shlex.split(joined.entrypoint) == [
-        "python",
-        "-m",
-        "raysim",
-        "run",
-        "runtime=cluster",
-        *joined.words[1:],
-    ]
-    for word in ("runtime=inprocess", "resume=latest"):
-        assert "runtime=cluster" not in command("study", "out=/s/a", word).entrypoint
-
-
-def test_results_must_outlive_the_job() -> None:
-    for words in (
-        ("run",),
-        ("run", "out=runs/a"),
-        ("sweep", "sweep=fedbr"),
-        ("study", "resume=latest", "out=a"),
-    ):
-        with pytest.raises(
-            Refused, match=r"(lies|without out=DIR results lie) in the job's own folder"
-        ):
-            check_command(command(*words), pieces())
-    for words in (
-        ("run", "out=/shared/a"),
-        ("run", "out='~/a'"),
-        ("run", "tracking.uri=http://mlflow:5000"),
-        ("run", "resume=/shared/a/checkpoints/round-3"),
-        ("study", "out='/shared/a'"),
-    ):
-        check_command(command(*words), pieces())
-
-
-def test_a_typing_mistake_is_answered_before_anything_is_uploaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.call(["submit", "run", "out=/s/a", "roundz=3"]) == 2
-    assert "did you mean rounds?" in capsys.readouterr().err
-    assert cli.call(["submit", "bench"]) == 2
-    assert "submit bench: what can be submitted is run, study, sweep" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        cli.call(["submit", "--", "run", "out=/s/a", "--quite"])
-    assert ended.value.code == 2
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["rounds=ten"],
-        ["local.lr=fast"],
-        ["runtime.workers=-1"],
-        ["method=fedprox", "method.fedprox.mu=big"],
-        ["method=fedprox", "method.fedprox.mu=-1.5"],
-        ["partition.alpha=some"],
-        ["schedule.cohort=1.5"],
-    ],
-    ids=str,
-)
-def test_a_wrong_value_is_answered_before_anything_is_uploaded(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.call(["submit", "run", "out=/s/a", *words]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith(f"raysim: {words[-1]} must be ") and not told.out
-
-
-def test_what_only_the_nodes_have_is_not_judged_here(tmp_path: Path) -> None:
-    words = [
-        "run",
-        "out=/s/a",
-        "device=cuda",
-        "data=parquet",
-        "data.root=/nowhere",
-        "model.norm=group",
-    ]
-    check_command(command(*words), pieces())
-    text = "mine: {_target_: ofnodes.Mine, mu: 1}\n"
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text(text)
-    check_command(command("run", "out=/s/a", "method=mine", conf=[str(tmp_path)]), pieces())
-
-
-def test_of_a_jobs_output_rays_own_first_lines_are_left_out() -> None:
-    from raysim.commands.submit.job_server import OF_RAY
-
-    rays = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
-    rays += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
-    assert OF_RAY.sub("", f"{rays}methods   fedavg\nround 1\n") == "methods   fedavg\nround 1\n"
-
-
-def test_folders_of_options_must_be_packed() -> None:
-    with pytest.raises(Refused, match="--conf mine/conf is not in the package: add --with mine"):
-        check_command(command("run", "out=/s/a", conf=["mine/conf"]), pieces())
-
-
-def test_the_jobs_environment_is_read_from_a_file_without_a_working_directory(
-    tmp_path: Path,
-) -> None:
-    assert runtime_env(None) == {}
-    found = runtime_env(str(ROOT / "jobs" / "runtime_env.yaml"))
-    assert (
-        found["pip"] == ["${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}[sweep]"]
-        and "RAYSIM_CACHE" in found["env_vars"]
-    )
-    for text, reason in (
-        ("working_dir: .", "leave it out"),
-        ("- a", "no keys"),
-        ("a: [", "no YAML"),
-    ):
-        (path := tmp_path / "env.yaml").write_text(text)
-        with pytest.raises(Refused, match=reason):
-            runtime_env(str(path))
-
-
-# --- the job server, or none ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("given", "url"),
-    [
-        (None, "http://127.0.0.1:8265"),
-        ("auto", "http://127.0.0.1:8265"),
-        ("head", "http://head:8265"),
-        ("head:8000", "http://head:8000"),
-        ("https://user@head/", "https://head:443"),
-    ],
-)
-def test_a_job_server_is_named_in_short(
-    given: str | None, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from raysim.commands.submit import job_server as jobs
-
-    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    assert jobs.address(given) == url
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://other:1")
-    assert jobs.address(given) == (url if given else "http://other:1")
-
-
-@pytest.mark.parametrize("given", ["ray://head:10001", "http://", "head:port"])
-def test_what_is_no_job_server_is_refused(given: str) -> None:
-    from raysim.commands.submit import job_server as jobs
-
-    with pytest.raises(ValueError, match="name it as http://HOST:8265"):
-        jobs.address(given)
-
-
-def test_one_sentence_where_no_cluster_answers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from raysim.commands.submit import job_server as jobs
-
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    with pytest.raises(ValueError, match="no cluster answers there"):
-        jobs.connect(url := f"http://127.0.0.1:{free_ports(1)[0]}")
-    assert cli.call(["submit", "--address", url, "run", "out=/s/a"]) == 2
-    told = capsys.readouterr()
-    assert "no cluster answers there" in told.err and not told.out, "nothing is uploaded"
-
-
-@pytest.mark.slow  # Ray keeps the token that a process found first, and this one may have found another
-@pytest.mark.parametrize(
-    ("token", "said"),
-    [("a" * 32, "what answers there is no Ray job server"), ("", "this process has none: put the")],
-)
-def test_one_sentence_where_something_else_answers_or_no_token_is_there(
-    token: str, said: str, tmp_path: Path
-) -> None:
-    class Other(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_TOKEN")
-    }
-    env |= {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"} | (
-        {"RAY_AUTH_TOKEN": token} if token else {}
-    )
-    words = ["submit", "--address", f"http://127.0.0.1:{server.server_port}", "run", "out=/s/a"]
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-m", "raysim", *words], env=env, capture_output=True, text=True
+# --- the package --------------------------------------------------------------------------------
+class TestPackage:
+    @pytest.mark.slow
+    def test_package_is_what_a_job_needs(self, tmp_path: Path) -> None:
+        pack(find_files(), tmp_path)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["LICENSE", "README.md", "conf", "pyproject.toml", "raysim"]
+        program = (
+            "import raysim.experiment.compose as c; "
+            "from raysim.primitives.files import conf_folder; "
+            "print(c.__file__, conf_folder(), c.compose(['rounds=7'])['rounds'])"
         )
-        assert ran.returncode == 2 and said in ran.stderr and "Traceback" not in ran.stderr, (
-            ran.stderr
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
+        command = [sys.executable, "-c", program]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        module = tmp_path / "raysim" / "experiment" / "compose.py"
+        assert ran.stdout.split() == [str(module), str(tmp_path / "conf"), "7"]
+
+    def test_hidden_files_and_byte_code_are_left_out(self, tmp_path: Path) -> None:
+        hidden = ("mine/.secret", "mine/.git/config", "mine/__pycache__/a.pyc")
+        for name in ("mine/a.py", "mine/deep/b.yaml", *hidden):
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x")
+        names = [file.name for file in find_files([tmp_path / "mine"])]
+        mine = [name for name in names if name.startswith("mine/")]
+        assert mine == ["mine/a.py", "mine/deep/b.yaml"]
+        assert not [name for name in names if "pycache" in name or "/." in name]
+
+    def test_links_out_of_a_folder_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text("hunter2")
+        mine = tmp_path / "mine"
+        (mine / "sub").mkdir(parents=True)
+        (mine / "a.py").write_text("")
+        (mine / "b.py").symlink_to("a.py")
+        assert "mine/b.py" in {file.name for file in find_files([mine])}
+        link = mine / "sub/c.py"
+        for target in (tmp_path / "secret", "../../secret"):
+            link.symlink_to(target)
+            with pytest.raises(Refused, match=f"^{link} .*{tmp_path / 'secret'}"):
+                find_files([mine])
+            link.unlink()
+        (mine / "d").symlink_to(tmp_path)
+        with pytest.raises(Refused, match="mine/d "):
+            find_files([mine])
+
+    @pytest.mark.parametrize("argument", ["loop", "~nosuchuser", "a\0b"])
+    def test_impossible_paths_are_refused(
+        self, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("loop").symlink_to("loop")
+        with pytest.raises(Refused):
+            find_files([argument])
+        with pytest.raises(Refused):
+            read_runtime_env(argument)
+
+    def test_large_package_names_its_largest_files(self, tmp_path: Path) -> None:
+        mine = tmp_path / "mine"
+        mine.mkdir()
+        (mine / "weights.bin").write_bytes(bytes(3_000_000))
+        (mine / "small.py").write_text("x = 1\n")
+        files = find_files([mine])
+        assert "mine 3.0 MB" in describe_size(files)
+        check_size(files, 50)
+        with pytest.raises(Refused, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
+            check_size(files, 2)
+
+    def test_added_folder_must_exist_and_have_its_own_name(self, tmp_path: Path) -> None:
+        with pytest.raises(Refused, match="--with nowhere"):
+            find_files(["nowhere"])
+        (tmp_path / "conf").mkdir()
+        with pytest.raises(Refused, match=f"--with {tmp_path / 'conf'}"):
+            find_files([tmp_path / "conf"])
 
 
-def test_a_token_file_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from raysim.commands.submit import job_server as jobs
-
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="none holds no token"):
-        jobs.connect("http://127.0.0.1:1")
+# --- the command --------------------------------------------------------------------------------
+def job_command(*words: str, **options: Any) -> JobCommand:
+    return JobCommand(words, words[1:], **options)
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "status", "sentence"),
-    [
-        (1, 1, ""),
-        (130, 130, ""),
-        (
-            137,
-            137,
-            "ended by signal 9, most often for want of memory: submitted again with resume=latest, it goes on",
-        ),
-        (-15, 143, "ended by signal 15: submitted again with resume=latest, it goes on"),
-    ],
-)
-def test_a_job_that_could_say_nothing_at_its_end_is_said_to_be_killed(
-    exit_code: int, status: int, sentence: str
-) -> None:
-    from ray.job_submission import JobStatus
+class TestCommand:
+    def test_command_joins_cluster_unless_it_has_a_runtime(self) -> None:
+        joined = job_command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
+        start = ["python", "-m", "raysim", "run", "runtime=cluster"]
+        assert shlex.split(joined.entrypoint) == [*start, *joined.words[1:]]
+        for override in ("runtime=inprocess", "resume=latest"):
+            other = job_command("study", "out=/s/a", override)
+            assert "runtime=cluster" not in other.entrypoint
 
-    from raysim.commands.submit import job_server as jobs
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("run",),
+            ("run", "out=runs/a"),
+            ("sweep", "sweep=fedbr"),
+            ("study", "resume=latest", "out=a"),
+        ],
+        ids=" ".join,
+    )
+    def test_results_in_the_jobs_folder_are_refused(self, words: tuple[str, ...]) -> None:
+        with pytest.raises(Refused, match=r"out="):
+            check_command(job_command(*words), find_files())
 
-    details = SimpleNamespace(status=JobStatus.FAILED, driver_exit_code=exit_code, message="")
-    client: Any = SimpleNamespace(get_job_info=lambda job: details)
-    assert jobs.status(client, "a") == (status, sentence and f"job a was {sentence}")
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("run", "out=/shared/a"),
+            ("run", "out='~/a'"),
+            ("run", "tracking.uri=http://mlflow:5000"),
+            ("run", "resume=/shared/a/checkpoints/round-3"),
+            ("study", "out='/shared/a'"),
+        ],
+        ids=" ".join,
+    )
+    def test_results_that_outlive_the_job_are_accepted(self, words: tuple[str, ...]) -> None:
+        check_command(job_command(*words), find_files())
+
+    def test_wrong_names_are_answered_before_the_upload(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.call(["submit", "run", "out=/s/a", "roundz=3"]) == 2
+        assert "did you mean rounds?" in capsys.readouterr().err
+        assert cli.call(["submit", "bench"]) == 2
+        error = capsys.readouterr().err
+        assert "submit bench" in error and "run, study, sweep" in error
+        with pytest.raises(SystemExit) as ended:
+            cli.call(["submit", "--", "run", "out=/s/a", "--quite"])
+        assert ended.value.code == 2
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ["rounds=ten"],
+            ["local.lr=fast"],
+            ["runtime.workers=-1"],
+            ["method=fedprox", "method.fedprox.mu=big"],
+            ["method=fedprox", "method.fedprox.mu=-1.5"],
+            ["partition.alpha=some"],
+            ["schedule.cohort=1.5"],
+        ],
+        ids=str,
+    )
+    def test_wrong_value_is_answered_before_the_upload(
+        self, overrides: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.call(["submit", "run", "out=/s/a", *overrides]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith(f"raysim: {overrides[-1]} ") and not printed.out
+
+    def test_what_only_nodes_have_is_not_checked(self, tmp_path: Path) -> None:
+        overrides = ["device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
+        check_command(job_command("run", "out=/s/a", *overrides), find_files())
+        (tmp_path / "method").mkdir()
+        option = tmp_path / "method" / "mine.yaml"
+        option.write_text("mine: {_target_: ofnodes.Mine, mu: 1}\n")
+        command = job_command("run", "out=/s/a", "method=mine", conf=[str(tmp_path)])
+        check_command(command, find_files())
+
+    def test_folder_of_options_must_be_packed(self) -> None:
+        command = job_command("run", "out=/s/a", conf=["mine/conf"])
+        with pytest.raises(Refused, match=r"--conf mine/conf.*--with mine"):
+            check_command(command, find_files())
+
+    def test_environment_is_read_from_a_file(self, tmp_path: Path) -> None:
+        assert read_runtime_env(None) == {}
+        environment = read_runtime_env(str(ROOT / "jobs" / "runtime_env.yaml"))
+        assert environment["pip"] == ["${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}[sweep]"]
+        assert "RAYSIM_CACHE" in environment["env_vars"]
+        path = tmp_path / "env.yaml"
+        for text in ("working_dir: .", "- a", "a: ["):
+            path.write_text(text)
+            with pytest.raises(Refused, match=f"--runtime-env {path}"):
+                read_runtime_env(str(path))
+
+    def test_environment_has_the_packed_commit(self) -> None:
+        environment = {"pip": ["x"], "env_vars": {"A": "1"}}
+        source = {"RAYSIM_SOURCE": json.dumps(source_commit())}
+        assert with_source(environment) == {"pip": ["x"], "env_vars": {**source, "A": "1"}}
+        assert environment["env_vars"] == {"A": "1"}, "the argument is unchanged"
+        assert with_source({}) == {"env_vars": source}
 
 
-def test_a_job_is_told_the_commit_that_is_packed_beside_what_the_user_gives() -> None:
-    given = {"pip": ["x"], "env_vars": {"A": "1"}}
-    env = with_source(given)
-    assert env["pip"] == ["x"] and env["env_vars"] == {
-        "RAYSIM_SOURCE": json.dumps(source_commit()),
-        "A": "1",
-    }
-    assert given["env_vars"] == {"A": "1"} and with_source({})["env_vars"].keys() == {
-        "RAYSIM_SOURCE"
-    }
+# --- the job server -----------------------------------------------------------------------------
+class TestJobServer:
+    @pytest.mark.parametrize(
+        ("address", "url"),
+        [
+            (None, "http://127.0.0.1:8265"),
+            ("auto", "http://127.0.0.1:8265"),
+            ("head", "http://head:8265"),
+            ("head:8000", "http://head:8000"),
+            ("https://user@head/", "https://head:443"),
+        ],
+    )
+    def test_address_is_completed(
+        self, address: str | None, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+            monkeypatch.delenv(name, raising=False)
+        assert job_server.find_address(address) == url
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://other:1")
+        assert job_server.find_address(address) == (url if address else "http://other:1")
+
+    @pytest.mark.parametrize("address", ["ray://head:10001", "http://", "head:port"])
+    def test_wrong_address_is_refused(self, address: str) -> None:
+        with pytest.raises(ValueError, match=f"--address {address}"):
+            job_server.find_address(address)
+
+    def test_silent_address_is_refused_before_the_upload(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+        url = f"http://127.0.0.1:{free_ports(1)[0]}"
+        with pytest.raises(ValueError, match=f"--address {url}: no cluster"):
+            job_server.connect(url)
+        assert cli.call(["submit", "--address", url, "run", "out=/s/a"]) == 2
+        printed = capsys.readouterr()
+        assert f"--address {url}: no cluster" in printed.err and not printed.out
+
+    @pytest.mark.slow  # Ray keeps the first token of a process, and this one may have another
+    @pytest.mark.parametrize(
+        ("token", "part"),
+        [("a" * 32, "not a Ray job server"), ("", "this process has none")],
+    )
+    def test_other_server_and_missing_token_are_one_sentence(
+        self, token: str, part: str, tmp_path: Path
+    ) -> None:
+        class OtherServer(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_error(404)
+
+            def log_message(self, *_: object) -> None: ...
+
+        server = http.server.HTTPServer(("127.0.0.1", 0), OtherServer)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+        for name, value in os.environ.items():
+            if not name.startswith("RAY_AUTH") and name != "HOME":
+                environment[name] = value
+        if token:
+            environment["RAY_AUTH_TOKEN"] = token
+        address = f"http://127.0.0.1:{server.server_port}"
+        words = ["submit", "--address", address, "run", "out=/s/a"]
+        command = [sys.executable, "-m", "raysim", *words]
+        try:
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+        finally:
+            server.shutdown()
+            server.server_close()
+        assert ran.returncode == 2, ran.stderr
+        assert f"--address {address}" in ran.stderr and part in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_absent_token_file_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(ValueError, match=f"RAY_AUTH_TOKEN_PATH={tmp_path / 'none'}"):
+            job_server.connect("http://127.0.0.1:1")
+
+    @pytest.mark.parametrize(
+        ("exit_code", "status", "signal_number"),
+        [(1, 1, None), (130, 130, None), (137, 137, 9), (-15, 143, 15)],
+    )
+    def test_killed_job_has_a_sentence(
+        self, exit_code: int, status: int, signal_number: int | None
+    ) -> None:
+        from ray.job_submission import JobStatus
+
+        details = SimpleNamespace(status=JobStatus.FAILED, driver_exit_code=exit_code, message="")
+        client: Any = SimpleNamespace(get_job_info=lambda job: details)
+        code, sentence = job_server.wait_for_end(client, "a")
+        assert code == status
+        if signal_number is None:
+            assert sentence == ""
+        else:
+            assert f"ended by signal {signal_number}" in sentence and "resume=latest" in sentence
+
+    def test_rays_own_lines_are_left_out_of_the_output(self) -> None:
+        lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+        lines += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
+        output = "methods   fedavg\nround 1\n"
+        assert job_server.RAY_LINES.sub("", lines + output) == output
 
 
-# --- a real cluster -------------------------------------------------------------------------------------------------
+# --- jobs on a cluster --------------------------------------------------------------------------
 @dataclass
 class Cluster:
-    """A head node of its own, with a token."""
+    """A head node that these tests start, with a token."""
 
     url: str
     env: dict[str, str]
     token: Path
 
-    def ran(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """A program of this environment, to its end."""
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of this environment to its end."""
         program = [str(BIN / words[0]), *words[1:]]
         return subprocess.run(
             program, env=self.env | env, cwd=ROOT, capture_output=True, text=True, timeout=1800
         )
 
     def submit(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """`raysim submit`, to its end."""
-        return self.ran("raysim", "submit", "--address", self.url, *words, **env)
+        """Run `raysim submit` to its end."""
+        return self.run("raysim", "submit", "--address", self.url, *words, **env)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, outside those that Ray gives its workers."""
-    found: list[int] = []
+    """Return ports that are free, outside of those that Ray gives its workers."""
+    ports: list[int] = []
     for port in range(21000 + os.getpid() % 4000, 32000):
         with socket.socket() as probe:
-            if len(found) < count and probe.connect_ex(("127.0.0.1", port)):
-                found.append(port)
-    return found
+            if len(ports) < count and probe.connect_ex(("127.0.0.1", port)):
+                ports.append(port)
+    return ports
 
 
-def listens(port: int) -> bool:
+def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return not probe.connect_ex(("127.0.0.1", port))
 
@@ -453,7 +398,8 @@ def listens(port: int) -> bool:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("r")
-    (token := folder / "token").write_text(secrets.token_hex(32))
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
     dropped = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "PYTHONPATH")
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {
@@ -470,18 +416,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ]  # fmt: skip
     url = f"http://127.0.0.1:{dashboard}"
     for _ in range(5):  # on a busy machine Ray may give a node up that is about to start
-        if started := start(words, env, folder / "log"):
+        started = start(words, env, folder / "log")
+        if started:
             break
     assert started, (folder / "log").read_text()
     try:
-        until(lambda: answers(url, token.read_text()) and listens(agent))  # a job needs both
+        wait_until(
+            lambda: answers(url, token.read_text()) and is_listening(agent)
+        )  # a job needs both
         yield Cluster(url, env, token)
     finally:
         end(started)
 
 
 def start(words: list[str], env: dict[str, str], log: Path) -> int:
-    """A head node that runs: the group of its processes, which are in a session of their own; else 0."""
+    """Start a head node; return the group of its processes, 0 if it did not start."""
     with log.open("w") as stream:
         starting = subprocess.Popen(
             words, env=env, stdout=stream, stderr=stream, start_new_session=True
@@ -497,7 +446,7 @@ def start(words: list[str], env: dict[str, str], log: Path) -> int:
 
 
 def end(group: int) -> None:
-    """These processes, and no others; what does not end by itself is killed, so that nothing outlives the tests."""
+    """End a group of processes; kill those that do not end by themselves."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
         for _ in range(50):
@@ -506,11 +455,10 @@ def end(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], seconds: float = 1800) -> None:
-    """Wait for another process."""
-    end = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], timeout_s: float = 1800) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "nothing happened"
+        assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.2)
 
 
@@ -526,17 +474,18 @@ def answers(url: str, token: str) -> bool:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> tuple[str, ...]:
-    """The options that pack two methods of a user's own."""
-    (methods := tmp_path / "mine" / "conf" / "method").mkdir(parents=True)
+    """Return the arguments that pack two methods of the user."""
+    methods = tmp_path / "mine" / "conf" / "method"
+    methods.mkdir(parents=True)
     (tmp_path / "mine" / "__init__.py").write_text(MINE)
     for name in ("broken", "harmless"):
         (methods / f"{name}.yaml").write_text(f"{name}:\n  _target_: mine.{name.capitalize()}\n")
     return "--with", str(tmp_path / "mine"), "run", "--allow", "mine", "--conf", "mine/conf"
 
 
-def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: Path) -> None:
+def test_ray_job_submit_makes_a_run(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = shlex.join(["raysim", "run", "runtime=inprocess", *ALONE, f"out={out}"])
+    run = shlex.join(["raysim", "run", "runtime=inprocess", *SMALL, f"out={out}"])
     words = [
         "job",
         "submit",
@@ -549,7 +498,7 @@ def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: 
         "-c",
         f"ls && exec {run}",
     ]
-    ran = cluster.ran("ray", *words)
+    ran = cluster.run("ray", *words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads((out / "summary.json").read_text())["rounds"] == 2
     listed = set(ran.stdout.splitlines())
@@ -560,7 +509,7 @@ def test_ray_job_submit_carries_a_run_to_its_result(cluster: Cluster, tmp_path: 
     } & listed, ran.stdout
 
 
-def test_the_helper_shows_a_run_with_the_users_own_code_on_every_node_and_returns_its_status(
+def test_submit_runs_the_users_code_and_shows_its_output(
     cluster: Cluster, tmp_path: Path, mine: tuple[str, ...]
 ) -> None:
     ran = cluster.submit(*mine, *RUN, "method=[harmless]", f"out={tmp_path / 'run'}")
@@ -574,10 +523,8 @@ def test_the_helper_shows_a_run_with_the_users_own_code_on_every_node_and_return
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
-def test_what_raysim_new_wrote_runs_on_a_cluster_by_its_words(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    assert cluster.ran("raysim", "new", str(tmp_path / "fresh")).returncode == 0
+def test_new_package_runs_on_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run("raysim", "new", str(tmp_path / "fresh")).returncode == 0
     words = [
         f"{group}=fresh"
         for group in ("method", "model", "data", "partition", "schedule", "fleet", "observer")
@@ -590,23 +537,24 @@ def test_what_raysim_new_wrote_runs_on_a_cluster_by_its_words(
     assert (tmp_path / "run" / "best.txt").is_file()
 
 
-def test_a_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
+def test_run_that_the_cluster_refuses_ends_with_2(cluster: Cluster, tmp_path: Path) -> None:
     ran = cluster.submit("run", *RUN, "runtime.workers=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_fails_ends_with_1(
+def test_run_that_fails_ends_with_1(
     cluster: Cluster, tmp_path: Path, mine: tuple[str, ...]
 ) -> None:
     ran = cluster.submit(
-        *mine, "runtime=inprocess", *ALONE, "method=[broken]", f"out={tmp_path / 'run'}"
+        *mine, "runtime=inprocess", *SMALL, "method=[broken]", f"out={tmp_path / 'run'}"
     )
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_a_wrong_token_and_none_are_each_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
-    (wrong := tmp_path / "wrong").write_text(secrets.token_hex(32))
+def test_wrong_and_missing_tokens_are_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text(secrets.token_hex(32))
     ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))
     assert (
         ran.returncode == 2 and f"refuses the token in RAY_AUTH_TOKEN_PATH={wrong}" in ran.stderr
@@ -618,23 +566,23 @@ def test_a_wrong_token_and_none_are_each_one_sentence(cluster: Cluster, tmp_path
     )
 
 
-# --- the files in jobs/ ---------------------------------------------------------------------------------------------
-def test_the_cluster_file_is_what_ray_up_takes_and_keeps_the_token_on() -> None:
+# --- the files in jobs/ -------------------------------------------------------------------------
+def test_cluster_file_fits_rays_schema_and_uses_a_token() -> None:
     import jsonschema
     import ray
 
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    found = yaml.safe_load((ROOT / "jobs" / "cluster.yaml").read_text())
-    jsonschema.validate(found, schema)
+    config = yaml.safe_load((ROOT / "jobs" / "cluster.yaml").read_text())
+    jsonschema.validate(config, schema)
     starts = [
         line
         for key in ("head", "worker")
-        for line in found[f"{key}_start_ray_commands"]
+        for line in config[f"{key}_start_ray_commands"]
         if "ray start" in line
     ]
     assert len(starts) == 2 and all(line.startswith("RAY_AUTH_MODE=token ") for line in starts)
-    assert "~/.ray/auth_token" in found["file_mounts"]
-    assert "**/data" not in found["rsync_exclude"], "raysim/data is a part of the package"
+    assert "~/.ray/auth_token" in config["file_mounts"]
+    assert "**/data" not in config["rsync_exclude"], "raysim/data is a part of the package"
 
 
 def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -645,23 +593,24 @@ def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     "place", ["spec", "spec.rayClusterSpec", "spec.rayClusterSpec.headGroupSpec.template.spec"]
 )
-def test_the_rayjob_keeps_to_kuberays_schema(place: str) -> None:
-    """A key that does not exist is found wherever it stands, so the schema sees all of the file."""
+def test_rayjob_fits_kuberays_schema(place: str) -> None:
+    """Show that the schema sees all of the file: a key that does not exist is found anywhere."""
     import jsonschema
 
-    found, schema = rayjob()
-    jsonschema.validate(found, schema)
-    node = found
+    config, schema = rayjob()
+    jsonschema.validate(config, schema)
+    node = config
     for name in place.split("."):
         node = node[name]
     node["workers"] = 2
     with pytest.raises(jsonschema.ValidationError, match="workers"):
-        jsonschema.validate(found, schema)
+        jsonschema.validate(config, schema)
 
 
-def test_the_rayjob_has_a_token_and_a_run_that_exists() -> None:
-    found, _ = rayjob()
-    spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
+def test_rayjob_has_a_token_and_a_valid_run() -> None:
+    config, _ = rayjob()
+    spec = config["spec"]
+    cluster = spec["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token", "secretName": "raysim-token"}
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     for group in groups:
@@ -675,19 +624,19 @@ def test_the_rayjob_has_a_token_and_a_run_that_exists() -> None:
     assert yaml.safe_load(spec["runtimeEnvYAML"]).keys() == {"env_vars"}
 
 
-def test_the_slurm_script_gives_all_nodes_one_token_and_the_first_one_the_command(
+def test_slurm_script_starts_ray_with_one_token(
     tmp_path: Path,
 ) -> None:
-    """With stand-ins for Slurm's and Ray's programs, which write down what they were called with."""
+    """Replace Slurm's and Ray's programs by ones that print their arguments."""
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
-    stands_in = {
+    stand_ins = {
         "srun": 'echo "srun $*"; while [ "$1" != ray ]; do shift; done; "$@"',
         "scontrol": "echo node-7; echo node-8",
         "ray": 'echo "ray $*"; echo "$RAY_AUTH_MODE $(wc -c < "$RAY_AUTH_TOKEN_PATH")"; ls -l "$RAY_AUTH_TOKEN_PATH"',
     }
-    for name, text in stands_in.items():
+    for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (programs / name).chmod(0o755)
     (programs / "python").symlink_to(sys.executable)
@@ -701,15 +650,15 @@ def test_the_slurm_script_gives_all_nodes_one_token_and_the_first_one_the_comman
         "PATH": os.environ["PATH"]
     }
     script = ["bash", str(ROOT / "jobs" / "slurm.sh")]
-    asked = subprocess.run(
+    ran = subprocess.run(
         [*script, "run", "method=fedprox"], env=environment, capture_output=True, text=True
     )
-    assert asked.returncode == 0, asked.stderr
+    assert ran.returncode == 0, ran.stderr
     called = (
         "ray symmetric-run --address node-7:6379 --min-nodes 2 --num-cpus 16 --disable-usage-stats"
     )
     command = "-- raysim run method=fedprox runtime=cluster"
-    lines = asked.stdout.splitlines()
+    lines = ran.stdout.splitlines()
     assert lines[:3] == [
         f"srun --nodes=2 --ntasks=2 {called} {command}",
         f"{called} {command}",
@@ -724,13 +673,13 @@ def test_the_slurm_script_gives_all_nodes_one_token_and_the_first_one_the_comman
         text=True,
     )
     assert named.stdout.splitlines()[1] == f"{called} -- raysim run runtime=inprocess out=a b", (
-        "the words' own counts"
+        "an override of the runtime counts"
     )
     nothing = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert nothing.returncode == 2 and "name a command" in nothing.stderr
 
 
-def test_every_submission_in_the_guide_can_be_parsed() -> None:
+def test_submissions_in_the_guide_are_parsed() -> None:
     text = (ROOT / "jobs" / "README.md").read_text().replace("\\\n", " ")
     lines = [
         line.split(" # ")[0]
@@ -742,5 +691,5 @@ def test_every_submission_in_the_guide_can_be_parsed() -> None:
         words = shlex.split(line)
         inner = words[words.index("--") + 1 :] if words[0] == "ray" else words
         inner = inner[1:] if inner[0] == "raysim" else inner[inner.index("raysim") + 1 :]
-        given = cli._parsed(inner)
-        assert given.command in ("run", "sweep", "study", "submit")
+        arguments = cli.parse_arguments(inner)
+        assert arguments.command in ("run", "sweep", "study", "submit")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raysim import cli
-from raysim.commands.methods import catalogue
-from raysim.commands.submit.package import Command, with_plugins
+from raysim.commands.methods import find_methods
+from raysim.commands.submit.package import JobCommand, with_plugins
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
@@ -99,10 +99,12 @@ def test_a_job_takes_the_installed_packages_along_that_it_names(
 ) -> None:
     install(package)
     Path("stored.yaml").write_text("method:\n  quiet:\n    _target_: quietly.Quiet\n")
-    command, extra = with_plugins(Command(["study", *words], words, config=config), ["stored.yaml"])
+    command, extra = with_plugins(
+        JobCommand(["study", *words], words, config=config), ["stored.yaml"]
+    )
     assert extra == (["stored.yaml", package] if packed else ["stored.yaml"])
     assert command.entrypoint.endswith(f"{words[0]} --allow quietly" if packed else words[0])
-    again, same = with_plugins(Command([*command.words], words, config=config), extra)
+    again, same = with_plugins(JobCommand([*command.words], words, config=config), extra)
     assert (again.words, same) == (command.words, extra), "what is named already comes once"
 
 
@@ -198,7 +200,7 @@ def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(
     with pytest.raises(Refused, match=said):
         build(["method=quiet+bad", *SMALL], allow=["quietly"])
     with pytest.raises(Refused, match=said):
-        catalogue(["quiet"], [str(package / "conf")], ["quietly"])
+        find_methods(["quiet"], [str(package / "conf")], ["quietly"])
 
 
 def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -> None:

@@ -95,7 +95,7 @@ def test_step_that_waits_is_counted() -> None:
 def test_recorded_convolutions_wait_for_no_value(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = gpu._checked(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED[-1])
+    spec = gpu.check_spec(gpu.every_method().get(name), torch.float32, "cpu", gpu.CHECKED_MODES[-1])
     operations: list[str] = []
     compute = RecordedLanes.compute
 

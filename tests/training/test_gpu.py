@@ -13,7 +13,7 @@ NAMES = ("fedavg", "dann", "fedbr", "fedmix", "fedsr", "fraug", "scaffold")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_ends_at_the_cpus_numbers_in_every_way(name: str) -> None:
-    rows = gpu.correctness(gpu.Options(methods=(name,)), lambda: True)
+    rows = gpu.measure_correctness(gpu.GpuOptions(methods=(name,)), lambda: True)
     assert len(rows) >= 2 and not [
         row for row in rows if not row.get("distance", 1.0) <= row["allowed"]
     ]
@@ -21,5 +21,5 @@ def test_a_gpu_ends_at_the_cpus_numbers_in_every_way(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "fedsr"])
 def test_a_gpu_ends_at_the_same_bits_again_and_on_two_workers(name: str) -> None:
-    rows = gpu.bits(gpu.Options(methods=(name,)), lambda: True)
+    rows = gpu.measure_bits(gpu.GpuOptions(methods=(name,)), lambda: True)
     assert rows and all(row.get("again") and row.get("two workers") for row in rows)

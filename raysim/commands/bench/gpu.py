@@ -1,10 +1,12 @@
-"""`raysim bench gpu --out DIR`: all that only a GPU can show, in half an hour, without Ray or Hydra.
+"""`raysim bench gpu --out DIR`: measure what needs a GPU, in half an hour, without Ray or Hydra.
 
-Correctness of every method against the CPU, the same bits on one worker and on two, memory against the preflight, and
-four workloads, each beside a plain loop in PyTorch on the same device in the same run: G1 is FedBR's RotatedMNIST
-setting, G2 its CIFAR-10 setting with VGG11, G3 CIFAR-10 with 100 clients and ResNet-18, G4 a network without
-convolutions. Pictures are synthetic, of the same shapes.
-Each part is written down as soon as it is known; a later call with other parts completes the same page.
+Correctness of every method against the CPU, the same bits on one worker and on two, memory compared
+with the preflight, and four workloads, each compared with a plain loop in PyTorch on the same
+device in the same run: G1 is FedBR's RotatedMNIST setting, G2 its CIFAR-10 setting with VGG11, G3
+CIFAR-10 with 100 clients and ResNet-18, G4 a network without convolutions. Pictures are synthetic,
+of the same shapes.
+
+Each part is written as soon as it is measured; a later call with other parts completes the page.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -56,42 +58,54 @@ from raysim.training.profile import gpu_utilization
 from raysim.training.run_spec import Faults, RunSettings, RunSpec, build_networks
 from raysim.training.worker import Worker
 
-NEVER = 10**9
-PARTS = ("correctness", "bits", "memory", "G1", "G2", "G3", "G4", "profile")
+NEVER = 10**9  # rounds, in place of a number that is not reached
+SPEEDS = ("G1", "G2", "G3", "G4")
+PARTS = ("correctness", "bits", "memory", *SPEEDS, "profile")
 RESULTS = "results.json"
-# A float32 is rounded so many times as coarsely as a float64. Where the same way is far off in float64, as with
-# FedDecorr, which divides by deviations near 0, ten times as much is allowed.
-COARSER = 10 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
-Say = Callable[[str], object]
-Found = dict[str, Any]
+# How much more coarsely float32 rounds than float64. Where the same mode is far off in float64, as
+# with FedDecorr, which divides by deviations near 0, ten times as much is allowed.
+COARSER_ROUNDING = 10 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+CHECK_CLIENTS = 4
+MIN_ROUNDS = 5  # of a measurement of speed; the first two allocate and record
+UTILIZATION_INTERVAL_S = 0.2
+Print: TypeAlias = Callable[[str], object]
+HasTime: TypeAlias = Callable[[], bool]  # whether the benchmark has time for another measurement
+MakeMethod: TypeAlias = Callable[..., Method] | None  # None: FedAvg, which has no method
+ResultRow: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Way:
-    """How clients are trained: a column of the tables."""
+class ExecutionMode:
+    """How the steps of clients are executed: a column of the tables, called "way" there."""
 
     name: str
     lanes: int = 1
     graph: bool = False
     precision: str = "float32"
 
-    def of(self, spec: RunSpec) -> RunSpec:
-        """The run trained in this way."""
+    def apply(self, spec: RunSpec) -> RunSpec:
+        """Return the run in this mode."""
         return replace(spec, lanes=self.lanes, graph=self.graph, precision=self.precision)  # type: ignore[arg-type]
 
 
-CHECKED = (Way("loop"), Way("graph", 1, True), Way("graph of lanes 3", 3, True))
+LOOP = ExecutionMode("loop")
+GRAPH = ExecutionMode("graph", 1, True)
+CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Clients of equal size that train one epoch; how much faster than the plain loop it shall be."""
+class GpuWorkload:
+    """Clients of equal size that train one epoch.
+
+    samples: of each client. least: how many times as fast as the plain loop it shall be. lanes: the
+    numbers of clients at once that are measured.
+    """
 
     title: str
     model: ModelRecipe
     shape: tuple[int, int, int]
     clients: int
-    samples: int  # of each
+    samples: int
     cohort: int
     batch: int
     lr: float
@@ -100,48 +114,59 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """Of a client's epoch."""
+        """Return the number of steps of a client's epoch."""
         return -(-self.samples // self.batch)
 
     @property
-    def ways(self) -> list[Way]:
-        """What is measured."""
-        best = self.best
-        some = [Way(f"graph of lanes {count}", count, True) for count in self.lanes[:-1]]
-        coarse = [
-            replace(best, name=f"{best.name}, {kind}", precision=kind)
-            for kind in ("tf32", "bfloat16")
-        ]
-        return [Way("loop"), Way("graph", 1, True), *some, best, *coarse]
+    def modes(self) -> list[ExecutionMode]:
+        """Return the modes that are measured."""
+        graphs = [_graph_of_lanes(count) for count in self.lanes[:-1]]
+        best = self.best_mode
+        coarse = []
+        for precision in ("tf32", "bfloat16"):
+            name = f"{best.name}, {precision}"
+            coarse.append(replace(best, name=name, precision=precision))
+        return [LOOP, GRAPH, *graphs, best, *coarse]
 
     @property
-    def best(self) -> Way:
-        """As many at once as there are, in graphs, in float32."""
-        return Way(f"graph of lanes {self.lanes[-1]}", self.lanes[-1], True)
+    def best_mode(self) -> ExecutionMode:
+        """Return the mode with the most clients at once, in graphs, in float32."""
+        return _graph_of_lanes(self.lanes[-1])
+
+
+def _graph_of_lanes(count: int) -> ExecutionMode:
+    return ExecutionMode(f"graph of lanes {count}", count, True)
 
 
 WORKLOADS = {
-    "G1": Workload(
+    "G1": GpuWorkload(
         "RotatedMNIST, 4-layer CNN", MnistCnn(), (1, 28, 28), 10, 6000, 10, 64, 1e-3, 8.0
     ),
-    "G2": Workload("CIFAR-10, VGG11", Vgg11(), (3, 32, 32), 10, 5000, 10, 32, 1e-2, 3.0),
-    "G3": Workload(
+    "G2": GpuWorkload("CIFAR-10, VGG11", Vgg11(), (3, 32, 32), 10, 5000, 10, 32, 1e-2, 3.0),
+    "G3": GpuWorkload(
         "CIFAR-10, 100 clients, ResNet-18", ResNet(18), (3, 32, 32), 100, 500, 10, 32, 1e-2, 2.0
     ),
-    "G4": Workload(
+    "G4": GpuWorkload(
         "MNIST, 100 clients, small MLP", Mlp((64,)), (1, 28, 28), 100, 600, 10, 10, 1e-2, 1.0
     ),
 }
-_TINY = {
-    name: Workload(f"{work.title} (tiny)", Mlp((8,)), (1, 8, 8), 4, 16, 2, 8, 0.1, work.least, (2,))
-    for name, work in WORKLOADS.items()
-}
+
+
+def _tiny(workload: GpuWorkload) -> GpuWorkload:
+    title = f"{workload.title} (tiny)"
+    return GpuWorkload(title, Mlp((8,)), (1, 8, 8), 4, 16, 2, 8, 0.1, workload.least, (2,))
+
+
+TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 
 
 @dataclass(frozen=True)
-class Options:
-    """device: what is measured. minutes: in which all must be done; seconds: of each measurement. methods: those that
-    are checked, None: all. tiny: sizes for a test of this command."""
+class GpuOptions:
+    """What to measure.
+
+    minutes: in which all must be done. seconds: of each measurement of speed. methods: those that
+    are checked; None: all. tiny: sizes that only try the command out.
+    """
 
     device: str = "cuda"
     minutes: float = 28.0
@@ -151,53 +176,51 @@ class Options:
     tiny: bool = False
 
     @property
-    def workloads(self) -> Mapping[str, Workload]:
-        """By name."""
-        return _TINY if self.tiny else WORKLOADS
+    def workloads(self) -> Mapping[str, GpuWorkload]:
+        """Return the workloads by name."""
+        return TINY_WORKLOADS if self.tiny else WORKLOADS
 
 
-def tried_out(options: Options) -> Options:
-    """The smallest sizes, which show that the command works and nothing else."""
+def tiny_options(options: GpuOptions) -> GpuOptions:
+    """Return options with the smallest sizes, which show that the command works."""
     return replace(options, tiny=True, seconds=0.0, methods=("scaffold",))
 
 
-# --- correctness -----------------------------------------------------------------------------------------------------
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+# --- correctness --------------------------------------------------------------------------------
 def every_method() -> dict[str, type[Method]]:
-    """All methods of raysim, by name."""
-    modules = [
-        importlib.import_module(f"raysim.methods.{each.name}")
-        for each in pkgutil.iter_modules(raysim.methods.__path__)
-    ]
-    found = [
-        thing for module in modules for thing in vars(module).values() if isinstance(thing, type)
-    ]
-    ours = {
-        cls
-        for cls in found
-        if issubclass(cls, Method) and "name" in vars(cls) and cls is not Method
-    }
-    return {cls.name: cls for cls in sorted(ours, key=lambda cls: cls.name)}
+    """Return all methods of raysim by name."""
+    methods: dict[str, type[Method]] = {}
+    for info in pkgutil.iter_modules(raysim.methods.__path__):
+        module = importlib.import_module(f"raysim.methods.{info.name}")
+        for member in vars(module).values():
+            is_method = isinstance(member, type) and issubclass(member, Method)
+            if is_method and member is not Method and "name" in vars(member):
+                methods[member.name] = member
+    return dict(sorted(methods.items()))
 
 
-def _checked(
-    make: Callable[[], Method] | None, dtype: torch.dtype, device: str, way: Way
-) -> RunSpec:
-    """Four clients for two rounds."""
-    data = federate(
-        Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5), IID(clients=4), 0
-    )
-    method = _made(make, rounds=2)
+def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: ExecutionMode) -> RunSpec:
+    """Return a run of four clients and two rounds, by which a method is checked."""
+    source = Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5)
+    data = federate(source, IID(clients=CHECK_CLIENTS), 0)
+    rounds = 2
+    method = _make_method(make, rounds)
     local = Local(lr=0.05, momentum=0.9, batch=8, epochs=1)
     if method is not None:
         local = with_required_settings(local, method)
     settings = RunSettings(
-        rounds=2, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0)
+        rounds=rounds, local=local, evaluate=Evaluation(every=NEVER), faults=Faults(0.0)
     )
     methods = () if method is None else (method,)
-    return way.of(RunSpec(SmallCnn(norm="batch"), methods, data, settings, device, dtype=dtype))
+    spec = RunSpec(SmallCnn(norm="batch"), methods, data, settings, device, dtype=dtype)
+    return mode.apply(spec)
 
 
-def _made(make: Callable[..., Method] | None, rounds: int) -> Method | None:
+def _make_method(make: MakeMethod, rounds: int) -> Method | None:
     """Make the method; one with ramps over a run, such as FRAug, needs the number of rounds."""
     if make is None:
         return None
@@ -205,189 +228,213 @@ def _made(make: Callable[..., Method] | None, rounds: int) -> Method | None:
     return make(rounds=rounds) if takes_rounds else make()
 
 
-def _ran(spec: RunSpec, cohort: int, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
-    """The vector at the end, and what each client kept to itself."""
+def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
+    """Run to the end; return the vector with all client states behind it, and the coordinator."""
     runtime = InProcess(*(Worker(spec, f"worker-{index}") for index in range(workers)))
-    coordinator = Coordinator(replace(spec, device="cpu"), Synchronous(cohort), Ideal(), runtime)
+    server_spec = replace(spec, device="cpu")
+    coordinator = Coordinator(server_spec, Synchronous(CHECK_CLIENTS), Ideal(), runtime)
     for _ in coordinator.run():
         pass
-    private = [
-        kept for _, state in sorted(coordinator.client_states.accepted()) for kept in _floats(state)
-    ]
-    return np.concatenate([coordinator.server.vector.numpy(), *private]), coordinator
+    arrays = [coordinator.server.vector.numpy()]
+    for _, state in sorted(coordinator.client_states.accepted()):
+        arrays += _floats(state)
+    return np.concatenate(arrays), coordinator
 
 
 def _floats(state: StoredState) -> Iterator[np.ndarray]:
-    """All of a client state's numbers that training moves."""
+    """Yield the numbers of a client state that training changes."""
     for values in (state.personal, *state.methods.values()):
         if values.dtype.kind == "f":
             yield values.ravel()
 
 
-def _off(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest distance."""
-    return float(np.abs(found - expected).max(initial=0.0))
+def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(values - expected).max(initial=0.0))
 
 
-def _distances(name: str, make: Callable[[], Method] | None, options: Options) -> Iterator[Found]:
-    """Of every way on the device from the loop on the CPU, as a share of the largest change, and what is allowed.
+def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
+    """Yield the distance of every mode on the device from the loop on the CPU, and what is allowed.
 
-    A model that draws in its steps draws other numbers on another device: then it is the loop on that device.
+    The distance is a share of the largest change. A model that draws in its steps draws other
+    numbers on another device, so that it is compared with the loop on the device.
     """
-    drawing = _draws(make)
-    dtypes, device = (torch.float64, torch.float32), options.device if drawing else "cpu"
-    expected, coordinator = zip(
-        *(_ran(_checked(make, dtype, device, CHECKED[0]), 4) for dtype in dtypes), strict=True
-    )
-    start = coordinator[0].initial.shared.numpy()
-    change = _off(expected[0][: len(start)], start) or 1.0
-    for way in CHECKED:
-        if way.graph and drawing:
-            continue  # refused, as it should be
-        finer = 0.0
-        for dtype, reference in zip(dtypes, expected, strict=True):
-            kind = str(dtype).removeprefix("torch.")
-            row: Found = {
-                "method": name,
-                "dtype": kind,
-                "way": way.name,
-                "allowed": max(TOLERANCE[kind], finer),
-            }
+    is_drawing = _draws_in_steps(make)
+    reference_device = options.device if is_drawing else "cpu"
+    references = {}
+    for dtype in (torch.float64, torch.float32):
+        spec = check_spec(make, dtype, reference_device, LOOP)
+        references[dtype], coordinator = _run_check(spec)
+        if dtype == torch.float64:
+            start = coordinator.initial.shared.numpy()
+            end = references[dtype][: len(start)]
+            largest_change = _largest_difference(end, start) or 1.0
+    for mode in CHECKED_MODES:
+        if mode.graph and is_drawing:
+            continue  # raysim refuses it
+        float64_allowance = 0.0
+        for dtype, reference in references.items():
+            dtype_name = str(dtype).removeprefix("torch.")
+            allowed = max(TOLERANCE[dtype_name], float64_allowance)
+            row: ResultRow = {"method": name, "dtype": dtype_name, "way": mode.name}
+            row["allowed"] = allowed
             try:
-                found, _ = _ran(_checked(make, dtype, options.device, way), 4)
-                row["distance"] = _off(found, reference) / change
-                finer = COARSER * row["distance"]
-            except Exception as error:  # what cannot be done in this way says so in its sentence
-                row["refused"] = f"{type(error).__name__}: {first_line(error)}"
+                values, _ = _run_check(check_spec(make, dtype, options.device, mode))
+                row["distance"] = _largest_difference(values, reference) / largest_change
+                float64_allowance = COARSER_ROUNDING * row["distance"]
+            except Exception as error:  # a mode that is not possible says why
+                row["refused"] = _describe_error(error)
             yield row
 
 
-def _draws(make: Callable[[], Method] | None) -> bool:
-    """Whether the model draws in its steps, which cannot be recorded then."""
-    networks, _ = build_networks(_checked(make, torch.float32, "cpu", CHECKED[0]))
+def _draws_in_steps(make: MakeMethod) -> bool:
+    """Return whether the model draws random numbers in its steps, which cannot be recorded."""
+    networks, _ = build_networks(check_spec(make, torch.float32, "cpu", LOOP))
     return is_stochastic(*networks.values())
 
 
-def _makes(options: Options) -> dict[str, Callable[[], Method] | None]:
-    methods: dict[str, Callable[[], Method] | None] = {"fedavg": None, **every_method()}
+def _checked_methods(options: GpuOptions) -> dict[str, MakeMethod]:
+    methods: dict[str, MakeMethod] = {"fedavg": None, **every_method()}
     return {name: methods[name] for name in options.methods or methods}
 
 
-def correctness(options: Options, left: Callable[[], bool]) -> list[Found]:
-    """Every method, in float64 and float32, in every way."""
-    rows: list[Found] = []
-    for name, make in _makes(options).items():
-        if not left():
+def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
+    """Compare every method, in float64 and float32 and in every mode, with the CPU."""
+    rows: list[ResultRow] = []
+    for name, make in _checked_methods(options).items():
+        if not has_time():
             break
         try:
             rows += _distances(name, make, options)
-        except Exception as error:  # a method that does not suit this model is no part of the check
-            text = f"{type(error).__name__}: {first_line(error)}"
-            rows.append({"method": name, "way": "on the CPU", "refused": text})
+        except Exception as error:  # a method that does not suit this model is not checked
+            refused = _describe_error(error)
+            rows.append({"method": name, "way": "on the CPU", "refused": refused})
     return rows
 
 
-def bits(options: Options, left: Callable[[], bool]) -> list[Found]:
-    """Whether one worker and two in this process end at the same bits, and a second run at those of the first."""
-    rows: list[Found] = []
-    for name, make in _makes(options).items():
-        for way in CHECKED[:1] if _draws(make) else (CHECKED[0], CHECKED[-1]):
-            if not left():
+def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
+    """Compare the bits of a run with those of a second one, and of one on two workers."""
+    rows: list[ResultRow] = []
+    for name, make in _checked_methods(options).items():
+        modes = [LOOP] if _draws_in_steps(make) else [LOOP, CHECKED_MODES[-1]]
+        for mode in modes:
+            if not has_time():
                 return rows
-            spec = _checked(make, torch.float32, options.device, way)
+            spec = check_spec(make, torch.float32, options.device, mode)
+            row: ResultRow = {"method": name, "way": mode.name}
             try:
-                one, again, two = (_ran(spec, 4, workers)[0] for workers in (1, 1, 2))
+                first, _ = _run_check(spec)
+                second, _ = _run_check(spec)
+                two_workers, _ = _run_check(spec, workers=2)
+                row["again"] = np.array_equal(first, second)
+                row["two workers"] = np.array_equal(first, two_workers)
             except Exception as error:
-                rows.append({"method": name, "way": way.name, "refused": first_line(error)})
-                continue
-            same = {"again": np.array_equal(one, again), "two workers": np.array_equal(one, two)}
-            rows.append({"method": name, "way": way.name, **same})
+                row["refused"] = first_line(error)
+            rows.append(row)
     return rows
 
 
-# --- speed -----------------------------------------------------------------------------------------------------------
-def data_of(work: Workload) -> FederatedData:
-    """Synthetic pictures, evenly split."""
-    samples = work.clients * work.samples
-    source = Synthetic(shape=list(work.shape), samples=samples, test_samples=200)
-    return federate(source, IID(clients=work.clients), 0)
+# --- speed --------------------------------------------------------------------------------------
+def _data_of(workload: GpuWorkload) -> FederatedData:
+    """Return synthetic pictures, evenly split."""
+    samples = workload.clients * workload.samples
+    source = Synthetic(shape=list(workload.shape), samples=samples, test_samples=200)
+    return federate(source, IID(clients=workload.clients), 0)
 
 
-def spec_of(
-    work: Workload, data: FederatedData, device: str, methods: Sequence[Method] = ()
+def _spec_of(
+    workload: GpuWorkload, data: FederatedData, device: str, methods: Sequence[Method] = ()
 ) -> RunSpec:
-    """One local epoch a round, nothing scored."""
-    local = Local(lr=work.lr, batch=work.batch, epochs=1)
+    """Return a run of one local epoch a round, without evaluation."""
+    local = Local(lr=workload.lr, batch=workload.batch, epochs=1)
     settings = RunSettings(rounds=NEVER, local=local, evaluate=Evaluation(every=NEVER))
-    return RunSpec(work.model, tuple(methods), data, settings, device)
+    return RunSpec(workload.model, tuple(methods), data, settings, device)
 
 
-class Use(threading.Thread):
-    """Asks the driver, some times a second, whether the GPU is at work."""
+def _coordinator(spec: RunSpec, workload: GpuWorkload) -> Coordinator:
+    """Return the coordinator of a run on one worker in this process."""
+    runtime = InProcess(Worker(spec))
+    server_spec = replace(spec, device="cpu")
+    return Coordinator(server_spec, Synchronous(workload.cohort), Ideal(), runtime)
+
+
+class UtilizationMonitor(threading.Thread):
+    """Asks the driver, some times a second, whether the GPU works."""
 
     def __init__(self, device: str):
         super().__init__(daemon=True)
-        self.device, self.seen, self._end = torch.device(device), list[float](), threading.Event()
+        self.device = torch.device(device)
+        self.shares: list[float] = []
+        self._end = threading.Event()
 
     def run(self) -> None:
-        """Until `mean` is asked for."""
-        while not self._end.wait(0.2) and (share := gpu_utilization(self.device)) is not None:
-            self.seen.append(share)
+        """Record shares until `mean` is called, or none if the driver does not tell."""
+        while not self._end.wait(UTILIZATION_INTERVAL_S):
+            share = gpu_utilization(self.device)
+            if share is None:
+                return
+            self.shares.append(share)
 
     def mean(self) -> float | None:
-        """Of all that was seen; None where nobody knows."""
+        """Stop, and return the mean share of time in which the GPU worked; None if unknown."""
         self._end.set()
         self.join()
-        return statistics.fmean(self.seen) if self.seen else None
+        return statistics.fmean(self.shares) if self.shares else None
 
 
 @contextmanager
-def _peak(device: str) -> Iterator[Found]:
-    """What the device's memory held at most, and how busy it was."""
-    found: Found = {}
-    if device.startswith("cuda"):
+def _device_use(device: str) -> Iterator[ResultRow]:
+    """Yield a row that gets the device's peak memory and utilization when the block ends."""
+    row: ResultRow = {}
+    is_cuda = device.startswith("cuda")
+    if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    use = Use(device)
-    use.start()
+    monitor = UtilizationMonitor(device)
+    monitor.start()
     try:
-        yield found
+        yield row
     finally:
-        found["device_use"] = use.mean()
-        if device.startswith("cuda"):
-            found["peak_bytes"] = preflight.memory_use(device)[0]
+        row["device_use"] = monitor.mean()
+        if is_cuda:
+            row["peak_bytes"] = preflight.memory_use(device)[0]
 
 
-def _rate(stamps: Sequence[float], work: Workload) -> Found:
-    """Seconds a round after the first two, which allocate and record, and steps of clients a second."""
-    seconds = statistics.median(np.diff(stamps[2:] if len(stamps) > 3 else stamps))
+def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
+    """Return seconds a round and steps of clients a second, from the times of the rounds' ends.
+
+    The first two rounds are left out, because they allocate and record.
+    """
+    seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))
     return {
         "seconds_per_round": seconds,
-        "client_steps_per_second": work.cohort * work.steps / seconds,
-        "rounds": len(stamps) - 1,
+        "client_steps_per_second": workload.cohort * workload.steps / seconds,
+        "rounds": len(times) - 1,
     }
 
 
-def raysim_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
-    """Of rounds on one worker in this process."""
-    with _peak(spec.device) as found:
-        coordinator = Coordinator(
-            replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), InProcess(Worker(spec))
-        )
-        events, stamps = coordinator.run(), list[float]()
+def _is_long_enough(times: Sequence[float], seconds: float) -> bool:
+    return len(times) >= MIN_ROUNDS and times[-1] - times[1] >= seconds
+
+
+def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
+    """Measure rounds of raysim on one worker in this process."""
+    with _device_use(spec.device) as row:
+        events = _coordinator(spec, workload).run()
+        times: list[float] = []
         for event in events:
             if isinstance(event, Round):
-                stamps.append(time.perf_counter())
-                if len(stamps) >= 5 and stamps[-1] - stamps[1] > seconds:
+                times.append(time.perf_counter())
+                if _is_long_enough(times, seconds):
                     break
         events.close()  # type: ignore[attr-defined]
-    return {**_rate(stamps, work), **found}
+    return {**_rate(times, workload), **row}
 
 
 @contextmanager
-def _as_it_comes() -> Iterator[None]:
-    """PyTorch's own choices of algorithms, which workers have made deterministic."""
-    cudnn, mode = torch.backends.cudnn, torch.get_deterministic_debug_mode()
+def _default_algorithms() -> Iterator[None]:
+    """Use PyTorch's own choice of algorithms, which workers make deterministic."""
+    cudnn = torch.backends.cudnn
+    mode = torch.get_deterministic_debug_mode()
     before = cudnn.deterministic, cudnn.allow_tf32
     torch.set_deterministic_debug_mode("default")
     cudnn.deterministic, cudnn.allow_tf32 = False, True
@@ -398,177 +445,184 @@ def _as_it_comes() -> Iterator[None]:
         cudnn.deterministic, cudnn.allow_tf32 = before
 
 
-def eager_rate(spec: RunSpec, work: Workload, seconds: float) -> Found:
-    """Of the loop that everybody writes: one client after another, `torch.optim.SGD`, data on the device, PyTorch as it
-    comes, which on a GPU means convolutions in TF32."""
-    device, dataset, train = torch.device(spec.device), spec.data.open(), spec.data.partition.train
-    model = spec.model.build(spec.task.shape, spec.task.num_classes, 0).to(device)
-    inputs = spec.data.pipeline.normalise(
-        torch.from_numpy(dataset.inputs).to(device), torch.float32
-    )
-    labels = torch.from_numpy(dataset.labels).to(device)
-    rows = [torch.from_numpy(train.rows(client)).to(device) for client in range(work.clients)]
-    shared = {key: value.clone() for key, value in model.state_dict().items()}
-    random, stamps, turn = torch.Generator(device).manual_seed(0), [time.perf_counter()], 0
-    model.train()
-    with _peak(spec.device) as found, _as_it_comes():
-        while len(stamps) < 5 or stamps[-1] - stamps[1] < seconds:
-            total = {
-                key: torch.zeros_like(value, dtype=torch.float32) for key, value in shared.items()
-            }
-            for place in range(work.cohort):
-                model.load_state_dict(shared)
-                optimizer = torch.optim.SGD(model.parameters(), lr=work.lr)
-                own = rows[(turn + place) % work.clients]
-                order = torch.randperm(len(own), generator=random, device=device)
-                for batch in own[order].split(work.batch):
-                    optimizer.zero_grad()
-                    cross_entropy(model(inputs[batch]), labels[batch]).backward()
-                    optimizer.step()
-                for key, value in model.state_dict().items():
-                    total[key].add_(value, alpha=1 / work.cohort)
-            shared, turn = (
-                {key: value.to(shared[key].dtype) for key, value in total.items()},
-                turn + work.cohort,
-            )
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            stamps.append(time.perf_counter())
-    return {**_rate(stamps, work), **found}
+class PlainLoop:
+    """The loop of a textbook on one device: one client after another, with `torch.optim.SGD`."""
+
+    def __init__(self, spec: RunSpec, workload: GpuWorkload):
+        self.workload = workload
+        self.device = device = torch.device(spec.device)
+        dataset, train = spec.data.open(), spec.data.partition.train
+        self.model = spec.model.build(spec.task.shape, spec.task.num_classes, 0).to(device)
+        pixels = torch.from_numpy(dataset.inputs).to(device)
+        self.inputs = spec.data.pipeline.normalise(pixels, torch.float32)
+        self.labels = torch.from_numpy(dataset.labels).to(device)
+        clients = range(workload.clients)
+        self.rows = [torch.from_numpy(train.rows(client)).to(device) for client in clients]
+        self.shared = {key: value.clone() for key, value in self.model.state_dict().items()}
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.next_client = 0
+        self.model.train()
+
+    def round(self) -> None:
+        """Train a cohort, and average the models."""
+        share = 1 / self.workload.cohort
+        totals = {}
+        for key, value in self.shared.items():
+            totals[key] = torch.zeros_like(value, dtype=torch.float32)
+        for _ in range(self.workload.cohort):
+            self._train(self.rows[self.next_client % self.workload.clients])
+            self.next_client += 1
+            for key, value in self.model.state_dict().items():
+                totals[key].add_(value, alpha=share)
+        self.shared = {key: total.to(self.shared[key].dtype) for key, total in totals.items()}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _train(self, rows: torch.Tensor) -> None:
+        """Train one client's epoch."""
+        self.model.load_state_dict(self.shared)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.workload.lr)
+        order = torch.randperm(len(rows), generator=self.generator, device=self.device)
+        for batch in rows[order].split(self.workload.batch):
+            optimizer.zero_grad()
+            cross_entropy(self.model(self.inputs[batch]), self.labels[batch]).backward()
+            optimizer.step()
 
 
-def speed(name: str, options: Options, left: Callable[[], bool]) -> list[Found]:
-    """A workload in every way beside the plain loop; G1 with FedBR as well."""
-    work = options.workloads[name]
-    data, rows = data_of(work), list[Found]()
-    spec = spec_of(work, data, options.device)
-    runs: list[tuple[str, Callable[[], Found]]] = [
-        ("plain loop", partial(eager_rate, spec, work, options.seconds))
-    ]
-    runs += [
-        (way.name, partial(raysim_rate, way.of(spec), work, options.seconds)) for way in work.ways
-    ]
+def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
+    """Measure rounds of the plain loop, with data on the device and PyTorch's default algorithms.
+
+    On a GPU, the default is convolutions in TF32.
+    """
+    loop = PlainLoop(spec, workload)
+    times = [time.perf_counter()]
+    with _device_use(spec.device) as row, _default_algorithms():
+        while not _is_long_enough(times, seconds):
+            loop.round()
+            times.append(time.perf_counter())
+    return {**_rate(times, workload), **row}
+
+
+def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
+    """Measure a workload in every mode and in the plain loop; G1 with FedBR as well."""
+    workload = options.workloads[name]
+    data = _data_of(workload)
+    spec = _spec_of(workload, data, options.device)
+    measurements: dict[str, Callable[[], ResultRow]] = {
+        "plain loop": partial(plain_rate, spec, workload, options.seconds)
+    }
+    for mode in workload.modes:
+        moded = mode.apply(spec)
+        measurements[mode.name] = partial(raysim_rate, moded, workload, options.seconds)
     if name == "G1":
-        method = FedBR(pseudo_batch=min(64, work.batch), samples_per_mean=10)
-        other = spec_of(work, data, options.device, [method])
-        ways = [
-            work.ways[0],
-            *(way for way in work.ways if way.graph and way.precision != "bfloat16"),
-        ]
-        runs += [
-            (f"FedBR, {way.name}", partial(raysim_rate, way.of(other), work, options.seconds))
-            for way in ways
-        ]
-    for title, run in runs:
-        if not left():
+        method = FedBR(pseudo_batch=min(64, workload.batch), samples_per_mean=10)
+        spec = _spec_of(workload, data, options.device, [method])
+        for mode in workload.modes:
+            if mode == LOOP or (mode.graph and mode.precision != "bfloat16"):
+                moded = mode.apply(spec)
+                title = f"FedBR, {mode.name}"
+                measurements[title] = partial(raysim_rate, moded, workload, options.seconds)
+    rows: list[ResultRow] = []
+    for title, measure in measurements.items():
+        if not has_time():
             break
         try:
-            rows.append({"way": title, **run()})
-        except Exception as error:  # one way that fails must not take the others down
-            rows.append({"way": title, "refused": f"{type(error).__name__}: {first_line(error)}"})
+            rows.append({"way": title, **measure()})
+        except Exception as error:  # the other modes are measured
+            rows.append({"way": title, "refused": _describe_error(error)})
     return rows
 
 
-# --- memory and profile ----------------------------------------------------------------------------------------------
-def memory(options: Options, left: Callable[[], bool]) -> list[Found]:
-    """What the preflight says that a worker takes, and what it took at its peak."""
-    rows: list[Found] = []
-    for name, work in options.workloads.items():
-        for way in (work.ways[0], work.best):
-            if not left():
+# --- memory and profile -------------------------------------------------------------------------
+def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
+    """Compare what the preflight says that a worker takes with what it takes at its peak."""
+    rows: list[ResultRow] = []
+    for name, workload in options.workloads.items():
+        for mode in (LOOP, workload.best_mode):
+            if not has_time():
                 return rows
-            spec = way.of(spec_of(work, data_of(work), options.device))
-            spec = replace(
-                spec, settings=replace(spec.settings, evaluate=Evaluation())
-            )  # which takes memory, too
+            spec = mode.apply(_spec_of(workload, _data_of(workload), options.device))
+            # An evaluation takes memory, too.
+            spec = replace(spec, settings=replace(spec.settings, evaluate=Evaluation()))
+            row: ResultRow = {"workload": name, "way": mode.name}
             try:
-                with _peak(options.device):
-                    need = preflight.measure(spec)
-                peak = raysim_rate(spec, work, 0.0).get(
-                    "peak_bytes", preflight.memory_use(options.device)[0]
-                )
-                rows.append(
-                    {"workload": name, "way": way.name, "preflight": need.job, "peak": peak}
-                )
+                with _device_use(options.device):
+                    row["preflight"] = preflight.measure(spec).job
+                measured = raysim_rate(spec, workload, 0.0)
+                usual = preflight.memory_use(options.device)[0]
+                row["peak"] = measured.get("peak_bytes", usual)
             except Exception as error:
-                rows.append(
-                    {
-                        "workload": name,
-                        "way": way.name,
-                        "refused": f"{type(error).__name__}: {first_line(error)}",
-                    }
-                )
+                row = {"workload": name, "way": mode.name, "refused": _describe_error(error)}
+            rows.append(row)
     return rows
 
 
-def profiled(options: Options, folder: Path) -> list[Found]:
-    """Where the time of G1 goes, in the loop and in graphs."""
-    work, rows = options.workloads["G1"], list[Found]()
-    for way in (work.ways[0], work.best):
-        spec = replace(way.of(spec_of(work, data_of(work), options.device)), profile=True)
-        spec = replace(spec, settings=replace(spec.settings, rounds=3))
-        runtime = InProcess(Worker(spec))
-        for event in Coordinator(
-            replace(spec, device="cpu"), Synchronous(work.cohort), Ideal(), runtime
-        ).run():
+def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
+    """Write where the time of G1 goes, in the loop and in graphs."""
+    workload = options.workloads["G1"]
+    rows: list[ResultRow] = []
+    for mode in (LOOP, workload.best_mode):
+        spec = mode.apply(_spec_of(workload, _data_of(workload), options.device))
+        spec = replace(spec, profile=True, settings=replace(spec.settings, rounds=3))
+        for event in _coordinator(spec, workload).run():
             if isinstance(event, Profiled):
-                prefix = f"G1-{way.name.replace(' ', '-').replace(',', '')}-"
-                paths = profile.write(event, folder, f"G1, {way.name}", prefix)
-                rows.append(
-                    {
-                        "way": way.name,
-                        "picture": paths[-1].name,
-                        "shares": profile.shares(event)["worker-0"],
-                    }
-                )
+                prefix = f"G1-{mode.name.replace(' ', '-').replace(',', '')}-"
+                paths = profile.write(event, folder, f"G1, {mode.name}", prefix)
+                shares = profile.shares(event)["worker-0"]
+                rows.append({"way": mode.name, "picture": paths[-1].name, "shares": shares})
     return rows
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-def about(device: str) -> Found:
-    """What was measured, and with what."""
-    cuda = device.startswith("cuda")
+# --- the command --------------------------------------------------------------------------------
+def describe_device(device: str) -> ResultRow:
+    """Return what is measured, and the versions of PyTorch and CUDA."""
+    is_cuda = device.startswith("cuda")
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else device,
+        "device": torch.cuda.get_device_name(device) if is_cuda else device,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
+        "cuda": torch.version.cuda if is_cuda else None,
     }
 
 
-def main(folder: Path, options: Options, say: Say = print) -> Found:
-    """Measure the parts, write results.json and page.md after each. Returns all results of the folder."""
-    if unknown := [part for part in options.parts if part not in PARTS]:
-        raise ValueError(f"--parts {unknown[0]} does not exist: use {', '.join(PARTS)}")
+def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
+    """Measure the parts; write results.json and page.md after each. Return the folder's results.
+
+    say: called with a line for each part. Raise `ValueError` for a part or a device that does not
+    exist.
+    """
+    for part in options.parts:
+        if part not in PARTS:
+            raise ValueError(f"--parts {part} does not exist. Use {', '.join(PARTS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
-            f"--device {options.device} needs a GPU that torch does not see: set --device cpu, or look at it"
+            f"--device {options.device}: torch sees no GPU. Check its driver, or set --device cpu"
         )
     path = make_folder(folder) / RESULTS
-    found: Found = json.loads(path.read_text()) if path.exists() else {}
-    found["about"] = about(options.device)
-    end = time.monotonic() + 60 * options.minutes
-
-    def left() -> bool:
-        return time.monotonic() < end
-
-    measure: dict[str, Callable[[], list[Found]]] = {
-        "correctness": partial(correctness, options, left),
-        "bits": partial(bits, options, left),
-        "memory": partial(memory, options, left),
-        **{name: partial(speed, name, options, left) for name in options.workloads},
-        "profile": partial(profiled, options, folder),
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results["about"] = describe_device(options.device)
+    results["workloads"] = {
+        name: {**vars(workload), "model": type(workload.model).__name__}
+        for name, workload in options.workloads.items()
     }
-    found["workloads"] = {
-        name: {**vars(work), "model": type(work.model).__name__}
-        for name, work in options.workloads.items()
+    deadline = time.monotonic() + 60 * options.minutes
+
+    def has_time() -> bool:
+        return time.monotonic() < deadline
+
+    measurements: dict[str, Callable[[], list[ResultRow]]] = {
+        "correctness": partial(measure_correctness, options, has_time),
+        "bits": partial(measure_bits, options, has_time),
+        "memory": partial(measure_memory, options, has_time),
+        **{name: partial(measure_speed, name, options, has_time) for name in SPEEDS},
+        "profile": partial(measure_profile, options, folder),
     }
     for part in options.parts:
-        if not left():
+        if not has_time():
             say(f"{part}: no time left")
             break
         since = time.monotonic()
-        found[part] = measure[part]()
-        say(f"{part}: {len(found[part])} rows in {time.monotonic() - since:.0f} s")
-        write_json(found, path)
-        write_page(found, folder)
-    return found
+        results[part] = measurements[part]()
+        say(f"{part}: {len(results[part])} rows in {time.monotonic() - since:.0f} s")
+        write_json(results, path)
+        write_page(results, folder)
+    return results

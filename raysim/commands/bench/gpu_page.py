@@ -1,112 +1,101 @@
-"""The page of `raysim bench gpu`: tables and pictures of what was measured, as Markdown."""
+"""The page of `raysim bench gpu`: tables and pictures of the measurements, as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from raysim.primitives.files import replace_file
 from raysim.results.tables import to_markdown
 from raysim.results.theme import INK, LIGHT, set_log_scale, theme
 
 PAGE = "page.md"
-# Of a method's largest change; float32 drifts over some 50 steps.
+PLAIN_LOOP = "plain loop"
+# As a share of a method's largest change; float32 drifts over some 50 steps.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
+SMALLEST_DISTANCE = 1e-17  # in the picture, because 0 has no logarithm
 
-Rows = Sequence[Mapping[str, Any]]
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-def write_page(found: Mapping[str, Any], folder: Path) -> None:
-    """page.md and its pictures, of the parts that there are."""
-    text = "\n".join(_page(found, folder)) + "\n"
+def write_page(results: Mapping[str, Any], folder: Path) -> None:
+    """Write page.md and its pictures, for the parts that were measured."""
+    text = "\n".join(_page(results, folder)) + "\n"
     replace_file(folder / PAGE, text.encode())
 
 
-def _page(found: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    about = found["about"]
+def _page(results: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    about = results["about"]
     yield "# What a GPU shows"
     yield f"\n{about['device']}, torch {about['torch']}, CUDA {about['cuda']}.\n"
-    if rows := found.get("correctness"):
-        yield from _correctness(rows, folder)
-    if rows := found.get("bits"):
+    if results.get("correctness"):
+        yield from _correctness(results["correctness"], folder)
+    if results.get("bits"):
         yield "## The same bits\n"
-        yield from _table(("method", "way", "again", "two workers"), rows)
-    if rows := found.get("memory"):
+        yield from _table(("method", "way", "again", "two workers"), results["bits"])
+    if results.get("memory"):
         yield "## Memory: the preflight and the peak\n"
-        yield from _table(
-            ("workload", "way", "preflight", "peak", "ratio"), [_with_ratio(row) for row in rows]
-        )
-    for name, work in found.get("workloads", {}).items():
-        if rows := found.get(name):
-            yield from _speed(name, work, rows, folder)
-    if rows := found.get("profile"):
+        columns = ("workload", "way", "preflight", "peak", "ratio")
+        yield from _table(columns, [_memory_row(row) for row in results["memory"]])
+    for name, workload in results.get("workloads", {}).items():
+        if results.get(name):
+            yield from _speed(name, workload, results[name], folder)
+    if results.get("profile"):
         yield "## Where the time goes\n"
-        for row in rows:
+        for row in results["profile"]:
             yield f"![{row['way']}]({row['picture']})\n"
 
 
 def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
-    far = [row for row in rows if "distance" in row and not row["distance"] <= row["allowed"]]
-    yield "## The same numbers as on the CPU\n"
+    measured = [row for row in rows if "distance" in row]
+    beyond = [row for row in measured if not row["distance"] <= row["allowed"]]
     allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in TOLERANCE.items())
+    yield "## The same numbers as on the CPU\n"
     yield "Largest distance from the loop on the CPU, of the model and of what clients keep, as a share of the model's"
     yield f"largest change; allowed: {allowed}, in float32 also ten times what its coarser rounding makes of the"
     yield "distance in float64."
     yield "Models that draw in their steps are compared with the loop on the device, and are not recorded."
-    yield f"Beyond: {len(far)}.\n"
-    measured = [row for row in rows if "distance" in row]
+    yield f"Beyond: {len(beyond)}.\n"
     if measured:
         _draw_distances(measured, folder / "correctness.png")
         yield "![distances](correctness.png)\n"
-    ways = list(dict.fromkeys(row["way"] for row in measured))
-    by = {(row["method"], row["dtype"], row["way"]): row for row in rows if "dtype" in row}
-    lines = []
-    for method, dtype in dict.fromkeys((method, dtype) for method, dtype, _ in by):
-        own = {way: by.get((method, dtype, way), {}) for way in ways}
-        lines.append(
-            {"method": method, "dtype": dtype, **{way: _distance(row) for way, row in own.items()}}
-        )
-    yield from _table(("method", "dtype", *ways), lines)
+    modes = list(dict.fromkeys(row["way"] for row in measured))
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        if "dtype" in row:
+            key = (row["method"], row["dtype"])
+            line = lines.setdefault(key, {"method": row["method"], "dtype": row["dtype"]})
+            line[row["way"]] = _format_distance(row)
+    yield from _table(("method", "dtype", *modes), list(lines.values()))
     refused = [row for row in rows if "refused" in row]
     if refused:
         yield "Refused:\n"
-        yield from (f"- {row['method']}, {row['way']}: {row['refused']}" for row in refused)
+        for row in refused:
+            yield f"- {row['method']}, {row['way']}: {row['refused']}"
         yield ""
 
 
-def _distance(row: Mapping[str, Any]) -> str:
-    return "refused" if "refused" in row else f"{row['distance']:.1e}" if "distance" in row else ""
+def _format_distance(row: Mapping[str, Any]) -> str:
+    if "refused" in row:
+        return "refused"
+    return f"{row['distance']:.1e}" if "distance" in row else ""
 
 
-def _with_ratio(row: Mapping[str, Any]) -> dict[str, Any]:
+def _memory_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if "peak" not in row:
         return dict(row)
-    gib = {key: f"{row[key] / 2**30:.2f} GiB" for key in ("preflight", "peak")}
-    return {**row, **gib, "ratio": f"{row['preflight'] / row['peak']:.3f}"}
+    sizes = {key: f"{row[key] / 2**30:.2f} GiB" for key in ("preflight", "peak")}
+    return {**row, **sizes, "ratio": f"{row['preflight'] / row['peak']:.3f}"}
 
 
-def _speed(name: str, work: Mapping[str, Any], rows: Rows, folder: Path) -> Iterator[str]:
-    measured = {row["way"]: row for row in rows if "seconds_per_round" in row}
-    plain = measured.get("plain loop")
-    yield f"## {name}: {work['title']}\n"
-    yield f"{work['cohort']} of {work['clients']} clients a round, batches of {work['batch']};"
-    yield f"asked: {work['least']:g} times the plain loop.\n"
-    lines = []
-    for row in rows:
-        line = dict(row)
-        if row["way"] in measured:
-            line["seconds a round"] = f"{row['seconds_per_round']:.4f}"
-            line["client steps/s"] = f"{row['client_steps_per_second']:,.0f}"
-            line["1,000 rounds"] = f"{1000 * row['seconds_per_round'] / 60:.1f} min"
-            if plain is not None:
-                line["to the plain loop"] = (
-                    f"{plain['seconds_per_round'] / row['seconds_per_round']:.2f}"
-                )
-            line["device use"] = (
-                "unknown" if row.get("device_use") is None else f"{row['device_use']:.0%}"
-            )
-        lines.append(line)
+def _speed(name: str, workload: Mapping[str, Any], rows: Rows, folder: Path) -> Iterator[str]:
+    measured = [row for row in rows if "seconds_per_round" in row]
+    plain = next((row for row in measured if row["way"] == PLAIN_LOOP), None)
+    yield f"## {name}: {workload['title']}\n"
+    clients = f"{workload['cohort']} of {workload['clients']} clients"
+    yield f"{clients} a round, batches of {workload['batch']};"
+    yield f"asked: {workload['least']:g} times the plain loop.\n"
     columns = (
         "way",
         "seconds a round",
@@ -115,19 +104,36 @@ def _speed(name: str, work: Mapping[str, Any], rows: Rows, folder: Path) -> Iter
         "1,000 rounds",
         "device use",
     )
-    yield from _table(columns, lines)
+    yield from _table(columns, [_speed_row(row, plain) for row in rows])
     if measured:
-        _draw_speed(name, list(measured.values()), folder / f"{name}.png")
+        _draw_speed(name, measured, folder / f"{name}.png")
         yield f"![{name}]({name}.png)\n"
 
 
+def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a row of the table. plain: the measurement of the plain loop, None without one."""
+    line = dict(row)
+    if "seconds_per_round" not in row:
+        return line
+    seconds, share = row["seconds_per_round"], row.get("device_use")
+    line["seconds a round"] = f"{seconds:.4f}"
+    line["client steps/s"] = f"{row['client_steps_per_second']:,.0f}"
+    line["1,000 rounds"] = f"{1000 * seconds / 60:.1f} min"
+    line["device use"] = "unknown" if share is None else f"{share:.0%}"
+    if plain is not None:
+        line["to the plain loop"] = f"{plain['seconds_per_round'] / seconds:.2f}"
+    return line
+
+
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Rows that were refused say why in their last cell."""
-    every = [[str(row.get(column, "")) for column in columns] for row in rows]
-    for row, cells in zip(rows, every, strict=True):
+    """Yield a table; a row that was refused gives the reason in its last cell."""
+    lines = []
+    for row in rows:
+        cells = [str(row.get(column, "")) for column in columns]
         if "refused" in row:
             cells[-1] = str(row["refused"]).replace("|", "/")
-    yield to_markdown(columns, every)
+        lines.append(cells)
+    yield to_markdown(columns, lines)
     yield ""
 
 
@@ -135,15 +141,13 @@ def _draw_speed(name: str, rows: Rows, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    names = [row["way"] for row in rows]
+    rates = [row["client_steps_per_second"] for row in rows]
+    colours = [LIGHT[7] if way == PLAIN_LOOP else LIGHT[0] for way in names]
     with matplotlib.rc_context(theme(INK)):
         figure = Figure(figsize=(7.5, 1.2 + 0.32 * len(rows)), layout="constrained")
         ax = figure.subplots()
-        colours = [LIGHT[7] if row["way"] == "plain loop" else LIGHT[0] for row in rows]
-        ax.barh(
-            [row["way"] for row in rows],
-            [row["client_steps_per_second"] for row in rows],
-            color=colours,
-        )
+        ax.barh(names, rates, color=colours)
         ax.invert_yaxis()
         ax.set(xlabel="steps of clients a second", title=name)
         figure.savefig(path, format="png", dpi=150)
@@ -153,18 +157,16 @@ def _draw_distances(rows: Rows, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    methods = list(dict.fromkeys(row["method"] for row in rows))
     with matplotlib.rc_context(theme(INK)):
         figure = Figure(figsize=(9, 4), layout="constrained")
         ax = figure.subplots()
-        methods = list(dict.fromkeys(row["method"] for row in rows))
-        for place, dtype in enumerate(TOLERANCE):
-            own = [row for row in rows if row["dtype"] == dtype]
-            x, y = (
-                [methods.index(row["method"]) for row in own],
-                [max(row["distance"], 1e-17) for row in own],
-            )
-            ax.scatter(x, y, s=14, color=LIGHT[place], label=dtype)
-            ax.axhline(TOLERANCE[dtype], color=LIGHT[place], linewidth=0.8)
+        for colour, (dtype, tolerance) in zip(LIGHT, TOLERANCE.items(), strict=False):
+            of_dtype = [row for row in rows if row["dtype"] == dtype]
+            positions = [methods.index(row["method"]) for row in of_dtype]
+            distances = [max(row["distance"], SMALLEST_DISTANCE) for row in of_dtype]
+            ax.scatter(positions, distances, s=14, color=colour, label=dtype)
+            ax.axhline(tolerance, color=colour, linewidth=0.8)
         set_log_scale(ax)
         ax.set(ylabel="share of the largest change")
         ax.set_xticks(range(len(methods)), methods, rotation=90, fontsize=7)

@@ -1,16 +1,16 @@
-"""Speed beside bare PyTorch loops: the same clients, models and arrays, the same number of processes of one thread.
+"""Measure speed against bare PyTorch loops with the same clients, models, arrays and processes.
 
-`raysim bench` alternates blocks of rounds of raysim and a textbook loop (`torch.optim.SGD`), with `--floor` of a tuned
-one too: no optimiser object, no accumulated gradient, one fused update, all in one flat vector. It prints the medians
-of the ratios, so that a machine whose speed drifts does not decide. Evaluation and the first rounds of a block are left
-out. Results go to a JSON file as well.
+`raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`), with
+`--floor` of a tuned one too: no optimiser object, no accumulated gradient, one fused update, all in
+one flat vector. It prints the medians of the ratios, so that a machine whose speed drifts does not
+decide. Evaluation and the first rounds of a block are left out. Results go to a JSON file as well.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,13 +35,22 @@ from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSettings, RunSpec, declare_run
 from raysim.training.step_mode import default_lanes
 
-Say: TypeAlias = Callable[[Any], object]
-_SKIP = 3  # rounds at the start of a block that are not timed
+Print: TypeAlias = Callable[[Any], object]
+Batches: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
+WARM_UP_ROUNDS = 3  # at the start of a block, not timed
+SEED = 20240
+NEVER = 10**9  # rounds between evaluations
+STOP = -1  # in place of the next client's place in the cohort
+STOP_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A run of one local epoch a round. group: clients per worker-side sum; limit: the ratio we promise."""
+class LoopWorkload:
+    """A run of one local epoch a round.
+
+    samples: of each client. rounds: of a block. limit: the ratio to the textbook loop that we
+    promise.
+    """
 
     clients: int
     samples: int
@@ -53,10 +62,11 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Options:
-    """workers: processes on each side. lanes: clients trained at once, None: as a run does. floor: measure it as well.
+class LoopOptions:
+    """How to measure.
 
-    profile: the folder for a profile of each workload.
+    workers: processes on each side. lanes: clients trained at once; None: as a run does. floor:
+    whether the tuned loop is measured as well. profile: the folder for a profile of each workload.
     """
 
     workers: int = 2
@@ -66,15 +76,18 @@ class Options:
 
 
 WORKLOADS = {
-    "W1": Workload(100, 600, 10, 32, Cnn(pool=2), 3, 1.05),
-    "W2": Workload(1000, 60, 100, 10, Mlp(widths=(64,)), 30, 1.0),
-    "W3": Workload(100, 32, 10, 32, Mlp(widths=(2700, 2700)), 20, 1.3),
+    "W1": LoopWorkload(100, 600, 10, 32, Cnn(pool=2), 3, 1.05),
+    "W2": LoopWorkload(1000, 60, 100, 10, Mlp(widths=(64,)), 30, 1.0),
+    "W3": LoopWorkload(100, 32, 10, 32, Mlp(widths=(2700, 2700)), 20, 1.3),
 }
 
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds a round (medians over blocks) and the blocks' ratios to the textbook loop; to the floor if measured."""
+class LoopResult:
+    """The speed of a workload.
+
+    raysim, bare, floor: seconds a round, medians over blocks. ratios, to_floor: of each block.
+    """
 
     workload: str
     lanes: int
@@ -87,23 +100,25 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """The median."""
+        """Return the median of the ratios to the textbook loop."""
         return statistics.median(self.ratios)
 
 
-def spec_of(work: Workload, source: Source) -> RunSpec:
-    """The workload as a run: equal clients by Dirichlet(0.5), no local tests."""
-    partition = DirichletClient(clients=work.clients, alpha=0.5, test_fraction=0.0, fraction=1.0)
-    data = federate(source, partition, 20240)
-    assert set(data.partition.train.counts) == {work.samples}
-    local = Local(lr=0.01, epochs=1, batch=work.batch)
-    settings = RunSettings(seed=20240, local=local, evaluate=Evaluation(every=10**9))
-    return RunSpec(work.model, (), data, settings)
+def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
+    """Return the workload as a run: clients of equal size by Dirichlet(0.5), no local tests."""
+    partition = DirichletClient(
+        clients=workload.clients, alpha=0.5, test_fraction=0.0, fraction=1.0
+    )
+    data = federate(source, partition, SEED)
+    assert set(data.partition.train.counts) == {workload.samples}
+    local = Local(lr=0.01, epochs=1, batch=workload.batch)
+    settings = RunSettings(seed=SEED, local=local, evaluate=Evaluation(every=NEVER))
+    return RunSpec(workload.model, (), data, settings)
 
 
-def source_of(work: Workload, root: str | None) -> Source:
-    """Fashion-MNIST (below `root` or downloaded), or noise of its shape if root is ""."""
-    samples = work.clients * work.samples
+def source_of(workload: LoopWorkload, root: str | None) -> Source:
+    """Return Fashion-MNIST (below `root`, None: downloaded), or noise of its shape if root is ""."""
+    samples = workload.clients * workload.samples
     if root == "" or samples != 60_000:
         return Synthetic(
             shape=[1, 28, 28], samples=samples, test_samples=1000, mean=[0.5], std=[0.5]
@@ -111,145 +126,175 @@ def source_of(work: Workload, root: str | None) -> Source:
     return FashionMnist(root=root, mean=[0.5], std=[0.5])
 
 
-# --- the bare loop -------------------------------------------------------------------------------------------------
+# --- the bare loop ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SharedMemory:
+    """What the processes of a bare loop share.
+
+    inputs, labels: of all clients, one after another. vector: the shared parameters. sums: one row
+    for each process. next_place: of the cohort; `STOP` ends the processes. start: a semaphore for
+    each process. done: released by each process after a round.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    vector: torch.Tensor
+    sums: torch.Tensor
+    next_place: Any
+    start: Sequence[Any]
+    done: Any
+
+
 def _bare_worker(
-    index: int,
-    spec: RunSpec,
-    work: Workload,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    vector: Any,
-    sums: Any,
-    todo: Any,
-    go: Any,
-    done: Any,
-    tuned: bool,
+    index: int, spec: RunSpec, workload: LoopWorkload, memory: SharedMemory, is_tuned: bool
 ) -> None:
-    """What a loop does with the clients that it takes off a shared counter."""
+    """Train clients in rounds, taking the next one of the cohort from a shared counter."""
     torch.set_num_threads(1)
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
     params: list[torch.Tensor] = list(model.parameters())
-    flat = torch.cat([p.detach().reshape(-1) for p in params])
-    position = 0
-    for p in params:
-        p.data = flat[position : position + p.numel()].view(p.shape)
-        position += p.numel()
-    block = 0
+    flat = _flatten(params)
+    train = _train_tuned if is_tuned else _train_textbook
+    own_sum = memory.sums[index]
+    version = 0
     while True:
-        go[index].acquire()
-        if todo.value < 0:
+        memory.start[index].acquire()
+        if memory.next_place.value == STOP:
             return
-        cohort = stream(spec.settings.seed, "bare", block).choice(
-            work.clients, work.cohort, replace=False
-        )
-        block += 1
-        sums[index].zero_()
+        draws = stream(spec.settings.seed, "bare", version)
+        cohort = draws.choice(workload.clients, workload.cohort, replace=False)
+        version += 1
+        own_sum.zero_()
         while True:
-            with todo.get_lock():
-                place = todo.value
-                todo.value += 1
-            if place >= work.cohort:
+            with memory.next_place.get_lock():
+                place = memory.next_place.value
+                memory.next_place.value += 1
+            if place >= workload.cohort:
                 break
-            start = int(cohort[place]) * work.samples
-            flat.copy_(vector)
-            own = slice(start, start + work.samples)
-            batches = zip(x[own].split(work.batch), y[own].split(work.batch), strict=True)
-            (_floor if tuned else _textbook)(model, params, batches, spec.settings.local.lr)
-            sums[index].add_(flat, alpha=1 / work.cohort)
-        done.release()
+            first = int(cohort[place]) * workload.samples
+            rows = slice(first, first + workload.samples)
+            inputs = memory.inputs[rows].split(workload.batch)
+            labels = memory.labels[rows].split(workload.batch)
+            flat.copy_(memory.vector)
+            train(model, params, zip(inputs, labels, strict=True), spec.settings.local.lr)
+            own_sum.add_(flat, alpha=1 / workload.cohort)
+        memory.done.release()
 
 
-Batches: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
+def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Move the parameters into one flat vector, of which they become views; return it."""
+    flat = torch.cat([param.detach().reshape(-1) for param in params])
+    position = 0
+    for param in params:
+        param.data = flat[position : position + param.numel()].view(param.shape)
+        position += param.numel()
+    return flat
 
 
-def _textbook(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
-    """One client's epoch, as everybody writes it."""
+def _train_textbook(
+    model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float
+) -> None:
+    """Train one client's epoch as a textbook does."""
     optimizer = torch.optim.SGD(params, lr=lr)
     model.train()
-    for inputs, targets in batches:
+    for inputs, labels in batches:
         optimizer.zero_grad()
-        cross_entropy(model(inputs), targets).backward()
+        cross_entropy(model(inputs), labels).backward()
         optimizer.step()
 
 
-def _floor(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
-    """The same with the least that PyTorch can do for it."""
-    for inputs, targets in batches:
-        grads = torch.autograd.grad(cross_entropy(model(inputs), targets), params)
+def _train_tuned(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
+    """Train one client's epoch with the fewest operations of PyTorch."""
+    for inputs, labels in batches:
+        gradients = torch.autograd.grad(cross_entropy(model(inputs), labels), params)
         with torch.no_grad():
-            torch._foreach_add_(params, grads, alpha=-lr)
+            torch._foreach_add_(params, gradients, alpha=-lr)
 
 
-class Bare:
-    """Processes that train in turn with one shared vector and a sum each; no framework. tuned: with `_floor`'s loop."""
+class BareLoop:
+    """Processes that train clients with one shared vector and a sum each, without a framework."""
 
-    def __init__(self, spec: RunSpec, work: Workload, processes: int, tuned: bool = False):
-        import torch.multiprocessing as mp
+    def __init__(
+        self, spec: RunSpec, workload: LoopWorkload, processes: int, is_tuned: bool = False
+    ):
+        import torch.multiprocessing
 
-        context = mp.get_context("spawn")
-        data, rows = spec.data.open(), spec.data.partition.train.indices
+        context = torch.multiprocessing.get_context("spawn")
+        data = spec.data.open()
+        rows = spec.data.partition.train.indices
         pixels = torch.from_numpy(np.ascontiguousarray(data.inputs[rows]))
-        x = spec.data.pipeline.normalise(pixels, torch.float32).share_memory_()
-        y = torch.from_numpy(data.labels[rows].copy()).share_memory_()
+        inputs = spec.data.pipeline.normalise(pixels, torch.float32)
+        labels = torch.from_numpy(data.labels[rows].copy())
         model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
-        self.vector = torch.cat(
-            [p.detach().reshape(-1) for p in model.parameters()]
-        ).share_memory_()
-        self.sums = torch.zeros(processes, len(self.vector)).share_memory_()
-        self.go = [context.Semaphore(0) for _ in range(processes)]
-        self.done, self.todo = context.Semaphore(0), context.Value("i", 0)
-        shared = (spec, work, x, y, self.vector, self.sums, self.todo, self.go, self.done)
-        self.processes = [
-            context.Process(target=_bare_worker, args=(i, *shared, tuned), daemon=True)
-            for i in range(processes)
-        ]
-        for process in self.processes:
+        vector = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+        self.memory = SharedMemory(
+            inputs=inputs.share_memory_(),
+            labels=labels.share_memory_(),
+            vector=vector.share_memory_(),
+            sums=torch.zeros(processes, len(vector)).share_memory_(),
+            next_place=context.Value("i", 0),
+            start=[context.Semaphore(0) for _ in range(processes)],
+            done=context.Semaphore(0),
+        )
+        self.processes = []
+        for index in range(processes):
+            arguments = (index, spec, workload, self.memory, is_tuned)
+            process = context.Process(target=_bare_worker, args=arguments, daemon=True)
             process.start()
+            self.processes.append(process)
 
-    def rounds(self, count: int) -> float:
-        """Seconds a round, the first few left out."""
-        for index in range(count + _SKIP):
-            if index == _SKIP:
+    def time_rounds(self, count: int) -> float:
+        """Make a block of rounds; return seconds a round, without the first ones."""
+        for index in range(count + WARM_UP_ROUNDS):
+            if index == WARM_UP_ROUNDS:
                 since = time.perf_counter()
-            self.todo.value = 0
-            for semaphore in self.go:
-                semaphore.release()
-            for _ in self.go:
-                self.done.acquire()
-            torch.sum(self.sums, 0, out=self.vector)
+            self.memory.next_place.value = 0
+            self._start()
+            for _ in self.processes:
+                self.memory.done.acquire()
+            torch.sum(self.memory.sums, 0, out=self.memory.vector)
         return (time.perf_counter() - since) / count
+
+    def _start(self) -> None:
+        for semaphore in self.memory.start:
+            semaphore.release()
 
     def close(self) -> None:
         """End the processes."""
-        self.todo.value = -1
-        for semaphore in self.go:
-            semaphore.release()
+        self.memory.next_place.value = STOP
+        self._start()
         for process in self.processes:
-            process.join(10)
+            process.join(STOP_TIMEOUT_S)
 
 
-# --- raysim --------------------------------------------------------------------------------------------------------
-def _rounds(spec: RunSpec, work: Workload, runtime: Any, count: int) -> float:
-    spec = replace(spec, settings=replace(spec.settings, rounds=count + _SKIP))
-    stamps = []
-    for event in Coordinator(spec, Synchronous(work.cohort), Ideal(), runtime).run():
+# --- raysim -------------------------------------------------------------------------------------
+def _time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
+    """Make a block of rounds; return seconds a round, without the first ones."""
+    spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
+    wall_seconds: list[float] = []
+    for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():
         if isinstance(event, Round):
-            stamps.append(event.row["wall_seconds"])
+            wall_seconds.append(float(event.row["wall_seconds"] or 0.0))
         assert not isinstance(event, Finished) or event.model_sha256
-    return (stamps[-1] - stamps[_SKIP - 1]) / count  # type: ignore[operator]
+    return (wall_seconds[-1] - wall_seconds[WARM_UP_ROUNDS - 1]) / count
 
 
-def _profile(
-    name: str, spec: RunSpec, work: Workload, options: Options, folder: Path, show: Say
+def _write_profile(
+    name: str,
+    spec: RunSpec,
+    workload: LoopWorkload,
+    workers: int,
+    folder: Path,
+    show: Print,
 ) -> None:
-    """A block more, on workers that are timed: where their time goes."""
+    """Make one more block, with profiled workers; write and show where their time goes."""
     from raysim.results import profile
     from raysim.runtime.ray import start_workers
 
-    spec = replace(spec, profile=True, settings=replace(spec.settings, rounds=work.rounds + _SKIP))
-    runtime = start_workers(spec, options.workers)
+    settings = replace(spec.settings, rounds=workload.rounds + WARM_UP_ROUNDS)
+    spec = replace(spec, profile=True, settings=settings)
+    runtime = start_workers(spec, workers)
     try:
-        for event in Coordinator(spec, Synchronous(work.cohort), Ideal(), runtime).run():
+        for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():
             if isinstance(event, Profiled):
                 profile.write(event, folder, name, f"{name}-")
                 show(profile.table(event))
@@ -257,82 +302,90 @@ def _profile(
         runtime.stop()
 
 
-def bench(name: str, root: str | None, blocks: int, options: Options, say: Say) -> Result:
-    """Alternate blocks of raysim's rounds and of bare ones on a running Ray."""
+def measure_workload(
+    name: str, root: str | None, blocks: int, options: LoopOptions, show: Print
+) -> LoopResult:
+    """Alternate blocks of raysim's rounds and of bare ones, on a Ray that runs.
+
+    root: see `source_of`. show: called with a line for each block.
+    """
     from raysim.runtime.ray import start_workers
 
-    work = WORKLOADS[name]
-    spec = spec_of(work, source_of(work, root))
-    spec = replace(spec, lanes=options.lanes or default_lanes(spec, declare_run(spec), work.cohort))
+    workload = WORKLOADS[name]
+    spec = spec_of(workload, source_of(workload, root))
+    usual_lanes = default_lanes(spec, declare_run(spec), workload.cohort)
+    spec = replace(spec, lanes=options.lanes or usual_lanes)
     runtime = start_workers(spec, options.workers)
-    loops = [
-        Bare(spec, work, options.workers, tuned)
-        for tuned in ((False, True) if options.floor else (False,))
-    ]
+    loops = [BareLoop(spec, workload, options.workers)]
+    if options.floor:
+        loops.append(BareLoop(spec, workload, options.workers, is_tuned=True))
     rows = []
     try:
-        _rounds(spec, work, runtime, 1)
+        _time_rounds(spec, workload, runtime, 1)
         for block in range(blocks):
-            rows.append(
-                (
-                    _rounds(spec, work, runtime, work.rounds),
-                    *(loop.rounds(work.rounds) for loop in loops),
-                )
-            )
-            bare = ", ".join(f"{seconds:.4f} s" for seconds in rows[-1][1:])
-            say(
-                f"{name} block {block + 1}/{blocks}: raysim {rows[-1][0]:.4f} s, bare {bare} a round"
-            )
+            seconds = [_time_rounds(spec, workload, runtime, workload.rounds)]
+            seconds += [loop.time_rounds(workload.rounds) for loop in loops]
+            rows.append(seconds)
+            own, *bare = (f"{each:.4f} s" for each in seconds)
+            text = f"raysim {own}, bare {', '.join(bare)} a round"
+            show(f"{name} block {block + 1}/{blocks}: {text}")
     finally:
         for loop in loops:
             loop.close()
         runtime.stop()
     if options.profile is not None:
-        _profile(name, spec, work, options, options.profile, say)
-    own, bare_, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
-    ratios = [tuple(row[0] / row[column] for row in rows) for column in range(1, len(rows[0]))]
-    return Result(name, spec.lanes, own, bare_, ratios[0], work.limit, *floor, *ratios[1:])
+        _write_profile(name, spec, workload, options.workers, options.profile, show)
+    return _result(name, spec.lanes, workload.limit, rows)
+
+
+def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]) -> LoopResult:
+    """Return the result of blocks: seconds a round of raysim, the textbook and the tuned loop."""
+    own, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
+    ratios = tuple(row[0] / row[1] for row in rows)
+    if not floor:
+        return LoopResult(name, lanes, own, bare, ratios, limit)
+    to_floor = tuple(row[0] / row[2] for row in rows)
+    return LoopResult(name, lanes, own, bare, ratios, limit, floor[0], to_floor)
 
 
 def main(
-    names: list[str], root: str | None, out: Path, blocks: int, options: Options
-) -> list[Result]:
-    """Run workloads, print a table, write `out`."""
+    names: list[str], root: str | None, out: Path, blocks: int, options: LoopOptions
+) -> list[LoopResult]:
+    """Measure workloads, print a table, write `out`."""
     from raysim.runtime import ray as cluster
 
     cluster.connect(cluster.RayOptions())
     try:
-        results = [bench(name, root, blocks, options, print) for name in names]
+        results = [measure_workload(name, root, blocks, options, print) for name in names]
     finally:
         cluster.disconnect()
-    rows = []
-    for r in results:
-        row = [r.raysim, r.bare, r.ratio, min(r.ratios), max(r.ratios), r.limit]
-        if r.floor is not None:
-            row += [r.floor, statistics.median(r.to_floor), min(r.to_floor), max(r.to_floor)]
-        rows.append((r.workload, str(r.lanes), *(f"{value:.3f}" for value in row)))
-    more = ("floor", "ratio to it", "lowest", "highest") if options.floor else ()
-    head = (
-        "workload",
-        "lanes",
-        "raysim",
-        "bare PyTorch",
-        "ratio",
-        "lowest",
-        "highest",
-        "promised",
-        *more,
-    )
-    print(
-        f"seconds a round, {options.workers} processes of one thread; medians of {blocks} paired blocks"
-    )
-    print(format_table(text_columns(head, rows), terminal_width()))
+    processes = f"{options.workers} processes of one thread"
+    print(f"seconds a round, {processes}; medians of {blocks} paired blocks")
+    print(_table(results, options.floor))
     settings = {
         "torch": torch.__version__,
         "blocks": blocks,
         "capability": torch.backends.cpu.get_cpu_capability(),
-        **{key: value for key, value in asdict(options).items() if key != "profile"},
+        "workers": options.workers,
+        "lanes": options.lanes,
+        "floor": options.floor,
     }
-    columns = [{**asdict(result), "ratio": result.ratio} for result in results]
-    write_json({"settings": settings, "results": columns}, out)
+    stored = [{**asdict(result), "ratio": result.ratio} for result in results]
+    write_json({"settings": settings, "results": stored}, out)
     return results
+
+
+def _table(results: Sequence[LoopResult], has_floor: bool) -> str:
+    head = ["workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised"]
+    if has_floor:
+        head += ["floor", "ratio to it", "lowest", "highest"]
+    rows = []
+    for result in results:
+        ratios = result.ratios
+        numbers = [result.raysim, result.bare, result.ratio, min(ratios), max(ratios), result.limit]
+        if result.floor is not None:
+            to_floor = result.to_floor
+            numbers += [result.floor, statistics.median(to_floor), min(to_floor), max(to_floor)]
+        texts = [f"{number:.3f}" for number in numbers]
+        rows.append([result.workload, str(result.lanes), *texts])
+    return format_table(text_columns(head, rows), terminal_width())

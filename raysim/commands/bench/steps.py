@@ -1,4 +1,4 @@
-"""The cost of a local step of each method compared with FedAvg's: `raysim bench steps`.
+"""Measure the cost of a local step of each method compared with FedAvg's: `raysim bench steps`.
 
 The benchmark alternates a method and its reference in one process and reports the median of the ratios. The limit of a
 method is the number of forward and backward passes that it needs, in units of FedAvg's three, plus 5 %.
@@ -49,8 +49,10 @@ from raysim.training.run_spec import RunSettings, RunSpec
 from raysim.training.worker import Worker
 
 BATCH, STEPS, ROUNDS = 64, 10, 1
+CLIENTS = 2
+NEVER = 10**9  # rounds between evaluations
 
-# Method and what we promise at most; None where nothing is promised.
+# Each method with the ratio that we promise at most; None: no promise.
 METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
     "fedbr": (FedBR, 2.5),
     "moon": (Moon, 1.8),
@@ -70,8 +72,12 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds a step (median over blocks), and its ratios to what it is compared with."""
+class StepCost:
+    """The cost of a method's local step.
+
+    seconds: the median over blocks. ratios: to the reference, of each block; ratio: their median.
+    limit: the ratio that we promise, None: no promise.
+    """
 
     method: str
     seconds: float
@@ -81,85 +87,90 @@ class Measured:
 
 
 def _settings(local: Local) -> RunSettings:
-    return RunSettings(rounds=1 + ROUNDS, local=local, evaluate=Evaluation(every=10**9))
+    return RunSettings(rounds=1 + ROUNDS, local=local, evaluate=Evaluation(every=NEVER))
 
 
 def step_spec(*methods: Method) -> RunSpec:
-    """Two clients of FedBR's RotatedMNIST network on noise of 14 x 14 pixels."""
+    """Return a run of two clients on noise of 14 x 14 pixels, with FedBR's RotatedMNIST network."""
     source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
-    data = federate(source, IID(clients=2), 0)
-    return RunSpec(
-        MnistCnn(), methods, data, _settings(Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH))
-    )
+    data = federate(source, IID(clients=CLIENTS), 0)
+    local = Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH)
+    return RunSpec(MnistCnn(), methods, data, _settings(local))
 
 
-def _ran(*methods: Method, local: Local | None = None) -> Coordinator:
-    """A few rounds of both clients."""
-    spec = step_spec(*methods)
-    return _of(spec if local is None else replace(spec, settings=_settings(local)))
-
-
-def _of(spec: RunSpec) -> Coordinator:
-    coordinator = Coordinator(spec, Synchronous(2), Ideal(), InProcess(Worker(spec)))
+def _run_spec(spec: RunSpec) -> Coordinator:
+    coordinator = Coordinator(spec, Synchronous(CLIENTS), Ideal(), InProcess(Worker(spec)))
     for _ in coordinator.run():
         pass
     return coordinator
 
 
-def _total(coordinator: Coordinator, column: str) -> float:
-    """Of the second and later rounds: in the first, MOON has no previous model and memory is new."""
+def _sum_column(coordinator: Coordinator, column: str) -> float:
+    """Return the sum over all rounds but the first.
+
+    In the first round, MOON has no previous model, and memory is allocated.
+    """
     return sum(float(row[column] or 0) for row in coordinator.rows[1:])
 
 
 def seconds_per_step(*methods: Method) -> float:
-    """Of a local step."""
-    return _per_step(_ran(*methods))
+    """Return the seconds of a local step."""
+    return _seconds_per_step(_run_spec(step_spec(*methods)))
 
 
-def _per_step(coordinator: Coordinator) -> float:
-    return _total(coordinator, "worker_seconds") / (2 * STEPS * ROUNDS)
+def _seconds_per_step(coordinator: Coordinator) -> float:
+    return _sum_column(coordinator, "worker_seconds") / (CLIENTS * STEPS * ROUNDS)
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
-    """Seconds of FedBSS's jobs, and of FedAvg's steps on as many samples with a pass over the data in front."""
-    local = Local(lr=0.01, batch=BATCH, epochs=3)
-    fedbss, plain = _ran(FedBSS(0), local=local), _ran(local=local)
-    trainer = Worker(plain.spec).trainer
+    """Return the seconds of FedBSS's jobs and of their parts with FedAvg.
+
+    The parts are FedAvg's steps on as many samples, and a forward pass over the data before them.
+    """
+    settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
+    fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))
+    fedavg = _run_spec(replace(step_spec(), settings=settings))
+    trainer = Worker(fedavg.spec).trainer
     trainer.set_training(False)
     since = time.perf_counter()
     with torch.no_grad():
-        for client in range(2):
+        for client in range(CLIENTS):
             for inputs, _ in trainer.client_samples(client):
                 trainer.vector.networks["model"](inputs)
-    evaluation = (time.perf_counter() - since) * ROUNDS
-    share = _total(fedbss, "samples") / _total(plain, "samples")
-    return _total(fedbss, "worker_seconds"), share * _total(plain, "worker_seconds") + evaluation
+    forward_seconds = (time.perf_counter() - since) * ROUNDS
+    share = _sum_column(fedbss, "samples") / _sum_column(fedavg, "samples")
+    step_seconds = share * _sum_column(fedavg, "worker_seconds")
+    return _sum_column(fedbss, "worker_seconds"), step_seconds + forward_seconds
 
 
 def fraug_and_fedbn() -> tuple[float, float]:
-    """Seconds of a step of each, on FRAug's network for digits (32 x 32 pixels)."""
+    """Return the seconds of a step of each, on FRAug's network for digits (32 x 32 pixels)."""
     source = Synthetic(shape=[3, 32, 32], samples=640, test_samples=100, mean=[0.5], std=[0.5])
-    data = federate(source, IID(clients=2), 0)
+    data = federate(source, IID(clients=CLIENTS), 0)
     local = Local(lr=0.01, momentum=0.5, epochs=None, steps=STEPS, batch=BATCH)
 
     def seconds(*methods: Method) -> float:
-        return _per_step(_of(RunSpec(DigitsCnn(), methods, data, _settings(local))))
+        spec = RunSpec(DigitsCnn(), methods, data, _settings(local))
+        return _seconds_per_step(_run_spec(spec))
 
     return seconds(FRAug(rounds=1 + ROUNDS)), seconds(FedBN())
 
 
-def _beside_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
+def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
     return seconds_per_step(make()), seconds_per_step()
 
 
-def bench_steps(blocks: int, say: Callable[[str], None]) -> list[Measured]:
+def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure each method and FedAvg in turn, FedBSS and its parts, FRAug and FedBN."""
-    seconds_per_step()
-    pairs: dict[str, Callable[[], tuple[float, float]]]
-    pairs = {name: partial(_beside_fedavg, make) for name, (make, _) in METHODS.items()}
-    limits = {name: limit for name, (_, limit) in METHODS.items()}
+    seconds_per_step()  # warms up
+    pairs: dict[str, Callable[[], tuple[float, float]]] = {}
+    limits: dict[str, float | None] = {}
+    for name, (make, limit) in METHODS.items():
+        pairs[name] = partial(_method_and_fedavg, make)
+        limits[name] = limit
     pairs |= {"fedbss": fedbss_and_its_parts, "fraug": fraug_and_fedbn}
-    return measure_pairs(pairs, limits | {"fedbss": 1.05, "fraug": 1.6}, blocks, say)
+    limits |= {"fedbss": 1.05, "fraug": 1.6}
+    return measure_pairs(pairs, limits, blocks, say)
 
 
 def measure_pairs(
@@ -167,7 +178,7 @@ def measure_pairs(
     limits: Mapping[str, float | None],
     blocks: int,
     say: Callable[[str], None],
-) -> list[Measured]:
+) -> list[StepCost]:
     """Time every pair once per block; a pair returns its seconds and those of its reference."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):
@@ -179,11 +190,11 @@ def measure_pairs(
     for name, measured in seconds.items():
         ratios = tuple(own / reference for own, reference in measured)
         median = statistics.median(own for own, _ in measured)
-        results.append(Measured(name, median, statistics.median(ratios), ratios, limits[name]))
+        results.append(StepCost(name, median, statistics.median(ratios), ratios, limits[name]))
     return results
 
 
-def report(title: str, results: Sequence[Measured], blocks: int, out: Path) -> None:
+def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> None:
     """Print the results as a table and write them to `out`."""
     rows = []
     for result in results:

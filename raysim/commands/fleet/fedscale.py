@@ -1,14 +1,15 @@
-"""The device data of FedScale (Lai et al., ICML 2022) as a trace of ours.
+"""Convert the device data of FedScale (Lai et al., ICML 2022) into a trace.
 
 Two pickled dictionaries, by client:
-- `client_device_capacity`: {"computation": ms for one sample's inference, "communication": bandwidth}. Training takes
-  three times as long as inference, and the bandwidth, which is that of both directions, is in units of 1,024 bits a
-  second: so FedScale's `ClientMetadata.get_completion_time` and its `model_update_size` have it.
-- `client_behave_trace`: {"active": [seconds], "inactive": [seconds], "finish_time": seconds, ...}: a client is there
-  from active[i] to inactive[i], and begins again after `finish_time`.
+- `client_device_capacity`: {"computation": ms for one sample's inference, "communication":
+  bandwidth}. Training takes three times as long as inference, and the bandwidth, which is that of
+  both directions, is in units of 1,024 bits a second: as in FedScale's
+  `ClientMetadata.get_completion_time` and its `model_update_size`.
+- `client_behave_trace`: {"active": [seconds], "inactive": [seconds], "finish_time": seconds, ...}:
+  a client is available from active[i] to inactive[i], and begins again after `finish_time`.
 
-As in FedScale, who acts like whom has no meaning: the clients of one file meet those of the other one by one, and start
-again where they are fewer.
+As in FedScale, the two files describe different clients: those of one file are matched with those
+of the other one by one, and the shorter list is repeated.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from raysim.primitives.errors import Refused, first_line
 from raysim.primitives.files import make_folder, regular_file
 from raysim.simulation.trace import describe_error, write
 
-TRAINING = 3.0  # times inference
-BANDWIDTH = 1024 / 8  # bytes a second
-# Containers and numbers that a pickle names; Python's own need no name.
-_ALLOWED = {
+TRAINING_PER_INFERENCE = 3.0  # how much longer a sample takes
+BYTES_PER_S = 1024 / 8  # of one unit of bandwidth
+# The containers and numbers that a pickle names; Python's own types have no name in it.
+_ALLOWED_TYPES = {
     ("collections", "OrderedDict"): OrderedDict,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "scalar"): np.float64(0).__reduce__()[0],
@@ -38,71 +39,80 @@ _ALLOWED = {
 }
 
 
-class _Plain(pickle.Unpickler):
-    """Reads containers and numbers, and runs nothing that the file names."""
+class _DataUnpickler(pickle.Unpickler):
+    """Reads containers and numbers; runs nothing that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuses all else."""
-        if (found := _ALLOWED.get((module, name))) is None:
+        """Return a type that is allowed. Raise `UnpicklingError` for any other name."""
+        if (module, name) not in _ALLOWED_TYPES:
             raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, and may hold nothing but containers and numbers"
+                f"it names {module}.{name}, but only containers and numbers are allowed"
             )
-        return found
+        return _ALLOWED_TYPES[module, name]
 
 
 def convert(capacity: str, behaviour: str, out: Path) -> str:
-    """Write the trace; what was done, in a sentence. Raises ValueError or OSError."""
-    devices, times = _dictionary(capacity, "computation"), _dictionary(behaviour, "finish_time")
+    """Write the trace; return a sentence about it.
+
+    capacity, behaviour: FedScale's files. Raise `ValueError` if they are something else.
+    """
+    devices = _read_clients(capacity, "computation")
+    times = _read_clients(behaviour, "finish_time")
     rows: list[dict[str, Any]] = []
-    wrong = ""
-    for (client, when), what in zip(times.items(), itertools.cycle(devices.values()), strict=False):
-        row = _row(len(rows), when, what)
-        if reason := describe_error(row):
-            wrong = wrong or f"client {client}: {reason}"
-        else:
+    first_error = ""
+    for (client, time), device in zip(
+        times.items(), itertools.cycle(devices.values()), strict=False
+    ):
+        row = _row(len(rows), time, device)
+        error = describe_error(row)
+        if not error:
             rows.append(row)
+        elif not first_error:
+            first_error = f"client {client}: {error}"
     if not rows:
-        raise ValueError(f"{behaviour} has no client that a trace could hold; the first: {wrong}")
+        raise ValueError(f"{behaviour}: no client fits into a trace. The first: {first_error}")
     make_folder(out.parent)
     write(out, rows)
-    left = f"; {len(times) - len(rows):,} were left out, the first of them {wrong}" if wrong else ""
-    return f"{len(rows):,} clients in {out}{left}"
+    text = f"{len(rows):,} clients in {out}"
+    if first_error:
+        text += f"; {len(times) - len(rows):,} were left out, the first of them {first_error}"
+    return text
 
 
-def _dictionary(file: str, needs: str) -> Mapping[Any, Mapping[str, Any]]:
-    """A pickled dictionary of dictionaries that have the key `needs`."""
+def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
+    """Return a pickled dictionary of clients, each of which is a dictionary with a key."""
     try:
         path = Path(file)
         with (regular_file(path) if path.exists() else path).open("rb") as content:
-            found = _Plain(content).load()
+            clients = _DataUnpickler(content).load()
     except (OSError, Refused):
         raise
     except Exception as error:  # a damaged pickle fails in many ways
-        raise ValueError(f"{file} is no pickle of FedScale ({first_line(error)})") from error
-    if not isinstance(found, dict) or not found:
-        raise ValueError(f"{file} is no pickle of FedScale: it holds no dictionary of clients")
-    for client, facts in found.items():
-        if not isinstance(facts, dict) or needs not in facts:
+        raise ValueError(f"{file} is not a pickle of FedScale ({first_line(error)})") from error
+    if not isinstance(clients, dict) or not clients:
+        raise ValueError(f"{file} is not a pickle of FedScale: it holds no dictionary of clients")
+    for client, values in clients.items():
+        if not isinstance(values, dict) or key not in values:
             raise ValueError(
-                f"{file} is no pickle of FedScale: client {client} has no {needs!r}; check the files' order"
+                f"{file} is not a pickle of FedScale: client {client} has no {key!r}. "
+                "Check the order of the files"
             )
-    return found
+    return clients
 
 
-def _row(client: int, when: Mapping[str, Any], what: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the trace; nan for what is no number."""
-    milliseconds, bandwidth = (
-        _number(what["computation"]),
-        _number(what.get("communication")) * BANDWIDTH,
-    )
+def _row(client: int, time: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of the trace; nan stands for what is not a number."""
+    milliseconds = _number(device["computation"])
+    bandwidth = _number(device.get("communication")) * BYTES_PER_S
+    milliseconds_per_sample = TRAINING_PER_INFERENCE * milliseconds
     return {
         "client": client,
-        "start": [_number(each) for each in when.get("active", ())],
-        "end": [_number(each) for each in when.get("inactive", ())],
-        "period": _number(when["finish_time"]),
+        "start": [_number(value) for value in time.get("active", ())],
+        "end": [_number(value) for value in time.get("inactive", ())],
+        "period": _number(time["finish_time"]),
         "down": bandwidth,
         "up": bandwidth,
-        "speed": 1000 / (TRAINING * milliseconds) if milliseconds else math.nan,
+        "speed": 1000 / milliseconds_per_sample if milliseconds else math.nan,
     }
 
 

@@ -1,6 +1,7 @@
-"""`raysim new NAME`: a package with one part of each kind, its options and its tests, in the folder NAME.
+"""`raysim new NAME`: write a package with one part of each kind, its options and its tests.
 
-It is a copy of `template`, in which NAME stands where `mypackage` stood; the template is itself a package that works.
+It is a copy of `template`, with NAME in place of `mypackage`; the template itself is a package that
+works.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ NAME = "mypackage"
 
 
 def write(name: str) -> Path:
-    """Write the package; the folder. Raises Refused for what cannot be the name of a new package."""
+    """Write the package; return its folder.
+
+    Raise `Refused` for a name that a new package cannot have.
+    """
     folder = user_path(name)
-    _check(folder)
+    _check_name(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
     except FileExistsError:
         raise Refused(
-            f"new {folder.name}: another process creates {folder} at this moment: choose another name"
+            f"new {folder.name}: another process is creating {folder}. Choose another name"
         ) from None
     for path in sorted(TEMPLATE.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -36,28 +40,32 @@ def write(name: str) -> Path:
     return folder
 
 
-def _check(folder: Path) -> None:
+def _check_name(folder: Path) -> None:
     name = folder.name
     if not (name.isidentifier() and name.islower()) or keyword.iskeyword(name):
         raise Refused(
-            f"new {name}: a package is called by small letters, digits and _, such as my_methods"
+            f"new {name}: this is not the name of a package. "
+            "Use small letters, digits and _, such as my_methods"
         )
     if folder.exists() or folder.is_symlink():
-        raise Refused(f"new {name}: {folder} exists already: choose another name, or remove it")
+        raise Refused(f"new {name}: {folder} exists already. Choose another name, or remove it")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise Refused(f"new {name}: Python has a package of this name already: choose another name")
+        raise Refused(f"new {name}: Python has a package of this name already. Choose another name")
 
 
 def next_steps(folder: Path) -> str:
-    """What to do with it, as commands."""
+    """Return the commands that use the new package."""
     name = folder.name
+    parts = f"method={name} model={name} data={name}"
     steps = {
-        f"cd {folder} && python -m pytest": "their tests, without installing anything",
-        f"raysim run --allow {name} method={name} model={name} data={name} rounds=10": "there: their names are words",
-        f"raysim submit --with {name} run --allow {name} method={name} out=/shared/runs/{name}": "there, on a cluster",
+        f"cd {folder} && python -m pytest": "run its tests, without installing anything",
+        f"raysim run --allow {name} {parts} rounds=10": "train with its parts, in that folder",
+        f"raysim submit --with {name} run --allow {name} method={name} out=/shared/runs/{name}": (
+            "train on a cluster, in that folder"
+        ),
         "uv pip install -e .": "from then on everywhere, without --allow",
     }
-    wide = max(map(len, steps))
-    lines = [f"  {command:<{wide}}  {what}" for command, what in steps.items()]
-    what = "a method, a model, data, a partition, a schedule, a fleet and an observer of your own"
-    return "\n".join([f"{folder} holds {what}:", *lines])
+    width = max(len(command) for command in steps)
+    lines = [f"  {command:<{width}}  {text}" for command, text in steps.items()]
+    kinds = "a method, a model, data, a partition, a schedule, a fleet and an observer of your own"
+    return "\n".join([f"{folder} holds {kinds}:", *lines])

@@ -1,7 +1,7 @@
-"""`raysim submit`: pack the package and its configuration, send them to a cluster's job server, follow the job.
+"""`raysim submit`: pack the package and its configuration, send them to a cluster, follow the job.
 
-What a job sees is a folder with `raysim/`, `conf/`, what an installer needs, and what --with names; nothing else of the
-folder that one happens to be in.
+A job's folder holds `raysim/`, `conf/`, what an installer needs, and what --with names; nothing else
+of the current folder.
 """
 
 from __future__ import annotations
@@ -30,115 +30,127 @@ from raysim.primitives.errors import Refused, errors_as_refusals
 from raysim.primitives.files import conf_folder, user_path
 
 COMMANDS = ("run", "study", "sweep")
-PROJECT = ("pyproject.toml", "README.md", "LICENSE")  # what building the package takes
+PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")  # needed to build the package
 MB = 1_000_000
-LARGEST = 5  # files that are named when there is too much
+MAX_NAMED_FILES = 5  # in the error about a package that is too large
+REMOTE_TRACKING = ("http://", "https://", "databricks")
 
 
-# --- the package ----------------------------------------------------------------------------------------------------
+# --- the package --------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Piece:
-    """A file of the package: where it lies, its name there, its bytes."""
+class PackedFile:
+    """A file of the package. name: its path in the package."""
 
     source: Path
     name: str
-    size: int
+    size_bytes: int
 
 
-def pieces(extra: Sequence[str | Path] = ()) -> list[Piece]:
-    """All files that a job needs: the package, its configuration, and the files and folders in `extra`.
+def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
+    """Return the files that a job needs: the package, its configuration, and those of --with.
 
-    Hidden files and byte code stay behind. Raises Refused.
+    Hidden files and byte code are left out. Raise `Refused` for a path that cannot be packed.
     """
     package = Path(__file__).resolve().parents[2]
-    found = _below(package)
-    if (conf := conf_folder()).parent != package:  # a checkout
-        found += _below(conf)
-        found += [
-            _piece(path, path.name) for name in PROJECT if (path := package.parent / name).is_file()
-        ]
-    taken = {piece.name.partition("/")[0] for piece in found}
-    for given in extra:
-        path = Path(os.path.realpath(user_path(given)))
+    files = _files_below(package)
+    conf = conf_folder()
+    if conf.parent != package:  # a checkout
+        files += _files_below(conf)
+        for name in PROJECT_FILES:
+            if (package.parent / name).is_file():
+                files.append(_packed_file(package.parent / name, name))
+    names = {file.name.partition("/")[0] for file in files}
+    for argument in extra:
+        path = Path(os.path.realpath(user_path(argument)))
         if not path.exists():
-            raise Refused(f"--with {given} does not exist: name a file or a folder that does")
-        if path.name in taken:
-            raise Refused(
-                f"--with {given} would take the place of another {path.name} in the package: rename it"
-            )
-        taken.add(path.name)
-        found += _below(path) if path.is_dir() else [_piece(path, path.name)]
-    return found
+            raise Refused(f"--with {argument} does not exist. Name a file or a folder that does")
+        if path.name in names:
+            raise Refused(f"--with {argument}: the package has a {path.name} already. Rename it")
+        names.add(path.name)
+        files += _files_below(path) if path.is_dir() else [_packed_file(path, path.name)]
+    return files
 
 
-def _below(root: Path) -> list[Piece]:
-    pieces = []
+def _files_below(root: Path) -> list[PackedFile]:
+    packed = []
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not _left_out(name))
+        folders[:] = sorted(name for name in folders if not _is_left_out(name))
         for name in folders:
             if Path(folder, name).is_symlink():
                 raise Refused(
-                    f"{Path(folder, name)} links to a folder: put the folder there, or name it with --with"
+                    f"{Path(folder, name)} is a link to a folder. "
+                    "Put the folder there, or name it with --with"
                 )
         for name in sorted(files):
             path = Path(folder, name)
-            if not _left_out(name) and path.is_file():
-                if not path.resolve().is_relative_to(root):
-                    raise Refused(
-                        f"{path} links out of {root}, to {path.resolve()}: put the file there, or leave it out"
-                    )
-                pieces.append(_piece(path, str(path.relative_to(root.parent))))
-    return pieces
+            if _is_left_out(name) or not path.is_file():
+                continue
+            if not path.resolve().is_relative_to(root):
+                raise Refused(
+                    f"{path} is a link to {path.resolve()}, outside of {root}. "
+                    "Put the file there, or leave it out"
+                )
+            packed.append(_packed_file(path, str(path.relative_to(root.parent))))
+    return packed
 
 
-def _left_out(name: str) -> bool:
+def _is_left_out(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")
 
 
-def _piece(path: Path, name: str) -> Piece:
-    return Piece(path, name, path.stat().st_size)
+def _packed_file(path: Path, name: str) -> PackedFile:
+    return PackedFile(path, name, path.stat().st_size)
 
 
-def size(found: Sequence[Piece]) -> str:
-    """What there is to upload, in a line: "212 files, 1.6 MB (raysim 1.1 MB, conf 0.5 MB)"."""
-    parts: Counter[str] = Counter()
-    for piece in found:
-        top, nested, _ = piece.name.partition("/")
-        parts[top if nested else "single files"] += piece.size
-    told = ", ".join(f"{name} {_mb(amount)}" for name, amount in parts.most_common())
-    return f"{len(found)} files, {_mb(parts.total())} ({told})"
+def describe_size(files: Sequence[PackedFile]) -> str:
+    """Return number and size: "212 files, 1.6 MB (raysim 1.1 MB, conf 0.5 MB)"."""
+    sizes: Counter[str] = Counter()
+    for file in files:
+        top, slash, _ = file.name.partition("/")
+        sizes[top if slash else "single files"] += file.size_bytes
+    parts = [f"{name} {_format_size(size)}" for name, size in sizes.most_common()]
+    return f"{len(files)} files, {_format_size(sizes.total())} ({', '.join(parts)})"
 
 
-def check_size(found: Sequence[Piece], limit: float) -> None:
-    """Refuse more than `limit` MB, with the names of the largest files."""
-    total = sum(piece.size for piece in found)
-    if total > limit * MB:
-        largest = sorted(found, key=lambda piece: -piece.size)[:LARGEST]
-        named = ", ".join(
-            f"{piece.name} ({_mb(piece.size)})" for piece in largest if piece.size > total / 100
-        )
-        raise Refused(
-            f"the package has {_mb(total)}, more than --limit {limit:g} MB; its largest files are {named}: keep data "
-            f"on storage of the cluster and name it in data.root, or set --limit {-(-total // MB)}"
-        )
+def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
+    """Raise `Refused` for more than the limit, with the names of the largest files."""
+    total = sum(file.size_bytes for file in files)
+    if total <= limit_mb * MB:
+        return
+    largest = sorted(files, key=lambda file: -file.size_bytes)[:MAX_NAMED_FILES]
+    named = []
+    for file in largest:
+        if file.size_bytes > total / 100:
+            named.append(f"{file.name} ({_format_size(file.size_bytes)})")
+    raise Refused(
+        f"--limit {limit_mb:g} MB: the package has {_format_size(total)}; its largest files are "
+        f"{', '.join(named)}. Keep data on storage of the cluster and name it in data.root, "
+        f"or set --limit {-(-total // MB)}"
+    )
 
 
-def _mb(count: int) -> str:
-    return f"{count / MB:.1f} MB" if count >= MB / 10 else f"{count / 1000:.0f} kB"
+def _format_size(size_bytes: int) -> str:
+    if size_bytes >= MB / 10:
+        return f"{size_bytes / MB:.1f} MB"
+    return f"{size_bytes / 1000:.0f} kB"
 
 
-def pack(found: Sequence[Piece], folder: Path) -> None:
+def pack(files: Sequence[PackedFile], folder: Path) -> None:
     """Copy the files into an empty folder."""
-    for piece in found:
-        target = folder / piece.name
+    for file in files:
+        target = folder / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(piece.source, target)
+        shutil.copyfile(file.source, target)
 
 
-# --- the job --------------------------------------------------------------------------------------------------------
+# --- the job ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Command:
-    """What a job runs: `words` as typed; the folders and the file of its --conf and --config."""
+class JobCommand:
+    """The command of a job.
+
+    words: as typed, from "run", "study" or "sweep" on. conf, config: the folders of --conf and the
+    file of --config.
+    """
 
     words: Sequence[str]
     overrides: Sequence[str] = ()
@@ -146,151 +158,185 @@ class Command:
     config: str | None = None
 
     @property
-    def given(self) -> dict[str, str]:
-        """What is set on the command line, as text."""
-        pairs = (word.partition("=") for word in self.overrides)
+    def settings(self) -> dict[str, str]:
+        """Return the values of the overrides, as text."""
+        pairs = (override.partition("=") for override in self.overrides)
         return {key: value.strip("\"'") for key, equals, value in pairs if equals}
 
     @property
     def entrypoint(self) -> str:
-        """The command for the cluster's shell. A run joins the cluster, unless it names a runtime or is continued."""
-        joins = [] if {"runtime", "resume"} & self.given.keys() else ["runtime=cluster"]
-        # Overrides first: argparse takes no more of them after an option.
+        """Return the command for the cluster's shell.
+
+        It joins the cluster, unless it names a runtime or continues a run, which has one.
+        """
+        joins = [] if {"runtime", "resume"} & self.settings.keys() else ["runtime=cluster"]
+        # Overrides come first: argparse takes no more of them after a flag.
         return shlex.join(["python", "-m", "raysim", self.words[0], *joins, *self.words[1:]])
 
 
-def with_plugins(command: Command, extra: Sequence[str | Path]) -> tuple[Command, list[str | Path]]:
-    """The command and what is packed besides, with the user's installed packages that the command names parts of.
+def with_plugins(
+    command: JobCommand, extra: Sequence[str | Path]
+) -> tuple[JobCommand, list[str | Path]]:
+    """Add the user's installed packages that the command uses: to its --allow, and to what is packed.
 
-    The nodes of a cluster do not have them; there they are found in the job's folder, by --allow.
+    The nodes of a cluster do not have them installed, but find them in the job's folder.
     """
-    packed, words = list(extra), list(command.words)
-    for package, folder in _named(command).items():
-        if folder.name not in {Path(os.path.realpath(user_path(given))).name for given in packed}:
+    packed = list(extra)
+    words = list(command.words)
+    for package, folder in _used_packages(command).items():
+        names = {Path(os.path.realpath(user_path(argument))).name for argument in packed}
+        if folder.name not in names:
             packed.append(folder)
         if package not in words:
             words += ["--allow", package]
     return replace(command, words=words), packed
 
 
-def _named(command: Command) -> dict[str, Path]:
-    """Installed packages and their folders, of those whose options or classes the command names."""
-    folders = {
-        name: conf[0].parent for name in installed_packages() if (conf := conf_folders_of([name]))
-    }
+def _used_packages(command: JobCommand) -> dict[str, Path]:
+    """Return the installed packages whose options or classes the command names, with their folders."""
+    folders = {}
+    for name in installed_packages():
+        conf = conf_folders_of([name])
+        if conf:
+            folders[name] = conf[0].parent
     if not folders:
         return {}
-    files, words = find_groups(config_folders(command.conf)).files, command.given.items()
-    options = [
-        files.get(group, {}).get(name)
-        for group, value in words
-        for name in re.findall(r"[\w/.-]+", value)
-    ]
-    path = user_path(command.config) if command.config else None
-    stored = path.read_text() if path and path.is_file() else ""
-    return {
-        name: folder
-        for name, folder in folders.items()
-        if any(option and option.is_relative_to(folder) for option in options)
-        or f"_target_: {name}." in stored
-    }
+    files = find_groups(config_folders(command.conf)).files
+    options = []
+    for group, value in command.settings.items():
+        for name in re.findall(r"[\w/.-]+", value):
+            if name in files.get(group, {}):
+                options.append(files[group][name])
+    stored = ""
+    if command.config and user_path(command.config).is_file():
+        stored = user_path(command.config).read_text()
+    used = {}
+    for name, folder in folders.items():
+        has_option = any(option.is_relative_to(folder) for option in options)
+        if has_option or f"_target_: {name}." in stored:
+            used[name] = folder
+    return used
 
 
-def check_command(command: Command, found: Sequence[Piece]) -> None:
-    """Refuse on this machine what a cluster would refuse, or would lose, later."""
-    given, packed = command.given, {piece.name.partition("/")[0] for piece in found}
-    tracked = given.get("tracking.uri", "").startswith(("http://", "https://", "databricks"))
-    home = given.get("out") or ("" if command.words[0] != "run" else given.get("resume", ""))
-    if not home.startswith(("/", "~")) and not tracked:
-        what = f"out={given['out']} lies" if "out" in given else "without out=DIR results lie"
-        raise Refused(
-            f"{what} in the job's own folder, which the cluster deletes: name a folder on "
-            "storage that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow server"
-        )
-    for option, value in [
-        *(("--conf", folder) for folder in command.conf),
-        ("--config", command.config),
-    ]:
-        if value and not value.startswith(("/", "~")) and Path(value).parts[0] not in packed:
-            raise Refused(
-                f"{option} {value} is not in the package: add --with {Path(value).parts[0]} before the command"
-            )
-    files = [*command.conf, *([command.config] if command.config else [])]
-    if command.words[0] == "run" and all(user_path(path).exists() for path in files):
+def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
+    """Raise `Refused` here for what a cluster would refuse, or would lose, later."""
+    _check_out(command)
+    _check_packed(command, files)
+    paths = [*command.conf, *([command.config] if command.config else [])]
+    if command.words[0] == "run" and all(user_path(path).exists() for path in paths):
         config = compose(command.overrides, command.conf, command.config)
         from raysim.experiment.parts import check_values
 
         check_values(to_dict(config))
 
 
-def runtime_env(path: str | None) -> dict[str, Any]:
-    """What a file says of the job's environment, as Ray reads it: pip, env_vars, ... Raises Refused."""
+def _check_out(command: JobCommand) -> None:
+    settings = command.settings
+    out = settings.get("out", "")
+    place = out or (settings.get("resume", "") if command.words[0] == "run" else "")
+    is_tracked = settings.get("tracking.uri", "").startswith(REMOTE_TRACKING)
+    if place.startswith(("/", "~")) or is_tracked:
+        return
+    subject = f"out={out} is" if out else "without out=DIR the results are"
+    raise Refused(
+        f"{subject} in the job's own folder, which the cluster deletes. Name a folder on storage "
+        "that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow "
+        "server"
+    )
+
+
+def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
+    names = {file.name.partition("/")[0] for file in files}
+    arguments = [("--conf", folder) for folder in command.conf]
+    if command.config:
+        arguments.append(("--config", command.config))
+    for flag, value in arguments:
+        if not value or value.startswith(("/", "~")):
+            continue
+        top = Path(value).parts[0]
+        if top not in names:
+            raise Refused(
+                f"{flag} {value} is not in the package. Add --with {top} before the command"
+            )
+
+
+def read_runtime_env(path: str | None) -> dict[str, Any]:
+    """Return the job's environment from a file, as Ray reads it: pip, env_vars, ...
+
+    None: an empty one. Raise `Refused` for a file that is not one.
+    """
     if path is None:
         return {}
+    example = "See jobs/runtime_env.yaml"
     if not user_path(path).is_file():
-        raise Refused(
-            f"--runtime-env {path} is no file: name a YAML file such as jobs/runtime_env.yaml"
-        )
+        raise Refused(f"--runtime-env {path} is not a file. {example}")
     try:
         node = yaml.safe_load(user_path(path).read_text())
     except Exception as error:  # the YAML reader fails in many ways
-        raise Refused(f"--runtime-env {path} is no YAML: see jobs/runtime_env.yaml") from error
+        raise Refused(f"--runtime-env {path} is not YAML. {example}") from error
     if not isinstance(node, Mapping):
-        raise Refused(f"--runtime-env {path} holds no keys and values: see jobs/runtime_env.yaml")
+        raise Refused(f"--runtime-env {path} holds no keys and values. {example}")
     if "working_dir" in node:
-        raise Refused(f"--runtime-env {path}: working_dir is what raysim packs: leave it out")
+        raise Refused(f"--runtime-env {path}: raysim packs the working_dir. Leave it out")
     return dict(node)
 
 
+def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the job's environment with the commit that is packed."""
+    variables = {SOURCE: json.dumps(source_commit()), **(environment.get("env_vars") or {})}
+    return {**environment, "env_vars": variables}
+
+
 def submit(
-    command: Command,
+    command: JobCommand,
     address: str | None = None,
     extra: Sequence[str | Path] = (),
-    limit: float = 50.0,
+    limit_mb: float = 50.0,
     environment: str | None = None,
     wait: bool = True,
 ) -> int:
-    """Pack, upload, submit, show the job's output as it comes; the job's exit status (0 at once unless wait).
+    """Pack, upload and start a job; return its exit status.
 
-    Raises Refused for what is wrong before the job runs, RunStoppedError where the connection to it breaks, and
-    KeyboardInterrupt, after which the job goes on, with how to look at it again.
+    address: of the cluster's job server; None: as Ray's variables say. extra: files and folders of
+    --with. environment: the file of --runtime-env. wait: whether the job's output is printed until
+    its end; else return 0 at once.
+
+    Raise `Refused` for what is wrong before the job runs, `RunStoppedError` if the connection to it
+    breaks, and KeyboardInterrupt, with how to look at the job, which goes on.
     """
     command, extra = with_plugins(command, extra)
-    found = pieces(extra)
-    check_command(command, found)
-    env = runtime_env(environment)
-    check_size(found, limit)
-    from raysim.commands.submit import job_server as jobs
+    files = find_files(extra)
+    check_command(command, files)
+    runtime_env = with_source(read_runtime_env(environment))
+    check_size(files, limit_mb)
+    from raysim.commands.submit import job_server
 
     with errors_as_refusals():
-        url = jobs.address(address)
-        client = jobs.connect(url)
-    _say(f"to upload: {size(found)}")
+        url = job_server.find_address(address)
+        client = job_server.connect(url)
+    _print(f"to upload: {describe_size(files)}")
     with tempfile.TemporaryDirectory(prefix="raysim-") as folder, errors_as_refusals():
-        pack(found, Path(folder))
-        job = jobs.submit(client, command.entrypoint, {**with_source(env), "working_dir": folder})
-    _say(f"job {job} at {url}: {command.entrypoint}")
+        pack(files, Path(folder))
+        runtime_env["working_dir"] = folder
+        job = job_server.submit(client, command.entrypoint, runtime_env)
+    _print(f"job {job} at {url}: {command.entrypoint}")
     if not wait:
-        _say(jobs.again(url, job))
+        _print(job_server.describe_commands(url, job))
         return 0
     try:
-        jobs.follow(client, job, _show)
-        code, sentence = jobs.status(client, job)
+        job_server.follow(client, job, _write)
+        status, sentence = job_server.wait_for_end(client, job)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"job {job} goes on: {jobs.again(url, job)}") from None
+        commands = job_server.describe_commands(url, job)
+        raise KeyboardInterrupt(f"job {job} goes on: {commands}") from None
     if sentence:
         sys.stderr.write(f"raysim: {sentence}\n")
-    return code
+    return status
 
 
-def with_source(env: Mapping[str, Any]) -> dict[str, Any]:
-    """The job's environment, which knows the commit that was packed."""
-    return {**env, "env_vars": {SOURCE: json.dumps(source_commit()), **(env.get("env_vars") or {})}}
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 
-def _show(text: str) -> None:
+def _write(text: str) -> None:
     print(text, end="", flush=True)

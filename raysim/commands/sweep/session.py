@@ -14,17 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.runtime import ray as cluster  # before Ray: it sets what Ray reads when it is imported
-
-# isort: split
-import ray
-
 from raysim.commands.sweep import report
 from raysim.commands.sweep.plan import SweepOptions, SweepPlan, SweepRequest, read_request, store
 from raysim.commands.sweep.records import ENDED, StatusLine, TrialRecords
 from raysim.commands.sweep.results import SweepResult, collect_results
 from raysim.commands.sweep.space import Choice, ValueRange
-from raysim.commands.sweep.tune import multiply, search, trial_task
+from raysim.commands.sweep.tune import free_resources, multiply, search, trial_task
 from raysim.experiment.build import build
 from raysim.experiment.many_runs import how_to_go_on, join_ray, new_folder, value_label
 from raysim.experiment.recorder import say, warn
@@ -35,6 +30,7 @@ from raysim.primitives.files import lock_folder, make_folder
 from raysim.primitives.output import lossy_output
 from raysim.results.progress import format_duration
 from raysim.results.rerun import rerun_command
+from raysim.runtime import ray as cluster
 from raysim.runtime.placement import Resources, format_resources, worker_capacity, worker_resources
 
 if TYPE_CHECKING:
@@ -261,7 +257,7 @@ class SweepSession:
         options = self.plan.options
         count = options.seeds * options.workers if options.workers else 1
         needs = multiply(self.resources, count)
-        free = ray.available_resources()
+        free = free_resources()
         left = {name: free.get(name, 0.0) for name in needs}
         if any(left[name] < amount for name, amount in needs.items()):
             self._print(

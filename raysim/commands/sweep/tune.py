@@ -21,6 +21,7 @@ from typing import Any
 from raysim.runtime import ray as cluster  # before Ray: it sets what Ray reads when it is imported
 
 # isort: split
+import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import Searcher
@@ -396,6 +397,11 @@ def _encode(space: Space, point: Point) -> dict[str, Any]:
         value = point[key]
         params[key] = values.values.index(value) if isinstance(values, Choice) else value
     return params
+
+
+def free_resources() -> dict[str, float]:
+    """Return what other runs on the cluster leave."""
+    return dict(ray.available_resources())
 
 
 # --- the search ---------------------------------------------------------------------------------

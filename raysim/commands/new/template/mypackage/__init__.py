@@ -1,1 +1,1 @@
-"""Parts of your own for raysim: one of each kind, to be changed into what you need."""
+"""Your own parts for raysim: one of each kind, to be changed into what you need."""

@@ -1,4 +1,4 @@
-"""Data: images of stripes, lying, standing or sloping; read once, and kept in raysim's cache."""
+"""Data: images of stripes, lying, standing or sloping; read once and kept in raysim's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.primitives.streams import stream
 
 @dataclass(frozen=True)
 class MyData(Source):
-    """So many images of `pixels` by `pixels`, a sixth of them for tests."""
+    """Images of `pixels` by `pixels`; a sixth of the `samples` is for tests."""
 
     samples: int = 1200
     pixels: int = 8
@@ -21,28 +21,21 @@ class MyData(Source):
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what cannot be meant."""
+        """Raise `ValueError` for a setting that is not possible."""
         at_least("data.samples", self.samples, 18)
         at_least("data.pixels", self.pixels, 2)
         at_least("data.noise", self.noise, 0)
 
     def read(self) -> Raw:
-        """All images [n, channels, height, width], those for training first, their classes, and the classes' names."""
-        rng = stream(self.seed, "mypackage")
+        """Return images [n, channels, height, width] (training first), labels, and class names."""
+        generator = stream(self.seed, "mypackage")
+        size = (self.pixels, self.pixels)
         labels = np.arange(self.samples) % 3
         down, right = np.ogrid[: self.pixels, : self.pixels]
-        stripes = np.stack(
-            [
-                np.broadcast_to(each % 2, (self.pixels, self.pixels))
-                for each in (down, right, down + right)
-            ]
-        )
-        images = (
-            64
-            + 128 * stripes[labels]
-            + self.noise * rng.standard_normal((self.samples, self.pixels, self.pixels))
-        )
+        patterns = [down % 2, right % 2, (down + right) % 2]
+        stripes = np.stack([np.broadcast_to(pattern, size) for pattern in patterns])
+        noise = self.noise * generator.standard_normal((self.samples, *size))
+        images = 64 + 128 * stripes[labels] + noise
         levels = np.clip(images, 0, 255).astype(np.uint8)[:, None]
-        return Raw(
-            levels, labels, self.samples - self.samples // 6, ["lying", "standing", "sloping"]
-        )
+        training_samples = self.samples - self.samples // 6
+        return Raw(levels, labels, training_samples, ["lying", "standing", "sloping"])

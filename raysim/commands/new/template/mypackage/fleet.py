@@ -1,4 +1,4 @@
-"""A fleet: every other device is slow."""
+"""A fleet: every second device is slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from raysim.simulation.fleet import Speeds
 
 @dataclass(frozen=True)
 class MyFleet(Fleet):
-    """Samples per virtual second of even clients and of odd ones, on a network that costs no time."""
+    """Devices of two speeds, on a network that costs no time.
+
+    fast, slow: samples per virtual second of clients with an even and with an odd number.
+    """
 
     fast: float = field(default=1000.0, kw_only=False)
     slow: float = field(default=100.0, kw_only=False)
@@ -25,6 +28,7 @@ class MyFleet(Fleet):
         above("fleet.slow", self.slow, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """One number per client: samples per second, and bytes per second down and up."""
+        """Return, for each client, samples per second, and bytes per second down and up."""
         network = np.full(clients, np.inf)
-        return Speeds(np.where(np.arange(clients) % 2, self.slow, self.fast), network, network)
+        samples_per_s = np.where(np.arange(clients) % 2, self.slow, self.fast)
+        return Speeds(samples_per_s, network, network)

@@ -1,4 +1,4 @@
-"""A method: every client's loss grows by lam times the sum of the absolute values of its parameters."""
+"""A method: every client's loss grows by lam times the sum of its parameters' absolute values."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class MyMethod(Method):
         self.lam = at_least("method.mypackage.lam", lam, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Adds the derivative, in place, for the shared parameters that are trained."""
+        """Add the derivative, in place, for the shared parameters that are trained."""
         grad.add_(job.params[at].sign(), alpha=self.lam)

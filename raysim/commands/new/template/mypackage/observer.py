@@ -8,16 +8,18 @@ from raysim.simulation.events import Round
 
 
 class MyObserver(Observer):
-    """best.txt: the round with the highest value of a column. `raysim.Observer` lists the moments that it is told."""
+    """Writes best.txt: the round with the highest value of a column.
+
+    `raysim.Observer` lists the other moments that an observer can use.
+    """
 
     def __init__(self, column: str = "accuracy_global"):
         self.column = column
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Of the history so far, which is in `run.rows`."""
-        known = [row for row in run.rows if row.get(self.column) is not None]
-        if known:
-            best = max(known, key=lambda row: row[self.column] or 0.0)
-            (run.folder / "best.txt").write_text(
-                f"round {best['round']}: {self.column} {best[self.column]:.4f}\n"
-            )
+        """Write the best round of the history so far, which is in `run.rows`."""
+        measured = [row for row in run.rows if row.get(self.column) is not None]
+        if measured:
+            best = max(measured, key=lambda row: row[self.column] or 0.0)
+            text = f"round {best['round']}: {self.column} {best[self.column]:.4f}\n"
+            (run.folder / "best.txt").write_text(text)

@@ -1,4 +1,4 @@
-"""A partition: the second client has twice as many samples as the first, the third three times as many, and so on."""
+"""A partition: client 2 has twice as many samples as client 1, client 3 three times, and so on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from raysim.primitives.checks import at_least
 
 @dataclass(frozen=True)
 class MyPartition(Partitioner):
-    """Clients of growing size. What each holds out for its own tests is taken from it afterwards."""
+    """Clients of growing size. raysim then takes each client's test samples out of its own."""
 
     clients: int = 10
 
     def check(self) -> None:
-        """Refuse what no data could satisfy."""
+        """Raise `ValueError` for a setting that no data can satisfy."""
         at_least("partition.clients", self.clients, 1)
 
     def assign(self, draws: Draws) -> CSR:
-        """Client k has the rows indices[offsets[k] : offsets[k + 1]]."""
+        """Return the rows of all clients; client k has indices[offsets[k] : offsets[k + 1]]."""
         order = draws.order()
-        shares = np.cumsum(np.arange(1, self.clients + 1)) / (self.clients * (self.clients + 1) / 2)
-        offsets = np.concatenate(([0], np.floor(shares * len(order) + 1e-9))).astype(np.int64)
+        weights = np.arange(1, self.clients + 1)
+        shares = np.cumsum(weights) / (self.clients * (self.clients + 1) / 2)
+        ends = np.floor(shares * len(order) + 1e-9)
+        offsets = np.concatenate(([0], ends)).astype(np.int64)
         return CSR(order, offsets)

@@ -1,4 +1,4 @@
-"""A schedule: rounds that begin small and grow by a client each."""
+"""A schedule: rounds that begin small and grow by one client each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from raysim.simulation.schedule import Action, Aggregate, Dispatch, View, Wait
 
 @dataclass(frozen=True)
 class MySchedule:
-    """Rounds of `first` clients, then one more in each, up to `most`. Keeps nothing: it decides by what it sees."""
+    """Rounds of `first` clients, then one more in each, up to `most`."""
 
     first: int = 2
     most: int = 6
 
-    max_staleness: ClassVar[int | None] = None  # nothing is discarded for being late
+    max_staleness: ClassVar[int | None] = None  # no update is discarded
     pools: ClassVar[int] = 0  # clients are drawn from all of them
-    stale: ClassVar[bool] = False  # every result starts from the current version
+    stale: ClassVar[bool] = False  # every job starts from the current version
 
     def __post_init__(self) -> None:
         at_least("schedule.first", self.first, 1)
@@ -26,16 +26,16 @@ class MySchedule:
 
     @property
     def concurrency(self) -> int:
-        """Most clients at work at once."""
+        """Return the largest number of clients in flight at once."""
         return self.most
 
     @property
     def size(self) -> int:
-        """Most results in one aggregation."""
+        """Return the largest number of updates in one aggregation."""
         return self.most
 
     def decide(self, view: View) -> Action:
-        """Asked after every event, on virtual time."""
+        """Return what to do after an event on virtual time. It depends on the view alone."""
         if view.running:
             return Wait()
         if view.arrived:

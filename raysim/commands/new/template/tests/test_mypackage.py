@@ -1,4 +1,4 @@
-"""Every part keeps to what all parts must, its file says what its constructor says, and the words work."""
+"""Every part does what all parts must do, and all of them run together by name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ GROUPS = ("method", "model", "data", "partition", "schedule", "fleet", "observer
 
 
 @pytest.mark.parametrize("check", [check for part in PARTS for check in checks(part)], ids=str)
-def test_it_keeps_to_what_every_part_must(check: Check) -> None:
+def test_part_passes_check(check: Check) -> None:
     check()
 
 
-def test_the_words_run_all_parts_together(tmp_path: Path) -> None:
-    words = [f"{group}=mypackage" for group in GROUPS]
+def test_parts_run_together(tmp_path: Path) -> None:
+    overrides = [f"{group}=mypackage" for group in GROUPS]
     result = raysim.run(
-        [*words, f"out={tmp_path / 'run'}"],
-        rounds=8, runtime="inprocess", tracking="none", quiet=True, allow=["mypackage"],
-    )  # fmt: skip
+        [*overrides, f"out={tmp_path / 'run'}"],
+        rounds=8,
+        runtime="inprocess",
+        tracking="none",
+        quiet=True,
+        allow=["mypackage"],
+    )
     assert result.summary["accuracy_global"] > 0.5
     assert (tmp_path / "run" / "best.txt").read_text().startswith("round ")
