@@ -1,10 +1,11 @@
-"""Sends a run to MLflow from a thread of its own; what a server does not take is kept on disk and sent later.
+"""Send runs to MLflow from a thread; what a server does not take is stored and sent later.
 
-MLflow holds what was sent: on every new contact its last step is asked for, and only later rows follow. So a run that
-is resumed, replayed or cut off in the middle of a call has no gap and no step twice.
+MLflow knows what was sent: each new contact asks for its last step, and only later rows follow. So
+a run that is resumed, replayed or interrupted in the middle of a call has no gap and no step twice.
 
-A study and a sweep are runs of their own, the parents of their runs. The data set is an input of a run, its model an
-output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs as the data set stores them.
+A study and a sweep are runs of their own, the parents of their runs. The data set is an input of a
+run, its model an output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs as the
+data set stores them.
 """
 
 from __future__ import annotations
@@ -40,23 +41,21 @@ if TYPE_CHECKING:
     import numpy as np
     from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
+    from mlflow.types import Schema
     from torch import nn
 
-EXPERIMENT = "raysim"  # where runs are, unless another name is given
-ARTIFACTS = "mlflow_artifacts"  # folder of what belongs to runs, beside the database
-RECORD = (
-    "tracking.json"  # the MLflow run that belongs to a run folder, and what it is told besides rows
-)
+EXPERIMENT = "raysim"  # the default name of the experiment
+ARTIFACTS = "mlflow_artifacts"  # folder of the files that belong to runs, next to the database
+RECORD = "tracking.json"  # the MLflow run of a run folder, and what it gets besides rows
 BACKLOG = "tracking_backlog.jsonl"  # rows that no server has yet
 MODEL = "mlflow_model"  # folder of a model that no server has yet
-KIND = (
-    "mlflow.experimentKind",
-    "custom_model_development",
-)  # of the experiment: its page shows runs, not traces
-FINISH_TIMEOUT_S = 30.0  # seconds that finish waits: a first contact imports MLflow (5 s) and makes a database (3 s)
+# A tag of the experiment, so that its page opens on runs and not on traces of language models.
+EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
+# How long `finish` waits: a first contact imports MLflow (5 s) and makes a database (3 s).
+FINISH_TIMEOUT_S = 30.0
 Record: TypeAlias = dict[str, object]
 
-# Short limits, because a row that fails is tried again with the next one; and nothing of MLflow's own on the screen.
+# Short limits, because a row that fails is sent again with the next one; no output of MLflow.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -71,18 +70,18 @@ KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
 
 
 def default_uri(root: Path) -> str:
-    """The SQLite file that all runs under one root share."""
+    """Return the address of the SQLite file that all runs in one folder share."""
     return f"sqlite:///{Path(root).resolve() / 'mlflow.db'}"
 
 
 def expand_uri(uri: str) -> str:
-    """The same address, ~ in it being the home folder. Raises Refused for what cannot be a path."""
+    """Replace ~ in an address by the home folder; raise `Refused` if it cannot be a path."""
     path = uri.removeprefix("sqlite:///")
     return f"{uri.removesuffix(path)}{user_path(path)}" if path.startswith("~") else uri
 
 
 def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """{"a": {"b": 1}} as {"a.b": 1}; an empty mapping stays as a value, so that its key is seen."""
+    """Return {"a": {"b": 1}} as {"a.b": 1}; an empty mapping stays as a value of its key."""
     flat: dict[str, object] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
@@ -93,10 +92,12 @@ def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def _key(name: str) -> str:
+    """Return a name that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
 
 
 def _text(value: object, limit: int) -> str:
+    """Return a text of at most `limit` characters, without passwords."""
     text = without_password(str(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -106,67 +107,71 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def short_reason(problem: BaseException) -> str:
-    """A few words for why a call failed, out of the paragraph that an HTTP library makes of it."""
+    """Return the cause of a failed call in a few words; HTTP libraries write a paragraph."""
     text = without_password(str(problem)) or type(problem).__name__
-    if match := re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text):
+    match = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", text)
+    if match:
         return match[1]
-    return "no answer in time" if "timed out" in text else text.splitlines()[0][:160].rstrip(". ")
+    if "timed out" in text:
+        return "no answer in time"
+    return text.splitlines()[0][:160].rstrip(". ")
 
 
 def source_tags() -> dict[str, str]:
-    """Tags that MLflow shows in columns of their own: who ran what, at which commit of the files in this folder."""
+    """Return the tags with MLflow columns: the user, and the git commit of the current folder."""
     tags = {"mlflow.source.name": "raysim", "mlflow.source.type": "LOCAL"}
     tags |= {f"mlflow.source.git.{key}": value for key, value in source_commit().items()}
-    with contextlib.suppress(
-        OSError, KeyError, ImportError
-    ):  # a container may know no name for its user
+    # In a container the user may have no name.
+    with contextlib.suppress(OSError, KeyError, ImportError):
         tags["mlflow.user"] = getpass.getuser()
     return tags
 
 
 def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
-    """Write a model that is to be logged: a traced program and its weights, without pickled code of anybody's.
+    """Write a model for MLflow: a traced program and its weights, without pickled code.
 
-    model: maps a batch like `example` [2, ...] to scores [2, outputs]; other batches may have any length >= 1. Raises
-    whatever PyTorch raises where it cannot trace it.
+    model: maps a batch like `example` [2, ...] to scores [2, outputs]; other batches may have any
+    length >= 1. Raises the error of PyTorch if it cannot trace the model.
     """
     import mlflow.pytorch
-    import numpy as np
     import torch
     from mlflow.models import ModelSignature
-    from mlflow.types import Schema, TensorSpec
 
     with torch.no_grad():
         scores = model(torch.from_numpy(example)).numpy()
-    inputs, outputs = (
-        Schema(
-            [
-                TensorSpec(
-                    each.dtype if each.dtype != bool else np.dtype("uint8"), (-1, *each.shape[1:])
-                )
-            ]
-        )
-        for each in (example, scores)
-    )
+    inputs, outputs = (_tensor_schema(array) for array in (example, scores))
     shutil.rmtree(folder / MODEL, ignore_errors=True)
+    torch_version = torch.__version__.partition("+")[0]
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # that a recurrent layer's list of its own weights is traced, too
+        # PyTorch warns that a recurrent layer's list of weights is traced, too.
+        warnings.simplefilter("ignore")
         mlflow.pytorch.save_model(
-            model, str(folder / MODEL), input_example=example, signature=ModelSignature(inputs, outputs),
-            serialization_format="pt2", pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "mlflow"],
-        )  # fmt: skip
+            model,
+            str(folder / MODEL),
+            input_example=example,
+            signature=ModelSignature(inputs, outputs),
+            serialization_format="pt2",
+            pip_requirements=[f"torch=={torch_version}", "mlflow"],
+        )
+
+
+def _tensor_schema(array: np.ndarray) -> Schema:
+    """Describe a batch of any length like this one; MLflow has no boolean tensors."""
+    import numpy as np
+    from mlflow.types import Schema, TensorSpec
+
+    dtype = np.dtype("uint8") if array.dtype == bool else array.dtype
+    return Schema([TensorSpec(dtype, (-1, *array.shape[1:]))])
 
 
 class TrackingServer(Protocol):
-    """What the tracker needs from a tracking server; every method may raise whatever it likes."""
+    """A tracking server as the tracker needs it; every method may raise any error."""
 
     def open(self, record: Record) -> str:
         """Continue the run that the record names, or create it; return its id."""
 
     def describe(self, record: Record) -> None:
-        """Log the configuration, as far as it is not there yet."""
+        """Log the part of the configuration that the server does not have yet."""
 
     def send(self, rows: Sequence[Row]) -> None:
         """Log the rows after the last one that the server has."""
@@ -183,18 +188,18 @@ class Mlflow:
 
         uri = expand_uri(uri)
         path = uri.removeprefix("sqlite:///")
-        # What its database cannot do is told in a sentence; MLflow prints the traceback of every try, the first too.
+        # The tracker reports problems in a sentence; MLflow would print a traceback of every try.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         self._database = Path(path).resolve() if path != uri else None
-        with self._alone():
+        with self._database_lock():
             self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         self._run, self._last, self._started = "", 0, 0.0
-        self._params: Mapping[str, str] = {}  # what the run has already
+        self._params: Mapping[str, str] = {}  # those that the run has already
         self._has_data = self._has_model = False
 
     def open(self, record: Record) -> str:
-        with self._alone():
-            run = self._known(str(record.get("run_id") or "")) or self._create(record)
+        with self._database_lock():
+            run = self._find_run(str(record.get("run_id") or "")) or self._create(record)
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -205,16 +210,16 @@ class Mlflow:
             self._client.update_run(self._run, status="RUNNING")
         return self._run
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """Two that make the tables or the experiment of one SQLite file at the same time fail."""
+    def _database_lock(self) -> AbstractContextManager[None]:
+        """Lock a SQLite file: two processes that create its tables or experiment at once fail."""
         return (
             wait_for_folder(self._database.parent, "tracking.uri")
             if self._database
             else nullcontext()
         )
 
-    def _known(self, identity: str) -> Run | None:
-        """None where this server never had the run, or where somebody deleted it there."""
+    def _find_run(self, identity: str) -> Run | None:
+        """Return the run, or None if this server never had it or it was deleted there."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -227,13 +232,13 @@ class Mlflow:
 
     def _create(self, record: Record) -> Run:
         tags = _mapping(record.get("tags"))
-        if above := record.get("parent"):
-            identity = read_record(Path(str(above))).get("run_id")
-            if not identity:
-                raise ConnectionError(
-                    f"the run of {above} is not there yet"
-                )  # tried again with the next row
-            tags["mlflow.parentRunId"] = identity
+        parent = record.get("parent")
+        if parent:
+            parent_id = read_record(Path(str(parent))).get("run_id")
+            if not parent_id:
+                # The tracker tries again with the next row.
+                raise ConnectionError(f"the run of {parent} is not there yet")
+            tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
         return self._client.create_run(
             self._experiment(str(record["experiment"])), tags=named, run_name=str(record["name"])
@@ -242,27 +247,29 @@ class Mlflow:
     def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
-            if KIND[0] not in experiment.tags:  # an older raysim made it
-                self._client.set_experiment_tag(experiment.experiment_id, *KIND)
+            if EXPERIMENT_KIND[0] not in experiment.tags:  # an older raysim made it
+                self._client.set_experiment_tag(experiment.experiment_id, *EXPERIMENT_KIND)
             return str(experiment.experiment_id)
-        place = None  # a server knows where its artifacts belong
+        location = None  # a server chooses the location of its artifacts
         if self._database:
-            place = (self._database.parent / ARTIFACTS).as_uri()
+            location = (self._database.parent / ARTIFACTS).as_uri()
         from mlflow.exceptions import MlflowException
 
         try:
             return str(
-                self._client.create_experiment(name, artifact_location=place, tags=dict([KIND]))
+                self._client.create_experiment(
+                    name, artifact_location=location, tags=dict([EXPERIMENT_KIND])
+                )
             )
         except MlflowException as problem:
-            # Another process created it at this moment.
+            # Another process may have created it at this moment.
             experiment = self._client.get_experiment_by_name(name)
             if problem.error_code != "RESOURCE_ALREADY_EXISTS" or experiment is None:
                 raise
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Parameters cannot be changed in MLflow, so a run that goes on adds only those that are missing."""
+        """Log the missing parameters: MLflow does not allow to change existing ones."""
         from mlflow.entities import Param
 
         config = _mapping(record.get("config"))
@@ -270,7 +277,8 @@ class Mlflow:
         params = [Param(key, value) for key, value in flat.items() if key not in self._params]
         for start in range(0, len(params), PARAMS_PER_BATCH):
             self._client.log_batch(self._run, params=params[start : start + PARAMS_PER_BATCH])
-        if (data := _mapping(record.get("data"))) and not self._has_data:
+        data = _mapping(record.get("data"))
+        if data and not self._has_data:
             self._log_data(data)
 
     def _log_data(self, data: Mapping[str, object]) -> None:
@@ -286,7 +294,7 @@ class Mlflow:
         )
 
     def send(self, rows: Sequence[Row]) -> None:
-        """One call per row; rows that have waited together share calls, but no row is split over two."""
+        """Log rows after the last one; several rows share a call, but no row is split over two."""
         from mlflow.entities import Metric
 
         batch: list[Metric] = []
@@ -307,7 +315,7 @@ class Mlflow:
             self._log(batch)
 
     def _time(self, row: Mapping[str, object]) -> int:
-        """Milliseconds; from the run's own clock, so that sending late or twice gives the same time."""
+        """Return the time of a row in ms, by the run's clock: the same if it is sent late or twice."""
         return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
 
     def _log(self, batch: Sequence[Metric]) -> None:
@@ -322,8 +330,10 @@ class Mlflow:
         metrics = [
             Metric(_key(f"summary/{key}"), value, end, 0) for key, value in _numbers(flat).items()
         ]
-        words = {key: value for key, value in flat.items() if isinstance(value, str)}
-        tags = [RunTag(_key(key), _text(value, TAG_LENGTH)) for key, value in words.items()]
+        tags = []
+        for key, value in flat.items():
+            if isinstance(value, str):
+                tags.append(RunTag(_key(key), _text(value, TAG_LENGTH)))
         self._client.log_batch(
             self._run, metrics=metrics[:METRICS_PER_BATCH], tags=tags[:PARAMS_PER_BATCH]
         )
@@ -340,7 +350,10 @@ class Mlflow:
         self._client.set_terminated(self._run, status=str(record.get("status") or "FINISHED"))
 
     def _log_model(self, folder: Path) -> None:
-        """As `mlflow.pytorch.log_model` would, but to this server, whatever the process has been told of another."""
+        """Log a model like `mlflow.pytorch.log_model`, but to this server.
+
+        MLflow's function uses the server that is set for the whole process.
+        """
         from mlflow.entities import LoggedModelOutput
         from mlflow.models import Model
 
@@ -356,14 +369,14 @@ class Mlflow:
 
 
 class NoTracker:
-    """tracking=none: nothing is recorded anywhere."""
+    """The tracker of tracking=none: it records nothing."""
 
     def start(
         self, config: Mapping[str, object], tags: Mapping[str, object], rows: Sequence[Row] = ()
     ) -> None:
         """Do nothing."""
 
-    def known(self) -> None:
+    def wait_until_known(self) -> None:
         """Do nothing."""
 
     def log(self, row: Row) -> None:
@@ -379,10 +392,10 @@ class NoTracker:
 
 
 class Tracker:
-    """Hands a run to MLflow without ever making it wait, except for at most `patience` seconds at its end.
+    """Sends a run to MLflow; the run waits at most `patience` seconds, at its end.
 
-    `folder` is the run's; `say` prints one sentence (it is called from another thread). No method raises because of
-    MLflow, its server or its database.
+    folder: the run's folder. say: prints one sentence; it is called from another thread. No method
+    raises an error because of MLflow, its server or its database.
     """
 
     def __init__(
@@ -398,22 +411,28 @@ class Tracker:
         connect: Callable[[str], TrackingServer] = Mlflow,
     ) -> None:
         for key, value in MLFLOW_ENVIRONMENT.items():
-            os.environ.setdefault(
-                key, value
-            )  # MLflow reads them at each call; a user's own values stay
-        self._folder, self._uri = Path(folder), uri or default_uri(Path(folder).resolve().parent)
+            # MLflow reads them at each call; values that the user set stay.
+            os.environ.setdefault(key, value)
+        self._folder = Path(folder)
+        self._uri = uri or default_uri(self._folder.resolve().parent)
         self._record: Record = {
             "experiment": experiment,
             "name": name or self._folder.resolve().name,
         }
-        self._say, self._patience, self._connect, self._command = say, patience, connect, command
+        self._say = say
+        self._patience = patience
+        self._connect = connect
+        self._command = command
         self._wake = threading.Condition()  # guards everything below, and the two files
         self._unsent: list[Row] = []
-        self._filed = 0  # how many of them are in the backlog file
-        self._latest = 0  # the last round that was handed in
-        self._fresh = self._ending = self._left = self._settled = False
+        self._stored_rows = 0  # how many of the unsent rows are in the backlog file
+        self._last_round = 0  # of the rows that `log` got
+        self._has_news = False  # there are rows that the thread has not seen
+        self._is_ending = False
+        self._is_abandoned = False  # the thread hangs and must not touch the files any more
+        self._is_known = False  # the server has this run
         self._problem = ""
-        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="tracking", daemon=True)
 
     def start(
         self,
@@ -423,10 +442,10 @@ class Tracker:
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin, or continue what the folder's record names; `rows` is the history that a resumed run already has.
+        """Begin a run, or continue the one that the folder's record names.
 
-        parent: the folder of a tracked run to which this one belongs. data: the name and the digest of its data set,
-        and what else is to be said of it.
+        rows: the history that a resumed run already has. parent: the folder of a tracked run to
+        which this one belongs. data: name and digest of the data set, and other facts about it.
         """
         with self._wake:
             self._record.update(read_record(self._folder))
@@ -440,22 +459,25 @@ class Tracker:
             backlog = read_backlog(self._folder)
             self._unsent = merge(rows, backlog)
             if backlog:
-                self._append(self._unsent, anew=True)
-            self._filed = len(self._unsent) if backlog else 0
-            self._latest = _round(self._unsent[-1]) if self._unsent else 0
-            self._fresh = True
+                self._append(self._unsent, replace=True)
+            self._stored_rows = len(self._unsent) if backlog else 0
+            self._last_round = _round(self._unsent[-1]) if self._unsent else 0
+            self._has_news = True
         self._thread.start()
 
-    def known(self) -> None:
-        """Wait until the server has this run, so that others can belong to it; or until that failed, or `patience`."""
+    def wait_until_known(self) -> None:
+        """Wait until the server has this run, so that other runs can belong to it.
+
+        Returns as well if that failed, and after `patience` seconds.
+        """
         with self._wake:
-            self._wake.wait_for(lambda: self._settled or self._problem, self._patience)
+            self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Take one row of the history; a round that was handed in before (by the run this one continues) is skipped."""
+        """Add a row of the history; skip a round that was added before, by the run's first part."""
         with self._wake:
-            if _round(row) > self._latest:
-                self._latest, self._fresh = _round(row), True
+            if _round(row) > self._last_round:
+                self._last_round, self._has_news = _round(row), True
                 self._unsent.append(dict(row))
                 self._wake.notify_all()
 
@@ -465,9 +487,10 @@ class Tracker:
         artifacts: Sequence[Path] = (),
         status: str = "FINISHED",
     ) -> None:
-        """Send what is left, the summary and the files; then, or after `patience`, leave the rest on disk and say so.
+        """Send the remaining rows, the summary and the files.
 
-        `status` is one of MLflow's: FINISHED, FAILED, KILLED.
+        After `patience` seconds the rest stays on disk, and a sentence says so. status: one of
+        MLflow's, FINISHED, FAILED or KILLED.
         """
         self.end(summary, artifacts, status)
         self.wait()
@@ -478,35 +501,36 @@ class Tracker:
         artifacts: Sequence[Path] = (),
         status: str = "FINISHED",
     ) -> None:
-        """The first half of `finish`, which takes no time: ask for what is left to be sent."""
+        """Do the first half of `finish`, which takes no time: request that the rest is sent."""
         with self._wake:
             names = [os.path.relpath(path, self._folder) for path in artifacts]
             self._record.update(summary=dict(summary), artifacts=names, status=status)
             write_json(self._record, self._folder / RECORD)
-            self._ending = True
+            self._is_ending = True
             self._wake.notify_all()
 
     def wait(self, patience: float | None = None) -> None:
-        """The second half of `finish`."""
+        """Do the second half of `finish`: wait until the rest is sent."""
         self._thread.join(self._patience if patience is None else patience)
         with self._wake:
-            self._left = True  # a thread that hangs in a call must not touch the files any more
+            self._is_abandoned = True
             if self._record.get("done"):
                 return
-            self._append(self._unsent[self._filed :])
+            self._append(self._unsent[self._stored_rows :])
             self._say(
                 f"MLflow at {without_password(self._uri)} did not take the end of this run"
-                f" ({self._problem or 'no answer in time'}): the rows are in {self._folder / BACKLOG}, and"
-                f" `{self._command} out={self._folder} resume=latest` sends them."
+                f" ({self._problem or 'no answer in time'}): the rows are in"
+                f" {self._folder / BACKLOG}, and `{self._command} out={self._folder}"
+                " resume=latest` sends them."
             )
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         server: TrackingServer | None = None
         ending = False
         while not ending:
             with self._wake:
-                self._wake.wait_for(lambda: self._fresh or self._ending)
-                rows, ending, self._fresh = list(self._unsent), self._ending, False
+                self._wake.wait_for(lambda: self._has_news or self._is_ending)
+                rows, ending, self._has_news = list(self._unsent), self._is_ending, False
             try:
                 server = server or self._contact()
                 server.send(rows)
@@ -514,63 +538,65 @@ class Tracker:
                     server.close(self._record, self._folder)
             except Exception as problem:
                 server = None
-                self._keep(short_reason(problem))
+                self._store_unsent(short_reason(problem))
             else:
-                self._settle(len(rows), ending)
+                self._mark_sent(len(rows), ending)
 
     def _contact(self) -> TrackingServer:
         server = self._connect(self._uri)
         identity = server.open(self._record)
         with self._wake:
-            if identity != self._record.get("run_id") and not self._left:
-                self._record["run_id"] = (
-                    identity  # at once: a contact that fails from here on must not make a second
-                )
+            if identity != self._record.get("run_id") and not self._is_abandoned:
+                # Stored at once: a contact that fails later must not create a second run.
+                self._record["run_id"] = identity
                 write_json(self._record, self._folder / RECORD)
         server.describe(self._record)
         return server
 
-    def _settle(self, sent: int, ended: bool) -> None:
-        """The server has the first `sent` rows."""
+    def _mark_sent(self, sent: int, ended: bool) -> None:
+        """Forget the first `sent` rows, which the server has."""
         with self._wake:
-            if self._left:
+            if self._is_abandoned:
                 return
-            self._settled = True
+            self._is_known = True
             self._wake.notify_all()
             del self._unsent[:sent]
-            self._filed = max(0, self._filed - sent)
-            if self._filed == 0:
+            self._stored_rows = max(0, self._stored_rows - sent)
+            if self._stored_rows == 0:
                 (self._folder / BACKLOG).unlink(missing_ok=True)
             if ended:
                 self._record["done"] = True
                 write_json(self._record, self._folder / RECORD)
 
-    def _keep(self, problem: str) -> None:
-        """The server has nothing new: put on disk what is not there yet."""
+    def _store_unsent(self, problem: str) -> None:
+        """Write the rows that are not in the backlog file yet to it, and report the first problem."""
         with self._wake:
-            if self._left:
+            if self._is_abandoned:
                 return
-            self._append(self._unsent[self._filed :])
-            self._filed = len(self._unsent)
-            first, self._problem = not self._problem, problem
+            self._append(self._unsent[self._stored_rows :])
+            self._stored_rows = len(self._unsent)
+            is_first_problem = not self._problem
+            self._problem = problem
             self._wake.notify_all()
-            if first and not self._ending:
+            if is_first_problem and not self._is_ending:
                 self._say(
-                    f"MLflow at {without_password(self._uri)} cannot be used ({problem}): the run goes on, its rows are"
-                    f" kept in {self._folder / BACKLOG} and sent as soon as it can."
+                    f"MLflow at {without_password(self._uri)} cannot be used ({problem}): the run"
+                    f" goes on, its rows are kept in {self._folder / BACKLOG} and sent as soon as"
+                    " possible."
                 )
 
-    def _append(self, rows: Sequence[Row], anew: bool = False) -> None:
+    def _append(self, rows: Sequence[Row], replace: bool = False) -> None:
         if not rows:
             return
         try:
-            with (self._folder / BACKLOG).open("w" if anew else "a") as stream:
+            with (self._folder / BACKLOG).open("w" if replace else "a") as stream:
                 stream.writelines(json.dumps(_numbers(row)) + "\n" for row in rows)
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as problem:
             self._say(
-                f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are in history.parquet alone."
+                f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are only in "
+                "history.parquet."
             )
 
 
@@ -581,10 +607,10 @@ def replay(
     say: Callable[[str], None] = print,
     connect: Callable[[str], TrackingServer] = Mlflow,
 ) -> bool:
-    """Send what a server lacks of the run in this folder; True where nothing is left to send.
+    """Send what a server lacks of the run in a folder; return True if nothing is left to send.
 
-    A server that never had the run (another one, or a new database) gets all of it, from the history. Does nothing
-    for a folder that was not tracked, and for one that was sent completely.
+    A server that never had the run (another one, or a new database) gets all of it from the
+    history. A folder that was not tracked, or was sent completely, needs nothing.
     """
     folder = Path(folder)
     record, backlog = read_record(folder), read_backlog(folder)
@@ -601,7 +627,8 @@ def replay(
         record["run_id"] = server.open(record)
         write_json(record, folder / RECORD)
         server.describe(record)
-        server.send(rows := merge(history, backlog))
+        rows = merge(history, backlog)
+        server.send(rows)
         if record.get("summary") is not None:
             server.close(record, folder)
             record["done"] = True
@@ -620,7 +647,7 @@ def replay(
 
 
 def read_record(folder: Path) -> Record:
-    """What `tracking.json` says; empty where there is none that can be read."""
+    """Return the content of `tracking.json`; {} if it cannot be read."""
     try:
         return dict(_mapping(parse_json(regular_file(folder / RECORD).read_bytes())))
     except (OSError, ValueError):
@@ -628,7 +655,7 @@ def read_record(folder: Path) -> Record:
 
 
 def read_backlog(folder: Path) -> list[Row]:
-    """Rows of the backlog file; a last line that a crash cut short is left out."""
+    """Return the rows of the backlog file without a last line that a crash cut short."""
     try:
         lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
     except (OSError, ValueError):
@@ -643,7 +670,7 @@ def read_backlog(folder: Path) -> list[Row]:
 
 
 def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-    """The rows of both by round; where both have one, the second's."""
+    """Return the rows of both, ordered by round; if both have a round, the row of the second."""
     rows = {_round(row): row for row in [*first, *second]}
     return [rows[index] for index in sorted(rows)]
 
@@ -661,16 +688,17 @@ def _names(value: object) -> list[str]:
 
 
 def find_experiment_id(uri: str) -> str:
-    """The number of raysim's experiment in a database or on a server. Raises Refused where there is none."""
+    """Return the id of raysim's experiment on a server; raise `Refused` if there is none."""
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
     try:
-        found = MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
+        experiment = MlflowClient(tracking_uri=uri).get_experiment_by_name(EXPERIMENT)
     except MlflowException as error:
+        problem = str(error).splitlines()[0][:120]
         raise Refused(
-            f"{uri} gives no answer ({str(error).splitlines()[0][:120]}): is it MLflow's?"
+            f"{uri} gives no answer ({problem}). Name a database or a server of MLflow."
         ) from error
-    if found is None:
-        raise Refused(f"{uri} knows no experiment called {EXPERIMENT}: no run has been sent there")
-    return str(found.experiment_id)
+    if experiment is None:
+        raise Refused(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")
+    return str(experiment.experiment_id)

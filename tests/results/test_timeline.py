@@ -196,7 +196,7 @@ def test_fleet_and_workers_are_drawn_over_virtual_time() -> None:
     assert everyone.edges[[0, -1]].tolist() == [0, 10]
     assert everyone.values[[0, 18, -1]].tolist() == pytest.approx([2, 3, 2])
     assert vain.values[[0, 30, -1]].tolist() == pytest.approx([1, 2, 1])  # of clients 5, 7 and 3
-    assert "2.2 clients" in fleet.get_title()  # 22 seconds of work in 10
+    assert "2.2 active clients" in fleet.get_title()  # 22 seconds of work in 10
     mean, least = workers.lines
     assert mean.get_xydata().tolist() == [[2.0 * n, 0.5 + 0.1 * n] for n in range(1, 6)]
     assert least.get_ydata().tolist() == [0.1 * n for n in range(1, 6)]

@@ -37,7 +37,7 @@ def track(study: Study, say: Callable[[str], None]) -> Iterator[None]:
     tracker = Tracker(folder, uri, say=say, command="raysim study")
     overrides = {key: " ".join(texts) for key, texts in study.overrides.items()}
     tracker.start(overrides, {"kind": "study", "study": folder.resolve().name, **source_tags()})
-    tracker.known()
+    tracker.wait_until_known()
     status = "FAILED"
     try:
         yield
