@@ -54,7 +54,7 @@ def study(methods: list[Any]) -> Any:
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("methods", STUDIES.values(), ids=STUDIES)
-def test_in_process_and_on_one_or_two_workers_a_study_has_the_same_bits_and_history(
+def test_bits_are_the_same_in_process_and_on_ray(
     methods: list[Any], schedule: Any, workers: Workers
 ) -> None:
     here = run(study(methods), schedule, rounds=ROUNDS)
@@ -69,7 +69,7 @@ def test_in_process_and_on_one_or_two_workers_a_study_has_the_same_bits_and_hist
     assert here.history[-1]["failures"] == 0
 
 
-def test_workers_sum_their_own_groups_and_the_bits_stay(
+def test_bits_are_the_same_if_workers_sum_groups(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"data": equal_clients(), "model": NORMED, "local": LOCAL}
@@ -94,7 +94,7 @@ def test_workers_sum_their_own_groups_and_the_bits_stay(
 @pytest.mark.parametrize(
     ("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"]
 )
-def test_lanes_have_the_same_bits_on_ray_and_resumed(
+def test_bits_of_lanes_are_the_same_on_ray_and_resumed(
     methods: list[Any], graph: bool, workers: Workers, tmp_path: Path
 ) -> None:
     def asked() -> Any:
@@ -123,7 +123,7 @@ def _ranked(found: FinishedRun) -> list[int]:
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 
 
-def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
+def test_bits_are_the_same_if_the_coordinator_is_an_actor(ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
     methods: list[Any] = [
@@ -145,7 +145,7 @@ def test_the_coordinator_may_be_an_actor_too(ray_session: None) -> None:
     "size", [2, 5], ids=["clients sit out", "clients return before the buffer is full"]
 )
 @pytest.mark.parametrize("methods", [[], [Scaffold(), FedBN()]], ids=["stateless", "stateful"])
-def test_clients_may_move_between_workers_and_runs_be_resumed_on_another_number_of_them(
+def test_bits_do_not_depend_on_workers_before_and_after_resume(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
     schedule, asked = (
@@ -173,18 +173,18 @@ def test_clients_may_move_between_workers_and_runs_be_resumed_on_another_number_
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_another_seed_gives_other_bits() -> None:
+def test_bits_depend_on_the_seed() -> None:
     bits = {run(run_spec(model=MLP, seed=seed), rounds=1).bits for seed in (SEED, SEED, SEED + 1)}
     assert len(bits) == 2
 
 
-def test_the_checksum_of_states_covers_client_states_personal_parts_and_the_server() -> None:
+def test_state_checksum_covers_clients_and_server() -> None:
     empty = run(run_spec(model=NORMED), rounds=1).finished.state_sha256
     for methods in ([FedBN()], [FedBSS()], [FedAdam()], [Scaffold()]):
         assert run(run_spec(*methods, model=NORMED), rounds=1).finished.state_sha256 != empty
 
 
-def test_groups_summed_on_three_workers_are_those_of_one() -> None:
+def test_bits_of_groups_are_the_same_on_three_workers() -> None:
     study = run_spec(data=equal_clients(clients=30, samples=600))
     alone = run(study, Synchronous(24), Ideal(), summation=2)
     assert (

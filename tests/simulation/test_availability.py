@@ -44,7 +44,7 @@ def changes(presence: Availability, client: int, until: float) -> list[float]:
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------
-def test_diurnal_clients_are_there_from_midnight_of_their_time_zone() -> None:
+def test_diurnal_client_is_available_from_its_midnight() -> None:
     presence = Diurnal(np.array([0, 6, 23]), hours=8.0)
     hours = [h for h in range(48) if presence.available(1, h * HOUR)]
     assert hours == [*range(6, 14), *range(30, 38)]
@@ -58,7 +58,7 @@ def test_diurnal_clients_are_there_from_midnight_of_their_time_zone() -> None:
     assert presence.next_change(1, 0.0, 100.0) == 100.0
 
 
-def test_a_client_is_there_at_a_start_and_not_at_an_end() -> None:
+def test_interval_includes_its_start_and_not_its_end() -> None:
     presence = intervals([10.0, 20.0, 30.0, 90.0])
     there = {
         0.0: False,
@@ -86,20 +86,20 @@ def test_a_client_is_there_at_a_start_and_not_at_an_end() -> None:
     ]
 
 
-def test_without_wrapping_a_client_stays_away_after_its_last_interval() -> None:
+def test_intervals_without_wrap_end_with_the_last_one() -> None:
     presence = intervals([10.0, 20.0], wrap=False)
     assert changes(presence, 0, 500.0) == [10.0, 20.0]
     assert not presence.available(0, 110.0)
     assert presence.next_change(0, 20.0, math.inf) == math.inf
 
 
-def test_an_interval_that_passes_the_end_of_the_period_goes_on_in_the_next_one() -> None:
+def test_interval_continues_across_the_end_of_the_period() -> None:
     presence = intervals([0.0, 15.0, 80.0, 100.0])
     assert changes(presence, 0, 300.0) == [15.0, 80.0, 115.0, 180.0, 215.0, 280.0]
     assert presence.available(0, 100.0)
 
 
-def test_who_is_always_there_never_changes_and_nor_does_who_never_is() -> None:
+def test_constant_availability_has_no_changes() -> None:
     presence = intervals([0.0, 100.0], [])
     assert presence.available(0, 12345.6)
     assert not presence.available(1, 12345.6)
@@ -109,7 +109,7 @@ def test_who_is_always_there_never_changes_and_nor_does_who_never_is() -> None:
     ]
 
 
-def test_an_interval_that_begins_or_ends_with_the_period_alone_changes_there() -> None:
+def test_interval_at_one_end_of_the_period_changes_there() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
@@ -137,9 +137,7 @@ presences = st.one_of(
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=300, deadline=None)
-def test_nothing_changes_before_the_next_change_and_then_it_does(
-    presence: Availability, now: int, parts: int
-) -> None:
+def test_next_change_is_the_first_change(presence: Availability, now: int, parts: int) -> None:
     until = now + 200_000.0
     there, change = presence.available(0, now), presence.next_change(0, now, until)
     assert now < change <= until
@@ -163,7 +161,7 @@ def test_nothing_changes_before_the_next_change_and_then_it_does(
     period=st.floats(0.1, 1e4),
 )
 @settings(max_examples=300, deadline=None)
-def test_rounding_never_stops_the_clock(row: list[float], now: float, period: float) -> None:
+def test_next_change_is_later_despite_rounding(row: list[float], now: float, period: float) -> None:
     scaled = [bound * period for bound in row[: len(row) // 2 * 2]]
     presence = intervals(scaled, period=max(period, scaled[-1]))
     for _ in range(40):
@@ -210,7 +208,7 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=200, deadline=None)
-def test_many_clients_at_once_get_the_answers_that_each_gets(
+def test_answers_for_many_clients_are_those_for_one(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
@@ -227,7 +225,7 @@ def test_many_clients_at_once_get_the_answers_that_each_gets(
 
 @given(presence=several, now=st.floats(0, 100_000), members=st.sets(st.integers(0, 8)))
 @settings(max_examples=200, deadline=None)
-def test_the_list_of_changes_has_every_change_of_every_client(
+def test_changes_lists_every_change_of_every_client(
     presence: Availability, now: float, members: set[int]
 ) -> None:
     clients, until = np.array(sorted(members), np.int64), now + 5_000.0
@@ -255,7 +253,7 @@ def test_the_list_of_changes_has_every_change_of_every_client(
     members=st.sets(st.integers(0, 8), min_size=1),
 )
 @settings(max_examples=200, deadline=None)
-def test_who_waits_does_not_depend_on_since_when_that_is_followed(
+def test_idle_clients_do_not_depend_on_their_start(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0
@@ -280,7 +278,7 @@ def test_who_waits_does_not_depend_on_since_when_that_is_followed(
         assert followed.next_arrival() == first
 
 
-def test_who_waits_is_drawn_evenly() -> None:
+def test_idle_clients_are_drawn_evenly() -> None:
     everybody = np.arange(40)
     waiting = IdleClients(
         intervals(*[[0.0, 50.0]] * 20, *[[60.0, 70.0]] * 20), everybody, {3, 7}, 10.0
@@ -296,7 +294,7 @@ def test_who_waits_is_drawn_evenly() -> None:
     assert abs(drawn - 12_000 / 18).max() < 5 * 23
 
 
-def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
+def test_markov_clients_are_independent_in_pairs() -> None:
     presence = MarkovAvailability(5, 12, 300.0, 900.0)
     there = np.array(
         [presence.are_available(np.arange(12), np.full(12, at * 5_000.0)) for at in range(4_000)],
@@ -307,7 +305,7 @@ def test_of_any_two_markov_clients_each_comes_and_goes_by_itself() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_clients_at_the_edges_of_a_deal_are_where_they_are_alone() -> None:
+def test_markov_clients_at_the_edges_of_a_draw_are_right() -> None:
     """Who has the first place that stays or goes: looked at among many, and alone."""
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
@@ -324,7 +322,7 @@ def test_markov_clients_at_the_edges_of_a_deal_are_where_they_are_alone() -> Non
         assert presence.are_available(own, now).tolist() == alone
 
 
-def test_what_markov_clients_remember_of_their_steps_does_not_grow_for_ever() -> None:
+def test_markov_memory_is_bounded() -> None:
     presence = MarkovAvailability(5, 3, 100.0, 300.0)
     before = presence.available(1, 75.0)
     for step in range((1 << 14) + 5):
@@ -332,7 +330,7 @@ def test_what_markov_clients_remember_of_their_steps_does_not_grow_for_ever() ->
     assert len(presence._draws) <= 1 << 14 and presence.available(1, 75.0) == before
 
 
-def test_few_markov_clients_of_many_come_as_often_as_said() -> None:
+def test_markov_share_holds_for_few_clients_of_many() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
     presence = MarkovAvailability(2, len(clients), on, off)
     found = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
@@ -347,7 +345,7 @@ def test_few_markov_clients_of_many_come_as_often_as_said() -> None:
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------
-def test_a_place_holds_its_time_whatever_way_the_quotient_was_rounded() -> None:
+def test_interval_contains_its_moment_despite_rounding() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
@@ -360,9 +358,7 @@ def test_a_place_holds_its_time_whatever_way_the_quotient_was_rounded() -> None:
 
 
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
-def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_said(
-    on: float, off: float
-) -> None:
+def test_markov_clients_have_their_share_and_durations(on: float, off: float) -> None:
     presence = MarkovAvailability(17, 250, on, off)
     there = np.array(
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
@@ -381,7 +377,7 @@ def test_markov_clients_are_there_for_their_share_of_the_time_and_as_long_as_sai
         assert np.mean(spans[state]) == pytest.approx(mean, rel=0.12)
 
 
-def test_diurnal_zones_are_spread_around_the_world() -> None:
+def test_diurnal_zones_are_spread_over_the_day() -> None:
     presence = Ideal(availability="diurnal", hours=6.0).presence(3, 4000)
     assert presence is not None
     for hour in (0, 7, 13):
@@ -389,11 +385,11 @@ def test_diurnal_zones_are_spread_around_the_world() -> None:
         assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4000)
 
 
-def test_24_hours_a_day_are_always() -> None:
+def test_diurnal_24_hours_are_always() -> None:
     assert Ideal(availability="diurnal", hours=24.0).presence(0, 5) is None
 
 
-def test_another_seed_gives_other_times() -> None:
+def test_availability_depends_on_the_seed() -> None:
     for kind in ("diurnal", "markov"):
         fleet = Ideal(availability=kind)
         one, other = (fleet.presence(seed, 60) for seed in (1, 2))
@@ -426,7 +422,7 @@ def planner(fleet: Fleet, clients: int, schedule: Schedule) -> Planner:
     )
 
 
-def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
+def test_run_waits_for_the_next_available_client() -> None:
     fleet = Recorded([50.0, 65.0], [500.0, 900.0])
     step = planner(fleet, 2, Buffered(1, 1)).next_aggregation()
     assert [(job.client, job.start, job.finish) for job in step.dispatched] == [(0, 50.0, 60.0)]
@@ -440,7 +436,7 @@ def test_a_run_waits_for_the_first_client_and_then_for_the_next() -> None:
     assert both.now == 510.0
 
 
-def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None:
+def test_fleet_without_early_clients_is_refused() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match=r"fleet: .* 500 s\. .*fleet\.availability"):
         planner(fleet, 1, Buffered(1, 1)).next_aggregation()
@@ -448,7 +444,7 @@ def test_a_fleet_that_keeps_everybody_waiting_is_refused_with_the_time() -> None
         planner(Recorded([]), 1, Buffered(1, 1)).next_aggregation()
 
 
-def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
+def test_run_stops_when_no_client_returns() -> None:
     # Ten seconds a job: three of them fit, and the fourth is lost.
     coordinator, _, _ = untrained_run([10], Buffered(1, 1), Recorded([0.0, 35.0]), rounds=9)
     with pytest.raises(
@@ -459,7 +455,7 @@ def test_clients_that_go_for_good_end_the_run_after_what_they_did() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
 
 
-def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> None:
+def test_run_without_clients_can_end_earlier(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup
@@ -474,7 +470,7 @@ def test_what_was_done_before_clients_went_can_be_finished(tmp_path: Path) -> No
     assert run_to_end(again).bits == run_to_end(straight).bits
 
 
-def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
+def test_repeated_trace_lets_the_run_continue() -> None:
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
     )
@@ -486,7 +482,7 @@ def test_a_trace_that_begins_again_lets_the_run_go_on() -> None:
     ]
 
 
-def test_who_comes_and_goes_often_among_many_who_seldom_do_is_followed() -> None:
+def test_changes_include_clients_with_many_changes() -> None:
     """More of its changes than are put in order at once lie before the next ones of the others."""
     others = 1500
     bounds = np.array(

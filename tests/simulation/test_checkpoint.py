@@ -81,7 +81,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
+def test_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     path = write(tmp_path, 7, snapshot())
     assert path == tmp_path / "round-000007"
     back = checkpoint.read(path)
@@ -93,7 +93,7 @@ def test_what_was_written_is_read_back_with_the_same_bits(tmp_path: Path) -> Non
     assert same_states(back.clients, snapshot().clients)
 
 
-def test_more_tensors_than_fit_into_a_file_go_into_several(
+def test_many_tensors_go_into_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint, state_log):
@@ -110,7 +110,7 @@ def test_more_tensors_than_fit_into_a_file_go_into_several(
     assert "states-00000002.safetensors is no regular file" in checkpoint.find_damage(path)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_last_checkpoints_are_kept(tmp_path: Path) -> None:
     found = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
         for each in found:
@@ -126,7 +126,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     )
 
 
-def test_rows_of_a_long_history_are_written_once_and_shared(
+def test_rows_of_a_long_history_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 3)
@@ -152,7 +152,7 @@ def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         checkpoint.read(path)
 
 
-def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
         path = write(tmp_path, version, snapshot(version))
         assert path.is_dir(), "the one that was written last is never the oldest"
@@ -162,7 +162,7 @@ def test_rounds_are_counted_not_spelt(tmp_path: Path) -> None:
     ]
 
 
-def test_folders_of_ones_own_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "round-best").mkdir()
     (tmp_path / "round-000000").write_text("a file")
     for version in (1, 2, 3):
@@ -170,7 +170,7 @@ def test_folders_of_ones_own_beside_checkpoints_are_left_alone(tmp_path: Path) -
     assert names(tmp_path) == ["log", "round-000000", "round-000002", "round-000003", "round-best"]
 
 
-def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write(tmp_path, 1, snapshot())
@@ -202,7 +202,7 @@ def logged(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (folder / "log").iterdir()}
 
 
-def test_a_checkpoint_writes_the_states_that_changed_since_the_last_one(tmp_path: Path) -> None:
+def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
     run, now = Checkpoints(tmp_path), states(range(100), job=1)
     asked: list[int] = []
     run.write(1, now)
@@ -230,7 +230,7 @@ def test_a_checkpoint_writes_the_states_that_changed_since_the_last_one(tmp_path
             run = Checkpoints(tmp_path, resume=path)
 
 
-def test_what_is_mostly_out_of_date_is_written_anew_so_that_the_log_stays_within_twice_the_states(
+def test_log_stays_within_twice_the_states(
     tmp_path: Path,
 ) -> None:
     run, now, written = Checkpoints(tmp_path, keep=1), states(range(40), job=1), 0
@@ -246,9 +246,7 @@ def test_what_is_mostly_out_of_date_is_written_anew_so_that_the_log_stays_within
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_many_small_files_are_brought_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_small_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_log, "MAX_SMALL_FILES", 8)
     run, now = Checkpoints(tmp_path), states([0], job=1)
     for version in range(1, 30):
@@ -258,7 +256,7 @@ def test_many_small_files_are_brought_together(
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_a_run_that_went_on_from_an_earlier_checkpoint_leaves_the_course_of_later_ones(
+def test_later_checkpoints_are_removed_after_going_back(
     tmp_path: Path,
 ) -> None:
     run = Checkpoints(tmp_path, keep=3)
@@ -278,7 +276,7 @@ def test_a_run_that_went_on_from_an_earlier_checkpoint_leaves_the_course_of_late
         assert same_states(checkpoint.read(path).clients, whole.clients)
 
 
-def test_a_run_that_goes_on_in_another_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
+def test_run_in_another_folder_begins_a_new_log(tmp_path: Path) -> None:
     first = Checkpoints(tmp_path / "a").write(1, states(range(5), job=1))
     before = content(tmp_path / "a")
     now = after(states(range(5), job=1), 2, job=50)
@@ -288,7 +286,7 @@ def test_a_run_that_goes_on_in_another_folder_has_a_log_of_its_own(tmp_path: Pat
     assert before and checkpoint.find_damage(first)
 
 
-def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None:
+def test_empty_states_and_fewer_clients_are_written(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
@@ -297,7 +295,7 @@ def test_a_client_may_keep_nothing_and_a_run_may_go_back(tmp_path: Path) -> None
     assert same_states(checkpoint.read(run.write(2, fewer)).clients, fewer.clients)
 
 
-def test_a_checkpoint_is_copied_with_all_that_it_needs(tmp_path: Path) -> None:
+def test_copied_checkpoint_is_complete(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path / "a")
     run.write(1, states(range(5), job=1))
     now = after(states(range(5), job=1), 2, job=50)
@@ -315,7 +313,7 @@ def crash(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("where", ["save_file", "_digest", "_write_json", "_digest_of_manifest"])
-def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
+def test_failed_write_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Checkpoints(tmp_path)
@@ -333,7 +331,7 @@ def test_a_write_that_is_cut_short_leaves_no_checkpoint_and_does_no_harm(
     assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
 
-def test_what_a_killed_process_left_half_written_is_no_checkpoint_and_is_cleared_away(
+def test_leftovers_of_a_killed_process_are_removed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "round-000001").mkdir()
@@ -373,7 +371,7 @@ FILES = [
 @pytest.mark.parametrize(
     "harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"]
 )
-def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
+def test_damaged_checkpoint_is_refused_with_a_good_one(
     harm: Callable[[Path], None], file: str, tmp_path: Path
 ) -> None:
     run = Checkpoints(tmp_path)
@@ -388,7 +386,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_last_good_one(
     assert not checkpoint.find_damage(good)
 
 
-def test_a_damaged_checkpoint_without_another_says_so(tmp_path: Path) -> None:
+def test_damaged_checkpoint_may_be_the_only_one(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
@@ -396,7 +394,7 @@ def test_a_damaged_checkpoint_without_another_says_so(tmp_path: Path) -> None:
         checkpoint.read(second)
 
 
-def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"resume={tmp_path / 'nothing'}: "):
         checkpoint.read(tmp_path / "nothing")
 
@@ -414,7 +412,7 @@ def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
         '{"../round-000004/run.json": "x"}',
     ],
 )
-def test_a_manifest_that_does_not_name_the_files_is_damage(manifest: str, tmp_path: Path) -> None:
+def test_manifest_without_the_files_is_damaged(manifest: str, tmp_path: Path) -> None:
     good, bad = (write(tmp_path, version, snapshot()) for version in (4, 8))
     (bad / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=f"resume={bad}: .* Set resume={good} "):
@@ -422,7 +420,7 @@ def test_a_manifest_that_does_not_name_the_files_is_damage(manifest: str, tmp_pa
 
 
 @pytest.mark.parametrize("entry", ["manifest.json", "log/states-00000001.safetensors"])
-def test_an_entry_cannot_leave_the_manifest_unnoticed(entry: str, tmp_path: Path) -> None:
+def test_manifest_without_an_entry_is_damaged(entry: str, tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest[entry]
@@ -431,14 +429,14 @@ def test_an_entry_cannot_leave_the_manifest_unnoticed(entry: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("file", ["run.json", "manifest.json"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(file: str, tmp_path: Path) -> None:
+def test_pipe_as_checkpoint_file_does_not_block(file: str, tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     (path / file).unlink()
     os.mkfifo(path / file)
     assert f"{file} is no regular file" in checkpoint.find_damage(path)
 
 
-def test_files_that_the_manifest_does_not_list_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_other_files_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     (path / "notes.txt").write_text("mine")
     assert not checkpoint.find_damage(path)
@@ -494,7 +492,7 @@ def _decides(cls: ast.ClassDef) -> bool:
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix()
 )
-def test_nothing_of_ours_pickles(path: Path) -> None:
+def test_raysim_does_not_pickle(path: Path) -> None:
     compared = {"pickle.dumps"} if path.relative_to(PACKAGE).as_posix() in COMPARED else set()
     assert not set(unsafe(path.read_text())) - compared
 
@@ -511,14 +509,14 @@ def test_nothing_of_ours_pickles(path: Path) -> None:
         "np.load(path, allow_pickle=flag)",
     ],
 )
-def test_the_search_for_pickles_finds_them(line: str) -> None:
+def test_search_for_pickles_finds_them(line: str) -> None:
     assert unsafe(line)
 
 
 # --- going on -----------------------------------------------------------------------------------------------------
 
 
-def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplicate(
+def test_resumed_history_has_no_gap_and_no_duplicate(
     tmp_path: Path,
 ) -> None:
     study = run_spec(Scaffold())
@@ -536,7 +534,7 @@ def test_resuming_begins_with_the_rows_that_exist_and_ends_without_gap_or_duplic
     assert walls == sorted(walls), "time already spent is not forgotten"  # type: ignore[type-var]
 
 
-def test_a_finished_run_resumed_has_nothing_left_to_do(tmp_path: Path) -> None:
+def test_resumed_finished_run_does_nothing(tmp_path: Path) -> None:
     straight = run(
         run_spec(FedBN(), model=NORMED), rounds=2, checkpoint_every=1, folder=str(tmp_path)
     )
@@ -549,7 +547,7 @@ def test_a_finished_run_resumed_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert resumed.rows == straight.rows
 
 
-def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
+def test_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     study, asked = run_spec(FedBN(), FedBuff(), model=NORMED), {"rounds": 8, "checkpoint_every": 2}
     straight = run(study, BUFFER, rounds=8)
     for stop in (2, 4, 6):
@@ -568,7 +566,7 @@ def test_a_run_may_be_resumed_from_a_resumed_run(tmp_path: Path) -> None:
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_checkpoint_of_earlier_version_is_refused_with_the_version(tmp_path: Path) -> None:
+def test_checkpoint_of_earlier_version_is_refused(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).write(1, states(range(2), job=1))
     manifest = json.loads((Path(path) / "manifest.json").read_text())
     manifest["clients.safetensors"] = manifest.pop("index.safetensors")
@@ -577,7 +575,7 @@ def test_checkpoint_of_earlier_version_is_refused_with_the_version(tmp_path: Pat
         checkpoint.read(path)
 
 
-def test_client_state_without_named_tensors_is_refused_with_the_version() -> None:
+def test_client_state_without_names_is_refused() -> None:
     layout = run(run_spec(FedBN(), model=NORMED), rounds=1).coordinator.layout
     flats = {"personal": np.zeros(layout.total - layout.shared, np.float32)}
     with pytest.raises(ValueError, match=re.escape(__version__)):
@@ -593,7 +591,7 @@ def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 # --- killed -------------------------------------------------------------------------------------------------------
 
 
-def test_a_kill_between_any_two_writes_leaves_what_goes_on_to_the_same_bits(
+def test_kill_between_any_two_writes_keeps_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
@@ -684,9 +682,7 @@ def killed(folder: str, where: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", KILLED)
-def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(
-    where: str, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_to_the_same_bits(where: str, tmp_path: Path) -> None:
     text = CHILD.format(
         tests=FOLDERS, module=Path(__file__).stem, folder=str(tmp_path), where=where
     )
@@ -706,7 +702,7 @@ def test_a_killed_run_resumes_to_the_bits_of_the_undisturbed_one(
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
+def test_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     found = run_to_end(coordinate(run_spec(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
@@ -720,14 +716,12 @@ def test_the_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best.safetensors", "model.safetensors", "other"]
 
 
-def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+def test_checkpoint_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     path = write(tmp_path / "runs" / "one", 1, snapshot())
     assert not checkpoint.find_damage(path)
 
 
-def test_all_files_are_on_the_disk_before_the_manifest_has_its_name_and_its_name_before_the_write_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_is_the_last_file_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, synced = tmp_path / "round-000001/manifest.json", dict[bool, set[int]]()
     monkeypatch.setattr(
         os,
@@ -742,7 +736,7 @@ def test_all_files_are_on_the_disk_before_the_manifest_has_its_name_and_its_name
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
 
-def test_a_model_that_the_disk_has_no_room_for_is_told_with_its_bytes(
+def test_full_disk_is_reported_with_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -758,9 +752,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_told_with_its_bytes(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(
-    remote: bool, tmp_path: Path
-) -> None:
+def test_resumed_run_continues_its_log(remote: bool, tmp_path: Path) -> None:
     where: Any = f"memory://{tmp_path.name}" if remote else tmp_path
     Checkpoints(where, 3).write(4, snapshot())
     there = stores.open_store(where)
@@ -769,7 +761,7 @@ def test_a_run_that_goes_on_where_its_checkpoints_are_writes_no_state_again(
     assert before and [name for name in there.names("log") if name.startswith("states")] == before
 
 
-def test_of_two_processes_that_write_behind_one_url_the_earlier_stops_and_harms_nothing(
+def test_earlier_writer_behind_a_url_stops(
     tmp_path: Path,
 ) -> None:
     where = f"memory://{tmp_path.name}-two"
@@ -784,7 +776,7 @@ def test_of_two_processes_that_write_behind_one_url_the_earlier_stops_and_harms_
     later.write(3, snapshot(3.0))
 
 
-def test_a_manifest_may_be_in_any_order_and_names_nothing_outside(tmp_path: Path) -> None:
+def test_manifest_names_nothing_outside(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))

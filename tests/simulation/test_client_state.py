@@ -95,7 +95,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
+def test_client_state_survives_missed_rounds_on_ray(
     name: str, schedule: str, workers: Workers, tmp_path: Path
 ) -> None:
     here = every_round(tmp_path / "here", METHODS[name](), schedule=schedule)
@@ -119,9 +119,7 @@ def test_on_ray_state_survives_the_rounds_that_a_client_sits_out(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_servers_control_variate_is_the_mean_of_all_clients_after_every_round(
-    schedule: str, tmp_path: Path
-) -> None:
+def test_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path) -> None:
     for index, snapshot in enumerate(every_round(tmp_path, Scaffold(), schedule=schedule)):
         own = [state["scaffold.control"] for state in snapshot.clients.values()]
         mean = np.sum(own, axis=0, dtype=np.float64) / 5  # who never took part has zero
@@ -134,7 +132,7 @@ def test_the_servers_control_variate_is_the_mean_of_all_clients_after_every_roun
 # --- FedBN --------------------------------------------------------------------------------------------------------
 
 
-def test_a_clients_normalisation_goes_on_from_where_it_was() -> None:
+def test_private_batchnorm_continues_from_its_state() -> None:
     # With one client a round, FedBN's statistics must count every batch that the client ever saw.
     found = run(study(FedBN()), Synchronous(1), rounds=12)
     turns, counts = found.participations, found.coordinator.counts
@@ -145,7 +143,7 @@ def test_a_clients_normalisation_goes_on_from_where_it_was() -> None:
         assert found.state(client).counters.tolist() == [batches - singles] * 2
 
 
-def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> None:
+def test_private_tensors_are_saved_by_name(tmp_path: Path) -> None:
     saved = every_round(tmp_path, FRAug(rounds=ROUNDS), schedule="rounds")[-1]
     tensors = [(name, array) for state in saved.clients.values() for name, array in state.items()]
     names = {name for name, _ in tensors}
@@ -159,7 +157,7 @@ def test_every_tensor_that_stays_is_saved_under_its_own_name(tmp_path: Path) -> 
     assert all(array.shape == () for name, array in tensors if name.endswith("num_batches_tracked"))
 
 
-def test_a_client_state_taken_apart_by_name_and_put_together_again_is_what_it_was() -> None:
+def test_client_state_survives_a_conversion_by_name() -> None:
     found = run(study(FedBN(), Scaffold()), rounds=2)
     layout = found.coordinator.layout
     for state in map(found.state, found.coordinator.client_states.accepted_jobs):
@@ -181,9 +179,7 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_the_cache_matters_only_where_it_is_not_refreshed_at_every_participation(
-    refresh: int, matters: bool
-) -> None:
+def test_cache_matters_only_without_refresh(refresh: int, matters: bool) -> None:
     kept, lost = (
         run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
         for kind in (FedBSS, Forgetful)
@@ -191,7 +187,7 @@ def test_the_cache_matters_only_where_it_is_not_refreshed_at_every_participation
     assert (kept.model_sha256 != lost.model_sha256) == matters
 
 
-def test_every_second_participation_of_stage_two_uses_the_ranking_of_the_one_before(
+def test_ranking_is_used_by_the_next_participation(
     tmp_path: Path,
 ) -> None:
     found = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
@@ -215,7 +211,7 @@ def test_every_second_participation_of_stage_two_uses_the_ranking_of_the_one_bef
     assert checked
 
 
-def test_the_ranking_pass_leaves_parameters_buffers_and_random_states_as_they_were() -> None:
+def test_ranking_pass_changes_no_state() -> None:
     seen = []
 
     class Watched(FedBSS):
@@ -242,7 +238,7 @@ def _everything(job: LocalJob) -> dict[str, torch.Tensor]:
     }
 
 
-def test_samples_are_ranked_by_the_received_model_in_eval_mode() -> None:
+def test_ranking_uses_the_received_model_in_eval_mode() -> None:
     ranked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     class Watched(FedBSS):
@@ -277,16 +273,14 @@ class Keeps(Method):
 @pytest.mark.parametrize(
     ("name", "kept"), [("model", "extractor.2.weight"), ("personal", "counters")]
 )
-def test_client_state_under_the_name_of_a_personal_tensor_is_refused_before_the_start(
-    name: str, kept: str
-) -> None:
+def test_client_state_named_like_a_private_tensor_is_refused(name: str, kept: str) -> None:
     methods = [FedBN(), Keeps(name, kept)]
     with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{kept}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))
 
 
 @pytest.mark.parametrize("kind", ["client_state", "server_state"])
-def test_state_that_is_declared_twice_is_refused_before_the_start(kind: str) -> None:
+def test_client_state_declared_twice_is_refused(kind: str) -> None:
     class Twice(Method):
         name = "twice"
 
@@ -298,7 +292,7 @@ def test_state_that_is_declared_twice_is_refused_before_the_start(kind: str) -> 
         declare_run(run_spec(Twice(), model=NORMED_MLP))
 
 
-def test_client_state_of_two_methods_under_one_name_is_refused_before_the_start() -> None:
+def test_client_state_of_two_methods_with_one_name_is_refused() -> None:
     methods = [Keeps("mine", "own.state"), Keeps("mine.own", "state")]
     with pytest.raises(ValueError, match=r"method 'mine\.own' keeps 'mine\.own\.state', .*'mine'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))

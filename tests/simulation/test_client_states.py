@@ -60,7 +60,7 @@ def values(states: Any) -> list[float]:
     return [float(state.personal[0]) for state in states]
 
 
-def test_states_of_jobs_under_way_count_as_the_mean_of_the_others() -> None:
+def test_bytes_of_jobs_in_flight_count_as_the_mean() -> None:
     books = Books()
     first, second, third = (books.send(client)[0] for client in range(3))
     assert books.client_states.bytes == 0, "nothing is known yet"
@@ -71,7 +71,7 @@ def test_states_of_jobs_under_way_count_as_the_mean_of_the_others() -> None:
     assert books.client_states.bytes == 3 * EACH
 
 
-def test_what_was_read_from_disk_counts_until_its_call_returns() -> None:
+def test_bytes_read_from_disk_count_until_the_answer() -> None:
     books = Books(budget=0)
     books.done(5)
     assert books.client_states.spilled_bytes == EACH and books.client_states.bytes == 0
@@ -82,7 +82,7 @@ def test_what_was_read_from_disk_counts_until_its_call_returns() -> None:
     assert books.client_states.bytes == EACH
 
 
-def test_a_client_that_is_accepted_again_and_again_takes_the_room_of_one_state() -> None:
+def test_bytes_of_one_client_are_those_of_one_state() -> None:
     books = Books(budget=2 * EACH)
     books.done(*[7] * 6, 3)
     assert books.client_states.spilled_bytes == 0 and books.client_states.bytes == 2 * EACH
@@ -91,7 +91,7 @@ def test_a_client_that_is_accepted_again_and_again_takes_the_room_of_one_state()
     assert values(state for _, state in books.client_states.accepted()) == [5.0, 6.0, 7.0]
 
 
-def test_who_goes_to_disk_is_forgotten_by_its_worker_and_by_nobody_else() -> None:
+def test_spilled_state_is_released_by_its_worker() -> None:
     books = Books(budget=0)
     books.done(1)
     assert books.told == [(0, [1])]
@@ -103,7 +103,7 @@ def test_who_goes_to_disk_is_forgotten_by_its_worker_and_by_nobody_else() -> Non
     assert books.client_states.spilled_bytes == 2 * EACH
 
 
-def test_a_state_whose_size_nobody_has_told_takes_no_room() -> None:
+def test_state_of_unknown_size_takes_no_memory() -> None:
     books = Books(budget=0)
     job, _, _ = books.send(3)
     books.client_states.accept([job])
@@ -112,7 +112,7 @@ def test_a_state_whose_size_nobody_has_told_takes_no_room() -> None:
     ) == [0.0]
 
 
-def test_a_client_that_moves_takes_its_state_along() -> None:
+def test_moved_client_takes_its_state_along() -> None:
     books = Books()
     books.done(1)
     _, sent, read = books.send(1)
@@ -122,7 +122,7 @@ def test_a_client_that_moves_takes_its_state_along() -> None:
 
 
 @pytest.mark.parametrize("budget", [2 * EACH, 2 * EACH + 1])
-def test_no_part_reads_more_than_a_workers_share_of_the_budget(budget: float) -> None:
+def test_split_reads_stay_within_a_workers_share(budget: float) -> None:
     books = Books(budget=0)
     books.done(0, 1, 2, 3, 4)
     books.client_states.budget = 2 * budget  # of two workers
@@ -134,7 +134,7 @@ def test_no_part_reads_more_than_a_workers_share_of_the_budget(budget: float) ->
     assert list(books.client_states.split_reads([8, 0, 9])) == [slice(0, 3)]
 
 
-def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
+def test_restored_states_above_the_budget_are_spilled() -> None:
     states = [
         ClientState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
     ]
@@ -147,7 +147,7 @@ def test_what_is_restored_beyond_the_budget_goes_to_disk() -> None:
     assert values(state for _, state in books.client_states.accepted()) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_what_was_restored_has_its_bytes() -> None:
+def test_restored_states_have_their_bytes() -> None:
     states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {

@@ -153,7 +153,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_worker_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
+def test_silent_worker_is_replaced_with_the_same_bits(
     name: str, schedule: str, clock: None
 ) -> None:
     (whole, calls), revived = calls_of(name, schedule), []
@@ -167,7 +167,7 @@ def test_a_worker_that_answers_no_more_is_replaced_and_the_bits_are_the_same(
     )
 
 
-def test_whom_everyone_waits_for_is_told_until_the_worker_counts_as_dead(clock: None) -> None:
+def test_waiting_events_name_the_silent_worker(clock: None) -> None:
     asked = {"rounds": 4, "faults": Faults(timeout=35.0), "evaluate": Evaluation(every=10**9)}
     spec, in_hand = study("sums on workers"), set()
     for number in range(5, 9):
@@ -183,7 +183,7 @@ def test_whom_everyone_waits_for_is_told_until_the_worker_counts_as_dead(clock: 
     assert len(in_hand) > 2 and set().union(*in_hand) <= set(range(6))
 
 
-def test_a_worker_has_longer_to_start_than_to_answer(clock: None) -> None:
+def test_worker_has_longer_to_start_than_to_answer(clock: None) -> None:
     runtime = Stopped(study("sums on workers"), 2, {1})
     asked = ASKED | {"faults": Faults(timeout=35.0)}
     events = list(
@@ -192,7 +192,7 @@ def test_a_worker_has_longer_to_start_than_to_answer(clock: None) -> None:
     assert max(event.seconds for event in events if isinstance(event, Waiting)) > START_TIMEOUT_S
 
 
-def test_one_that_never_answers_ends_the_run_with_a_sentence(clock: None) -> None:
+def test_worker_that_never_answers_stops_the_run(clock: None) -> None:
     runtime: Runtime = Stopped(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(
         RunStoppedError, match=r"^runtime.workers: .*\(no answer for faults.timeout=3600 s\)"
@@ -211,7 +211,7 @@ def calls_of(name: str, schedule: str) -> tuple[FinishedRun, int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_wherever_a_worker_dies_the_bits_are_the_same(name: str, schedule: str) -> None:
+def test_death_at_any_call_keeps_the_bits(name: str, schedule: str) -> None:
     whole, calls = calls_of(name, schedule)
     assert whole.bits == run(study(name), SCHEDULES[schedule], **ASKED).bits
     for index, deaths in enumerate(
@@ -228,7 +228,7 @@ def test_wherever_a_worker_dies_the_bits_are_the_same(name: str, schedule: str) 
         )
 
 
-def test_one_that_dies_at_every_call_ends_the_run_with_a_sentence() -> None:
+def test_worker_that_always_dies_stops_the_run() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStoppedError) as stopped:
         run_to_end(
@@ -256,9 +256,7 @@ class Deadly(Method):
             os.kill(os.getpid(), self.how)
 
 
-def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
-    ray_session: None, tmp_path: Path
-) -> None:
+def test_killed_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
@@ -282,7 +280,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_bits_are_the_same(
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
 
 
-def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_path: Path) -> None:
+def test_job_that_always_kills_its_actor_stops_the_run(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
     study = run_spec(Deadly(str(tmp_path), 99), model=MLP, local=LOCAL, data=tiny_data(clients=6))
@@ -295,9 +293,7 @@ def test_a_job_that_always_kills_its_actor_ends_the_run(ray_session: None, tmp_p
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_actor_that_is_stopped_is_replaced_and_the_bits_are_the_same(
-    ray_session: None, tmp_path: Path
-) -> None:
+def test_stopped_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
@@ -326,9 +322,7 @@ class Halting(Method):
         return direction
 
 
-def test_a_coordinator_that_is_stopped_is_lost(
-    ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_coordinator_is_lost(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from raysim.runtime import ray as on_ray
 
     monkeypatch.setattr("raysim.runtime.ray.driver.REVIVAL", 1)
@@ -348,7 +342,7 @@ def test_a_coordinator_that_is_stopped_is_lost(
 
 
 @pytest.mark.parametrize("looks", [1, 3, 10])
-def test_a_worker_is_waited_for_until_ray_knows_that_its_node_is_gone(
+def test_run_waits_until_ray_reports_a_lost_node(
     looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -405,7 +399,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_takes_states_with_it_and_the_run_goes_on_to_the_same_bits(
+def test_dead_node_loses_states_and_keeps_the_bits(
     tmp_path: Path,
 ) -> None:
     ended = subprocess.run(

@@ -80,30 +80,30 @@ def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow
 
 
 @pytest.mark.parametrize(("seconds", "jobs"), [(0.001, 2), (0.0004, 5), (0.1, 1)])
-def test_small_jobs_travel_in_bundles_of_some_milliseconds(seconds: float, jobs: int) -> None:
+def test_small_jobs_travel_in_bundles(seconds: float, jobs: int) -> None:
     found = calls(Buffered(concurrency=CLIENTS, size=1), Ideal(), seconds, 60)
     sizes = [size for _, size in found.calls]
     assert 60 <= sum(sizes) <= 60 + CLIENTS and max(sizes) <= jobs
     assert sum(sizes) / len(sizes) > jobs / 2, sizes
 
 
-def test_a_worker_has_two_calls_and_what_is_taken_next_on_top() -> None:
+def test_worker_has_two_calls_and_those_of_the_next_round() -> None:
     found = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
     assert 2 <= found.most <= 3
 
 
-def test_both_workers_work_under_an_immediate_schedule() -> None:
+def test_immediate_schedule_keeps_both_workers_busy() -> None:
     found = calls(Immediate(10), Lognormal(), 0.01, 80)
     jobs = [sum(size for worker, size in found.calls if worker == own) for own in range(2)]
     assert min(jobs) > 0.4 * sum(jobs)
 
 
-def test_a_round_is_a_call_to_each_worker() -> None:
+def test_round_is_one_call_to_each_worker() -> None:
     found = calls(Synchronous(10), Ideal(), 0.001, 5)
     assert sorted(found.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 
 
-def test_what_workers_sum_travels_as_one_array_for_a_group() -> None:
+def test_sums_travel_as_one_array_per_group() -> None:
     """Of ten updates in groups of five come two arrays and ten sets of numbers."""
     answers: list[TrainingResult] = []
 

@@ -81,20 +81,20 @@ class Pooled(Method):
 
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(concurrency=3, size=2)])
 @pytest.mark.parametrize("methods", [(), (FedBN(),)])
-def test_looking_on_changes_no_bit_of_training(methods: tuple[Method, ...], schedule: Any) -> None:
+def test_evaluation_does_not_change_training(methods: tuple[Method, ...], schedule: Any) -> None:
     study = run_spec(*methods, model=NORMED_MLP, data=apart())
     plain, watched = run(study, schedule), run(study, schedule, evaluate=ALL)
     assert plain.bits == watched.bits
     assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
 
 
-def test_looking_on_leaves_networks_alone_that_draw_in_training() -> None:
+def test_evaluation_does_not_change_dropout() -> None:
     study = run_spec(model=Dropping(), data=apart())
     assert run(study).bits == run(study, evaluate=ALL).bits
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),), (Doubled(),)])
-def test_every_view_has_the_same_bits_on_one_worker_and_on_three(
+def test_evaluation_has_the_same_bits_on_three_workers(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, model=NORMED_MLP, data=apart())
@@ -103,7 +103,7 @@ def test_every_view_has_the_same_bits_on_one_worker_and_on_three(
     assert one.history == three.history and one.bits == three.bits
 
 
-def test_a_model_for_all_has_no_own_view_and_personal_layers_no_shared_one() -> None:
+def test_views_depend_on_private_layers() -> None:
     plain = run(run_spec(data=apart())).rows[-1]
     normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
@@ -114,7 +114,7 @@ def test_a_model_for_all_has_no_own_view_and_personal_layers_no_shared_one() -> 
     )
 
 
-def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
+def test_personalised_models_are_scored_as_shared_and_own() -> None:
     both, plain = run(run_spec(Doubled(), data=apart())), run(run_spec(data=apart()))
     assert both.bits == plain.bits
     for own, shared in zip(both.rows, plain.rows, strict=True):
@@ -125,7 +125,7 @@ def test_a_method_that_only_personalises_is_scored_both_ways() -> None:
         assert own["accuracy"] != shared["accuracy"]
 
 
-def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
+def test_finetuning_the_head_keeps_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
     study = run_spec(model=NORMED_MLP, data=apart())
     worker = several_workers(study, 1).members[0]
@@ -141,9 +141,7 @@ def test_fine_tuning_of_the_head_alone_leaves_the_extractor() -> None:
     )
 
 
-def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_on_client_and_version() -> (
-    None
-):
+def test_finetuning_dropout_depends_on_client_and_version() -> None:
     study = run_spec(model=Dropping(), data=apart())
     worker = several_workers(study, 1).members[0]
     start, found = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
@@ -159,7 +157,7 @@ def test_fine_tuning_with_dropout_does_not_depend_on_what_was_drawn_before_but_o
     )
 
 
-def test_fine_tuning_may_see_what_training_did_not() -> None:
+def test_finetuning_may_use_spare_samples() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5)
     data = federate(source, IID(clients=4, test_fraction=0.2, fraction=0.25), SEED)
     whole = federate(source, IID(clients=4, test_fraction=0.2), SEED).partition.train
@@ -177,12 +175,12 @@ def test_fine_tuning_may_see_what_training_did_not() -> None:
     ]
 
 
-def test_fine_tuning_after_the_last_round_only() -> None:
+def test_finetuning_after_the_last_round_only() -> None:
     rows = run(run_spec(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_own_models_on_the_central_test_set_are_averaged_over_clients() -> None:
+def test_common_score_is_the_mean_over_clients() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
     ).rows
@@ -198,7 +196,7 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
     ]
 
 
-def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
+def test_decomposition_adds_up_to_the_loss() -> None:
     study = run_spec(data=apart(), local=replace(LOCAL, lr=0.2))
     found = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
     parts = decomposed(found.rows)
@@ -217,7 +215,7 @@ def test_the_parts_of_the_loss_add_up_and_each_is_what_it_says() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
-def test_the_decomposition_is_of_local_models_and_not_of_what_methods_make_of_them() -> None:
+def test_decomposition_uses_local_models_unpersonalised() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, doubled = (
         decomposed(run(run_spec(*methods, data=apart()), Synchronous(3), **asked).rows)
@@ -226,14 +224,14 @@ def test_the_decomposition_is_of_local_models_and_not_of_what_methods_make_of_th
     assert plain == doubled and all(plain)
 
 
-def test_one_participant_has_no_distribution_shift() -> None:
+def test_decomposition_of_one_client_has_no_shift() -> None:
     (part, *_) = decomposed(
         run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_each_domain_has_a_column() -> None:
+def test_domains_have_a_column_each() -> None:
     source = Synthetic(samples=120, test_samples=20, classes=5, domains=3)
     data = federate(source, Domain(test_fraction=0.2), SEED)
     row: Mapping[str, Any] = run(run_spec(data=data), Synchronous(3)).rows[-1]
@@ -262,7 +260,7 @@ class Drift(Method):
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_each_client_is_scored_in_its_best_round_by_validation(methods: tuple[Method, ...]) -> None:
+def test_clients_are_scored_in_their_best_round(methods: tuple[Method, ...]) -> None:
     data = validated()
     assert data.partition.validation is not None
     plain = replace(data, partition=replace(data.partition, validation=None))
@@ -280,7 +278,7 @@ def test_each_client_is_scored_in_its_best_round_by_validation(methods: tuple[Me
     assert ("accuracy_global_best" in watched.rows[-1]) == (not methods)
 
 
-def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
+def test_best_round_ignores_worse_rounds() -> None:
     rows = run(run_spec(Drift(), data=validated(), local=replace(LOCAL, batch=8)), rounds=3).rows
     assert rows[2]["accuracy_validation"] < rows[1]["accuracy_validation"]  # type: ignore[operator]
     assert rows[2]["best_round"] == rows[1]["best_round"] < 3
@@ -292,7 +290,7 @@ def test_a_round_that_validation_likes_less_leaves_the_best_ones() -> None:
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_of_an_error_the_best_round_is_that_of_the_least(methods: tuple[Method, ...]) -> None:
+def test_best_round_of_an_error_has_the_lowest(methods: tuple[Method, ...]) -> None:
     data = federate(
         Tabular("diabetes"), IID(clients=4, test_fraction=0.2, validation_fraction=0.2), 0
     )
@@ -315,7 +313,7 @@ def test_of_an_error_the_best_round_is_that_of_the_least(methods: tuple[Method, 
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_validation_needs_no_tests_of_the_clients_own(methods: tuple[Method, ...]) -> None:
+def test_validation_needs_no_client_tests(methods: tuple[Method, ...]) -> None:
     data = federate(
         Synthetic(samples=120, test_samples=20, classes=5),
         IID(4, test_fraction=0, validation_fraction=0.2),
@@ -330,7 +328,7 @@ def test_validation_needs_no_tests_of_the_clients_own(methods: tuple[Method, ...
     assert methods or row["accuracy_global_best"] is not None
 
 
-def test_a_resumed_run_remembers_the_best_rounds(tmp_path: Path) -> None:
+def test_best_rounds_survive_resume(tmp_path: Path) -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=validated())
     straight = run(study, rounds=6)
     run(study, rounds=6, checkpoint_every=3, folder=str(tmp_path))
@@ -338,7 +336,7 @@ def test_a_resumed_run_remembers_the_best_rounds(tmp_path: Path) -> None:
     assert resumed.history == straight.history and resumed.bits == straight.bits
 
 
-def test_best_rounds_are_the_first_of_equal_ones_and_each_clients_own() -> None:
+def test_best_rounds_are_the_first_of_equal_ones() -> None:
     best = BestRounds(CSR(np.arange(5), np.array([0, 2, 2, 5])))
     everyone = np.array([0, 2])
     right, wrong = np.ones(5, np.bool_), np.zeros(5, np.bool_)
@@ -354,7 +352,7 @@ def test_best_rounds_are_the_first_of_equal_ones_and_each_clients_own() -> None:
     assert best.take_shared(6, 0.75, None) == (6, None)
 
 
-def test_pooled_data_train_one_model_that_every_client_tests() -> None:
+def test_pooled_model_is_tested_by_every_client() -> None:
     data = pool_clients(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
     found = run(run_spec(Pooled(), data=data), Synchronous(1))
@@ -364,7 +362,7 @@ def test_pooled_data_train_one_model_that_every_client_tests() -> None:
         run(run_spec(Pooled(), data=data), evaluate=Evaluation(finetune=Finetune(1)))
 
 
-def test_a_pooled_round_processes_what_a_cohort_would() -> None:
+def test_pooled_round_has_the_samples_of_a_cohort() -> None:
     common = [
         "data=synthetic",
         "partition=iid",
@@ -384,7 +382,7 @@ def test_a_pooled_round_processes_what_a_cohort_would() -> None:
         build([*common, "schedule=buffered"])
 
 
-def test_one_client_pooled_is_fedavg_with_one_client() -> None:
+def test_pooled_training_of_one_client_is_fedavg() -> None:
     mixed = equal_clients(clients=1).partition
     ordered = replace(mixed, train=replace(mixed.train, indices=np.sort(mixed.train.indices)))
     alone = run(run_spec(data=replace(equal_clients(clients=1), partition=ordered)), Synchronous(1))
@@ -394,7 +392,7 @@ def test_one_client_pooled_is_fedavg_with_one_client() -> None:
     )
 
 
-def test_the_worst_of_several_domains_has_a_column_and_the_worst_of_one_none() -> None:
+def test_worst_domain_needs_several_domains() -> None:
     for domains in (1, 3):
         source = Synthetic(samples=120, test_samples=20, classes=5, domains=domains)
         row = run(run_spec(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1]
@@ -404,7 +402,7 @@ def test_the_worst_of_several_domains_has_a_column_and_the_worst_of_one_none() -
         )
 
 
-def test_the_worst_domain_is_scored_on_its_own_samples() -> None:
+def test_worst_domain_is_scored_on_its_samples() -> None:
     evaluator = coordinate(
         run_spec(data=federate(Synthetic(samples=40, domains=3), IID(clients=4), SEED))
     ).evaluator
@@ -417,22 +415,20 @@ def test_the_worst_domain_is_scored_on_its_own_samples() -> None:
     ("key", "least"), [("every", 1), ("clients", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0),
                        ("decompose_rows", 1)]
 )  # fmt: skip
-def test_the_least_that_can_be_asked_for_is_taken_and_less_is_refused(key: str, least: int) -> None:
+def test_evaluation_settings_have_lower_bounds(key: str, least: int) -> None:
     assert getattr(Evaluation(**{key: least}), key) == least  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"evaluate.{key}={least - 1} must be at least {least}"):
         Evaluation(**{key: least - 1})  # type: ignore[arg-type]
 
 
-def test_a_client_is_scored_with_its_own_state_where_no_worker_has_it_though_it_be_the_first_and_alone() -> (
-    None
-):
+def test_evaluation_ships_client_state_to_other_worker() -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]
     assert kept.history == on_disk.history
 
 
-def test_scores_of_the_one_model_are_asked_of_no_client() -> None:
+def test_evaluation_of_a_shared_model_sends_no_states() -> None:
     asked: list[int] = []
 
     class Watched(InProcess):

@@ -178,7 +178,7 @@ def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
 @pytest.mark.parametrize(
     "kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name
 )
-def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any) -> None:
+def test_failed_client_has_weight_zero(kind: Any) -> None:
     found = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
     without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
     assert found.finished.model_sha256 == without.finished.model_sha256
@@ -200,7 +200,7 @@ def test_a_client_that_fails_has_weight_zero_and_nothing_else_changes(kind: Any)
     )
 
 
-def test_a_failure_says_who_when_what_and_where() -> None:
+def test_failure_names_client_version_method_and_worker() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert (failure.client, failure.version, failure.worker, failure.method) == (
         2,
@@ -212,32 +212,32 @@ def test_a_failure_says_who_when_what_and_where() -> None:
     assert "in begin" in failure.traceback
 
 
-def test_a_client_that_diverges_is_told_what_to_lower() -> None:
+def test_diverged_client_names_local_lr() -> None:
     (failure,) = run(run_spec(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert "the loss is not finite from step 2 of" in failure.error
     assert "learning rate 0.05" in failure.error
     assert "local.clip" in failure.error and "method 'diverging'" in failure.error
 
 
-def test_a_loss_that_is_not_finite_from_the_start_is_no_matter_of_the_rate() -> None:
+def test_loss_not_finite_at_the_first_step_names_the_data() -> None:
     spec = run_spec(Infinite(), FedBN(), model=NORMED)
     failure = run(spec, ALL, rounds=1, tolerate=1.0).failures[0]
     assert "the loss is not finite from step 1 of" in failure.error
     assert "method 'infinite'" in failure.error and "local.lr" not in failure.error
 
 
-def test_an_upload_that_is_not_a_number_names_the_method_that_sends_it() -> None:
+def test_upload_not_finite_names_its_method() -> None:
     (failure,) = run(run_spec(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert failure.method == "overflowing"
     assert "overflowing.value" in failure.error
 
 
-def test_a_personal_parameter_that_is_not_a_number_never_becomes_state() -> None:
+def test_private_parameter_not_finite_is_never_stored() -> None:
     found = run(run_spec(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
     assert where(found.failures) == HITS, "each of them only once: the state before it is kept"
 
 
-def test_on_a_worker_of_its_own_a_failure_is_the_same_failure(workers: Workers) -> None:
+def test_failure_is_the_same_on_ray(workers: Workers) -> None:
     study = run_spec(Raising())
     here = run(study, ALL, rounds=4, tolerate=0.5)
     there = run_to_end(
@@ -249,7 +249,7 @@ def test_on_a_worker_of_its_own_a_failure_is_the_same_failure(workers: Workers) 
     assert {failure.worker for failure in there.failures} <= {"worker-0", "worker-1"}
 
 
-def test_with_a_buffer_failures_are_left_out_as_well() -> None:
+def test_failures_are_left_out_of_a_buffer() -> None:
     hits = frozenset((client, version) for client in (0, 3) for version in range(20))
     found = run(run_spec(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
     assert {failure.client for failure in found.failures} == {0, 3}
@@ -257,7 +257,7 @@ def test_with_a_buffer_failures_are_left_out_as_well() -> None:
     assert all(row["clients"] + row["failures"] == 3 for row in found.rows)  # type: ignore[operator]
 
 
-def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
+def test_round_of_failures_only_advances_the_clock() -> None:
     hits = frozenset((client, 1) for client in range(6))
     found = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
     assert found.rows[1]["train_loss"] is None
@@ -267,7 +267,7 @@ def test_a_round_in_which_all_fail_changes_nothing_but_the_clock() -> None:
     assert len(found.rows) == 3
 
 
-def test_the_client_state_of_a_client_that_failed_is_the_one_before(tmp_path: Path) -> None:
+def test_failed_client_keeps_its_state(tmp_path: Path) -> None:
     coordinator = coordinate(
         run_spec(Scaffold(), Raising()),
         ALL,
@@ -299,7 +299,7 @@ def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFa
 @pytest.mark.parametrize(
     "schedule", [ALL, Buffered(concurrency=5, size=4)], ids=["rounds", "buffer"]
 )
-def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they_are_tolerated(
+def test_too_many_failures_stop_with_a_checkpoint(
     schedule: Any, methods: list[Method], tmp_path: Path
 ) -> None:
     hits = frozenset((client, version) for client in (0, 2) for version in (2, 3, 4))
@@ -321,14 +321,14 @@ def test_too_many_failures_stop_the_run_with_a_checkpoint_that_resumes_once_they
     assert resumed.history == straight.history
 
 
-def test_as_many_failures_as_are_tolerated_do_not_stop_a_run() -> None:
+def test_tolerated_failures_do_not_stop_a_run() -> None:
     hits = frozenset({(client, 0) for client in range(6)} - {(0, 0), (1, 0)})
     assert len(run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=4 / 6).failures) == 4
     with pytest.raises(TooManyFailuresError, match="4 of 6 clients failed in round 1"):
         run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=0.5)
 
 
-def test_without_a_folder_the_run_stops_without_a_checkpoint() -> None:
+def test_too_many_failures_without_a_folder() -> None:
     hits = frozenset((client, 0) for client in range(6))
     with pytest.raises(TooManyFailuresError) as stopped:
         run(run_spec(Raising(hits)), ROUNDS)
@@ -422,7 +422,7 @@ def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sen
 @pytest.mark.parametrize(
     ("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)]
 )
-def test_a_hook_that_fails_shows_the_users_own_lines(hook: Any, sentence: str) -> None:
+def test_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(mine(end=hook))
     assert first.startswith(
         "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, worker worker-0: "
@@ -475,9 +475,7 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
         ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
     ],
 )
-def test_what_a_hook_returns_to_the_server_is_one_sentence(
-    hooks: Mapping[str, Any], sentence: str
-) -> None:
+def test_mistake_of_a_server_hook_is_one_sentence(hooks: Mapping[str, Any], sentence: str) -> None:
     (line,) = stopped_by(mine(**hooks))
     assert line.startswith(WHERE) and sentence in line
     assert line.endswith("Continue from the last checkpoint with resume=latest.")
@@ -498,16 +496,14 @@ def scores_nothing(self: Any, run: Setup) -> None:
         (scores_nothing, "nothing from scores"),
     ],
 )
-def test_what_is_sent_or_scored_must_be_a_tensor(setup: Any, sentence: str) -> None:
+def test_sent_and_scored_values_must_be_tensors(setup: Any, sentence: str) -> None:
     with pytest.raises(HookError, match=f"method 'mine' returns {sentence}"):
         run(run_spec(mine(setup=setup)), ALL, rounds=1)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
 @pytest.mark.parametrize("hook", ["weigh", "step", "absorb"])
-def test_a_hook_that_fails_on_the_server_names_its_method(
-    hook: str, error: type[BaseException]
-) -> None:
+def test_failing_server_hook_names_its_method(hook: str, error: type[BaseException]) -> None:
     with pytest.raises(RunStoppedError) as stopped:
         run(run_spec(Server(hook, error)), ALL, rounds=4)
     first, *rest = str(stopped.value).splitlines()
@@ -517,7 +513,7 @@ def test_a_hook_that_fails_on_the_server_names_its_method(
     assert any(f"in {hook}" in line for line in rest)
 
 
-def test_a_vector_that_is_not_finite_never_becomes_the_next_version(tmp_path: Path) -> None:
+def test_vector_not_finite_is_never_a_version(tmp_path: Path) -> None:
     coordinator = coordinate(run_spec(Weightless()), ALL, rounds=2, folder=str(tmp_path))
     with pytest.raises(
         RunStoppedError, match=r"not finite after round 1 \(all weights of clients \d, .* are 0\)"
@@ -536,7 +532,7 @@ class Exploding(Method):
         return direction * (3e38 if server.version else 1.0)
 
 
-def test_where_the_server_diverges_the_clients_with_the_longest_updates_are_named() -> None:
+def test_diverged_server_names_the_longest_updates() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
         RunStoppedError,
@@ -550,7 +546,7 @@ def test_where_the_server_diverges_the_clients_with_the_longest_updates_are_name
     ("length", "norm", "sentence"),
     [(1e5, 1e3, "faults.norm=1000"), (1e20, None, "no finite norm")],
 )
-def test_a_client_whose_update_is_too_long_is_left_out(
+def test_update_longer_than_the_norm_is_a_failure(
     single: bool, length: float, norm: float | None, sentence: str
 ) -> None:
     methods = [Long(length=length), *([Absent()] if single else [])]

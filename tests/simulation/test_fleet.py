@@ -39,14 +39,14 @@ def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -
     ("group", "name"),
     [(group, name) for group in ("fleet", "schedule") for name in find_groups().files[group]],
 )
-def test_what_is_made_without_arguments_is_what_its_file_says(group: str, name: str) -> None:
+def test_defaults_are_those_of_the_configuration(group: str, name: str) -> None:
     node = compose([f"{group}={name}"])[group]
     cls = resolve(node[TARGET], group)
     assert build_object(cls, node, group) == cls()
 
 
 # --- durations ----------------------------------------------------------------------------------------------------
-def test_a_device_may_be_as_slow_as_it_likes() -> None:
+def test_device_may_be_arbitrarily_slow() -> None:
     assert devices(Ideal(speed=0.5)).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
     slow = Lognormal(
         speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0
@@ -54,7 +54,7 @@ def test_a_device_may_be_as_slow_as_it_likes() -> None:
     assert devices(slow).trip(0, 0, 0.0, 1.0, 1, 1) == (2.0 + 8.0 + 16.0, True)
 
 
-def test_a_job_is_received_trained_and_sent_one_after_another() -> None:
+def test_trip_is_download_training_and_upload() -> None:
     plain = Lognormal(
         speed=100.0, sigma=0.0, bandwidth_down=4e3, bandwidth_up=2e3, bandwidth_sigma=0.0
     )
@@ -62,7 +62,7 @@ def test_a_job_is_received_trained_and_sent_one_after_another() -> None:
     assert devices(plain).trip(0, 3, 10.0, 50.0, 1000, 1000) == (13.5, True)
 
 
-def test_the_time_on_a_class_of_devices_follows_from_the_flops_of_the_model() -> None:
+def test_device_class_time_follows_from_model_flops() -> None:
     only = {"box": DeviceClass(share=1.0, flops=2e9, bandwidth_down=1e6, bandwidth_up=5e5)}
     fleet = DeviceClasses(only, sigma=0.0, bandwidth_sigma=0.0)
     # 300 samples of 10 MFLOP are 3 GFLOP, at 2 GFLOP a second 1.5 s; 1 MB down takes 1 s, and up 2 s
@@ -71,7 +71,7 @@ def test_the_time_on_a_class_of_devices_follows_from_the_flops_of_the_model() ->
     assert finish == pytest.approx(1.5 + 1.0 + 2.0)
 
 
-def test_the_flops_of_a_model_are_those_of_its_forward_and_backward_pass() -> None:
+def test_sample_flops_are_forward_and_backward() -> None:
     spec = run_spec(model=Mlp((16,)))
     inputs, classes = math.prod(spec.task.shape), spec.task.num_classes
     first, second = (
@@ -82,7 +82,7 @@ def test_the_flops_of_a_model_are_those_of_its_forward_and_backward_pass() -> No
     assert sample_flops(spec) == (first + second) + (first + second) + second
 
 
-def test_a_model_without_flops_is_refused() -> None:
+def test_model_without_flops_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"FLOPs of the model=0\.0 must be above 0: choose fleet=lognormal"
     ):
@@ -90,7 +90,7 @@ def test_a_model_without_flops_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
-def test_seconds_of_all_clients_are_those_of_their_trips(fleet: Fleet) -> None:
+def test_seconds_are_those_of_trips(fleet: Fleet) -> None:
     found, samples = devices(fleet, 40), np.arange(1.0, 41.0)
     expected = found.seconds(samples, 10, 20)
     trips = [
@@ -114,7 +114,7 @@ def test_seconds_of_all_clients_are_those_of_their_trips(fleet: Fleet) -> None:
     dropout=st.floats(0, 0.9),
 )
 @settings(max_examples=20, deadline=None)
-def test_a_trip_is_a_function_of_the_seed(
+def test_trip_is_a_function_of_the_seed(
     fleet: Fleet,
     availability: str,
     seed: int,
@@ -133,7 +133,7 @@ def test_a_trip_is_a_function_of_the_seed(
     assert trip.finish == unhindered.finish or not trip.arrives
 
 
-def test_another_seed_gives_other_devices() -> None:
+def test_devices_depend_on_the_seed() -> None:
     for fleet in (Lognormal(), DeviceClasses(), Delays()):
         one, same, other = (
             devices(fleet, 50, seed).seconds(np.ones(50), 1, 1) for seed in (1, 1, 2)
@@ -145,7 +145,7 @@ def test_another_seed_gives_other_devices() -> None:
 # --- classes of devices -------------------------------------------------------------------------------------------
 @given(seed=st.integers(0, 1000), clients=st.integers(1, 500))
 @settings(max_examples=50, deadline=None)
-def test_every_class_has_its_share_but_for_rounding(seed: int, clients: int) -> None:
+def test_device_class_has_its_share(seed: int, clients: int) -> None:
     fleet = DeviceClasses()
     labels = fleet.labels(seed, clients)
     found = np.bincount(labels.kinds, minlength=len(labels.names))
@@ -154,7 +154,7 @@ def test_every_class_has_its_share_but_for_rounding(seed: int, clients: int) -> 
     assert np.all(np.abs(found - wanted) <= 1)
 
 
-def test_labels_name_the_class_that_the_speed_is_of() -> None:
+def test_labels_name_the_class_of_the_speed() -> None:
     fleet = DeviceClasses(sigma=0.0, bandwidth_sigma=0.0)
     labels, speeds = fleet.labels(7, 200), fleet.speeds(7, 200, lambda: 1.0)
     for client in range(200):
@@ -162,7 +162,7 @@ def test_labels_name_the_class_that_the_speed_is_of() -> None:
         assert (speeds.samples[client], speeds.down[client]) == (each.flops, each.bandwidth_down)
 
 
-def test_a_class_with_share_0_has_no_clients() -> None:
+def test_device_class_of_share_0_has_no_clients() -> None:
     nothing = DeviceClass(0.0, 1.0, 1.0, 1.0)
     labels = DeviceClasses({"none": nothing, **DeviceClasses().classes, "last": nothing}).labels(
         0, 1000
@@ -170,13 +170,13 @@ def test_a_class_with_share_0_has_no_clients() -> None:
     assert not {0, len(labels.names) - 1} & set(labels.kinds.tolist())
 
 
-def test_a_fleet_without_classes_has_one_label() -> None:
+def test_fleet_without_classes_has_one_label() -> None:
     assert Lognormal().labels(0, 3).names == ("lognormal",)
     assert Lognormal().labels(0, 3).kinds.tolist() == [0, 0, 0]
 
 
 # --- delays -------------------------------------------------------------------------------------------------------
-def test_fadas_jobs_take_times_between_the_bounds_of_their_clients_kind() -> None:
+def test_delays_are_between_the_bounds_of_the_kind() -> None:
     fleet = Delays()
     labels, found = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -185,7 +185,7 @@ def test_fadas_jobs_take_times_between_the_bounds_of_their_clients_kind() -> Non
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_kinds_are_the_largest_parts_of_dirichlet_draws() -> None:
+def test_delay_kinds_are_the_largest_dirichlet_parts() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
     assert 0.45 < Delays(even).labels(0, 4000).kinds.mean() < 0.55
@@ -194,7 +194,7 @@ def test_kinds_are_the_largest_parts_of_dirichlet_draws() -> None:
 
 
 # --- drop-outs ----------------------------------------------------------------------------------------------------
-def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
+def test_dropout_loses_its_share_at_any_moment() -> None:
     found = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
         found.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
@@ -207,7 +207,7 @@ def test_as_many_jobs_are_lost_as_said_and_at_any_moment() -> None:
     assert {trip.finish for trip in trips if trip.arrives} == {15.0}
 
 
-def test_who_is_lost_is_drawn_for_a_client_and_its_participation() -> None:
+def test_dropout_depends_on_client_and_participation() -> None:
     """In this order: a drop-out is part of the bits of a run."""
     fate = Fate(dropout=0.5, lost=7)
     lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).arrives}
@@ -215,7 +215,7 @@ def test_who_is_lost_is_drawn_for_a_client_and_its_participation() -> None:
     assert lost != {(p, c) for c, p in lost}
 
 
-def test_a_client_that_goes_away_loses_its_job() -> None:
+def test_unavailable_client_loses_its_job() -> None:
     class Leaves(Availability):
         def available(self, client: int, now: float) -> bool:
             return now < 7.0
@@ -230,7 +230,7 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
     assert found.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
 
 
-def test_a_lognormal_fleets_own_settings_may_be_given_in_their_order() -> None:
+def test_lognormal_accepts_positional_settings() -> None:
     given = Lognormal(10.0, 0.5, 2e6, 1e6, 0.25)
     named = Lognormal(
         speed=10.0, sigma=0.5, bandwidth_down=2e6, bandwidth_up=1e6, bandwidth_sigma=0.25
@@ -238,7 +238,7 @@ def test_a_lognormal_fleets_own_settings_may_be_given_in_their_order() -> None:
     assert given == named
 
 
-def test_the_longest_wait_that_is_allowed_is_allowed() -> None:
+def test_fleet_patience_is_the_longest_wait() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
     with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):
@@ -295,7 +295,7 @@ CLASSES = DeviceClasses().classes
         (lambda: Delays(scale=math.inf), "fleet.scale=inf"),
     ],
 )
-def test_a_fleet_that_cannot_be_is_refused_in_one_sentence(make: Any, text: str) -> None:
+def test_fleet_values_out_of_range_are_refused(make: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
         make()
     assert text in str(caught.value)
@@ -318,9 +318,7 @@ def test_a_fleet_that_cannot_be_is_refused_in_one_sentence(make: Any, text: str)
         (["fleet=fadas", "fleet.kinds.slow.speed=1"], "fleet.kinds.slow.speed does not exist"),
     ],
 )
-def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(
-    words: list[str], text: str
-) -> None:
+def test_unknown_fleet_key_is_refused_with_the_nearest(words: list[str], text: str) -> None:
     with pytest.raises(Refused) as caught:
         build_run([*QUICK, *words])
     assert text in str(caught.value)
@@ -361,7 +359,7 @@ def test_what_a_fleet_does_not_have_is_refused_with_the_nearest_name(
         ),
     ],
 )
-def test_what_no_run_can_be_is_refused_in_one_sentence_and_leaves_no_file(
+def test_impossible_run_is_refused_without_a_file(
     words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -376,7 +374,7 @@ def test_what_no_run_can_be_is_refused_in_one_sentence_and_leaves_no_file(
 
 
 @pytest.mark.parametrize("name", ["ideal", "lognormal", "devices", "fadas"])
-def test_availability_and_dropout_can_be_set_for_every_fleet(name: str) -> None:
+def test_every_fleet_has_availability_and_dropout(name: str) -> None:
     words = [
         f"fleet={name}",
         "fleet.availability=markov",
@@ -388,6 +386,6 @@ def test_availability_and_dropout_can_be_set_for_every_fleet(name: str) -> None:
     assert (fleet.availability, fleet.on, fleet.off, fleet.dropout) == ("markov", 600.0, 300.0, 0.1)
 
 
-def test_a_key_that_yaml_takes_for_a_truth_value_is_refused_in_a_sentence() -> None:
+def test_key_that_yaml_reads_as_bool_is_refused() -> None:
     with pytest.raises(Refused, match=r"fleet\.True does not exist"):
         build_object(Ideal, {True: 600.0}, "fleet")  # type: ignore[dict-item]

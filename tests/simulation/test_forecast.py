@@ -20,25 +20,25 @@ def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 100])
-def test_rounds_wait_for_their_slowest_client(rounds: int) -> None:
+def test_forecast_of_rounds_waits_for_the_slowest(rounds: int) -> None:
     found = forecast(planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2), rounds)
     assert found == Forecast(
         at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
     )
 
 
-def test_work_that_is_thrown_away_keeps_clients_busy() -> None:
+def test_forecast_counts_discarded_work() -> None:
     found = forecast(planner(Oversample(1, 2), TimedFleet((1.0, 4.0)), 2), 1)
     assert found == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
 
 
-def test_clients_that_come_together_are_stale_by_those_before_them() -> None:
+def test_forecast_counts_staleness_of_equal_arrivals() -> None:
     found = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
     # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
     assert found == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
-def test_lost_jobs_are_a_share_of_all() -> None:
+def test_forecast_counts_lost_jobs() -> None:
     found = forecast(planner(BUFFER, Ideal(dropout=0.9), 6), 100)
     assert 0.5 < found.lost < 1
 
@@ -53,18 +53,18 @@ def test_lost_jobs_are_a_share_of_all() -> None:
         (Oversample(2, 2), 2, 1.0, 1.0),  # what is thrown away is not trained
     ],
 )
-def test_workers_are_busy_as_far_as_jobs_depend_on_each_other(
+def test_forecast_of_busy_workers_follows_dependencies(
     schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
     found = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
     assert least <= found.workers_busy <= most
 
 
-def test_steps_that_take_no_time_have_no_pace() -> None:
+def test_forecast_of_jobs_without_time() -> None:
     assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).at_work == 0
 
 
-def test_devices_that_end_leave_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecast_without_clients_keeps_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2)
     real, count = made.next_aggregation, 0
 

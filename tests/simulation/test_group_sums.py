@@ -37,9 +37,7 @@ COHORT = Synchronous(28)
     st.lists(st.integers(1, 20), min_size=1, max_size=40),
     st.lists(st.integers(0, 4), min_size=1, max_size=12),
 )
-def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(
-    works: list[int], nodes: list[int]
-) -> None:
+def test_nodes_get_consecutive_groups(works: list[int], nodes: list[int]) -> None:
     workers = assign_to_nodes(works, nodes)
     seen = [nodes[workers[link[0]]] for link in chain(workers, nodes)]
     assert len(workers) == len(works) and len(set(seen)) == len(seen), "a node comes once"
@@ -49,7 +47,7 @@ def test_every_node_gets_consecutive_groups_and_the_coordinators_the_last(
         assert loads.max() <= -(-len(works) // len(nodes)) + 1
 
 
-def test_parts_follow_each_other_through_the_nodes() -> None:
+def test_parts_pass_through_the_nodes_in_turn() -> None:
     order = list(turns(3, 4))
     assert sorted(order) == [(link, part) for link in range(3) for part in range(4)]
     assert order.index((0, 1)) < order.index((1, 0)) < order.index((2, 0)) < order.index((1, 2))
@@ -97,7 +95,7 @@ def apart(
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
-def test_a_run_whose_nodes_add_up_has_the_bits_of_one_worker(
+def test_sums_on_nodes_have_the_bits_of_one_worker(
     methods: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
@@ -114,7 +112,7 @@ def test_a_run_whose_nodes_add_up_has_the_bits_of_one_worker(
 
 
 @pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0), ((0, 1, 0), 0)])
-def test_what_saves_nothing_is_not_added_up_apart(nodes: tuple[int, ...], least: float) -> None:
+def test_sums_on_nodes_only_if_they_save_traffic(nodes: tuple[int, ...], least: float) -> None:
     """A small model, workers on one node, and a node with one sum."""
     found, calls = apart(study(), nodes, Synchronous(6), least)
     assert found.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
@@ -133,7 +131,7 @@ class Combining(Mortal):
         return found
 
 
-def test_a_worker_that_dies_while_nodes_add_up_is_replaced_and_the_bits_are_the_same() -> None:
+def test_death_during_sums_on_nodes_keeps_the_bits() -> None:
     alone = run_to_end(coordinate(study(), COHORT, Ideal())).bits
     for death in (1, 2):  # the first node, and the one to which its sum goes
         runtime = Combining(study(), 5, {death})

@@ -32,9 +32,7 @@ def take_bundle(queue: JobQueue, max_jobs: int = 100, max_work: float = math.inf
     st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.integers(0, 2)), max_size=20),
     st.integers(0, 3),
 )
-def test_every_job_leaves_once_and_in_order(
-    entries: list[tuple[int, float, int]], taken: int
-) -> None:
+def test_jobs_leave_once_and_in_order(entries: list[tuple[int, float, int]], taken: int) -> None:
     jobs = [
         (job(number, client, finish), at) for number, (at, finish, client) in enumerate(entries)
     ]
@@ -69,7 +67,7 @@ def test_bundle_passes_over_a_bounded_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_accepts_hears_which_job_would_be_first() -> None:
+def test_accepts_is_called_with_is_first() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

@@ -83,7 +83,7 @@ def test_jobs_pass_through_their_states_in_order(name: str, seed: int, dropout: 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_worker_gets_every_job_once(name: str) -> None:
+def test_worker_gets_every_job_once(name: str) -> None:
     coordinator, _, runtime = untrained_run([2] * 9, SCHEDULES[name], Lognormal(), rounds=12)
     queued: list[int] = []
     enqueue = coordinator.dispatcher.enqueue

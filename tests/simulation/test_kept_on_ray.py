@@ -23,7 +23,7 @@ from raysim.training.run_spec import build_networks
 
 @pytest.mark.parametrize("methods", [[], [FedBN()]])
 @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(concurrency=4, size=2)])
-def test_workers_elsewhere_change_nothing(
+def test_remote_workers_change_nothing(
     methods: list[Method], schedule: Any, workers: Workers, tmp_path: Path
 ) -> None:
     partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)

@@ -58,9 +58,7 @@ def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=2)], ids=["rounds", "buffer"]
 )
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_memory_is_the_same_at_round_90_as_when_every_client_was_seen(
-    methods: tuple[Method, ...], schedule: Schedule
-) -> None:
+def test_memory_does_not_grow_with_rounds(methods: tuple[Method, ...], schedule: Schedule) -> None:
     study = run_spec(*methods, model=Mlp((64,)), data=equal_clients())
     coordinator = coordinate(study, schedule, rounds=90, evaluate=Evaluation(every=50))
     early, late = held_after(coordinator, (30, 90))
@@ -68,7 +66,7 @@ def test_memory_is_the_same_at_round_90_as_when_every_client_was_seen(
     assert late <= early * 1.02
 
 
-def test_stateless_runs_keep_nothing_per_client() -> None:
+def test_memory_of_stateless_runs_has_no_clients() -> None:
     coordinator = coordinate(run_spec(data=equal_clients()), rounds=3)
     list(coordinator.run())
     assert coordinator.client_states._stored == {} and not set(
@@ -76,7 +74,7 @@ def test_stateless_runs_keep_nothing_per_client() -> None:
     )  # type: ignore[attr-defined]
 
 
-def test_clients_that_were_never_sampled_cost_nothing() -> None:
+def test_memory_of_unsampled_clients_is_zero() -> None:
     data = equal_clients(clients=50, samples=400)
     coordinator = coordinate(
         run_spec(Scaffold(), data=data), Synchronous(3), rounds=4, evaluate=Evaluation(every=10**9)
@@ -92,7 +90,7 @@ def test_clients_that_were_never_sampled_cost_nothing() -> None:
     assert len(coordinator.client_states._stored) == len(seen)
 
 
-def test_base_versions_are_forgotten_once_no_job_needs_them() -> None:
+def test_memory_of_unneeded_versions_is_freed() -> None:
     coordinator = coordinate(
         run_spec(data=equal_clients()), Buffered(concurrency=4, size=2), rounds=30
     )
@@ -119,7 +117,7 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize(
     "method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),), (FedAsync(),)], ids=str
 )
-def test_an_aggregation_and_an_evaluation_cost_nothing_for_clients_that_take_no_part(
+def test_memory_of_a_round_ignores_other_clients(
     method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = 40_000

@@ -89,7 +89,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
         reject()
 
 
-def test_a_schedule_sees_how_many_clients_are_idle() -> None:
+def test_view_counts_idle_clients() -> None:
     """Of six, one has no samples; four are at work, or three once one has come back."""
     seen = list[tuple[int, int]]()
 
@@ -108,7 +108,7 @@ def test_a_schedule_sees_how_many_clients_are_idle() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_every_job_ends_once_and_nothing_goes_back(
+def test_jobs_end_once_and_time_never_goes_back(
     schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan = planner(schedule, fleet, seed, counts)
@@ -154,7 +154,7 @@ def test_every_job_ends_once_and_nothing_goes_back(
 
 @settings(deadline=None, max_examples=60)
 @given(SCHEDULES, FLEETS, st.integers(0, 99), COUNTS, st.integers(0, 8))
-def test_a_plan_that_is_stored_goes_on_as_it_was(
+def test_restored_plan_continues_unchanged(
     schedule: Schedule, fleet: Fleet, seed: int, counts: list[int], at: int
 ) -> None:
     whole = planner(schedule, fleet, seed, counts)
@@ -169,7 +169,7 @@ def test_a_plan_that_is_stored_goes_on_as_it_was(
 
 @settings(deadline=None, max_examples=25)
 @given(SCHEDULES, FLEETS, st.integers(0, 9))
-def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
+def test_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> None:
     counts = [3 + client for client in range(CLIENTS)]
     coordinator, ledger, runtime = untrained_run(counts, schedule, fleet, seed=seed, rounds=6)
     devices = fleet.devices(seed, CLIENTS, lambda: 1.0)
@@ -188,7 +188,7 @@ def test_a_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> 
     assert fates["discarded"] == sum(len(step.discarded) for step in expected)
 
 
-def test_a_job_that_is_lost_frees_its_client_and_sends_nothing() -> None:
+def test_lost_job_frees_its_client_and_sends_nothing() -> None:
     plan = planner(Immediate(3), Ideal(dropout=0.5), 1, [5] * 6)
     found = steps(plan, 60)
     jobs = {job.number: job for step in found for job in step.dispatched}
@@ -200,7 +200,7 @@ def test_a_job_that_is_lost_frees_its_client_and_sends_nothing() -> None:
     )
 
 
-def test_a_client_that_goes_away_loses_its_job() -> None:
+def test_unavailable_client_loses_its_job() -> None:
     # Away half of the time, in stretches that are as long as a job.
     fleet = Ideal(speed=1.0, availability="markov", on=20.0, off=20.0)
     found = steps(planner(Synchronous(4), fleet, 0, [5] * 12), 30)
@@ -212,7 +212,7 @@ def test_a_client_that_goes_away_loses_its_job() -> None:
         assert is_available(devices, job.client, job.finish - 1e-6)
 
 
-def test_a_round_takes_as_many_as_are_there() -> None:
+def test_round_takes_the_available_clients() -> None:
     fleet = Ideal(availability="diurnal", hours=4.0)
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
     first = plan.next_aggregation()
@@ -224,7 +224,7 @@ def test_a_round_takes_as_many_as_are_there() -> None:
     assert 0 < len(first.aggregated) < 12
 
 
-def test_nobody_at_the_start_is_refused_with_how_long_it_would_take() -> None:
+def test_plan_without_early_clients_is_refused() -> None:
     class Late(Fleet):
         speeds = Ideal().speeds
 
@@ -275,7 +275,7 @@ def test_schedule_that_contradicts_itself_is_refused(action: Any, value: str) ->
         planner(Script(action), Ideal(), 0, [5] * 4).next_aggregation()
 
 
-def test_a_schedule_that_waits_for_nothing_is_told_so() -> None:
+def test_schedule_that_waits_for_nothing_is_refused() -> None:
     @dataclass(frozen=True)
     class Idle(Script):
         def decide(self, view: View) -> Action:
@@ -285,7 +285,7 @@ def test_a_schedule_that_waits_for_nothing_is_told_so() -> None:
         planner(Idle(Wait()), Ideal(), 0, [5] * 4).next_aggregation()
 
 
-def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
+def test_jobs_of_a_client_keep_their_order() -> None:
     @dataclass(frozen=True)
     class Newest(Script):
         """Sends off whoever is back, and aggregates the last arrival when five wait."""
@@ -302,7 +302,7 @@ def test_a_job_may_not_overtake_an_earlier_one_of_its_client() -> None:
 # --- virtual time by pencil ---------------------------------------------------------------------------------------
 
 
-def test_virtual_time_equals_a_calculation_by_hand() -> None:
+def test_virtual_time_by_hand() -> None:
     # Two at a time of three clients that need 1, 2 and 4 seconds; who is drawn is up to the seed.
     coordinator, _, _ = untrained_run([2] * 3, Immediate(3), TimedFleet((1.0, 2.0, 4.0)), rounds=7)
     found = run_to_end(coordinator)
@@ -313,7 +313,7 @@ def test_virtual_time_equals_a_calculation_by_hand() -> None:
     assert [end.staleness for end in found.jobs] == [0, 0, 2, 0, 0, 2, 6]
 
 
-def test_the_cost_of_an_event_does_not_grow_with_the_population() -> None:
+def test_cost_does_not_grow_with_the_population() -> None:
     import tracemalloc
 
     plan = planner(
@@ -355,7 +355,7 @@ def operations(plan: Planner, count: int) -> float:
     [Immediate, lambda most: Buffered(most, 10), lambda most: Buffered(most, 10, 3)],
     ids=["immediate", "buffered", "at most three stale"],
 )
-def test_the_cost_of_an_event_does_not_grow_with_the_number_in_flight(make: Any) -> None:
+def test_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
     def cost(most: int) -> float:
         plan = planner(make(most), Lognormal(dropout=0.1), 0, [1] * 20_000)
         plan.next_aggregation()
@@ -395,7 +395,7 @@ class Counted(MarkovAvailability):
     ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_the_cost_of_an_event_does_not_grow_where_hardly_anybody_is_there(
+def test_cost_does_not_grow_with_few_available_clients(
     schedule: Schedule,
 ) -> None:
     @dataclass(frozen=True)
@@ -435,13 +435,13 @@ def tiers(slow: float, fast: float) -> Planner:
     return planner(Tiered(2, 2), Late(seconds=(4.0, 4.0, 1.0, 1.0)), 0, [1] * 4)
 
 
-def test_a_tier_of_which_nobody_is_there_keeps_no_other_waiting() -> None:
+def test_empty_tier_does_not_block_others() -> None:
     found = steps(tiers(0.0, 5e5), 3)
     assert [[job.client for job in step.dispatched] for step in found] == [[0, 1]] * 3
     assert [step.now for step in found] == [4.0, 8.0, 12.0]
 
 
-def test_where_all_tiers_are_empty_the_first_that_comes_is_waited_for() -> None:
+def test_empty_tiers_wait_for_the_first_arrival() -> None:
     (first,) = steps(tiers(30.0, 5e5), 1)
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
@@ -484,7 +484,7 @@ KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_plan_of_a_seed_is_the_same_tomorrow(name: str) -> None:
+def test_plan_of_a_seed_is_recorded(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
     found = [
@@ -499,7 +499,7 @@ def test_the_plan_of_a_seed_is_the_same_tomorrow(name: str) -> None:
     assert found == KNOWN[name]
 
 
-def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> None:
+def test_tiers_are_divided_by_the_time_of_a_job() -> None:
     counts = [9, 1, 8, 2, 7, 3]
     devices = Ideal(10.0).devices(0, 6, lambda: 1.0)
 
@@ -514,7 +514,7 @@ def test_tiers_are_cut_by_the_time_of_a_first_job_and_not_by_speed_alone() -> No
     assert {job.client for jobs in found for job in jobs if job.pool == 1} <= {0, 2, 4}
 
 
-def test_only_jobs_that_are_lost_one_after_another_end_a_run(
+def test_only_consecutive_lost_jobs_stop_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("raysim.simulation.planner.MAX_CONSECUTIVE_LOST_JOBS", 12)
@@ -526,7 +526,7 @@ def test_only_jobs_that_are_lost_one_after_another_end_a_run(
         hopeless.next_aggregation()
 
 
-def test_a_plan_goes_on_as_it_was_where_hardly_anybody_is_there() -> None:
+def test_restored_plan_with_few_available_clients() -> None:
     counts = [1] * 4000
     fleet = Ideal(50.0, availability="markov", on=100.0, off=50_000.0, dropout=0.1)
     straight, stopped = (planner(Buffered(6, 3), fleet, 3, counts) for _ in range(2))
@@ -542,7 +542,7 @@ def test_a_plan_goes_on_as_it_was_where_hardly_anybody_is_there() -> None:
     ("cohort", "clients"),
     [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])],
 )
-def test_a_large_cohort_of_a_seed_is_the_same_tomorrow(cohort: int, clients: list[int]) -> None:
+def test_large_cohort_of_a_seed_is_recorded(cohort: int, clients: list[int]) -> None:
     plan = planner(
         Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000
     )
@@ -550,7 +550,7 @@ def test_a_large_cohort_of_a_seed_is_the_same_tomorrow(cohort: int, clients: lis
     assert len(first) == len(second) == cohort and [*first[:4], *second[:4]] == clients
 
 
-def test_a_plan_counts_what_each_client_was_sent_for_and_what_was_taken() -> None:
+def test_plan_counts_participations_and_accepted_jobs() -> None:
     plan = planner(Buffered(5, 3), Lognormal(dropout=0.3), 0, [1] * CLIENTS)
     found = steps(plan, 12)
     clients = {job.number: job.client for step in found for job in step.dispatched}

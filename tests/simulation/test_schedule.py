@@ -100,23 +100,21 @@ DECISIONS: list[tuple[Schedule, View, Action]] = [
 
 
 @pytest.mark.parametrize(("schedule", "seen", "action"), DECISIONS, ids=lambda value: "")
-def test_a_decision_follows_from_what_is_seen(
-    schedule: Schedule, seen: View, action: Action
-) -> None:
+def test_decision_follows_from_the_view(schedule: Schedule, seen: View, action: Action) -> None:
     assert schedule.decide(seen) == action
 
 
-def test_a_schedule_says_whether_it_takes_results_of_earlier_versions() -> None:
+def test_stale_is_declared() -> None:
     fresh = [Synchronous(3), Oversample(3), Deadline(3, 1.0, "discard")]
     stale = [Deadline(3, 1.0), Buffered(4, 2), Immediate(4), Tiered(2, 3)]
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_before_anything_happens_there_is_nothing_to_see() -> None:
+def test_view_is_empty_at_the_start() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 
-def test_a_tier_aggregates_its_own_jobs_alone() -> None:
+def test_tier_aggregates_its_jobs_only() -> None:
     arrived = [job(7, pool=1), job(8, pool=0), job(9, pool=1)]
     assert Tiered(2, 3).decide(View(arrived=arrived, in_pool=[2, 0])) == Aggregate([7, 9])
 
@@ -164,7 +162,7 @@ def test_schedule_above_the_population_names_the_limit(
 # --- virtual time -------------------------------------------------------------------------------------------------
 
 
-def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_id() -> None:
+def test_updates_are_accepted_in_virtual_time() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Synchronous(5), TimedFleet((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
     )
@@ -173,7 +171,7 @@ def test_clients_are_accepted_in_the_order_of_virtual_time_with_ties_by_client_i
     assert [row["virtual_seconds"] for row in found.rows] == [3.0, 6.0]
 
 
-def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
+def test_ties_are_ordered_by_client() -> None:
     fleet = TimedFleet((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
     coordinator, ledger, _ = untrained_run([2] * 6, Immediate(2), fleet, rounds=60)
     found = run_to_end(coordinator)
@@ -190,7 +188,7 @@ def test_ties_are_by_client_id_and_not_by_the_order_of_dispatch() -> None:
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
 
 
-def test_all_events_of_one_instant_are_taken_before_the_schedule_decides() -> None:
+def test_events_of_one_instant_precede_the_decision() -> None:
     watched = Watched(Buffered(concurrency=4, size=2))
     coordinator, ledger, _ = untrained_run([2] * 6, watched, TimedFleet((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
     run_to_end(coordinator)
@@ -202,7 +200,7 @@ def test_all_events_of_one_instant_are_taken_before_the_schedule_decides() -> No
     assert all(len(cohort) == 2 for cohort in ledger.cohorts)
 
 
-def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_together() -> None:
+def test_staleness_counts_at_the_aggregation() -> None:
     # Four arrive in one instant and fill two buffers: the second one adds to a newer version than the first.
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=4, size=2), TimedFleet((1.0,) * 6), rounds=4
@@ -213,7 +211,7 @@ def test_staleness_is_counted_at_the_aggregation_also_where_clients_come_togethe
     assert [row["staleness_max"] for row in found.rows] == [0, 1, 0, 1]
 
 
-def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
+def test_staleness_of_a_slow_client() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=6, size=5), TimedFleet((1.0,) * 5 + (4.5,)), rounds=6
     )
@@ -230,7 +228,7 @@ def test_a_client_as_slow_as_four_versions_has_missed_four() -> None:
     assert {stale for staleness in ledger.staleness[:4] for stale in staleness} == {0}
 
 
-def test_what_is_too_stale_is_thrown_away_and_never_trained() -> None:
+def test_too_stale_jobs_are_never_trained() -> None:
     fleet = TimedFleet((1.0,) * 5 + (4.5,))
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Buffered(6, 5, max_staleness=3), fleet, rounds=12
@@ -243,7 +241,7 @@ def test_what_is_too_stale_is_thrown_away_and_never_trained() -> None:
     assert sum(row["discarded"] for row in found.rows) == len(gone)  # type: ignore[misc]
 
 
-def test_a_round_that_is_oversampled_ends_with_its_first_clients() -> None:
+def test_oversampled_round_ends_with_its_first_clients() -> None:
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Oversample(2, 1.5), TimedFleet(seconds), rounds=40
@@ -266,7 +264,7 @@ def test_a_round_that_is_oversampled_ends_with_its_first_clients() -> None:
 
 
 @pytest.mark.parametrize("late", ["stale", "discard"])
-def test_a_deadline_ends_a_round_with_those_who_are_back(late: str) -> None:
+def test_deadline_ends_a_round(late: str) -> None:
     seconds = (1.0, 1.5, 2.0, 5.5, 9.0)
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Deadline(5, 2.0, late), TimedFleet(seconds), rounds=5
@@ -283,7 +281,7 @@ def test_a_deadline_ends_a_round_with_those_who_are_back(late: str) -> None:
         assert ledger.staleness[2][ledger.cohorts[2].index(3)] == 2
 
 
-def test_a_round_waits_for_its_first_client_where_nobody_is_back_in_time() -> None:
+def test_deadline_waits_for_the_first_update() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 3, Deadline(3, 2.0, "discard"), TimedFleet((5.0, 6.0, 7.0)), rounds=1
     )
@@ -291,7 +289,7 @@ def test_a_round_waits_for_its_first_client_where_nobody_is_back_in_time() -> No
     assert ledger.cohorts == [[0]] and found.rows[0]["virtual_seconds"] == 5.0
 
 
-def test_tiers_have_rounds_of_their_own() -> None:
+def test_tiers_have_separate_rounds() -> None:
     seconds = (1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
     coordinator, ledger, _ = untrained_run([2] * 6, Tiered(2, 2), TimedFleet(seconds), rounds=8)
     found = run_to_end(coordinator)
@@ -313,7 +311,7 @@ def test_tiers_have_rounds_of_their_own() -> None:
     assert ledger.staleness[3] == [3, 3]
 
 
-def test_every_arrival_is_in_exactly_one_aggregation() -> None:
+def test_arrivals_are_aggregated_exactly_once() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30
     )
@@ -325,7 +323,7 @@ def test_every_arrival_is_in_exactly_one_aggregation() -> None:
     assert times == sorted(times)  # type: ignore[type-var]
 
 
-def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for_bit() -> None:
+def test_buffer_of_a_cohort_is_rounds_bit_for_bit() -> None:
     settings = {"rounds": 4, "weighting": "uniform"}
     rounds = run(run_spec(data=equal_clients()), Synchronous(3), Ideal(), **settings)
     buffered = run(
@@ -340,7 +338,7 @@ def test_with_the_cohort_as_its_buffer_and_equal_clients_it_is_in_rounds_bit_for
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(4)]
 )
-def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
+def test_clients_have_equal_chances(schedule: Schedule) -> None:
     counts = [2, 0, 2, 2, 2, 2, 0, 2, 2]
     coordinator, _, runtime = untrained_run(counts, schedule, Ideal(), rounds=900)
     run_to_end(coordinator)
@@ -351,7 +349,7 @@ def test_all_clients_have_the_same_chance(schedule: Schedule) -> None:
     )
 
 
-def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
+def test_only_idle_clients_are_drawn() -> None:
     fleet = TimedFleet((1.0, 1.1, 1.2, 1.3))
     coordinator, _, _ = untrained_run([2] * 4, Immediate(4), fleet, rounds=50)
     found = run_to_end(coordinator)
@@ -359,7 +357,7 @@ def test_only_the_idle_client_can_be_drawn_when_all_others_are_busy() -> None:
     assert dispatched[4:] == [end.client for end in found.jobs[:49]]
 
 
-def test_the_cohorts_do_not_depend_on_the_method() -> None:
+def test_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
         found = run(
@@ -374,7 +372,7 @@ def test_the_cohorts_do_not_depend_on_the_method() -> None:
     assert len(ways[0]) > 2
 
 
-def test_the_same_seed_gives_the_same_order_of_events_and_another_seed_another() -> None:
+def test_order_of_events_follows_from_the_seed() -> None:
     orders = []
     for seed in (1, 1, 2):
         coordinator, ledger, _ = untrained_run(

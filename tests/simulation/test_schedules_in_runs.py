@@ -65,9 +65,7 @@ def under(name: str, schedule: str, workers: int = 1, **others: Any) -> Finished
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_the_bits_are_those_of_one_worker_on_any_number_of_them_and_after_a_stop(
-    name: str, schedule: str, tmp_path: Path
-) -> None:
+def test_bits_do_not_depend_on_workers_or_resume(name: str, schedule: str, tmp_path: Path) -> None:
     whole = under(name, schedule)
     assert not whole.failures
     for workers in (2, 3):
@@ -83,7 +81,7 @@ def test_the_bits_are_those_of_one_worker_on_any_number_of_them_and_after_a_stop
         assert again.jobs == [end for end in whole.jobs if end.round > stop]
 
 
-def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
+def test_bits_with_a_trace_do_not_depend_on_workers(tmp_path: Path) -> None:
     starts = [[c / 10 + 2.0 * k for k in range(20)] for c in range(8)]
     rows = [
         {
@@ -119,7 +117,7 @@ def test_so_it_is_where_a_trace_says_who_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_only_what_is_aggregated_is_trained_and_commits_its_client_state(schedule: str) -> None:
+def test_only_aggregated_jobs_are_trained_and_commit(schedule: str) -> None:
     spied = small("stateful")
     spy = Spy(spied)
     found = run_to_end(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
@@ -137,7 +135,7 @@ def test_only_what_is_aggregated_is_trained_and_commits_its_client_state(schedul
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_servers_control_variate_stays_the_mean_of_what_was_accepted(schedule: str) -> None:
+def test_server_control_is_the_mean_of_accepted_ones(schedule: str) -> None:
     found = under("stateful", schedule)
     controls = [value for key, value in found.private.items() if key.endswith("scaffold.control")]
     mean = np.sum(controls, axis=0, dtype=np.float64) / 8
@@ -146,7 +144,7 @@ def test_the_servers_control_variate_stays_the_mean_of_what_was_accepted(schedul
     np.testing.assert_allclose(server, mean, rtol=1e-4, atol=1e-6)
 
 
-def test_one_client_at_a_time_and_no_mixing_is_sequential_sgd() -> None:
+def test_one_client_at_a_time_is_sequential_sgd() -> None:
     spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=equal_clients())
     spy = Spy(spied)
     found = run_to_end(

@@ -89,7 +89,7 @@ def groups(size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 5, 12, 100])
-def test_sums_from_workers_and_single_updates_give_the_same_bits(size: int) -> None:
+def test_sums_and_single_updates_give_the_same_bits(size: int) -> None:
     single = step(server(group=size), [update(client) for client in ALL])
     summed = step(
         server(group=size),
@@ -101,7 +101,7 @@ def test_sums_from_workers_and_single_updates_give_the_same_bits(size: int) -> N
     np.testing.assert_allclose(single.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
-def test_one_sum_may_be_of_several_groups_and_counts_once() -> None:
+def test_sum_of_several_groups_counts_once() -> None:
     """As nodes add up what their workers have summed."""
     summed = [summed_update(client) for client in ALL]
     parts = [on_a_worker(unit)[tuple(unit)] for unit in groups(4)]
@@ -110,14 +110,14 @@ def test_one_sum_may_be_of_several_groups_and_counts_once() -> None:
     assert torch.equal(step(server(group=4), summed, [whole]).vector, apart.vector)
 
 
-def test_the_size_of_a_group_is_part_of_the_bits() -> None:
+def test_bits_depend_on_the_group_size() -> None:
     by_five, by_three = (
         step(server(group=size), [update(client) for client in ALL]) for size in (5, 3)
     )
     assert not torch.equal(by_five.vector, by_three.vector), "or nothing here is tested"
 
 
-def test_the_bits_do_not_depend_on_the_order_in_which_sums_come_back() -> None:
+def test_bits_do_not_depend_on_the_order_of_sums() -> None:
     sums = [on_a_worker(unit) for unit in groups(5)]
     ways = [
         step(server(), [summed_update(client) for client in ALL], order)
@@ -126,7 +126,7 @@ def test_the_bits_do_not_depend_on_the_order_in_which_sums_come_back() -> None:
     assert torch.equal(ways[0].vector, ways[1].vector)
 
 
-def test_some_groups_may_come_summed_and_others_one_by_one() -> None:
+def test_sums_and_single_updates_may_mix() -> None:
     mixed = [
         *(summed_update(client) for client in ALL[:5]),
         *(update(client) for client in ALL[5:]),
@@ -135,14 +135,14 @@ def test_some_groups_may_come_summed_and_others_one_by_one() -> None:
     assert torch.equal(found.vector, step(server(), [update(client) for client in ALL]).vector)
 
 
-def test_another_order_of_acceptance_is_another_order_of_the_sum_and_no_other_difference() -> None:
+def test_order_of_acceptance_is_the_order_of_the_sum() -> None:
     ways = [
         step(server(), [update(client) for client in order]).vector for order in (ALL, ALL[::-1])
     ]
     assert torch.allclose(*ways, rtol=1e-5, atol=1e-6)
 
 
-def test_a_client_that_failed_keeps_its_place_in_its_group() -> None:
+def test_failed_client_keeps_its_place_in_its_group() -> None:
     failed = (0, 6)
     present = [None if client in failed else update(client) for client in ALL]
     found = step(server(), present)
@@ -157,20 +157,20 @@ def test_a_client_that_failed_keeps_its_place_in_its_group() -> None:
     np.testing.assert_allclose(found.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
-def test_a_whole_group_may_fail() -> None:
+def test_whole_group_may_fail() -> None:
     present = [None if client < 5 else update(client) for client in ALL]
     found = step(server(), present)
     assert torch.isfinite(found.vector).all()
     assert not np.array_equal(found.vector.numpy(), START)
 
 
-def test_a_round_in_which_all_fail_is_a_version_of_the_same_vector() -> None:
+def test_round_of_failures_keeps_the_vector() -> None:
     found = step(server(), [None, None])
     assert np.array_equal(found.vector.numpy(), START)
     assert found.version == 1
 
 
-def test_equal_clients_leave_the_mean_of_their_updates_whatever_their_weights() -> None:
+def test_equal_updates_give_the_same_step_for_any_weights() -> None:
     same = np.ones(SHARED, np.float32)
     for weighting in ("samples", "uniform"):
         found = step(server(weighting=weighting), [update(client, delta=same) for client in ALL])
@@ -193,14 +193,14 @@ class Doubling(Method):
 @pytest.mark.parametrize(
     "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
 )
-def test_buffers_take_normalised_weights_and_no_server_rate(method: Method) -> None:
+def test_buffers_ignore_server_rate_and_divisor(method: Method) -> None:
     found = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(found.vector[TRAINED:], plain.vector[TRAINED:])
     assert not torch.equal(found.vector[:TRAINED], plain.vector[:TRAINED])
 
 
-def test_of_buffers_the_statistics_are_averaged_and_not_their_stale_changes() -> None:
+def test_buffers_of_stale_updates_are_averaged() -> None:
     target = server(FedBuff(), weighting="uniform")
     step(target, [update(client) for client in (0, 1)])
     step(target, [update(client, version=1) for client in (2, 3)], bases={1: target.published()})
@@ -225,7 +225,7 @@ def test_counters_take_the_largest_value() -> None:
 # --- methods' parts -----------------------------------------------------------------------------------------------
 
 
-def test_workers_may_sum_unless_weights_or_single_updates_are_needed() -> None:
+def test_summable_unless_methods_need_updates() -> None:
     class Combining(Method):
         name = "combining"
 
@@ -244,7 +244,7 @@ def test_workers_may_sum_unless_weights_or_single_updates_are_needed() -> None:
     assert torch.allclose(found.vector[TRAINED:], plain.vector[TRAINED:], rtol=1e-5, atol=1e-6)
 
 
-def test_the_parts_of_a_step_come_in_their_order() -> None:
+def test_hooks_of_a_step_run_in_order() -> None:
     log: list[str] = []
 
     class Logging(Method):
@@ -299,7 +299,7 @@ def test_owner_of_the_step_is_called_last() -> None:
     assert log == ["halving", "ruling"] * 2
 
 
-def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
+def test_report_is_of_one_step_only() -> None:
     class First(Method):
         name = "first"
 
@@ -312,7 +312,7 @@ def test_what_is_reported_of_a_step_is_of_that_step_alone() -> None:
     assert step(found, [update(1, found.version)]).report == {}
 
 
-def test_clients_with_one_sample_have_their_share_and_those_without_none() -> None:
+def test_sample_ends_follow_the_samples() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     found = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
@@ -330,9 +330,7 @@ class Halving(Method):
 @pytest.mark.parametrize(
     ("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)]
 )
-def test_a_rule_for_the_divisor_sees_the_weights_that_all_methods_have_changed(
-    normalization: Any, scale: float
-) -> None:
+def test_divisor_sees_the_final_weights(normalization: Any, scale: float) -> None:
     (alone, first, last) = (
         step(server(*methods, weighting="uniform"), [update(client) for client in ALL])
         for buffer in [FedBuff(normalization=normalization)]
@@ -343,7 +341,7 @@ def test_a_rule_for_the_divisor_sees_the_weights_that_all_methods_have_changed(
     np.testing.assert_allclose(moved, scale * want, rtol=1e-4, atol=1e-6)
 
 
-def test_an_aggregation_has_single_deltas_only_if_a_method_needs_them() -> None:
+def test_deltas_exist_only_if_needed() -> None:
     class Watching(Method):
         name = "watching"
 
@@ -362,7 +360,7 @@ def test_an_aggregation_has_single_deltas_only_if_a_method_needs_them() -> None:
     assert seen == [0, CLIENTS, CLIENTS]
 
 
-def test_what_is_sent_is_made_when_it_is_due() -> None:
+def test_sent_values_are_made_when_due() -> None:
     class Sending(Method):
         name = "sending"
 
@@ -385,7 +383,7 @@ def test_what_is_sent_is_made_when_it_is_due() -> None:
     assert log == ["once", "version", "version", "3"]
 
 
-def test_a_step_leaves_what_was_published_as_it_was() -> None:
+def test_step_keeps_the_published_version() -> None:
     target = server(FedAvgM())
     published = target.published()
     step(target, [update(client) for client in ALL])
@@ -399,7 +397,7 @@ def test_sample_weights_with_fixed_divisor_are_refused() -> None:
         declare_run(with_settings(run_spec(FedBuff()), weighting="samples"))
 
 
-def test_where_it_diverges_the_three_longest_updates_are_named() -> None:
+def test_divergence_names_the_longest_updates() -> None:
     deltas = [np.full(LAYOUT.shared, size, np.float32) for size in (1.0, 3.0, np.inf, 4.0, 2.0)]
     target = server(FedBuff(), weighting="uniform")
     named = r"the longest updates are inf of client 2, \S+ of client 3, \S+ of client 1\)"

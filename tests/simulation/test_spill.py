@@ -62,7 +62,9 @@ def size(name: str) -> float:
 @pytest.mark.parametrize("states", [0, 2.5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, workers: Workers) -> None:
+def test_budget_does_not_change_bits(
+    name: str, schedule: str, states: float, workers: Workers
+) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
     asked: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
     for runtime in (None, several_workers(study(name), 3), workers.runtime(study(name), 2)):
@@ -72,7 +74,7 @@ def test_a_budget_changes_no_bit(name: str, schedule: str, states: float, worker
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
+def test_memory_holds_the_budget_and_busy_clients(schedule: str) -> None:
     most, each = 2, size("scaffold")
     runtime = several_workers(study("scaffold"), 2)
     coordinator = coordinate(
@@ -101,7 +103,7 @@ def test_memory_holds_the_budget_and_clients_at_work(schedule: str) -> None:
     assert spilled is not None and spilled >= each, "and the others are somewhere"
 
 
-def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
+def test_moved_client_leaves_no_state_without_a_budget() -> None:
     runtime = several_workers(study("fedbn"), 3)
     run_to_end(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
     resident = [client for worker in runtime.members for client in worker.states.resident]
@@ -109,7 +111,7 @@ def test_without_a_budget_a_client_that_moves_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("states", [0, 1.5])
-def test_own_models_are_scored_from_disk(states: float) -> None:
+def test_spilled_states_are_scored(states: float) -> None:
     asked: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=2, common=True)}
     whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
     budget = states * size("fedbn")
@@ -123,7 +125,7 @@ def test_own_models_are_scored_from_disk(states: float) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (0.0, math.inf), (0.0, 0.0)])
-def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path: Path) -> None:
+def test_resumed_run_may_have_another_budget(before: float, after: float, tmp_path: Path) -> None:
     whole = run(study("scaffold"), SCHEDULES["buffer"], rounds=ROUNDS)
     first = coordinate(
         study("scaffold"),
@@ -148,9 +150,7 @@ def test_a_run_goes_on_with_another_budget(before: float, after: float, tmp_path
     ]
 
 
-def test_a_budget_is_a_key_of_the_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_budget_is_a_configuration_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert StateBudget(0.5).bytes == 2**29 and StateBudget().bytes == math.inf
     words = [
         "run",
@@ -168,7 +168,7 @@ def test_a_budget_is_a_key_of_the_configuration(
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_arrays_come_back_as_they_were_whatever_they_are() -> None:
+def test_spilled_arrays_come_back_unchanged() -> None:
     spill = SpillFile()
     rng = np.random.default_rng(0)
     written: dict[int, dict[str, np.ndarray]] = {}
@@ -194,7 +194,7 @@ def test_arrays_come_back_as_they_were_whatever_they_are() -> None:
                 assert not found[key].flags.writeable or not found[key].size
 
 
-def test_states_of_many_clients_are_open_at_once_in_few_files() -> None:
+def test_spill_opens_few_files() -> None:
     spill = SpillFile()
     before = len(os.listdir("/proc/self/fd"))
     held = []
@@ -205,13 +205,13 @@ def test_states_of_many_clients_are_open_at_once_in_few_files() -> None:
     assert [int(array[-1]) for array in held] == list(range(300))
 
 
-def test_a_client_without_entries_has_a_state_too() -> None:
+def test_spilled_state_may_be_empty() -> None:
     spill = SpillFile()
     spill.write(3, {"none": np.empty(0, np.float32)})
     assert spill.read(3)["none"].shape == (0,)
 
 
-def test_a_state_of_one_size_is_written_where_it_was(tmp_path: Path) -> None:
+def test_spilled_state_is_replaced_in_place(tmp_path: Path) -> None:
     spill = SpillFile(tmp_path)
     for _ in range(10):
         spill.write(0, {"x": np.ones(1000, np.float32)})
@@ -221,7 +221,7 @@ def test_a_state_of_one_size_is_written_where_it_was(tmp_path: Path) -> None:
     )
 
 
-def test_a_full_disk_is_named() -> None:
+def test_full_disk_names_the_folder() -> None:
     spill = SpillFile()
     spill._file.close()
     spill._file = open("/dev/full", "w+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
@@ -230,7 +230,7 @@ def test_a_full_disk_is_named() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_client_whose_accepted_state_is_on_disk_may_move_with_a_newer_one(workers: int) -> None:
+def test_client_with_a_spilled_state_may_move(workers: int) -> None:
     # It comes back before its last job is aggregated, and another worker has time first.
     def asked() -> RunSpec:
         return run_spec(Scaffold(), model=NORMED_MLP, data=tiny_data(clients=6))

@@ -81,7 +81,7 @@ def presence_of(devices: Devices) -> Availability:
 
 
 # --- what is read -------------------------------------------------------------------------------------------------
-def test_a_client_does_what_its_row_says(tmp_path: Path) -> None:
+def test_client_follows_its_row(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet")).devices(0, 1, lambda: 1.0)
     # 1,000 floats: 1 s down and 2 s up; 100 samples at 50 a second: 2 s
@@ -96,7 +96,7 @@ def test_a_client_does_what_its_row_says(tmp_path: Path) -> None:
     assert presence_of(devices).next_change(0, 900.0, 2000.0) == 1010.0
 
 
-def test_a_trace_may_have_flops_instead_of_samples_a_second(tmp_path: Path) -> None:
+def test_trace_may_have_flops(tmp_path: Path) -> None:
     mine = row()
     mine["flops"] = 1e9 * mine.pop("speed")
     write(tmp_path / "trace.parquet", [mine])
@@ -104,14 +104,14 @@ def test_a_trace_may_have_flops_instead_of_samples_a_second(tmp_path: Path) -> N
     assert devices.seconds(np.array([100.0]), 0, 0) == 4.0  # 200 GFLOP at 50 GFLOP a second
 
 
-def test_any_kind_of_numbers_and_names_will_do(tmp_path: Path) -> None:
+def test_trace_accepts_any_numbers_and_names(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
     found = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
     assert found.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
     assert found.first.tolist() == [0, 4, 8]
 
 
-def test_a_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = stored(tmp_path, sample(20))
     whole = read(file)
     monkeypatch.setattr(trace, "_ROWS", 3)
@@ -119,7 +119,7 @@ def test_a_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(one, other)
 
 
-def test_a_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = np.sort(np.random.default_rng(0).random((30_000, 8)), axis=1)
     table = {"client": np.arange(30_000), "start": list(times[:, ::2]), "end": list(times[:, 1::2])}
     rates = np.random.default_rng(1).random((4, 30_000)) + 1
@@ -139,7 +139,7 @@ def test_a_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_intervals_that_touch_are_one(tmp_path: Path) -> None:
+def test_touching_intervals_are_joined(tmp_path: Path) -> None:
     rows = [row(0, start=[0.0, 5.0, 9.0], end=[5.0, 9.0, 12.0]), row(1, start=[12.0], end=[20.0])]
     found = read(stored(tmp_path, rows))
     assert found.bounds.tolist() == [0.0, 12.0, 12.0, 20.0]
@@ -152,7 +152,7 @@ def test_intervals_that_touch_are_one(tmp_path: Path) -> None:
     times=st.lists(st.integers(0, 3000), max_size=30),
 )
 @settings(max_examples=60, deadline=None)
-def test_clients_are_there_in_their_intervals_and_at_no_other_time(
+def test_clients_are_available_in_their_intervals_only(
     tmp_path_factory: pytest.TempPathFactory, seed: int, client: int, times: list[int]
 ) -> None:
     rows = sample(8, seed)
@@ -167,7 +167,7 @@ def test_clients_are_there_in_their_intervals_and_at_no_other_time(
             assert presence_of(devices).available(client, now) == there
 
 
-def test_with_another_availability_only_the_speeds_are_the_files(tmp_path: Path) -> None:
+def test_other_availability_uses_only_the_files_speeds(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(
         0, 1, lambda: 1.0
@@ -177,13 +177,13 @@ def test_with_another_availability_only_the_speeds_are_the_files(tmp_path: Path)
 
 
 # --- who is which row ---------------------------------------------------------------------------------------------
-def test_as_many_clients_as_rows_are_these_rows() -> None:
+def test_equal_numbers_map_clients_to_rows() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
 
 @given(seed=st.integers(0, 100), clients=st.integers(1, 60), rows=st.integers(1, 60))
 @settings(max_examples=100, deadline=None)
-def test_rows_are_used_equally_often(seed: int, clients: int, rows: int) -> None:
+def test_more_clients_use_rows_equally_often(seed: int, clients: int, rows: int) -> None:
     found = rows_of(seed, clients, rows)
     uses = np.bincount(found, minlength=rows)
     assert len(found) == clients
@@ -191,7 +191,7 @@ def test_rows_are_used_equally_often(seed: int, clients: int, rows: int) -> None
     assert np.array_equal(found, rows_of(seed, clients, rows))
 
 
-def test_another_seed_draws_other_rows() -> None:
+def test_drawn_rows_depend_on_the_seed() -> None:
     assert rows_of(1, 10, 1000).tolist() != rows_of(2, 10, 1000).tolist()
     assert rows_of(1, 30, 10).tolist() != rows_of(2, 30, 10).tolist()
 
@@ -222,7 +222,7 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text for _, text in BAD])
 @pytest.mark.parametrize("at", [0, 4])
-def test_a_row_that_cannot_be_is_refused_with_its_file_client_and_number(
+def test_wrong_row_is_refused_with_client_and_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Mapping[str, Any], text: str, at: int
 ) -> None:
     monkeypatch.setattr(trace, "_ROWS", 3)
@@ -254,7 +254,7 @@ def without(name: str) -> list[Row]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_of_another_form_is_refused(
+def test_trace_with_other_columns_is_refused(
     tmp_path: Path, rows: list[Row], columns: Any, text: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -264,7 +264,7 @@ def test_a_file_of_another_form_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_trace_is_refused_when_a_run_is_built_wherever_it_is_to_run(
+def test_wrong_trace_is_refused_when_a_run_is_built(
     tmp_path: Path,
 ) -> None:
     file = stored(tmp_path, [row(), row(1, up=0.0)])
@@ -272,7 +272,7 @@ def test_a_damaged_trace_is_refused_when_a_run_is_built_wherever_it_is_to_run(
         raysim.build([*QUICK, "runtime=local", "fleet=trace", f"fleet.file={file}"])
 
 
-def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_refused_before_writing(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("client,start")
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
     write(tmp_path / "late.parquet", [row(start=[1e6], end=[2e6], period=3e6)])
@@ -295,7 +295,7 @@ def test_what_is_no_trace_is_refused_before_anything_is_written(tmp_path: Path) 
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
-def test_a_run_on_a_trace_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
+def test_run_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
     write(
         path := tmp_path / "trace.parquet",
         [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)],
@@ -306,7 +306,7 @@ def test_a_run_on_a_trace_has_the_virtual_times_of_the_trace(tmp_path: Path) -> 
     assert seconds == pytest.approx([200.0, 300.0, 400.0, 500.0, 1200.0, 1300.0], abs=1e-3)
 
 
-def test_the_same_run_on_a_trace_has_the_same_bits(tmp_path: Path) -> None:
+def test_run_on_a_trace_repeats_its_bits(tmp_path: Path) -> None:
     write(path := tmp_path / "trace.parquet", sample(30))
     words = [
         *QUICK,
@@ -350,7 +350,7 @@ def convert(folder: Path, capacity: object, behaviour: object, status: int = 0) 
     return out
 
 
-def test_fedscales_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fedscale_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = convert(tmp_path, CAPACITY, BEHAVIOUR)
     assert capsys.readouterr().out == f"2 clients in {out}\n"
     found, first = read(out), BEHAVIOUR[3834]
@@ -366,7 +366,7 @@ def test_fedscales_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith(f"{out}: 2 clients in 9 intervals, ")
 
 
-def test_clients_that_no_trace_could_hold_are_left_out_and_counted(
+def test_fedscale_clients_with_errors_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = {"inactive": [5, 9], "finish_time": 10, "active": [0, 4]}
@@ -380,7 +380,7 @@ def test_clients_that_no_trace_could_hold_are_left_out_and_counted(
     assert len(read(out).rate) == 2
 
 
-def test_numbers_and_containers_of_numpy_and_python_are_read(tmp_path: Path) -> None:
+def test_fedscale_pickles_of_numbers_are_read(tmp_path: Path) -> None:
     numbers = {key: np.float64(value) for key, value in CAPACITY[432802].items()}
     out = convert(tmp_path, OrderedDict({1: numbers}), BEHAVIOUR)
     assert read(out).rate == pytest.approx([1 / 0.486] * 2)
@@ -395,7 +395,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("place", ["capacity", "behaviour"])
-def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
+def test_pickle_that_runs_code_is_refused(
     tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = {1: {"computation": Evil(tmp_path / "touched"), "finish_time": 1}}
@@ -421,7 +421,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(
         ),
     ],
 )
-def test_other_pickles_are_refused(
+def test_pickles_of_other_content_are_refused(
     tmp_path: Path,
     capacity: object,
     behaviour: object,
@@ -434,7 +434,9 @@ def test_other_pickles_are_refused(
     assert said.count("\n") == 1
 
 
-def test_what_is_no_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_no_pickle_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text").write_text("hello")
     assert cli.call(["fleet", "convert", str(tmp_path / "text"), str(tmp_path / "text")]) == 2
     assert "is no pickle of FedScale" in capsys.readouterr().err
@@ -442,14 +444,14 @@ def test_what_is_no_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no-such-file" in capsys.readouterr().err
 
 
-def test_a_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["fleet", "convert", "one"]) == 2
     assert "fleet convert takes 2" in capsys.readouterr().err
     assert cli.call(["fleet", "check", "one", "two"]) == 2
     assert "fleet check takes 1" in capsys.readouterr().err
 
 
-def test_a_pipe_in_the_place_of_fedscales_files_is_not_waited_for(
+def test_pipe_as_fedscale_file_does_not_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "capacity")
@@ -459,9 +461,7 @@ def test_a_pipe_in_the_place_of_fedscales_files_is_not_waited_for(
     assert "capacity is no regular file" in capsys.readouterr().err
 
 
-def test_a_pipe_in_the_place_of_a_trace_is_not_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pipe_as_trace_does_not_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "trace.parquet")
     assert cli.call(["fleet", "check", str(tmp_path / "trace.parquet")]) == 2
     assert "trace.parquet is no regular file" in capsys.readouterr().err
