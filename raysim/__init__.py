@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.primitives.version import __version__
 
 if TYPE_CHECKING:
+    from raysim.api.learner import Learner
     from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
     from raysim.commands.sweep.results import SweepResult
@@ -41,6 +42,7 @@ __all__ = [
     "Classifier",
     "Fleet",
     "Interrupted",
+    "Learner",
     "LocalResult",
     "Method",
     "ModelRecipe",
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "raysim.api.learner": ("Learner",),
     "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),
     "raysim.commands.sweep.results": ("SweepResult",),

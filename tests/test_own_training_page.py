@@ -10,7 +10,7 @@ import pytest
 
 PAGE = Path(__file__).parent.parent / "docs" / "own_training.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-NAMES = [re.findall(r"class (\w+)", program)[0] for program in PROGRAMS]
+NAMES = [re.findall(r'out="runs/(\w+)"', program)[0] for program in PROGRAMS]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
@@ -19,4 +19,4 @@ def test_page_program_runs(program: str, tmp_path: Path, monkeypatch: pytest.Mon
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(program, names)
     assert names["result"].summary["failures"] == 0
-    assert names["result"].summary["rounds"] in (5, 30)
+    assert names["result"].summary["rounds"] in (5, 20, 30)

@@ -279,6 +279,11 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
                 f"part in the steps ({step_parts(declared)[0]}), which '{owner.method}' replaces. "
                 "Keep one of them."
             )
+        if not owner.has_gradients and "gradients" in declared.needs:
+            raise ValueError(
+                f"method '{declared.method}' does not combine with method '{owner.method}': it "
+                f"differentiates the model, which '{owner.method}' does not allow. Keep one of them."
+            )
         if declared.keeps_optimizer:
             raise ValueError(
                 f"method '{declared.method}' does not combine with method '{owner.method}': it keeps "

@@ -28,7 +28,7 @@ from raysim.vectors.layout import Layout
 if TYPE_CHECKING:
     from raysim.models import Classifier
 
-Need: TypeAlias = Literal["classes", "features", "images", "numbers"]
+Need: TypeAlias = Literal["classes", "features", "gradients", "images", "numbers"]
 Targets: TypeAlias = Literal["any", "soft", "integer"]
 Correction: TypeAlias = Literal["add", "shift", "mix"]
 Floats: TypeAlias = int | Callable[[Layout], int]
@@ -98,6 +98,7 @@ class MethodDeclaration:
         default_factory=dict
     )
     train: Callable[[LocalJob], LocalResult | None] | None = None
+    has_gradients: bool = True  # whether the model can be differentiated
     contribute: Callable[[Contribution], Contributed] | None = None
     assemble: Callable[[Pooled, ServerView], None] | None = None
     finetune: Finetune | None = None
@@ -205,7 +206,8 @@ class Setup:
         """Refuse data and models without what the method needs.
 
         "classes": labels are classes. "features": the model has features in front of a linear
-        head. "images": inputs are images. "numbers": inputs can be added up and have a gradient.
+        head. "gradients": the model can be differentiated outside of raysim's steps. "images": inputs
+        are images. "numbers": inputs can be added up and have a gradient.
         """
         self.declared.needs.extend(needs)
 
@@ -407,6 +409,10 @@ class Setup:
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
         """Train with other labels: `change(labels)` of all rows [n]; scores keep the true ones."""
         self.declared.change_labels = change
+
+    def without_gradients(self) -> None:
+        """Say that the model cannot be differentiated; methods that need that are refused."""
+        self.declared.has_gradients = False
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may.

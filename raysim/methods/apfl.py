@@ -65,6 +65,7 @@ class APFL(Method):
 
     def setup(self, run: Setup) -> None:
         """Add v_i, a private network, which is trained before w in each step."""
+        run.needs("gradients")
         run.excludes("local", "it mixes with a shared model, and local training shares none")
         run.network("model", copy.deepcopy(run.model), private=True)
         run.client_state("alpha", lambda samples: self.alpha)

@@ -63,6 +63,7 @@ class Ditto(Method):
 
     def setup(self, run: Setup) -> None:
         """Add v_k, a private network with the initial values of the model."""
+        run.needs("gradients")
         run.excludes(
             "local", "it draws personal models to a shared one, and local training shares none"
         )

@@ -95,6 +95,7 @@ class FedALA(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep y' and W of the top layers on the client, both empty at first."""
+        run.needs("gradients")
         run.client_state("trained", lambda samples: torch.empty(0))
         run.client_state("weights", lambda samples: torch.empty(0))
 

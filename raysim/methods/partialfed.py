@@ -186,6 +186,7 @@ class PartialFed(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep the trained model on the client, and the logits of a learnt policy."""
+        run.needs("gradients")
         layers = model_layers(plan_layout({"model": run.model}), run.model)
         run.client_state("model", lambda samples: torch.empty(0))
         run.client_state("counters", lambda samples: torch.empty(0, dtype=torch.int64))

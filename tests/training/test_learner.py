@@ -1,0 +1,134 @@
+"""Learners: models that are not networks of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import BUFFER, ROUNDS, run, run_spec, several_workers
+
+import raysim
+from raysim.api.declarations import Local, Task
+from raysim.api.learner import Learner, LearnerNetwork, Parameters
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.api.method import Method
+from raysim.learners import SklearnLinear
+from raysim.methods.apfl import APFL
+from raysim.methods.ditto import Ditto
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedprox import FedProx
+from raysim.simulation.schedule import Schedule
+
+
+class Centroids(Learner):
+    """Predict the class whose mean is nearest; train by moving the means."""
+
+    name = "centroids"
+
+    def __init__(self, wrong: str = ""):
+        self.wrong = wrong
+
+    def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
+        size = int(np.prod(task.shape))
+        means = rng.normal(size=(task.num_classes, size)).astype(np.float32)
+        return {"layers": [means, (np.zeros(task.num_classes),)], "seen": np.zeros(3, np.int64)}
+
+    def fit(
+        self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[Parameters, LocalResult]:
+        means, (bias,) = parameters["layers"]
+        for label in np.unique(labels):
+            means[label] = inputs[labels == label].reshape(-1, means.shape[1]).mean(axis=0)
+        if self.wrong == "shape":
+            means = means[:1]
+        if self.wrong == "nan":
+            means = means * np.nan
+        result: Any = {"layers": [means, (bias,)], "seen": parameters["seen"] + 1}
+        if self.wrong == "name":
+            result["other"] = means
+        if self.wrong == "pair":
+            return result
+        return result, LocalResult(steps=1, metrics={"classes": len(np.unique(labels))})
+
+    def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
+        means, (bias,) = parameters["layers"]
+        rows = inputs.reshape(len(inputs), -1)
+        distances = ((rows[:, None] - means[None]) ** 2).sum(axis=2)
+        return np.asarray(bias - distances)
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+def test_learner_gives_the_same_bits_on_two_workers(schedule: Schedule) -> None:
+    others = [FedBuff()] if schedule is BUFFER else []
+    spec = run_spec(Centroids(), *others)
+    one = run(spec, schedule, rounds=4)
+    two = run(spec, schedule, runtime=several_workers(spec, 2), rounds=4)
+    assert one.bits == two.bits
+    assert one.rows[-1]["accuracy_global"] > one.rows[0]["accuracy_global"] - 0.1
+    assert one.rows[0]["centroids.classes"] > 0
+
+
+@pytest.mark.parametrize("other", [Ditto(), APFL()], ids=["ditto", "apfl"])
+def test_learner_refuses_methods_that_need_gradients(other: Method) -> None:
+    with pytest.raises(ValueError, match=rf"'{other.name}'.*'centroids'"):
+        run(run_spec(Centroids(), other), rounds=1)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "nan", "name", "pair"])
+def test_learner_error_is_one_failed_client(wrong: str) -> None:
+    result = run(run_spec(Centroids(wrong)), rounds=1, tolerate=1.0)
+    assert result.failures and result.rows[0]["failures"] == len(result.failures)
+
+
+def test_learner_keeps_structure_and_types() -> None:
+    task = Task((1, 2, 2), num_classes=3, clients=2)
+    learner = Centroids()
+    initial = learner.initial(task, np.random.default_rng(0))
+    network = LearnerNetwork(learner, initial, task.dtype)
+    assert sorted(network.dtypes) == ["layers:0", "layers:1:0", "seen"]
+    copy = network.parameters_as_arrays()
+    assert isinstance(copy["layers"][1], tuple) and copy["seen"].dtype == np.int64
+    np.testing.assert_array_equal(copy["layers"][0], initial["layers"][0])
+
+
+def test_learner_refuses_step_methods_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'fedprox'.*'centroids'"):
+        run(run_spec(Centroids(), FedProx(0.1)), rounds=1)
+
+
+def test_sklearn_classifier_learns_digits(tmp_path: Any) -> None:
+    result = raysim.run(
+        "rounds=10",
+        methods=[SklearnLinear(options={"alpha": 0.001}), "fedavgm"],
+        runtime="inprocess",
+        tracking="none",
+        out=str(tmp_path / "run"),
+        quiet=True,
+    )
+    assert result.summary["accuracy_global"] > 0.85
+    assert len(result.predictions().classes) > 300
+
+
+def test_sklearn_regressor_learns_a_line(tmp_path: Any) -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(400, 3)).astype(np.float32)
+    targets = inputs @ np.array([1.0, -2.0, 0.5], np.float32) + 0.3
+    result = raysim.run(
+        "model=mlp rounds=20",
+        methods=[SklearnLinear("SGDRegressor", {"learning_rate": "constant", "eta0": 0.05})],
+        data=((inputs[:300], targets[:300]), (inputs[300:], targets[300:])),
+        partition="iid",
+        runtime="inprocess",
+        tracking="none",
+        out=str(tmp_path / "run"),
+        quiet=True,
+    )
+    scores = result.predictions().scores[:, 0]
+    assert np.abs(scores - targets[300:]).mean() < 0.1
+
+
+def test_sklearn_needs_a_matching_kind_of_data() -> None:
+    with pytest.raises(ValueError, match="SGDRegressor"):
+        run(run_spec(SklearnLinear("SGDRegressor"), local=Local()), rounds=1)
