@@ -117,7 +117,7 @@ class HuggingFace(Source):
         """Return the training split, and the test split if there is one."""
         if not self.root and not self.name:
             raise ValueError(
-                "data=huggingface needs data.root, a folder that save_to_disk wrote, or data.name, "
+                "data=huggingface needs data.root: a folder that save_to_disk wrote, or data.name: "
                 "a name on the hub. Set one of them."
             )
         if self.root and self.name:

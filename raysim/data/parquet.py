@@ -168,8 +168,8 @@ class Parquet(Source):
         """Return the folders with the files of each domain."""
         if not self.root:
             raise ValueError(
-                "data=parquet needs data.root, a folder with train.parquet and test.parquet, or a "
-                "list of such folders. Set data.root."
+                "data=parquet needs data.root: a folder with train.parquet and test.parquet, or a "
+                "list of such folders. Set data.root=PATH."
             )
         if isinstance(self.root, list):
             folders = [user_path(root) for root in self.root]

@@ -236,7 +236,7 @@ def require_root(root: str | None, option: str, content: str) -> Path:
     option: what the user chose, such as "data=csv". content: what the path must be.
     """
     if not root:
-        raise ValueError(f"{option} needs data.root, {content}. Set data.root.")
+        raise ValueError(f"{option} needs data.root: {content}. Set data.root=PATH.")
     return user_path(root)
 
 
