@@ -1,4 +1,4 @@
-"""The runtime without processes: one worker as a plain object; calls run at once."""
+"""The runtime without other processes: workers are plain objects, and calls run at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from raysim.training.worker import Worker
 
 
 class InProcess:
-    """Workers in this process, one unless others are given."""
+    """A `Runtime` whose workers live in this process.
+
+    members: the workers.
+    """
 
     is_in_process = True
 
@@ -29,35 +32,35 @@ class InProcess:
         self.combine_from = 0.0
 
     def put(self, value: object) -> object:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Run it now."""
+        """Call a method of a worker now; return its results."""
         result = getattr(self.members[worker], method)(*map(self.get, args))
         return [result] if returns == 1 else list(result)
 
     def get(self, ref: Any) -> Any:
-        """The value itself; client states, which nobody needed so far, are copied from their device now."""
+        """Return the value itself; copy a client state from its device now."""
         return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
-        """All are there."""
+        """Return the first index: all values exist."""
         return 0
 
     def revive(self, worker: int) -> None:
-        """It dies with this process, never before."""
+        """Do nothing: a worker of this process cannot die alone."""
 
 
 @contextmanager
 def preserve_torch_settings() -> Iterator[None]:
-    """Afterwards the threads of torch and NumPy and torch's determinism, which workers pin, are as they were."""
+    """Restore the threads of torch and NumPy and torch's determinism, which workers change."""
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    products = openblas_threads().limit(limits=None)
+    numpy_threads = openblas_threads().limit(limits=None)
     try:
         yield
     finally:
-        products.restore_original_limits()
+        numpy_threads.restore_original_limits()
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(deterministic)
 
@@ -65,9 +68,10 @@ def preserve_torch_settings() -> Iterator[None]:
 def run(
     spec: RunSpec, schedule: Schedule, fleet: Fleet, folder: str = "", resume: str = ""
 ) -> Iterator[Event]:
-    """Run in this process; afterwards the process is as it was.
+    """Run in this process; afterwards torch's settings are as before.
 
     folder, resume: see `Coordinator`.
     """
     with preserve_torch_settings():
-        yield from Coordinator(spec, schedule, fleet, InProcess(Worker(spec)), folder, resume).run()
+        runtime = InProcess(Worker(spec))
+        yield from Coordinator(spec, schedule, fleet, runtime, folder, resume).run()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.runtime.placement import CLUSTERS, RayOptions
+from raysim.runtime.placement import RAY_CLUSTERS_VARIABLE, RayOptions
 
 PROGRAM = """
 import os, re, sys
@@ -45,7 +45,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the 
 
 @pytest.mark.slow
 def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != CLUSTERS}
+    environment = {key: value for key, value in os.environ.items() if key != RAY_CLUSTERS_VARIABLE}
     command = [sys.executable, "-c", PROGRAM]
     ended = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
@@ -88,6 +88,6 @@ def test_a_process_that_keeps_ray_to_this_machine_joins_no_cluster(
     from raysim.runtime import ray
 
     monkeypatch.setattr(ray.ray, "is_initialized", lambda: False)
-    monkeypatch.setenv(CLUSTERS, "0")
-    with pytest.raises(ValueError, match=r"runtime.address=10.0.0.1:6379: .* start a new process"):
+    monkeypatch.setenv(RAY_CLUSTERS_VARIABLE, "0")
+    with pytest.raises(ValueError, match=r"^runtime\.address=10\.0\.0\.1:6379: "):
         ray.connect(RayOptions(address="10.0.0.1:6379"))

@@ -1,10 +1,11 @@
-"""Where workers live: what fits, what a job needs, one placement group per run, several nodes, and what a run shows."""
+"""Tests of placement: workers that fit, memory, placement groups, several nodes, progress."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from raysim.results.progress import Progress
 from raysim.runtime.inprocess import InProcess
 from raysim.runtime.placement import (
     GIB,
+    NoRoomError,
     RayOptions,
     Size,
     choose_size,
@@ -65,7 +67,7 @@ CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
 
 # --- what fits ------------------------------------------------------------------------------------------------------
-def test_as_many_workers_as_fit_are_taken_but_no_more_than_there_are_clients_at_work() -> None:
+def test_size_is_limited_by_cluster_and_clients() -> None:
     assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
     assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).workers == 5
     assert choose_size(RayOptions(), {"CPU": 1.5}, CLUSTER, 20).workers == 4, (
@@ -78,7 +80,7 @@ def test_as_many_workers_as_fit_are_taken_but_no_more_than_there_are_clients_at_
     )
 
 
-def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
+def test_gpu_share_is_not_split_between_gpus() -> None:
     assert node_capacity({"GPU": 2.0}, {"GPU": 0.6}) == 2
     assert node_capacity({"GPU": 2.0}, {"GPU": 0.5}) == 4
     assert node_capacity({"GPU": 4.0}, {"GPU": 2.0}) == 2
@@ -88,75 +90,76 @@ def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
-def test_so_many_shares_fit_on_a_gpu_and_not_one_more(workers: int) -> None:
+def test_gpu_share_fits_so_often_and_no_more(workers: int) -> None:
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
-def test_a_run_that_never_fits_is_told_the_resource_what_the_nodes_have_and_the_number_that_would_fit() -> (
-    None
-):
-    with pytest.raises(ValueError) as refused:
+def test_shortage_names_resource_nodes_and_fitting_number() -> None:
+    nodes = "a node of 4 CPU and 1 GPU and 2 nodes of 2 CPU and 0 GPU each"
+    with pytest.raises(NoRoomError, match=rf"^runtime\.workers=9 .*{nodes}.* GPU.*workers=4\.$"):
         choose_size(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
-    assert str(refused.value) == (
-        "too little GPU: runtime.workers=9 needs 9 x 1 CPU and 0.25 GPU, the cluster has a node of 4 CPU and 1 GPU "
-        "and 2 nodes of 2 CPU and 0 GPU each: set runtime.workers=4"
-    )
-    with pytest.raises(
-        ValueError, match=r"too little slot: .* declare slot .* or leave runtime.resources.slot out"
-    ):
-        choose_size(RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, 20)
-    with pytest.raises(
-        ValueError, match=r"too little GPU: .* start nodes with GPUs, or set device=cpu"
-    ):
-        choose_size(RayOptions(), {"CPU": 1.0, "GPU": 1.0}, CLUSTER[1:], 20)
-    with pytest.raises(ValueError, match=r"too little GPU: .* lower runtime.gpus"):
-        choose_size(RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, 20)
-    with pytest.raises(
-        ValueError, match=r"on one node \(runtime.strategy=STRICT_PACK\).* set runtime.workers=4"
-    ):
-        choose_size(RayOptions(workers=5, strategy="STRICT_PACK"), {"CPU": 1.0}, CLUSTER, 20)
 
 
-def test_a_worker_reserves_its_threads_a_gpu_where_it_trains_on_one_and_what_was_asked_besides() -> (
-    None
-):
+@pytest.mark.parametrize(
+    ("options", "each", "nodes", "advice"),
+    [
+        (RayOptions(), {"CPU": 1.0, "slot": 1.0}, CLUSTER, r"runtime\.resources\.slot"),
+        (RayOptions(), {"CPU": 1.0, "GPU": 1.0}, CLUSTER[1:], "device=cpu"),
+        (RayOptions(), {"CPU": 1.0, "GPU": 2.0}, CLUSTER, r"runtime\.gpus"),
+        (
+            RayOptions(workers=5, strategy="STRICT_PACK"),
+            {"CPU": 1.0},
+            CLUSTER,
+            r"runtime\.strategy=STRICT_PACK.* runtime\.workers=4",
+        ),
+    ],
+    ids=["declared resource", "no GPU", "too few GPUs", "one node"],
+)
+def test_shortage_names_what_to_change(
+    options: RayOptions, each: Any, nodes: Any, advice: str
+) -> None:
+    with pytest.raises(NoRoomError, match=advice):
+        choose_size(options, each, nodes, 20)
+
+
+def test_worker_reserves_threads_gpu_and_requested_resources() -> None:
     assert worker_resources(RayOptions(), "cpu", 2) == {"CPU": 2.0}
     assert worker_resources(RayOptions(), "cuda", 1) == {"CPU": 1.0, "GPU": 1.0}
     assert worker_resources(RayOptions(cpus=0, gpus=0.25, resources={"slot": 1.0}), "cpu", 1) == {
         "GPU": 0.25,
         "slot": 1.0,
     }
-    with pytest.raises(ValueError, match=r"device=cuda:1 names one GPU.*set device=cuda"):
+    with pytest.raises(ValueError, match=r"device=cuda:1 "):
         worker_resources(RayOptions(), "cuda:1", 1)
-    with pytest.raises(ValueError, match=r"runtime.gpus=0 .*device=cuda"):
+    with pytest.raises(ValueError, match=r"runtime\.gpus=0 "):
         worker_resources(RayOptions(gpus=0), "cuda", 1)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("override", "key"),
     [
-        (["runtime.gpus=1.5"], "runtime.gpus=1.5 .* set it to 1 or 2"),
-        (["runtime.resources={slot: -1}"], r"runtime.resources.slot=-1.* must be at least 0"),
-        (["runtime.resources={slot: many}"], r"runtime.resources.slot=many must be a number"),
-        (["runtime.resources={GPU: 1}"], "set runtime.gpus instead"),
-        (["runtime.strategy=pack"], "runtime.strategy=pack must be PACK or SPREAD or STRICT_PACK"),
-        (["runtime.wait=-1"], "runtime.wait=-1.* must be at least 0"),
+        ("runtime.gpus=1.5", "runtime.gpus=1.5"),
+        ("runtime.resources={slot: -1}", "runtime.resources.slot=-1"),
+        ("runtime.resources={slot: many}", "runtime.resources.slot=many"),
+        ("runtime.resources={GPU: 1}", "runtime.gpus"),
+        ("runtime.strategy=pack", "runtime.strategy=pack"),
+        ("runtime.wait=-1", "runtime.wait=-1"),
     ],
 )
-def test_wrong_settings_of_the_runtime_are_refused(words: list[str], told: str) -> None:
-    with pytest.raises(Refused, match=told):
-        build([*words, "tracking=none"])
+def test_wrong_runtime_settings_are_refused(override: str, key: str) -> None:
+    with pytest.raises(Refused, match=re.escape(key)):
+        build([override, "tracking=none"])
 
 
-def test_a_trial_has_the_workers_that_its_placement_group_has_bundles_for() -> None:
+def test_trial_has_a_worker_for_each_bundle() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
-    with pytest.raises(ValueError, match=r"runtime.workers=3 needs as many bundles .* which has 2"):
+    with pytest.raises(ValueError, match=r"^runtime\.workers=3 .* 2"):
         size_in_group(RayOptions(workers=3), bundles, "cpu")
-    with pytest.raises(ValueError, match=r"runtime.cpus=4 is more than the 2 CPU of a bundle"):
+    with pytest.raises(ValueError, match=r"^runtime\.cpus=4 .* 2 CPU"):
         size_in_group(RayOptions(cpus=4), bundles, "cpu")
-    with pytest.raises(ValueError, match=r"device=cuda needs a GPU in every bundle"):
+    with pytest.raises(ValueError, match=r"^device=cuda "):
         size_in_group(RayOptions(), 2 * [{"CPU": 1.0}], "cuda")
 
 
@@ -184,7 +187,7 @@ class Seen(Method):
         self.clients.append((job.client, job.samples))
 
 
-def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> None:
+def test_preflight_trains_the_largest_client_once() -> None:
     Seen.clients.clear()
     need = measure(run_spec(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
     sizes = tiny_data().partition.train.counts
@@ -194,14 +197,14 @@ def test_the_preflight_trains_the_largest_client_once_and_reads_the_device() -> 
     assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
-def test_all_clients_but_one_lose_their_samples() -> None:
+def test_preflight_data_has_samples_for_one_client() -> None:
     data = only(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()
     assert len(data.partition.test) == len(tiny_data().partition.test) and len(data.central) == 3
 
 
-def test_where_a_worker_trains_several_at_once_so_many_are_as_large_as_the_largest() -> None:
+def test_preflight_trains_one_largest_client_per_lane() -> None:
     data = only(tiny_data(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny_data().partition.train.rows(3).tolist()
@@ -218,7 +221,7 @@ def test_where_a_worker_trains_several_at_once_so_many_are_as_large_as_the_large
 
 # --- what a run shows -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
+def test_history_has_work_of_workers_and_store_bytes(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
@@ -237,7 +240,7 @@ def test_the_history_says_how_much_workers_worked_and_what_the_store_holds(
     assert max(row["worker_busy"] for row in found.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_a_summed_group_counts_as_one_vector() -> None:
+def test_summed_group_counts_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(
         study, Synchronous(6), runtime=several_workers(study, 2), rounds=1, summation=3
@@ -246,7 +249,7 @@ def test_a_summed_group_counts_as_one_vector() -> None:
     assert row["store_bytes"] == 4 * coordinator.layout.shared * (1 + 2), "one version, two sums"
 
 
-def test_without_a_terminal_progress_is_plain_lines_now_and_then() -> None:
+def test_progress_without_terminal_is_plain_lines() -> None:
     stream, now = io.StringIO(), [0.0]
     with Progress(30, console=Console(file=stream, width=40), clock=lambda: now[0]) as progress:
         for number in range(1, 31):
@@ -257,7 +260,7 @@ def test_without_a_terminal_progress_is_plain_lines_now_and_then() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_copied_data_set_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_copied_dataset_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "other"))
     reads = []
 
@@ -293,7 +296,7 @@ _CLUSTERS: list[Any] = []
 
 
 def _start_cluster(cache: str) -> None:
-    """In the driver's process: two nodes of a CPU each, the first with two GPUs that nobody looks at."""
+    """Start two nodes with one CPU each, the first with two declared GPUs, for the driver."""
     from ray.cluster_utils import Cluster
 
     from raysim.runtime import ray as on_ray
@@ -320,7 +323,10 @@ def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver(second_cache: Path) -> Iterator[Call]:
-    """Calls a function in a process of its own that is the driver on two nodes: the suite's process has its own Ray."""
+    """Return a function that calls functions in another process, the driver on two nodes.
+
+    The process of the tests has its own Ray.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -342,7 +348,7 @@ def _silent(_: str) -> None:
 
 
 def _groups() -> list[str]:
-    """Names of the placement groups that exist."""
+    """Return the names of the placement groups that exist."""
     import ray
 
     return [
@@ -353,7 +359,7 @@ def _groups() -> list[str]:
 
 
 def _actors(word: str) -> dict[str, Any]:
-    """Living named actors by the end of their name."""
+    """Return the living named actors by the end of their names."""
     import ray
 
     found = ray.util.list_named_actors(all_namespaces=True)
@@ -427,9 +433,7 @@ def _where(actor: Any) -> tuple[str, str, int]:
     )
 
 
-def test_workers_on_two_nodes_give_the_bits_of_one_and_a_node_without_the_data_is_sent_it_once(
-    driver: Call, second_cache: Path
-) -> None:
+def test_two_nodes_give_the_bits_of_one_process(driver: Call, second_cache: Path) -> None:
     study = run_spec(Scaffold(), model=LARGE, data=equal_clients())
     schedule = Buffered(concurrency=4, size=2)
     here = run(study, schedule, Lognormal(), rounds=40, evaluate=Evaluation(every=20))
@@ -482,7 +486,7 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
     return found
 
 
-def test_a_node_adds_up_its_sums_or_the_server_adds_all_with_the_same_bits(driver: Call) -> None:
+def test_sums_of_nodes_change_no_bit(driver: Call) -> None:
     here = run(SUMMED, Synchronous(16), Ideal()).bits
     (apart, with_it), (together, without) = driver(_added_up)
     assert apart == together == here
@@ -501,7 +505,7 @@ def _measured() -> list[dict[str, Any]]:
     return [asdict(cost) for cost in found]
 
 
-def test_the_benchmark_of_a_cluster_counts_messages_and_bytes_of_two_nodes(driver: Call) -> None:
+def test_cluster_benchmark_counts_messages_of_two_nodes(driver: Call) -> None:
     costs = {cost["way"]: cost for cost in driver(_measured)}
     vector = 4 * costs["sums"]["floats"]
     # Eight clients for each of two workers, in groups of two; one worker is on the coordinator's node.
@@ -543,18 +547,13 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     return told, refused, failed, _gone(_groups)
 
 
-def test_a_run_waits_for_others_or_is_refused_and_one_that_fails_leaves_nothing(
+def test_run_waits_or_is_refused_and_leaves_nothing(
     driver: Call,
 ) -> None:
     told, refused, failed, gone = driver(_queued_then_failed)
-    needs = "this needs 1 CPU, of which other runs leave 0 CPU"
-    assert (
-        refused
-        == f"{needs}: try again later, lower runtime.workers, or set runtime.wait=null to wait for them"
-    )
-    assert told == [
-        f"waiting: {needs} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"
-    ]
+    assert refused.startswith("runtime.wait=0: ") and "1 CPU" in refused and "0 CPU" in refused
+    (line,) = told
+    assert line.startswith("waiting: ") and "runtime.wait=SECONDS" in line
     assert "4 of 4 clients failed" in failed
     assert gone
 
@@ -585,10 +584,10 @@ def _slots(_: Any) -> list[str]:
     return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def test_two_runs_side_by_side_have_a_gpu_each_and_a_third_is_refused(driver: Call) -> None:
+def test_two_runs_have_a_gpu_each_and_a_third_is_refused(driver: Call) -> None:
     slots, refused, gone = driver(_side_by_side)
     assert sorted(slots) == [["0"], ["1"]]
-    assert "this needs 1 GPU, of which other runs leave 0 GPU" in refused
+    assert refused.startswith("runtime.wait=0: ") and "0 GPU" in refused
     assert gone
 
 
@@ -614,7 +613,7 @@ def _driver_dies() -> tuple[bool, bool]:
     return there, _gone(lambda: "dying" in _groups())
 
 
-def test_the_group_of_a_driver_that_is_killed_goes_with_it(driver: Call) -> None:
+def test_placement_group_of_killed_driver_is_removed(driver: Call) -> None:
     assert driver(_driver_dies) == (True, True)
 
 
@@ -646,7 +645,7 @@ def _fits(
         return str(error), told
 
 
-def test_workers_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
+def test_workers_per_gpu_follow_from_memory_of_a_job(driver: Call) -> None:
     told = ["a job needs 1.3 GiB: 11 workers fit on a GPU"]
     one = Size(1, {"CPU": 1.0, "GPU": 1.0})
     assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
@@ -659,33 +658,28 @@ def test_workers_per_gpu_follow_from_the_memory_of_a_job(driver: Call) -> None:
         "as many as fit, on two GPUs"
     )
     refused, _ = driver(_fits, RayOptions(cpus=0.01, workers=23), _small_job, 100)
-    assert "too little GPU: runtime.workers=23" in refused and refused.endswith(
-        "set runtime.workers=22"
-    )
+    assert refused.startswith("runtime.workers=23 ") and "runtime.workers=22" in refused
     given = RayOptions(cpus=0.01, gpus=0.05)
     assert driver(_fits, given, _small_job, 100) == (Size(40, {"CPU": 0.01, "GPU": 0.05}), []), (
         "not measured"
     )
     refused, _ = driver(_fits, replace(given, preflight=True), _small_job, 100)
-    assert (
-        "runtime.gpus=0.05 puts 20 workers on a GPU" in refused
-        and "set runtime.gpus=0.0909 for 11 workers" in refused
-    )
+    assert refused.startswith("runtime.gpus=0.05 ") and "runtime.gpus=0.0909" in refused
     refused, _ = driver(_fits, RayOptions(), _huge_job, 8)
-    assert refused == "a job needs 20 GiB, a GPU has 16 GiB: lower local.batch, or set device=cpu"
+    assert refused.startswith("device=cuda: ") and "20 GiB" in refused and "16 GiB" in refused
 
 
 def _monstrous_job(_: Any) -> MemoryNeed:
     return MemoryNeed(job=10**15, room=0)
 
 
-def test_on_cpus_a_job_is_measured_when_asked_and_its_memory_reserved(driver: Call) -> None:
+def test_preflight_on_cpus_reserves_the_memory_of_a_job(driver: Call) -> None:
     asked = RayOptions(preflight=True)
     assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(
         2, {"CPU": 1.0, "memory": GIB * 13 // 10}
     )
     refused, _ = driver(_fits, asked, _monstrous_job, 2, "cpu")
-    assert "too little memory" in refused and refused.endswith("or find larger nodes")
+    assert "too little memory" in refused and "local.batch" in refused
 
 
 # --- one run after another ------------------------------------------------------------------------------------------
@@ -722,7 +716,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     return bits, living
 
 
-def test_the_processes_of_a_run_stay_for_the_next_one_of_its_size_and_leave_after_a_failure(
+def test_processes_stay_for_equal_runs_until_a_failure(
     driver: Call,
 ) -> None:
     scaffold = run(run_spec(Scaffold(), model=WHOLE), Synchronous(4), Ideal(), rounds=3).bits
@@ -759,7 +753,7 @@ def _search() -> Any:
     return *found, kept
 
 
-def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one(
+def test_trial_uses_its_group_and_does_not_remove_it(
     driver: Call,
 ) -> None:
     bits, groups, size, kept = driver(_search)
@@ -768,7 +762,7 @@ def test_a_trial_uses_the_bundles_of_its_group_and_neither_makes_nor_removes_one
     assert size == Size(1, {"CPU": 0.5})
 
 
-def test_nothing_is_written_before_whoever_began_the_run_asks_for_more(tmp_path: Path) -> None:
+def test_coordinator_writes_nothing_before_events_are_read(tmp_path: Path) -> None:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be there first.
     spec = run_spec()
     spec = replace(spec, settings=replace(spec.settings, rounds=2, checkpoint=Checkpoint(every=1)))

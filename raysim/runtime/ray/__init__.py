@@ -1,12 +1,12 @@
-"""The runtime on Ray: a placement group per run, workers and coordinator as actors in it, events to the driver.
+"""The runtime on Ray: workers and coordinator are actors in a placement group of the run.
 
-The only place besides the sweep and the job server's client that imports Ray.
+Only this package, the sweep and the client of the job server import Ray.
 
-cluster   Ray itself: start or join it, what its nodes have, room that is reserved
-actors    the processes: workers, the coordinator, and how it reaches the workers
-failures  why Ray did not start, or could not be joined
-team      the processes of a run, which the next run may take over
-driver    a run: how many workers, its events, what counts as lost
+cluster    start, join and leave a Ray cluster, and reserve resources on its nodes
+actors     workers and the coordinator as actors
+failures   why Ray does not start, or cannot be joined
+processes  start the processes of a run, and keep them for the runs that follow
+driver     choose the number of workers, and pass on the events of a run
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import sys
 
-# The driver's environment is the workers' environment. Ray reads its authentication mode when it is imported: set
-# later, this process and the cluster that it starts would disagree.
+# The driver's environment is the workers' environment. Ray reads its authentication mode when it is
+# imported. If it were set later, this process and its cluster would disagree.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "ray" not in sys.modules:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -43,7 +43,7 @@ from raysim.runtime.ray.cluster import (
     start_local_nodes,
 )
 from raysim.runtime.ray.driver import plan_workers, run
-from raysim.runtime.ray.team import keep_processes
+from raysim.runtime.ray.processes import keep_processes
 
 __all__ = [
     "RayCoordinator",

@@ -1,4 +1,4 @@
-"""The processes of a run as actors: workers, the coordinator, and how it reaches the workers."""
+"""Run workers and the coordinator as Ray actors, and let the coordinator call the workers."""
 
 from __future__ import annotations
 
@@ -39,26 +39,30 @@ from raysim.training.identity import Identity, Participants, UnequalWorkersError
 from raysim.training.run_spec import RunSpec
 from raysim.training.worker import Worker
 
-INLINE = (
-    1 << 16
-)  # bytes that cost less to send with every call than to store once, which takes half a millisecond
-TOGETHER = 0.1  # seconds in which finished rounds are collected for one message to the driver
-REVIVAL = 300  # seconds for a new worker in the place of a dead one
-ROOM = 30  # seconds between two looks whether there is room for it at all: Ray may learn late that a node is gone
+# A small model is cheaper to send with every call than to store once, which takes 0.5 ms.
+MAX_INLINE_BYTES = 1 << 16
+BATCH_S = 0.1  # seconds in which finished rounds are collected for one message to the driver
+REPLACEMENT_TIMEOUT_S = 300  # for a new worker in the place of a dead one
+# Seconds between two checks whether a new worker has room. Ray may learn late that a node is lost.
+ROOM_CHECK_S = 30
 
 
-def content_for(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
-    """The data set's file as bytes in the object store, where a bundle lies on another node than this process."""
+def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
+    """Store the data set's file for other nodes; [] if all bundles are on this node."""
     if group is None:
         return []
-    used = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
-    if used <= {ray.get_runtime_context().get_node_id()}:
+    nodes = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    if nodes <= {ray.get_runtime_context().get_node_id()}:
         return []
     return [ray.put(np.fromfile(spec.data.dataset_path, np.uint8))]
 
 
-def read_here(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
-    """The same run, its data set read from this node: the first process that misses it writes it, others map it."""
+def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
+    """Return the run with a data set that this node can read.
+
+    content: see `store_dataset`. The first process on a node that misses the file writes it; other
+    processes map it.
+    """
     path = spec.data.dataset_path
     if not content or path.exists():
         return spec
@@ -70,10 +74,10 @@ class RayWorker(Worker):
     """A worker as an actor."""
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
-        super().__init__(read_here(spec, content), name)
+        super().__init__(with_local_dataset(spec, content), name)
 
     def identity(self) -> Identity:
-        """Return what the bits depend on that this worker computes."""
+        """Return what the bits of this worker depend on."""
         return identify_process(self.name, self.spec.packages, self.spec.device)
 
 
@@ -84,39 +88,40 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """A process that holds such an object, until it holds another; what the object offers is what the actor does.
+    """Return the actor class of a process that holds an object, with the methods of the object.
 
-    Ray calls the functions of a class, and would pass by what a profile puts on an object.
+    The process can replace the object by another one (`become`). Ray looks up methods in the class,
+    and would miss what a profile puts on an object.
     """
 
     def __init__(self: Any, *args: Any) -> None:
         self.held = kind(*args)
 
     def become(self: Any, *args: Any) -> None:
-        """Hold one that is made of this; nothing of the one before is left, on a GPU neither."""
+        """Replace the object by a new one, after freeing the memory of the old one."""
         self.held = None
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         self.held = kind(*args)
 
-    def through(name: str) -> Callable[..., Any]:
+    def delegate(name: str) -> Callable[..., Any]:
         def generate(self: Any, *args: Any) -> Iterator[Any]:
             yield from getattr(self.held, name)(*args)
 
-        if inspect.isgeneratorfunction(getattr(kind, name)):  # Ray wants to see that
+        if inspect.isgeneratorfunction(getattr(kind, name)):  # Ray needs a generator function
             return generate
         return lambda self, *args: getattr(self.held, name)(*args)
 
-    offered = [
-        name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")
-    ]
-    content = {"__init__": __init__, "become": become} | {name: through(name) for name in offered}
+    content: dict[str, Any] = {"__init__": __init__, "become": become}
+    for name, _ in inspect.getmembers(kind, callable):
+        if not name.startswith("_"):
+            content[name] = delegate(name)
     return ray.remote(type(kind.__name__, (), content))
 
 
 class RayCoordinator:
-    """The actor that runs a `Coordinator`; it makes every call to the workers, so it owns what they return."""
+    """The actor that runs a `Coordinator`. It calls the workers, so it owns their results."""
 
     def __init__(
         self,
@@ -128,15 +133,17 @@ class RayCoordinator:
         resume: str,
         content: Sequence[ray.ObjectRef[Any]] = (),
     ):
-        here = replace(read_here(spec, content), device="cpu")
-        self._patience = START_TIMEOUT_S + (spec.settings.faults.timeout or math.inf)
+        local_spec = replace(with_local_dataset(spec, content), device="cpu")
+        self._start_timeout_s = START_TIMEOUT_S + (spec.settings.faults.timeout or math.inf)
         self._packages, self._runtime = spec.packages, runtime
-        self._events = Coordinator(here, schedule, fleet, runtime, folder, resume).run()
+        coordinator = Coordinator(local_spec, schedule, fleet, runtime, folder, resume)
+        self._events = coordinator.run()
 
     def begin(self) -> Iterator[list[Event]]:
-        """The run's events up to its start: whoever asks for those after it has made the run's folder.
+        """Yield the run's events up to its start, when all workers are ready.
 
-        Workers are ready at the start. Raises UnequalWorkersError if one computes other bits than the driver.
+        The run's folder must exist before later events are asked for. Raises UnequalWorkersError if
+        a worker would compute other bits than the driver.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -150,11 +157,12 @@ class RayCoordinator:
         participants = self._runtime.participants
         if participants is None:
             return ()
-        self._runtime.meet_workers(self._patience, identify_process("coordinator", self._packages))
+        coordinator = identify_process("coordinator", self._packages)
+        self._runtime.meet_workers(self._start_timeout_s, coordinator)
         return tuple(participants.all)
 
     def events(self) -> Iterator[list[Event]]:
-        """The others, as they happen; rounds that follow each other at once in one message."""
+        """Yield the events after the start; rounds in quick succession come in one message."""
         batch: list[Event] = []
         since = time.monotonic()
         try:
@@ -162,7 +170,7 @@ class RayCoordinator:
                 if isinstance(event, Finished) and self._runtime.participants is not None:
                     event = replace(event, processes=tuple(self._runtime.participants.all))
                 batch.append(event)
-                if not isinstance(event, Round) or time.monotonic() - since > TOGETHER:
+                if not isinstance(event, Round) or time.monotonic() - since > BATCH_S:
                     yield batch
                     batch, since = [], time.monotonic()
         except Exception:
@@ -171,12 +179,12 @@ class RayCoordinator:
 
 
 class RayRuntime:
-    """Workers as actors of class `Worker`, calls as actor tasks, values in the object store.
+    """A `Runtime` whose workers are actors and whose values lie in the object store.
 
-    start: makes the actor of a worker, given its number. nodes, combine_from: see `Runtime`. actors: those of the
-    workers, where they are there already. participants: compares each worker that is ready with the driver;
-    None: no comparison.
-    identify: starts a task that identifies the place of a worker, given its number, after its process died.
+    start: starts the actor of a worker, given its number. nodes, combine_from: see `Runtime`.
+    actors: of the workers, if they exist. participants: compares each worker that is ready with the
+    driver; None: no comparison. identify: starts a task that identifies the place of a worker,
+    given its number, after its process died.
     """
 
     is_in_process = False
@@ -195,28 +203,29 @@ class RayRuntime:
         self.workers, self._make, self.combine_from = workers, start, combine_from
         self.nodes = nodes or (0,) * workers
         self.actors = list(actors) or [start(worker) for worker in range(workers)]
-        self._methods: dict[
-            tuple[int, str, int], Any
-        ] = {}  # what is called, by worker, name and number of results
+        # Methods of actors by worker, name and number of results.
+        self._methods: dict[tuple[int, str, int], Any] = {}
 
     def put(self, value: object) -> object:
-        """Into the object store, once; workers of one node map the same memory. A small model travels in each call."""
-        return (
-            value
-            if isinstance(value, PublishedVersion) and value.nbytes <= INLINE
-            else ray.put(value)
-        )
+        """Store a value once; the workers of a node share its memory.
+
+        A small model is returned unchanged and travels with each call.
+        """
+        if isinstance(value, PublishedVersion) and value.nbytes <= MAX_INLINE_BYTES:
+            return value
+        return ray.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """An actor task; its results belong to the caller."""
-        if (task := self._methods.get((worker, method, returns))) is None:
+        """Start an actor task; return a reference for each result."""
+        task = self._methods.get((worker, method, returns))
+        if task is None:
             task = getattr(self.actors[worker], method).options(num_returns=returns)
             self._methods[worker, method, returns] = task
         refs = task.remote(*args)
         return [refs] if returns == 1 else list(refs)
 
     def get(self, ref: Any) -> Any:
-        """Wait for a result; arrays in it are read-only views into the object store."""
+        """Wait for a result; its arrays are read-only views into the object store."""
         if not isinstance(ref, ray.ObjectRef):
             return ref
         try:
@@ -225,60 +234,73 @@ class RayRuntime:
             raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """The first that is there, in the order of `refs`."""
+        """Return the index of the first result that exists, in the order of `refs`."""
         timeout = None if math.isinf(seconds) else seconds
-        found, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
-        return refs.index(found[0]) if found else None
+        existing, _ = ray.wait(list(refs), num_returns=1, timeout=timeout, fetch_local=False)
+        return refs.index(existing[0]) if existing else None
 
     def revive(self, worker: int) -> None:
-        """Another actor in the same bundle; Ray moves the bundle where its node is gone and another one has room."""
-        ray.kill(self.actors[worker])  # it may only have been out of reach
+        """Start another actor in the same bundle.
+
+        Ray moves the bundle if its node is lost and another node has room.
+        """
+        ray.kill(self.actors[worker])  # it may be alive, but unreachable
         self.actors[worker] = self._make(worker)
         self._methods.clear()
         actor = self.actors[worker]
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
-        for _ in range(REVIVAL // ROOM):
-            if ray.wait([ready], timeout=ROOM)[0]:
+        for _ in range(REPLACEMENT_TIMEOUT_S // ROOM_CHECK_S):
+            if ray.wait([ready], timeout=ROOM_CHECK_S)[0]:
                 self._meet_replacement(worker, ready)
                 return
-            if _roomless():
+            if _has_lost_bundle():
                 break
         raise ProcessLostError(
-            f"worker {worker} died and no other one started in its place: its node may be gone"
+            f"worker {worker} died, and no other worker started in its place. Its node may be lost."
         )
 
-    def meet_workers(self, patience_s: float, *others: Identity) -> None:
-        """Wait until all workers are ready, and compare them and other processes of the run with the driver.
+    def meet_workers(self, timeout_s: float, *processes: Identity) -> None:
+        """Wait until all workers are ready, and compare them with the driver.
 
-        Raises UnequalWorkersError, or ProcessLostError.
+        processes: other processes of the run to compare. Raises UnequalWorkersError, or
+        ProcessLostError if a worker does not start in time.
         """
-        assert self.participants is not None, "only then is there anything to compare"
+        assert self.participants is not None, "a runtime without participants compares nothing"
         answers = [actor.identity.remote() for actor in self.actors]
-        timeout = None if math.isinf(patience_s) else patience_s
+        timeout = None if math.isinf(timeout_s) else timeout_s
         _, late = ray.wait(answers, num_returns=len(answers), timeout=timeout, fetch_local=False)
         if late:
             names = ", ".join(f"worker-{answers.index(answer)}" for answer in late)
-            raise ProcessLostError(f"{names} did not start within {patience_s:g} s")
+            raise ProcessLostError(
+                f"{names} did not start within {timeout_s:g} s. Look into the logs of Ray."
+            )
         identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
-        self.participants.add(
-            *others, *(identity for identity in identities if identity is not None)
-        )
+        known = [identity for identity in identities if identity is not None]
+        self.participants.add(*processes, *known)
 
     def _meet_replacement(self, worker: int, answer: ray.ObjectRef[Any]) -> None:
-        """Compare a worker in the place of a dead one. Raises RunStoppedError if it computes other bits."""
-        if self.participants is None or (identity := self._identity(worker, answer)) is None:
+        """Compare the replacement of a dead worker with the driver.
+
+        Raises RunStoppedError if it would compute other bits.
+        """
+        if self.participants is None:
+            return
+        identity = self._identity(worker, answer)
+        if identity is None:
             return
         try:
             self.participants.add(identity)
         except UnequalWorkersError as error:
             raise RunStoppedError(
-                f"worker {worker} died, and its replacement differs. {error} Then use resume=latest"
+                f"worker {worker} died, and its replacement differs. {error} Then use "
+                "resume=latest."
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
-        """Return a worker's identity; of one that died before it answered, that of its place. None: unknown.
+        """Return a worker's identity; None if it is unknown.
 
-        A worker whose copy of raysim or of a library is another one may fail before it can answer.
+        A worker with another version of raysim or of a library may die before it can answer. Then
+        the identity is that of a task in its place.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
             identity: Identity = ray.get(answer)
@@ -286,11 +308,10 @@ class RayRuntime:
         if self._identify is None:
             return None
         try:
-            return ray.get(self._identify(worker), timeout=REVIVAL)
+            return ray.get(self._identify(worker), timeout=REPLACEMENT_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
-            return Identity(
-                f"worker-{worker}", "its node", {"raysim": f"cannot be loaded: {first_line(error)}"}
-            )
+            facts = {"raysim": f"cannot be loaded: {first_line(error)}"}
+            return Identity(f"worker-{worker}", "its node", facts)
         except ray.exceptions.RayError:
             return None
 
@@ -300,20 +321,23 @@ class RayRuntime:
             ray.kill(actor)
 
 
-def _roomless() -> bool:
-    """Whether bundles of this run are still on a node that is gone, because no other has room for them."""
-    if (group := ray.util.get_current_placement_group()) is None:
+def _has_lost_bundle() -> bool:
+    """Return whether a bundle of this run is on a lost node: no other node has room for it."""
+    group = ray.util.get_current_placement_group()
+    if group is None:
         return False
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return not alive.issuperset(
-        ray.util.placement_group_table(group)["bundles_to_node_id"].values()
-    )
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+    return not alive.issuperset(nodes)
 
 
 def start_workers(
     spec: RunSpec, workers: int, kind: type = RayWorker, actors: Sequence[Any] = (), cpus: float = 1
 ) -> RayRuntime:
-    """Workers outside any placement group, starting side by side; or these actors, which become them."""
+    """Start workers outside any placement group, all at once, or let actors become them.
+
+    cpus: that each worker reserves.
+    """
     actor, shared = actor_class(kind).options(num_cpus=cpus), ray.put(spec)
     become_all(actors, [(shared, f"worker-{index}") for index in range(workers)])
     return RayRuntime(workers, lambda index: actor.remote(shared, f"worker-{index}"), actors=actors)
@@ -332,20 +356,19 @@ def start_workers_in(
     packages: Sequence[str] = (),
     device: str = "",
 ) -> RayRuntime:
-    """Workers of a class in the bundles of a group, starting side by side; or actors that are there and become them.
+    """Start workers in the bundles of a group, all at once, or let actors become them.
 
-    What they are built from stays in the object store, for workers that take the place of dead ones. participants: see
-    `RayRuntime`. packages, device: of the run, for `identify`.
+    kind: the class of the workers. The run stays in the object store, for replacements of dead
+    workers. participants: see `RayRuntime`. packages, device: see `identify`.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)
     become_all(actors, [(shared, f"worker-{index}", content) for index in range(size.workers)])
 
     def start(index: int) -> Any:
-        place = bundle_options(group, index + 1, size.each)
-        return actor.options(name=f"{name}/worker-{index}", **place).remote(
-            shared, f"worker-{index}", content
-        )
+        worker = f"worker-{index}"
+        resources = bundle_options(group, index + 1, size.each)
+        return actor.options(name=f"{name}/{worker}", **resources).remote(shared, worker, content)
 
     def identify_place(index: int) -> ray.ObjectRef[Identity]:
         task: Any = ray.remote(max_retries=0)(identify_process).options(
@@ -361,13 +384,19 @@ def start_workers_in(
 
 
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
-    """Have actors that are there, if any, hold something else, side by side. Raises what went wrong with the first."""
+    """Replace the objects that actors hold, all at once. Raises the error of the first actor.
+
+    parts: the arguments of each new object. Nothing happens without actors.
+    """
     pairs = zip(actors, parts, strict=bool(actors))
-    ray.get([actor.become.remote(*each) for actor, each in pairs], timeout=START_TIMEOUT_S)
+    calls = [actor.become.remote(*arguments) for actor, arguments in pairs]
+    ray.get(calls, timeout=START_TIMEOUT_S)
 
 
 def _nodes(group: PlacementGroup) -> list[int]:
-    """Of each bundle its node, by number; that of the first bundle is 0."""
-    places = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    """Return the number of each bundle's node; the node of the first bundle is 0."""
+    node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]
     numbers: dict[str, int] = {}
-    return [numbers.setdefault(places[index], len(numbers)) for index in range(len(places))]
+    for index in range(len(node_ids)):
+        numbers.setdefault(node_ids[index], len(numbers))
+    return [numbers[node_ids[index]] for index in range(len(node_ids))]

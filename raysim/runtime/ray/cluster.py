@@ -1,4 +1,4 @@
-"""Ray itself: start, join and leave it; what its nodes have; room that is reserved on them."""
+"""Start, join and leave a Ray cluster, and reserve resources on its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysim.runtime.placement import (
-    CLUSTERS,
+    RAY_CLUSTERS_VARIABLE,
     NoRoomError,
     RayOptions,
     Size,
@@ -30,23 +30,30 @@ from raysim.runtime.ray.failures import describe_failed_start
 
 Say = Callable[[str], None]
 
-GRACE = (
-    2  # seconds in which a group that fits is there; longer means that others hold what it needs
-)
+# A placement group that takes longer than this waits for resources of other runs.
+QUICK_PLACEMENT_S = 2
 
 
 def connect(options: RayOptions) -> bool:
-    """Start or join a cluster, unless this process already has one; whether it did."""
+    """Start or join a cluster, unless this process has one; return whether it did.
+
+    Raises ValueError with the reason if Ray does not start or cannot be joined.
+    """
     if ray.is_initialized():
         return False
     address = options.address or "local"
-    if address != "local" and os.environ.get(CLUSTERS) == "0" and not address.startswith("127."):
+    if (
+        address != "local"
+        and os.environ.get(RAY_CLUSTERS_VARIABLE) == "0"
+        and not address.startswith("127.")
+    ):
         raise ValueError(
-            f"runtime.address={address}: this process, or {CLUSTERS}=0, keeps Ray to this machine: start a new process"
+            f"runtime.address={address}: this process, or {RAY_CLUSTERS_VARIABLE}=0, keeps Ray on "
+            "this machine. Start a new process."
         )
     try:
         host, _, port = address.rpartition(":")
-        if host and port.isdigit():  # Ray would try for minutes
+        if host and port.isdigit():  # Ray would try for minutes to reach it
             socket.create_connection((host, int(port)), timeout=5).close()
         if address == "local":
             _ensure_token()
@@ -56,10 +63,10 @@ def connect(options: RayOptions) -> bool:
             logging_level=logging.ERROR,
             include_dashboard=False if address == "local" else None,
         )
-    except Exception as error:  # Ray raises a bare one where its processes do not start in time
+    except Exception as error:  # Ray raises this class if its processes do not start in time
         raise ValueError(describe_failed_start(address, error)) from error
     if threading.current_thread() is threading.main_thread():
-        # `ray job stop` is a Ctrl-C: Ray's own handler prints its stack and may abort.
+        # `ray job stop` acts like Ctrl-C: Ray's own handler would print its stack and may abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return True
 
@@ -67,7 +74,8 @@ def connect(options: RayOptions) -> bool:
 def _ensure_token() -> None:
     """Give the cluster of this process a token, unless the user has one.
 
-    Ray would write one into the home folder, where processes that start at the same moment replace each other's.
+    Ray would write a token into the home folder, where processes that start at the same moment
+    overwrite the tokens of each other.
     """
     if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return
@@ -77,29 +85,29 @@ def _ensure_token() -> None:
 
 @contextmanager
 def connection(options: RayOptions) -> Iterator[None]:
-    """`connect`; in the end only what it started or joined is left."""
-    mine = connect(options)
+    """Connect as `connect` does; disconnect at the end if this call has connected."""
+    has_connected = connect(options)
     try:
         yield
     finally:
-        if mine:
+        if has_connected:
             disconnect()
 
 
 def cluster_address() -> str:
-    """Of the connected cluster, for other processes that join it."""
+    """Return the address under which other processes join the connected cluster."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def disconnect() -> None:
-    """Leave the cluster; one that `connect` started ends."""
+    """Leave the cluster; a cluster that `connect` started ends."""
     ray.shutdown()
 
 
 def start_local_nodes(count: int, cpus: int) -> Any:
-    """Start so many Ray nodes in this machine, each of so many (declared) CPUs, to see what travels between nodes.
+    """Start a cluster of several Ray nodes on this machine, for tests of traffic between nodes.
 
-    `address` is where to connect; `shutdown()` ends them.
+    cpus: that each node declares. The returned object has `address`, and `shutdown()` to end it.
     """
     from ray.cluster_utils import Cluster
 
@@ -110,92 +118,115 @@ def start_local_nodes(count: int, cpus: int) -> Any:
 
 
 def node_resources() -> list[dict[str, float]]:
-    """What each living node has in all, the driver's own first."""
+    """Return all resources of each living node, in use or not; the driver's node is the first."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    alive.sort(key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id())
+    driver_node = ray.get_runtime_context().get_node_id()
+    alive.sort(key=lambda node: node["NodeID"] != driver_node)
     return [node["Resources"] for node in alive]
 
 
 def has_gpus() -> bool:
-    """Whether any node has one."""
+    """Return whether any node has a GPU."""
     return any(node.get("GPU") for node in node_resources())
 
 
 def run_bundles(size: Size) -> list[dict[str, float]]:
-    """What a run reserves: next to nothing on this node for the coordinator, whose files lie here; then each worker."""
-    here = next(
+    """Return the bundles that a run reserves: one for the coordinator, then one for each worker.
+
+    The coordinator gets a minimal amount of this node, because its files are here.
+    """
+    this_node = next(
         name
         for name in node_resources()[0]
         if name.startswith("node:") and not name.startswith("node:__")
     )
-    token = {here: 0.001}
-    return [token, *(dict(size.each) or {"memory": 1} for _ in range(size.workers))]
+    workers = [dict(size.each) or {"memory": 1} for _ in range(size.workers)]
+    return [{this_node: 0.001}, *workers]
 
 
-# --- room -----------------------------------------------------------------------------------------------------------
+# --- resources ------------------------------------------------------------------------------
 @contextmanager
 def reserve(
-    asked: list[dict[str, float]], name: str, options: RayOptions, say: Say
+    bundles: list[dict[str, float]], name: str, options: RayOptions, say: Say
 ) -> Iterator[PlacementGroup]:
-    """A placement group, waited for and removed in the end; inside another one (a trial) that one, left as it is.
+    """Wait for a placement group, and remove it at the end.
 
-    Raises ValueError when others still hold what it needs after `options.wait` seconds. Ray removes it as well when
-    this process dies.
+    Inside another placement group (a trial) that group is used and not removed. say: is called with
+    what the run waits for. Raises ValueError if other runs still hold the resources after
+    `options.wait` seconds. Ray also removes the group when this process dies.
     """
-    if (outer := ray.util.get_current_placement_group()) is not None:
+    outer = ray.util.get_current_placement_group()
+    if outer is not None:
         yield outer
         return
-    group = ray.util.placement_group(asked, strategy=options.strategy, name=name)
+    group = ray.util.placement_group(bundles, strategy=options.strategy, name=name)
     try:
-        _await(group, asked, options, say)
+        _wait_for(group, bundles, options, say)
         yield group
     finally:
         ray.util.remove_placement_group(group)
 
 
-def _await(
-    group: PlacementGroup, asked: Sequence[Mapping[str, float]], options: RayOptions, say: Say
+def _wait_for(
+    group: PlacementGroup, bundles: Sequence[Mapping[str, float]], options: RayOptions, say: Say
 ) -> None:
-    """Until the group is there, in steps of seconds: an interrupt is heard between them."""
-    since, told = time.monotonic(), False
-    while not group.wait(1 if told else GRACE):
-        each = asked[-1]  # of a worker
-        if (
-            places := worker_capacity(node_resources(), each, options.strategy)
-        ) is not None and places < asked.count(each):
-            raise NoRoomError(
-                f"{asked.count(each)} x {format_resources(each)} are needed, and {places} fit: the cluster lost a node"
-            )
-        late = options.wait is not None and time.monotonic() - since >= options.wait
-        if told and not late:
+    """Wait until the group exists, in steps of seconds, so that Ctrl-C can interrupt it."""
+    since, has_said = time.monotonic(), False
+    while not group.wait(1 if has_said else QUICK_PLACEMENT_S):
+        _check_capacity(bundles, options)
+        is_late = options.wait is not None and time.monotonic() - since >= options.wait
+        if has_said and not is_late:
             continue
-        needs: Counter[str] = Counter()
-        for each in asked:
-            needs.update(
-                {name: amount for name, amount in each.items() if not name.startswith("node:")}
-            )
+        needs = _total_resources(bundles)
         free = ray.available_resources()
-        has = format_resources({name: free.get(name, 0.0) for name in needs})
-        text = f"this needs {format_resources(needs)}, of which other runs leave {has}"
-        if late:
+        available = format_resources({name: free.get(name, 0.0) for name in needs})
+        text = f"this run needs {format_resources(needs)}, and other runs leave {available}"
+        if is_late:
             raise ValueError(
-                f"{text}: try again later, lower runtime.workers, or set runtime.wait=null to wait for them"
+                f"runtime.wait={options.wait:g}: {text}. Try again later, lower runtime.workers, "
+                "or set runtime.wait=null to wait for them."
             )
         say(
-            f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits it)"
+            f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits "
+            "it)"
         )
-        told = True
+        has_said = True
+
+
+def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions) -> None:
+    """Raise NoRoomError if the cluster has become too small for the workers."""
+    worker = bundles[-1]
+    workers = bundles.count(worker)
+    capacity = worker_capacity(node_resources(), worker, options.strategy)
+    if capacity is not None and capacity < workers:
+        raise NoRoomError(
+            f"runtime.workers={workers} needs {workers} x {format_resources(worker)}, and "
+            f"{capacity} fit after the cluster lost a node. Start a node, or lower runtime.workers."
+        )
+
+
+def _total_resources(bundles: Sequence[Mapping[str, float]]) -> Counter[str]:
+    """Return the sum of the bundles, without Ray's marks of nodes."""
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            if not name.startswith("node:"):
+                total[name] += amount  # type: ignore[assignment]
+    return total
 
 
 def bundle_options(
     group: PlacementGroup | None, index: int, each: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The options of a task or an actor that fills a bundle."""
-    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    arguments: dict[str, Any] = {key: each.get(name, 0) for name, key in named.items()}
-    arguments["resources"] = {name: amount for name, amount in each.items() if name not in named}
+    """Return the options of a task or an actor that takes all resources of a bundle.
+
+    each: the resources of the bundle.
+    """
+    arguments = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {argument: each.get(name, 0) for name, argument in arguments.items()}
+    options["resources"] = {name: each[name] for name in each if name not in arguments}
     if group is not None:
-        arguments["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=index
         )
-    return arguments
+    return options

@@ -1,4 +1,4 @@
-"""A run on Ray: how many workers, its events, and what counts as lost."""
+"""Run on Ray: choose the number of workers, and pass on the events of the coordinator."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ from raysim.runtime.placement import (
     worker_capacity,
     worker_resources,
 )
-from raysim.runtime.ray.actors import REVIVAL, ROOM, content_for, read_here
+from raysim.runtime.ray.actors import (
+    REPLACEMENT_TIMEOUT_S,
+    ROOM_CHECK_S,
+    store_dataset,
+    with_local_dataset,
+)
 from raysim.runtime.ray.cluster import Say, bundle_options, node_resources, reserve
-from raysim.runtime.ray.team import end_waiting, release_processes, start_processes
+from raysim.runtime.ray.processes import end_waiting, release_processes, start_processes
 from raysim.simulation.events import Event, ProcessLostError, Started
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
@@ -34,10 +39,10 @@ from raysim.training.run_spec import RunSpec
 
 Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
-SILENCE = 60.0  # seconds after which somebody may wonder
+SILENCE_WARNING_S = 60.0  # without any message, after which the user is told
 
 
-# --- how many workers -------------------------------------------------------------------------------------------------
+# --- the number of workers ------------------------------------------------------------------
 def plan_workers(
     options: RayOptions,
     spec: RunSpec,
@@ -45,55 +50,63 @@ def plan_workers(
     say: Say = print,
     measure: Measure = preflight.measure,
 ) -> Size:
-    """How many workers, and what each reserves: what was asked for if the cluster has it at all, else what fits.
+    """Return the number of workers, and what each reserves.
 
-    Inside a placement group (a trial of a search) the group decides. measure: stands in for the preflight. Raises
-    ValueError with the number that would fit.
+    These are the requested workers if the cluster is large enough, otherwise as many as fit and
+    find work. Inside a placement group (a trial of a search) the group decides. concurrency: number
+    of clients in flight. measure: see `preflight.measure`. Raises ValueError with the number that
+    would fit.
     """
     each = worker_resources(options, spec.device, spec.threads)
-    if (group := ray.util.get_current_placement_group()) is not None:
+    group = ray.util.get_current_placement_group()
+    if group is not None:
         return size_in_group(options, group.bundle_specs, spec.device)
     cluster = node_resources()
-    shared = spec.device == "cuda" and options.gpus is None
-    if options.preflight if options.preflight is not None else shared:
-        probe = {**each, "GPU": 1.0} if spec.device == "cuda" else each
-        choose_size(replace(options, workers=1), probe, cluster, 1)
-        need = _measured(options, spec, probe, say, measure)
+    needs_preflight = options.preflight
+    if needs_preflight is None:  # it decides how many workers share a GPU
+        needs_preflight = spec.device == "cuda" and options.gpus is None
+    if needs_preflight:
+        measured = {**each, "GPU": 1.0} if spec.device == "cuda" else each
+        choose_size(replace(options, workers=1), measured, cluster, 1)  # raises if it does not fit
+        need = _measure_remotely(options, spec, measured, say, measure)
         if spec.device == "cuda":
-            each["GPU"] = _share(options, each, spec, concurrency, cluster, need, say)
+            each["GPU"] = _choose_gpu_share(options, each, spec, concurrency, cluster, need, say)
         else:
             each["memory"] = need.job
-            places = worker_capacity(cluster, {"memory": need.job}, options.strategy)
+            capacity = worker_capacity(cluster, {"memory": need.job}, options.strategy)
             say(
-                f"a job needs {format_bytes(need.job)}: {places} workers fit into the cluster's memory"
+                f"a job needs {format_bytes(need.job)}: {capacity} workers fit into the cluster's "
+                "memory"
             )
     return choose_size(options, each, cluster, concurrency)
 
 
-def _measured(
+def _measure_remotely(
     options: RayOptions, spec: RunSpec, each: Mapping[str, float], say: Say, measure: Measure
 ) -> preflight.MemoryNeed:
-    """One job's memory, seen in a process that is given what a worker is given, and a whole GPU."""
-    end_waiting()  # a whole GPU is asked for
+    """Return the memory of one job, measured in a process with these resources."""
+    end_waiting()  # the preflight needs a whole GPU
     with reserve([dict(each)], "raysim-preflight", options, say) as group:
         task = ray.remote(max_retries=0)(_measure).options(**bundle_options(group, 0, each))
         try:
-            return ray.get(task.remote(ray.put(spec), content_for(spec, group), measure))
+            return ray.get(task.remote(ray.put(spec), store_dataset(spec, group), measure))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise ValueError(
-                f"the preflight died ({first_line(error)}): the largest client does not fit there; lower local.batch"
+                "local.batch: the process that measures the largest client died "
+                f"({first_line(error)}); the client does not fit into its memory. Lower "
+                "local.batch."
             ) from None
 
 
 def _measure(
     spec: RunSpec, content: Sequence[ray.ObjectRef[Any]], measure: Measure
 ) -> preflight.MemoryNeed:
-    return measure(read_here(spec, content))
+    return measure(with_local_dataset(spec, content))
 
 
-def _share(
+def _choose_gpu_share(
     options: RayOptions,
     each: Mapping[str, float],
     spec: RunSpec,
@@ -102,36 +115,42 @@ def _share(
     need: preflight.MemoryNeed,
     say: Say,
 ) -> float:
-    """The part of a GPU that a worker reserves: so small that workers find no more work or CPUs, or as jobs allow."""
+    """Return the share of a GPU that a worker reserves.
+
+    It is as small as the memory allows, but not smaller than the workers can use: they need clients
+    to train, and CPUs.
+    """
     gpus = sum(int(node.get("GPU", 0.0)) for node in cluster)
     clients = int(np.count_nonzero(spec.data.partition.train.counts))
-    fits = preflight.workers_per_gpu(need, clients, gpus)
-    states = (
-        f" and {format_bytes(clients * need.state)} of client states are kept" if need.state else ""
-    )
-    if not fits:
+    fitting = preflight.workers_per_gpu(need, clients, gpus)
+    job, room = format_bytes(need.job), format_bytes(need.room)
+    states = ""
+    if need.state:
+        states = f" and {format_bytes(clients * need.state)} of client states are kept"
+    if not fitting:
         raise ValueError(
-            f"a job needs {format_bytes(need.job)}{states}, a GPU has {format_bytes(need.room)}: "
-            "lower local.batch, or set device=cpu"
+            f"device=cuda: a job needs {job}{states}, and a GPU has {room}. Lower local.batch, or "
+            "set device=cpu."
         )
-    say(
-        f"a job needs {format_bytes(need.job)}{states}: {fits} worker{'s fit' if fits > 1 else ' fits'} on a GPU"
-    )
+    workers = "1 worker fits" if fitting == 1 else f"{fitting} workers fit"
+    say(f"a job needs {job}{states}: {workers} on a GPU")
     if options.gpus is not None:
-        if options.gpus < gpu_share(fits):
+        if options.gpus < gpu_share(fitting):
             raise ValueError(
-                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU, of whose "
-                f"{format_bytes(need.room)} each needs {format_bytes(need.job)}: "
-                f"set runtime.gpus={gpu_share(fits):g} for {fits} workers"
+                f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU with "
+                f"{room}, and each needs {job}. Set runtime.gpus={gpu_share(fitting):g} for "
+                f"{workers.partition(' fit')[0]}."
             )
         return options.gpus
-    rest = {name: amount for name, amount in each.items() if name != "GPU"}
-    places = worker_capacity([node for node in cluster if node.get("GPU")], rest, options.strategy)
-    wanted = options.workers or (concurrency if places is None else min(concurrency, places))
-    return gpu_share(min(fits, max(1, -(-wanted // gpus))))
+    other = {name: amount for name, amount in each.items() if name != "GPU"}
+    gpu_nodes = [node for node in cluster if node.get("GPU")]
+    capacity = worker_capacity(gpu_nodes, other, options.strategy)
+    useful = concurrency if capacity is None else min(concurrency, capacity)
+    per_gpu = -(-(options.workers or useful) // gpus)
+    return gpu_share(min(fitting, max(1, per_gpu)))
 
 
-# --- the run --------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------
 def run(
     spec: RunSpec,
     schedule: Schedule,
@@ -142,62 +161,72 @@ def run(
     folder: str = "",
     resume: str = "",
 ) -> Iterator[Event]:
-    """Run on the connected cluster, in a placement group of its own. Errors arrive as they were raised.
+    """Run on the connected cluster, in a placement group of its own.
 
-    folder, resume: see `Coordinator`.
+    folder, resume: see `Coordinator`. Raises the coordinator's errors, and ProcessLostError if a
+    process of the run dies.
     """
     options = options or RayOptions()
-    team = start_processes(spec, (schedule, fleet), size, options, say, (folder, resume))
-    well = False
+    processes = start_processes(spec, (schedule, fleet), size, options, say, (folder, resume))
+    coordinator = processes.coordinator
+    has_succeeded = False
     try:
-        for part, more in (
-            (team.coordinator.begin, START_TIMEOUT_S),
-            (team.coordinator.events, REVIVAL),
+        for method, extra_s in (
+            (coordinator.begin, START_TIMEOUT_S),
+            (coordinator.events, REPLACEMENT_TIMEOUT_S),
         ):
-            messages = part.options(num_returns="streaming").remote()
-            for ref in _in_time(messages, spec.settings.faults.timeout, more, say):
+            messages = method.options(num_returns="streaming").remote()
+            for ref in _receive(messages, spec.settings.faults.timeout, extra_s, say):
                 for event in ray.get(ref):
                     if isinstance(event, Started) and not are_equal(event.processes):
                         say(
-                            "runtime.mixed=true: the processes of this run differ; the same bits are not promised"
+                            "runtime.mixed=true: the processes of this run differ. The same bits "
+                            "are not promised."
                         )
                     yield event
-        well = True
+        has_succeeded = True
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
-        raise (_lost(cause) if isinstance(cause, ray.exceptions.RayError) else cause) from None
+        if isinstance(cause, ray.exceptions.RayError):
+            raise _process_lost(cause) from None
+        raise cause from None
     except ray.exceptions.RayActorError as error:
-        raise _lost(error) from None
+        raise _process_lost(error) from None
     finally:
-        release_processes(team, well)
+        release_processes(processes, has_succeeded)
 
 
-def _in_time(messages: Any, timeout: float | None, more: float, say: Say) -> Iterator[Any]:
-    """What a coordinator sends; it says every few seconds what it waits for, so one that is silent counts as dead.
+def _receive(messages: Any, timeout: float | None, extra_s: float, say: Say) -> Iterator[Any]:
+    """Yield the coordinator's messages. Raises ProcessLostError if none comes in time.
 
-    It cannot where it waits for Ray to start a worker, which is said for it. more: seconds beyond the timeout that the
-    first of its messages may take.
+    The coordinator sends a message every few seconds, except while it waits for Ray to start a
+    worker; then the user is told. timeout: `faults.timeout`; None: wait forever. extra_s: seconds
+    beyond it that the first message may take.
     """
-    patience, silent = math.inf if timeout is None else timeout + more, 0.0
-    while silent < patience:
-        if ray.wait(
-            [messages], timeout=(step := min(SILENCE, patience - silent)), fetch_local=False
-        )[0]:
-            patience, silent = math.inf if timeout is None else timeout + REVIVAL, 0.0
+    limit_s = math.inf if timeout is None else timeout + extra_s
+    silent_s = 0.0
+    while silent_s < limit_s:
+        wait_s = min(SILENCE_WARNING_S, limit_s - silent_s)
+        if ray.wait([messages], timeout=wait_s, fetch_local=False)[0]:
+            limit_s = math.inf if timeout is None else timeout + REPLACEMENT_TIMEOUT_S
+            silent_s = 0.0
             try:
                 yield next(messages)
             except StopIteration:
                 return
-        elif (silent := silent + step) < patience:
+            continue
+        silent_s += wait_s
+        if silent_s < limit_s:
             say(
-                f"nothing was heard for {silent:g} s: workers start, or Ray has no room for one in the place of one "
-                f"that died; without it the run goes back to its last checkpoint, after {ROOM} to {REVIVAL} s"
+                f"no message from the coordinator for {silent_s:g} s: workers start, or Ray has no "
+                "room to replace a dead worker; then the run returns to its last checkpoint after "
+                f"{ROOM_CHECK_S} to {REPLACEMENT_TIMEOUT_S} s"
             )
     raise ProcessLostError(
-        f"the coordinator has said nothing for {patience:g} s (faults.timeout, and what a new worker may take): it may "
-        "have been stopped"
+        f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, the time "
+        "to replace a worker included. Its process may have been stopped."
     )
 
 
-def _lost(error: Exception) -> ProcessLostError:
+def _process_lost(error: Exception) -> ProcessLostError:
     return ProcessLostError(f"a process of the run died ({first_line(error)})")

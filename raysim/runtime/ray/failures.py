@@ -1,4 +1,4 @@
-"""Why Ray did not start or could not be joined: the cause, with the key or variable that changes it."""
+"""Explain why Ray did not start or could not be joined, and what to change."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ import ray
 from raysim.primitives.errors import first_line
 
 LOCAL = "local"
-SOCKET_PATH_BYTES = 107  # that Linux allows in the path of a socket
+MAX_SOCKET_PATH_BYTES = 107  # on Linux
 START_ONE = "Start one with `ray start --head`, or use runtime=local."
 INPROCESS = "or use runtime=inprocess"
-_LOGS = ("gcs_server", "raylet")  # of the processes without which nothing starts
+_LOGS = ("gcs_server", "raylet")  # of the processes that every cluster needs
 _ERROR_LINE = re.compile(
     r"^\[[^\]]* [EFC] [^\]]*\]\s*(?:\([^)]*\)\s*)?(?:\S+:\d+:\s*)?(?P<message>.*)$"
 )
-_LOGGED_CHARACTERS = 200  # of a log's line that an error repeats
+_MAX_LOG_CHARACTERS = 200  # of a log line that an error repeats
 
 
 @dataclass(frozen=True)
 class _Cause:
-    """A cause by the words that Ray or the operating system have for it, and what to do."""
+    """A cause, and what to do.
+
+    words: texts by which messages of Ray or of the operating system name the cause.
+    """
 
     words: tuple[str, ...]
     meaning: str
@@ -83,89 +86,109 @@ _CAUSES = (
 
 
 def describe_failed_start(address: str, error: BaseException) -> str:
-    """Return a sentence for an error that Ray raised: the key, what is wrong, what to do.
+    """Return the text of an error that Ray raised: the key, the problem and what to do.
 
-    address: "local" for a cluster that this process started, else that of one to join.
+    address: "local" for a cluster that this process starts, otherwise of the cluster to join.
     """
     if "Version mismatch" in str(error):
         text = " ".join(str(error).split())
         return f"runtime.address={address}: {text}. Install the same versions in both places."
-    return _describe_local(error) if address == LOCAL else _describe_joining(address, error)
+    if address == LOCAL:
+        return _describe_local(error)
+    return _describe_joining(address, error)
 
 
-# --- a cluster that is joined ---------------------------------------------------------------------------------------
+# --- joining a cluster ----------------------------------------------------------------------
 def _describe_joining(address: str, error: BaseException) -> str:
     key, text = f"runtime.address={address}", str(error)
     if isinstance(error, ray.exceptions.AuthenticationError):
         return (
-            f"{key}: this process has no token for the cluster. Copy ~/.ray/auth_token from its head node, or set "
-            "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+            f"{key}: this process has no token for the cluster. Copy ~/.ray/auth_token from its "
+            "head node, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
         )
     if isinstance(error, ConnectionRefusedError):
         return f"{key}: nothing listens there ({error.strerror}). {START_ONE}"
     if isinstance(error, socket.gaierror):
-        return f"{key}: the name of the machine is not known ({error.strerror}). Correct it. {START_ONE}"
+        return (
+            f"{key}: the name of the machine is unknown ({error.strerror}). Correct it. {START_ONE}"
+        )
     if isinstance(error, TimeoutError):
-        return f"{key}: the machine does not answer. Correct the address, or open its port. {START_ONE}"
+        return (
+            f"{key}: the machine does not answer. Correct the address, or open its port. "
+            f"{START_ONE}"
+        )
     if "Failed to connect to Ray cluster" in text:
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
         return (
-            f"{key}: something listens there, but it does not accept this process. If it is a Ray cluster, its token "
-            f"or RAY_AUTH_MODE differs (here {mode}). Copy ~/.ray/auth_token from its head node, or set RAY_AUTH_TOKEN "
-            "and RAY_AUTH_MODE as there; else correct the address."
+            f"{key}: a program listens there, but does not accept this process. If it is a Ray "
+            f"cluster, its token or RAY_AUTH_MODE differs (here {mode}). Copy ~/.ray/auth_token "
+            "from its head node, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE as there; otherwise "
+            "correct the address."
         )
     return f"{key}: no Ray cluster could be joined there ({first_line(error)}). {START_ONE}"
 
 
-# --- a cluster of this machine's own --------------------------------------------------------------------------------
+# --- starting a cluster ---------------------------------------------------------------------
 def _describe_local(error: BaseException) -> str:
     text = str(error)
     variable, folder = _temporary_folder()
     if "AF_UNIX path length" in text:
         socket_path = text.rpartition(": ")[2]
         return (
-            f"{variable}={folder}: the path is too long for Ray. Its sockets in this folder would have paths of "
-            f"{len(socket_path.encode())} bytes, and {SOCKET_PATH_BYTES} are allowed. Set RAY_TMPDIR to a folder with "
-            f"a short path, such as /tmp, {INPROCESS}."
+            f"{variable}={folder}: the path is too long for Ray. Its sockets in this folder would "
+            f"have paths of {len(socket_path.encode())} bytes, and {MAX_SOCKET_PATH_BYTES} are "
+            f"allowed. Set RAY_TMPDIR to a folder with a short path, such as /tmp, {INPROCESS}."
         )
     if isinstance(error, OSError) and error.filename and ".ray" in Path(error.filename).parts:
         return (
-            f"HOME={os.environ.get('HOME', '')}: Ray cannot write its token there ({error.strerror}: "
-            f"{error.filename}). Set HOME to a folder of your own, set RAY_AUTH_TOKEN_PATH to a file with a token, "
-            f"{INPROCESS}."
+            f"HOME={os.environ.get('HOME', '')}: Ray cannot write its token there "
+            f"({error.strerror}: {error.filename}). Set HOME to a folder of your own, set "
+            f"RAY_AUTH_TOKEN_PATH to a file with a token, {INPROCESS}."
         )
     if isinstance(error, ray.exceptions.AuthenticationError):
-        return f"RAY_AUTH_TOKEN: Ray does not accept the token ({first_line(error)}). Correct it, {INPROCESS}."
+        return (
+            f"RAY_AUTH_TOKEN: Ray does not accept the token ({first_line(error)}). Correct it, "
+            f"{INPROCESS}."
+        )
     logged = "" if isinstance(error, OSError) else _logged_error(Path(folder))
-    said = f"{first_line(error)}; its log says: {logged}" if logged else first_line(error)
-    # The log names the cause; an error about a file that never appeared names what followed from it.
+    message = first_line(error)
+    if logged:
+        message += f"; its log says: {logged}"
+    # The log names the cause; the error may name a consequence, such as a missing file.
     cause = _find_cause(logged) or _find_cause(text)
-    key = (
-        f"{variable}={folder}" if isinstance(error, OSError) and error.filename else "runtime=local"
-    )
+    names_file = isinstance(error, OSError) and bool(error.filename)
+    key = f"{variable}={folder}" if names_file else "runtime=local"
     if cause is None:
-        return f"{key}: Ray did not start ({said}). Look into {folder}/ray/session_latest/logs, {INPROCESS}."
-    return f"{key}: Ray did not start, {cause.meaning} ({said}). {cause.advice}, {INPROCESS}."
+        logs = f"{folder}/ray/session_latest/logs"
+        return f"{key}: Ray did not start ({message}). Look into {logs}, {INPROCESS}."
+    return f"{key}: Ray did not start, {cause.meaning} ({message}). {cause.advice}, {INPROCESS}."
 
 
 def _temporary_folder() -> tuple[str, str]:
-    """Return the variable that names the folder in which Ray puts its sockets and logs, and that folder."""
+    """Return the variable that names the folder of Ray's sockets and logs, and the folder."""
     for variable in ("RAY_TMPDIR", "TMPDIR"):
-        if folder := os.environ.get(variable):
+        folder = os.environ.get(variable)
+        if folder:
             return variable, folder
     return "TMPDIR", tempfile.gettempdir()
 
 
 def _find_cause(text: str) -> _Cause | None:
-    return next((cause for cause in _CAUSES if any(words in text for words in cause.words)), None)
+    for cause in _CAUSES:
+        if any(words in text for words in cause.words):
+            return cause
+    return None
 
 
 def _logged_error(folder: Path) -> str:
-    """Return the first error in the logs of the cluster that this process tried to start; "" if there is none."""
+    """Return the first error in the logs of this process's cluster; "" if there is none."""
     sessions = sorted(folder.glob(f"ray/session_*_{os.getpid()}"))
-    for name in _LOGS if sessions else ():
+    if not sessions:
+        return ""
+    for name in _LOGS:
         for ending in ("out", "err"):
-            if message := _first_error(sessions[-1] / "logs" / f"{name}.{ending}"):
+            message = _first_error(sessions[-1] / "logs" / f"{name}.{ending}")
+            if message:
                 return message
     return ""
 
@@ -175,6 +198,12 @@ def _first_error(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    matches = (match for line in lines if (match := _ERROR_LINE.match(line)))
-    message = next((match["message"].strip() for match in matches), "")
-    return message if len(message) <= _LOGGED_CHARACTERS else f"{message[:_LOGGED_CHARACTERS]}..."
+    for line in lines:
+        match = _ERROR_LINE.match(line)
+        if match is None:
+            continue
+        message = match["message"].strip()
+        if len(message) > _MAX_LOG_CHARACTERS:
+            return f"{message[:_MAX_LOG_CHARACTERS]}..."
+        return message
+    return ""

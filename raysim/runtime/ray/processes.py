@@ -1,0 +1,175 @@
+"""Start the processes of a run, and keep them for the runs that follow."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from raysim.runtime.placement import RayOptions, Size
+from raysim.runtime.ray.actors import (
+    RayCoordinator,
+    RayRuntime,
+    RayWorker,
+    actor_class,
+    become_all,
+    identify_process,
+    start_workers_in,
+    store_dataset,
+)
+from raysim.runtime.ray.cluster import Say, bundle_options, reserve, run_bundles
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.schedule import Schedule
+from raysim.training.identity import Participants
+from raysim.training.run_spec import RunSpec
+
+IDLE_TIMEOUT_S = 2  # an idle process answers within this time
+Request: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
+
+
+@dataclass(frozen=True)
+class RunProcesses:
+    """The processes of a run, and their bundles. end: ends the processes."""
+
+    request: Request
+    group: PlacementGroup
+    workers: Sequence[Any]
+    coordinator: Any
+    end: Callable[[], None]
+
+    @property
+    def are_idle(self) -> bool:
+        """Return whether all workers are alive and have no calls left to do."""
+        answers = [worker.ready.remote() for worker in self.workers]
+        with suppress(ray.exceptions.RayError):
+            return bool(ray.get(answers, timeout=IDLE_TIMEOUT_S))
+        return False
+
+
+@dataclass
+class _WaitingProcesses:
+    """The processes that wait for the next run, if there are any.
+
+    name: of all runs together.
+    """
+
+    name: str
+    processes: RunProcesses | None = None
+
+    def take(self, request: Request) -> RunProcesses | None:
+        """Remove and return processes of this request; end processes of another request."""
+        is_inside_trial = ray.util.get_current_placement_group() is not None
+        if self.processes is not None and (self.processes.request != request or is_inside_trial):
+            self.end()
+        processes, self.processes = self.processes, None
+        return processes
+
+    def end(self) -> None:
+        """End the processes that wait."""
+        processes, self.processes = self.processes, None
+        if processes is not None:
+            processes.end()
+
+
+_waiting: _WaitingProcesses | None = None  # of this process, which has one Ray cluster
+
+
+@contextmanager
+def keep_processes(name: str) -> Iterator[None]:
+    """Let the runs in this context use the same processes, which saves seconds for each run.
+
+    A run with another number or size of workers gets new processes, and so does the run after a
+    failed run. name: under which Ray's dashboard shows the processes. A nested context changes
+    nothing.
+    """
+    global _waiting
+    if _waiting is not None:
+        yield
+        return
+    _waiting = waiting = _WaitingProcesses(name)
+    try:
+        yield
+    finally:
+        _waiting = None
+        waiting.end()
+
+
+def end_waiting() -> None:
+    """End processes that wait for the next run, because their resources are needed."""
+    if _waiting is not None:
+        _waiting.end()
+
+
+def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
+    """Keep the processes of a successful run for the next one, or end them."""
+    can_wait = _waiting is not None and _waiting.processes is None
+    if has_succeeded and can_wait and processes.are_idle:
+        assert _waiting is not None, "checked above"
+        _waiting.processes = processes
+    else:
+        processes.end()
+
+
+def start_processes(
+    spec: RunSpec,
+    parts: tuple[Schedule, Fleet],
+    size: Size,
+    options: RayOptions,
+    say: Say,
+    places: tuple[str, str],
+) -> RunProcesses:
+    """Return workers and coordinator of a run: waiting ones, or new ones.
+
+    places: the arguments `folder` and `resume` of the coordinator.
+    """
+    request, shared = (run_bundles(size), options.strategy), ray.put(spec)
+    base_name = _waiting.name if _waiting else Path(places[0]).name
+    name = f"{base_name or 'raysim'}-{uuid.uuid4().hex[:6]}"
+
+    def make_runtime(
+        group: PlacementGroup, actors: Sequence[Any] = ()
+    ) -> tuple[RayRuntime, tuple[Any, ...]]:
+        """Return the runtime with the workers, and the arguments of the coordinator."""
+        content = store_dataset(spec, group)
+        runtime = start_workers_in(
+            group,
+            size,
+            name,
+            options,
+            RayWorker,
+            shared,
+            content,
+            actors,
+            Participants(identify_process("driver", spec.packages), options.mixed),
+            spec.packages,
+            spec.device,
+        )
+        return runtime, (shared, *parts, runtime, *places, content)
+
+    waiting = None if _waiting is None else _waiting.take(request)
+    if waiting is not None:
+        try:
+            _, arguments = make_runtime(waiting.group, waiting.workers)
+            become_all([waiting.coordinator], [arguments])
+            return waiting
+        except ray.exceptions.RayError:
+            waiting.end()  # new processes fail as well, if the cause was not in these ones
+        except BaseException:
+            waiting.end()
+            raise
+    with ExitStack() as stack:
+        group = stack.enter_context(reserve(request[0], name, options, say))
+        runtime, arguments = make_runtime(group)
+        stack.callback(runtime.stop)
+        coordinator_class = actor_class(RayCoordinator).options(
+            name=f"{name}/coordinator", **bundle_options(group, 0, {})
+        )
+        coordinator = coordinator_class.remote(*arguments)
+        stack.callback(ray.kill, coordinator)
+        return RunProcesses(request, group, runtime.actors, coordinator, stack.pop_all().close)
