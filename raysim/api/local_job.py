@@ -97,6 +97,13 @@ class LocalJob:
         """[steps] task loss of each step, without terms that methods add; known in `end`."""
         return self.context.losses
 
+    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `scratch[name]`, computed at its first use in this job."""
+        if name not in self.scratch:
+            self.scratch[name] = compute()
+        value: Tensor = self.scratch[name]
+        return value
+
     # --- the run ------------------------------------------------------------------------------
     @property
     def task(self) -> Task:

@@ -7,8 +7,9 @@
     def test_it_keeps_what_every_part_must(check):
         check()
 
-`checks` takes a method, a model, a source of data, a partition, a schedule, a fleet or an observer. Each check makes a
-few tiny runs in this process, a fraction of a second each, and raises an AssertionError with one sentence.
+`checks` takes a method, a model, a source of data, a partition, a schedule, a fleet or an observer.
+Each check makes a few tiny runs in this process, a fraction of a second each, and raises an
+AssertionError with one sentence.
 """
 
 from __future__ import annotations

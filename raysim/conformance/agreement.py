@@ -58,8 +58,8 @@ def resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
 def recorded(make: Make, **settings: Any) -> None:
     """Check that a run ends at the same numbers in the loop and from recorded steps, in float64.
 
-    Without a GPU a recorded step is computed again, from nothing but its inputs and without reading a value. A run that
-    is refused by name passes.
+    Without a GPU a recorded step is computed again, from nothing but its inputs and without reading
+    a value. A run that is refused by name passes.
     """
     with contextlib.suppress(LanesError):
         loop, other = (

@@ -1,19 +1,24 @@
-"""ACE and ACED: step along the mean of all clients' latest updates whenever one of them brings a new one.
+"""ACE and ACED: step along the mean of all clients' latest updates at each new one.
 
-Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating Participation Imbalance
-Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j returns Delta from version tau to version t:
+Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating
+Participation Imbalance Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j
+returns Delta from version tau to version t:
 
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
-    A: the clients that have an entry (ACE), of which tau_i is at most max_staleness versions old (ACED)
+    A: the clients that have an entry (ACE), at most max_staleness versions old (ACED)
 
-It is meant for `schedule=immediate` and tens to hundreds of clients: the cache takes the memory of as
-many models, on disk by default. A larger buffer replaces its entries and then makes one step (CA2FL corrects that one).
+It is meant for `schedule=immediate` and tens to hundreds of clients: the cache takes the memory of
+as many models, on disk by default. A larger buffer replaces its entries and then makes one step
+(CA2FL corrects that one).
 
 Choices where sources disagree or are silent
-- An entry's age is that of the version that it was computed from, not the time that its client has been busy.
-- The mean is over A, not over all N; clients have no weights. With A empty nothing moves, buffers neither, but t grows.
-- initialise=true: no step before every client that has samples brought an update of the first model. The paper asks all
-  clients at once; here they come as the schedule sends them, and fast ones may come again.
+- An entry's age is that of the version that it was computed from, not the time that its client has
+  been busy.
+- The mean is over A, not over all N; clients have no weights. With A empty nothing moves, buffers
+  neither, but t grows.
+- initialise=true: no step before every client that has samples brought an update of the first
+  model. The paper asks all clients at once; here they come as the schedule sends them, and fast
+  ones may come again.
 - Floating buffers are those of the arrivals, as everywhere, and not cached.
 - One local step is the paper's setting; several add a drift. SCAFFOLD overlaps in purpose.
 
@@ -49,7 +54,10 @@ if TYPE_CHECKING:
 def active_clients(
     *, dispatch_versions: Tensor, version: int, max_staleness: int | None = None
 ) -> Tensor:
-    """A, bool [N]: whose ``dispatch_versions`` int64 [N] is one (not -1) and, unless None, not too old."""
+    """Return A, bool [N]: the clients with an entry that is not older than `max_staleness`.
+
+    dispatch_versions: int64 [N] the version behind each entry; -1 for no entry.
+    """
     known = dispatch_versions >= 0
     return (
         known if max_staleness is None else known & (version - dispatch_versions <= max_staleness)
@@ -68,7 +76,10 @@ def all_client_step(
     server_lr: float,
     max_staleness: int | None = None,
 ) -> dict[str, Tensor]:
-    """An arrival: ``params`` [D], ``cache`` [N, D] -> {"params", "cache", "dispatch_versions"}, new ones."""
+    """Return the result of one arrival: new "params", "cache" and "dispatch_versions".
+
+    params, delta: [D]. cache: [N, D]. dispatch_versions: int64 [N].
+    """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
     active = active_clients(
@@ -86,7 +97,11 @@ def all_client_step(
 def _refresh(
     fresh: Mapping[int, Tensor], cache: Tensor, total: Tensor, counted: Tensor, active: Tensor
 ) -> None:
-    """Put ``fresh`` [D] by row into ``cache`` [R, D]; ``total``, the sum of rows ``counted``, is that of ``active``."""
+    """Put new updates into the cache, and make `total` the sum of the active rows, in place.
+
+    fresh: updates [D] by row. cache: [R, D]. total: float64 [D] the sum of the rows `counted`.
+    counted, active: bool [R] before and after.
+    """
     changes = torch.zeros_like(active)
     changes[list(fresh)] = True
     leaving = (counted & (changes | ~active)).nonzero().flatten().tolist()
@@ -104,14 +119,15 @@ def _refresh(
 
 
 def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
-    """eta times the mean, float64 [D]; 0 where nobody is active."""
+    """Return eta times the mean of the active rows, float64 [D]; 0 without active rows."""
     return total * (server_lr / max(1, int(active.sum())))
 
 
 class ACE(Method):
-    """The direction eta mean u_i, which may feed a server optimiser; with max_staleness it is ACED.
+    """server_lr: eta. max_staleness: None for ACE, else ACED. initialise: see above.
 
-    cache: where updates are kept; budget: how much they may take, in GiB.
+    cache: "disk" or "memory". budget: the largest size of the cache, in GiB. The direction may feed
+    a server optimizer.
     """
 
     name = "ace"

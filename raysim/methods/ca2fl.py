@@ -1,21 +1,27 @@
-"""CA2FL: correct a buffer's mean by what the server remembers of every client's last update.
+"""CA2FL: correct the mean of a buffer by each client's last update, kept on the server.
 
-Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached Update
-Calibration" (ICLR 2024), Algorithm 2. With h_i the update of client i that is cached (0 at first), h their mean over
-all N clients, and K updates in the buffer,
+Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated Learning
+with Cached Update Calibration" (ICLR 2024), Algorithm 2. With h_i the update of client i that is
+cached (0 at first), h their mean over all N clients, and K updates in the buffer,
 
-    v = h + sum_i (Delta_i - h_i) / K      x <- x + eta v      then h_i <- Delta_i of those that arrived
+    v = h + sum_i (Delta_i - h_i) / K
+    x <- x + eta v
+    h_i <- Delta_i                         for the clients in the buffer
 
 Choices where paper and re-implementations disagree or are silent
-- h_i and h are those of the last flush also for a client that arrives twice in a buffer; its later update is kept.
-- Never seen clients count as zeros (average="all"), as in the paper: early steps are damped. "seen" divides by the
-  number of clients that have an update in the cache.
+- h_i and h are those of the last flush also for a client that arrives twice in a buffer; its later
+  update is kept.
+- Never seen clients count as zeros (average="all"), as in the paper: early steps are damped. "seen"
+  divides by the number of clients that have an update in the cache.
 - No staleness weights. N are the clients that have samples.
-- Floating buffers are averaged over the arrivals (the clients' buffers, not their changes) and never cached.
+- Floating buffers are averaged over the arrivals (the clients' buffers, not their changes) and
+  never cached.
 - SCAFFOLD corrects the same bias; with both it is corrected twice.
-- The paper's MF-CA2FL, which saves memory, is not offered. The cache takes the memory of N models, on disk by default.
+- The paper's MF-CA2FL, which saves memory, is not offered. The cache takes the memory of N models,
+  on disk by default.
 
-h is kept as a sum in float64, to which every flush adds what changed: a flush touches the rows of its arrivals alone.
+h is kept as a sum in float64, to which every flush adds what changed: a flush touches the rows of
+its arrivals alone.
 """
 
 from __future__ import annotations
@@ -48,7 +54,10 @@ AVERAGES = ("all", "seen")
 def calibrated_step(
     *, params: Tensor, deltas: Tensor, clients: Tensor, cache: Tensor, server_lr: float
 ) -> dict[str, Tensor]:
-    """A flush: ``params`` [D], ``deltas`` [K, D] of ``clients`` int64 [K], ``cache`` [N, D] -> v as "update" too."""
+    """Return the result of one aggregation: new "params", new "cache" and v as "update".
+
+    params: [D]. deltas: [K, D] of the clients, int64 [K]. cache: [N, D].
+    """
     cache, total = cache.clone(), cache.double().sum(0)
     update = _calibrate(list(deltas), clients.tolist(), cache, total, len(cache)).to(params.dtype)
     return {"params": params + server_lr * update, "cache": cache, "update": update}
@@ -62,7 +71,10 @@ def _calibrate(
     clients: int,
     scale: float = 1.0,
 ) -> Tensor:
-    """``scale`` v, in the kind of ``deltas``; ``cache`` [R, D] and the sum of its rows, ``total`` float64, change."""
+    """Return `scale` times v, in the dtype of `deltas`; update the cache and its sum in place.
+
+    cache: [R, D]. total: float64 [D] the sum of its rows. rows: the row of each update.
+    """
     into = torch.empty_like(deltas[0])
 
     def flush(part: slice) -> None:
@@ -79,9 +91,10 @@ def _calibrate(
 
 
 class CA2FL(Method):
-    """The direction eta v, which may feed a server optimiser.
+    """server_lr: eta. average: h is the mean over "all" clients or over those "seen".
 
-    average: over whom h is the mean. cache: where updates are kept; budget: how much they may take, in GiB.
+    cache: "disk" or "memory". budget: the largest size of the cache, in GiB. The direction may feed
+    a server optimizer.
     """
 
     name = "ca2fl"

@@ -1,6 +1,8 @@
-"""What methods share that keep a row for every client that the server has seen: CA2FL and ACE an update, FedCDA models.
+"""Rows that a method keeps on the server for each client that it has seen.
 
-The rows in use are `server.state["cache"]`, and `server.state["clients"]` says whose they are.
+CA2FL and ACE keep updates, FedCDA keeps models.
+
+The rows in use are `server.state["cache"]`; `server.state["clients"]` has the client of each.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ PLACES = ("disk", "memory")
 
 
 def most_rows(server: ServerView) -> int:
-    """The clients that have samples: no others take part."""
+    """Return the largest number of rows: clients without samples do not take part."""
     return server.clients_with_samples
 
 
@@ -57,5 +59,5 @@ def rows_of(
 
 
 def padded(column: Tensor, rows: int) -> Tensor:
-    """A copy of a column [R, ...] that is kept beside the rows, with zeros for those that are new."""
+    """Return a copy of a column [R, ...] with zeros for new rows, so that it has `rows`."""
     return torch.cat([column, column.new_zeros(rows - len(column), *column.shape[1:])])

@@ -1,13 +1,13 @@
-"""Coordinate-wise median: each parameter moves by the median of what the clients' updates say of it.
+"""Coordinate-wise median: each parameter moves by the median of the clients' updates.
 
-Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
-2018), Definition 1 and Algorithm 1, option I. Fewer than half of the updates, whatever they hold, move a coordinate no
-further than the others do.
+Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
+Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I. Fewer than half of the
+updates, whatever they hold, move a coordinate no further than the others do.
 
 Choices where the paper is silent
 - The median of an even number is the mean of the two in the middle.
-- Weights decide only who counts: an update of weight 0 does not. They hold for BatchNorm's statistics, which are
-  averaged as ever, so that these are not protected.
+- Weights decide only who counts: an update of weight 0 does not. They hold for BatchNorm's
+  statistics, which are averaged as ever, so that these are not protected.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def coordinate_median(updates: Tensor) -> Tensor:
-    """The median of each column: ``updates`` [m, d] -> [d]."""
+    """Return the median [d] of each column of `updates` [m, d]."""
     ranked, count = updates.sort(dim=0).values, len(updates)
     return torch.lerp(ranked[(count - 1) // 2], ranked[count // 2], 0.5)
 
 
 class CoordinateMedian(Method):
-    """The median in place of the mean, parameter by parameter."""
+    """The median in place of the mean; it has no settings."""
 
     name = "coordinate_median"
     paper = "Yin et al., ICML 2018"
@@ -42,8 +42,8 @@ class CoordinateMedian(Method):
         """Warn of aggregations of two updates, whose median is their mean."""
         if run.max_updates <= 2:
             run.warn(
-                "method 'coordinate_median' is the mean where an aggregation has no more than two "
-                "updates: aggregate more"
+                f"method 'coordinate_median' is the mean: an aggregation has at most {run.max_updates} "
+                "updates. Aggregate three or more at once."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

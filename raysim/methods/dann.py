@@ -1,15 +1,18 @@
-"""DANN across clients: features from which a discriminator cannot tell which client a sample comes from.
+"""DANN across clients: features that do not tell which client a sample comes from.
 
-Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky, "Domain-Adversarial Training of Neural
-Networks" (JMLR 2016), in the alternating form of DomainBed and of FedBR's Appendix A, with the client as domain:
+Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
+"Domain-Adversarial Training of Neural Networks" (JMLR 2016), in the alternating form of DomainBed
+and of FedBR's Appendix A, with the client as domain:
 
     discriminator step:  CE(delta(z), i), z constant
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
 
 Choices where the sources differ or are silent
-- The domain of a client is its id (paper); in FedBR's code it is a worker slot that serves another client every round.
-- Steps count from 1 in every participation, and step k trains the discriminator if k mod (1 + r) < r. All of them count
-  as local steps, so with r = 1 only half of them train the classifier (code; the paper is silent).
+- The domain of a client is its id (paper); in FedBR's code it is a worker slot that serves another
+  client every round.
+- Steps count from 1 in every participation, and step k trains the discriminator if k mod (1 + r) <
+  r. All of them count as local steps, so with r = 1 only half of them train the classifier (code;
+  the paper is silent).
 - mode="grl" is the original's single step with a gradient-reversal layer.
 - No gradient penalty: its weight is 0 in the code.
 """
@@ -38,13 +41,13 @@ DISCRIMINATOR = "dann.discriminator"
 
 
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
-    """Return the cross-entropy of ``domain_logits`` (B, N) with the label ``domain``, the mean over the batch.
+    """Return the mean cross-entropy of `domain_logits` [B, N] with the label `domain`.
 
-    ``domain``: in [0, N), the same for all rows; a tensor [] where the value must not be read in a step.
+    domain: in [0, N), the same for all rows; a tensor [] if the step must not read its value.
     """
     scores = F.log_softmax(domain_logits, dim=-1)
     if isinstance(domain, Tensor):
-        # All columns are gathered so that the sum has the memory layout, and the bits, of the case below.
+        # Gather all columns: the sum then has the memory layout, and the bits, of the case below.
         return -scores.gather(1, domain.expand_as(scores))[:, 0].mean()
     return -scores[:, domain].mean()
 
@@ -52,23 +55,25 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
 def generator_loss(
     class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int | Tensor, weight: float
 ) -> Tensor:
-    """Mean cross-entropy of ``class_logits`` (B, C) with ``labels``, int64 (B,) or rows (B, C), minus the weighted
-    `discriminator_loss`."""
+    """Return the mean cross-entropy of the classes minus the weighted `discriminator_loss`.
+
+    class_logits: [B, C]. labels: int64 [B], or rows of probabilities [B, C].
+    """
     return F.cross_entropy(class_logits, labels) + adversary(domain_logits, domain, weight)
 
 
 def adversary(domain_logits: Tensor, domain: int | Tensor, weight: float) -> Tensor:
-    """What a generator step adds to the loss of the classes, whichever that is."""
+    """Return the term that a generator step adds to the loss of the classes."""
     return -weight * discriminator_loss(domain_logits, domain)
 
 
 def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
-    """Whether local step ``step``, counted from 1, trains the discriminator."""
+    """Return True if local step `step`, counted from 1, trains the discriminator."""
     return step % (1 + d_steps_per_g_step) < d_steps_per_g_step
 
 
 class _Reversal(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by -weight."""
+    """The identity; its gradient is multiplied by -weight."""
 
     @staticmethod
     def forward(features: Tensor, weight: float) -> Tensor:
@@ -84,9 +89,10 @@ class _Reversal(torch.autograd.Function):
 
 
 class Dann(Method):
-    """lam weighs the adversary; the discriminator has three linear layers of `width` and an output per client.
+    """lam: weight of the adversary. width: of the discriminator's three linear layers.
 
-    discriminator_steps: r, per generator step. rate: factor on local.lr for the discriminator.
+    discriminator_steps: r, for each generator step. rate: factor on local.lr for the discriminator.
+    mode: "alternate", or "grl" for one step with gradient reversal.
     """
 
     name = "dann"
@@ -108,8 +114,9 @@ class Dann(Method):
         above("method.dann.rate", rate, 0.0)
         if mode == "grl" and (rate != 1 or discriminator_steps != 1):
             raise ValueError(
-                f"method.dann.mode=grl trains both in one step, which leaves no use for rate={rate} and "
-                f"discriminator_steps={discriminator_steps}: set both to 1, or mode=alternate"
+                f"method.dann.mode=grl trains both networks in one step, so that rate={rate} and "
+                f"discriminator_steps={discriminator_steps} have no effect. Set both to 1, or "
+                "mode=alternate."
             )
         self.rate, self.mode = rate, mode
 
@@ -125,7 +132,7 @@ class Dann(Method):
         clients, period = run.task.clients, 1 + self.discriminator_steps
         run.require(
             clients > 1,
-            f"partition.clients={clients}: method 'dann' tells clients apart. Use at least 2 clients.",
+            f"partition.clients={clients}: method 'dann' distinguishes clients. Use at least 2.",
         )
         steps = run.local.steps
         run.require(

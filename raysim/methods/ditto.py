@@ -1,21 +1,23 @@
-"""Ditto: beside the shared model every client trains a personal one, which is drawn to what it received.
+"""Ditto: each client also trains a personal model that is pulled to the received one.
 
-Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization" (ICML 2021), Algorithm 1.
-The shared model trains as the other methods of the list say; client k's own model v_k starts from the initial model x^0
-and makes S steps in each participation, on batches of its own:
+Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization" (ICML
+2021), Algorithm 1. The shared model trains as the other methods of the list say; client k's own
+model v_k starts from the initial model x^0 and makes S steps in each participation, on batches of
+its own:
 
     v_k <- v_k - lr_v (grad F_k(v_k) + lam (v_k - x^t))
 
 The client is scored with v_k, and the shared model as `accuracy_shared`.
 
 Choices where the source is silent
-- v_k trains after the shared model, with x^t as it was received. F_k is the cross-entropy alone, without the terms of
-  other methods. The optimiser is the run's (momentum, weight decay, clipping), new in each participation; the pull
-  enters before weight decay and momentum.
-- S is the number of steps that the shared model makes. The batches are shuffled passes over the client's samples; a
-  rest of one sample is left out, for BatchNorm knows no variance of it.
-- The pull covers the parameters that travel. BatchNorm's running statistics are v_k's own; what another method keeps on
-  the client (FedBN) is not pulled. A client that never trained has v_k = x^0.
+- v_k trains after the shared model, with x^t as it was received. F_k is the cross-entropy alone,
+  without the terms of other methods. The optimizer is the run's (momentum, weight decay, clipping),
+  new in each participation; the pull enters before weight decay and momentum.
+- S is the number of steps that the shared model makes. The batches are shuffled passes over the
+  client's samples; a rest of one sample is left out, for BatchNorm knows no variance of it.
+- The pull covers the parameters that travel. BatchNorm's running statistics are v_k's own; what
+  another method keeps on the client (FedBN) is not pulled. A client that never trained has v_k =
+  x^0.
 - Where v_k diverges the participation counts as failed, as any result that is not finite.
 """
 

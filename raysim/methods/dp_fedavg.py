@@ -1,31 +1,37 @@
-"""DP-FedAvg: clipped updates and noise, so that the models say little of any one client; the bound adapts itself.
+"""DP-FedAvg: clipped updates and noise hide each client; the clipping bound adapts.
 
-McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models" (ICLR 2018), Algorithm 1
-with flat clipping and a fixed denominator; the bound C follows Andrew, Thakkar, McMahan and Ramaswamy, "Differentially
-Private Learning with Adaptive Clipping" (NeurIPS 2021), Algorithm 1. With m clients a round, of whom b_i says whether
-|D_i| <= C:
+McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models" (ICLR
+2018), Algorithm 1 with flat clipping and a fixed denominator; the bound C follows Andrew, Thakkar,
+McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping" (NeurIPS 2021),
+Algorithm 1. With m clients a round, of whom b_i says whether |D_i| <= C:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
-    z_D = (z^-2 - (2 s)^-2)^(-1/2)       both together tell as much as the sum alone with the noise z
+    z_D = (z^-2 - (2 s)^-2)^(-1/2)       sum and bits tell as much as the sum alone with noise z
 
 What the epsilons say
-- Whether any one client took part, whatever it sent, cannot be told from all models of the run (and all C), but for
-  (epsilon, delta). Other columns of the history and the clients' own scores are what only a simulator sees.
-- ``dp_fedavg.epsilon`` is for what raysim does: rounds of m of the n clients that have samples, all such sets equally
-  likely (the usual schedule, on a fleet whose clients are always there). Neighbours differ in one client's data, so the
-  sum can change by 2 C: its noise counts as z / 2 (Wang, Balle and Kasiviswanathan, AISTATS 2019).
-- ``dp_fedavg.epsilon_poisson`` is what most papers print: as if every client joined each round by a coin of its own,
-  with chance m / n, and neighbours had one client more or less. No round of a fixed size has this guarantee.
-- Where who takes part depends on devices (availability, over-selection, deadlines), neither holds. Stale results,
-  statistics of BatchNorm that are shared, and methods that upload or look at more are refused.
-- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the seed of a run, and who
-  knows it knows the noise: this measures what privacy costs and protects nobody.
+- Whether any one client took part, whatever it sent, cannot be told from all models of the run (and
+  all C), but for (epsilon, delta). Other columns of the history and the clients' own scores are
+  what only a simulator sees.
+- ``dp_fedavg.epsilon`` is for what raysim does: rounds of m of the n clients that have samples, all
+  such sets equally likely (the usual schedule, on a fleet whose clients are always there).
+  Neighbours differ in one client's data, so the sum can change by 2 C: its noise counts as z / 2
+  (Wang, Balle and Kasiviswanathan, AISTATS 2019).
+- ``dp_fedavg.epsilon_poisson`` is what most papers print: as if every client joined each round by a
+  coin of its own, with chance m / n, and neighbours had one client more or less. No round of a
+  fixed size has this guarantee.
+- Where who takes part depends on devices (availability, over-selection, deadlines), neither holds.
+  Stale results, statistics of BatchNorm that are shared, and methods that upload or look at more
+  are refused.
+- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the seed
+  of a run, and who knows it knows the noise: this measures what privacy costs and protects nobody.
 
 Choices where the papers are silent, and departures
-- s is m / 20 (paper), but at least z: for few clients m / 20 leaves nothing for the sum. 0 noise reports no epsilon.
+- s is m / 20 (paper), but at least z: for few clients m / 20 leaves nothing for the sum. 0 noise
+  reports no epsilon.
 - All clients weigh the same. Who failed counts as an update of zero, m stays.
-- Clients would clip and send b_i; here the server does, to the same numbers. Server momentum is ``fedavgm``.
+- Clients would clip and send b_i; here the server does, to the same numbers. Server momentum is
+  ``fedavgm``.
 """
 
 from __future__ import annotations
@@ -55,18 +61,18 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 
 
 def noise_of_sum(noise: float, bit_noise: float) -> float:
-    """z_D: the noise of the sum, in units of C, that leaves ``noise`` z for the sum and the bits together."""
+    """Return z_D, the noise of the sum in units of C; sum and bits together have noise z."""
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 
 
 def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> float:
-    """The next C from the (noisy) share of updates that C did not clip."""
+    """Return the next C. within: the (noisy) share of updates that C did not clip."""
     return bound * math.exp(-rate * (within - quantile))
 
 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
-    """Renyi divergences of one round, at `_ORDERS`."""
+    """Return the Renyi divergences of one round, at `_ORDERS`."""
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
     relation = privacy.NeighboringRelation
     accountant = import_optional("dp_accounting.rdp", "method=dp_fedavg").RdpAccountant(
@@ -77,23 +83,28 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
         accountant.compose(privacy.PoissonSampledDpEvent(cohort / clients, gaussian))
     else:
         accountant.compose(privacy.SampledWithoutReplacementDpEvent(clients, cohort, gaussian))
-    found: np.ndarray = accountant.rdp
-    return found
+    divergences: np.ndarray = accountant.rdp
+    return divergences
 
 
 def epsilon(
     noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False
 ) -> float:
-    """Of so many rounds of ``cohort`` out of ``clients``, drawn as a set, or by a coin of each client's own."""
+    """Return epsilon after some rounds of `cohort` out of `clients`.
+
+    poisson: True if each client joins by a coin of its own, False if the cohort is drawn as a set.
+    """
     spent = rounds * _divergences(noise, clients, cohort, poisson)
     rdp = import_optional("dp_accounting.rdp", "method=dp_fedavg")
     return float(rdp.compute_epsilon(np.array(_ORDERS), spent, delta)[0])
 
 
 class DPFedAvg(Method):
-    """noise: z, of what is released in a round, in units of how much one client can change it. clip: C, in the first
-    round. quantile: the share of updates that C shall not clip; None: C stays. rate: of C. bit_noise: s; None: the
-    larger of m / 20 and z. delta: None: clients to the power of -1.1.
+    """noise: z, in units of how much one client can change what a round releases.
+
+    clip: C in the first round. quantile: share of updates that C should not clip; None keeps C.
+    rate: of the changes of C. bit_noise: s; None is the larger of m / 20 and z. delta: None is
+    clients^-1.1.
     """
 
     name = "dp_fedavg"
@@ -111,24 +122,17 @@ class DPFedAvg(Method):
     ):
         self.noise = at_least("method.dp_fedavg.noise", noise, 0.0)
         self.clip = above("method.dp_fedavg.clip", clip, 0.0)
-        self.quantile = (
-            None if quantile is None else between("method.dp_fedavg.quantile", quantile, 0.0, 1.0)
-        )
+        if quantile is not None:
+            between("method.dp_fedavg.quantile", quantile, 0.0, 1.0)
+        self.quantile = quantile
         self.rate = at_least("method.dp_fedavg.rate", rate, 0.0)
-        least = noise / 2
-        self.bit_noise = (
-            None
-            if bit_noise is None
-            else above(
-                "method.dp_fedavg.bit_noise",
-                bit_noise,
-                least,
-                "half of the noise is the least that hides it",
-            )
-        )
-        self.delta = (
-            None if delta is None else in_range("method.dp_fedavg.delta", delta, above=0, below=1)
-        )
+        if bit_noise is not None:
+            reason = "half of the noise is the least that hides it"
+            above("method.dp_fedavg.bit_noise", bit_noise, noise / 2, reason)
+        self.bit_noise = bit_noise
+        if delta is not None:
+            in_range("method.dp_fedavg.delta", delta, above=0, below=1)
+        self.delta = delta
 
     def setup(self, run: Setup) -> None:
         """Keep C and the number of releases; refuse whatever would not be private."""
@@ -136,7 +140,8 @@ class DPFedAvg(Method):
         run.needs_clients("its noise hides a client among others")
         run.require(
             not run.has_stale_updates,
-            "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a schedule of rounds.",
+            "schedule: method 'dp_fedavg' accounts for rounds, and updates may be stale. Choose a "
+            "schedule of rounds.",
         )
         run.check(self._check_privacy)
         if self.noise:
@@ -170,48 +175,35 @@ class DPFedAvg(Method):
         return ()
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """The noisy mean of clipped updates, and the next C."""
+        """Return the noisy mean of the clipped updates; set the next C."""
         rows, bound = weighted_rows(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
-        total, random = (
-            linear_combination(rows, factors, server.summation_group),
-            server.stream("noise"),
-        )
-        within = float(sum(factor == 1.0 for factor in factors))
-        bit_noise = (
-            max(server.max_updates / 20, self.noise) if self.bit_noise is None else self.bit_noise
-        )
-        own = noise_of_sum(self.noise, bit_noise) if self.quantile is not None else self.noise
+        total = linear_combination(rows, factors, server.summation_group)
+        random = server.stream("noise")
+        cohort, adapts = server.max_updates, self.quantile is not None
+        num_within = float(sum(factor == 1.0 for factor in factors))
+
+        bit_noise = max(cohort / 20, self.noise) if self.bit_noise is None else self.bit_noise
+        noise = noise_of_sum(self.noise, bit_noise) if adapts else self.noise
         if self.noise:
-            total += torch.from_numpy(own * bound * random.standard_normal(len(total))).to(
-                total.dtype
-            )
-            within += (
-                bit_noise * float(random.standard_normal()) if self.quantile is not None else 0.0
-            )
-        self._record(server, bound, within / server.max_updates)
+            draws = torch.from_numpy(noise * bound * random.standard_normal(len(total)))
+            total += draws.to(total.dtype)
+            if adapts:
+                num_within += bit_noise * float(random.standard_normal())
+
+        self._record(server, bound, num_within / cohort)
         if self.quantile is not None:
-            server.state["bound"].fill_(
-                adapted_bound(bound, within / server.max_updates, self.quantile, self.rate)
-            )
-        return total.div_(server.max_updates)
+            next_bound = adapted_bound(bound, num_within / cohort, self.quantile, self.rate)
+            server.state["bound"].fill_(next_bound)
+        return total.div_(cohort)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
-        """Columns of the history: what was released, and what it has told of a client so far."""
+        """Report the bound, the share within it, and the epsilons so far."""
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}
         if self.noise:
-            delta = (
-                float(max(server.clients_with_samples, 2)) ** -1.1
-                if self.delta is None
-                else self.delta
-            )
-            spent = (
-                self.noise,
-                server.clients_with_samples,
-                min(server.max_updates, server.clients_with_samples),
-                releases,
-                delta,
-            )
+            clients = server.clients_with_samples
+            delta = float(max(clients, 2)) ** -1.1 if self.delta is None else self.delta
+            spent = self.noise, clients, min(server.max_updates, clients), releases, delta
             server.report["epsilon"] = epsilon(*spent)
             server.report["epsilon_poisson"] = epsilon(*spent, poisson=True)

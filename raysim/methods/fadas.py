@@ -1,20 +1,26 @@
-"""FADAS: the mean of a buffer as a gradient for AMSGrad on the server, at a smaller rate where an update is very late.
+"""FADAS: AMSGrad on the server along the mean of a buffer, slower after very late updates.
 
-Wang, Wang, Lu and Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024), Algorithm 1 and its
-delay-adaptive rule. With Delta the mean update of a buffer and s the largest staleness in it,
+Wang, Wang, Lu and Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024),
+Algorithm 1 and its delay-adaptive rule. With Delta the mean update of a buffer and s the largest
+staleness in it,
 
     m <- beta1 m + (1 - beta1) Delta      v <- beta2 v + (1 - beta2) Delta^2      w <- max(w, v)
-    x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold, else eta / s ("scale") or min(eta, 1/s) ("cap")
+    x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold,
+                                          else eta / s ("scale") or min(eta, 1/s) ("cap")
 
 Choices where paper and code disagree or are silent
-- "scale" is the released code's rule, as the other defaults are the code's values; "cap" is the paper's, which does
-  nothing as long as eta <= 1/s: never at eta = 1e-3 and a staleness below 1000. threshold=null takes eta always.
-- bias_correction is the code's, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps) at step n; the paper has none.
-- The released simulator subtracts another model than the one it trained from; a client here subtracts what it received.
-- The mean is uniform unless weighting=samples asks otherwise, without staleness weights. Buffers never pass through the
-  optimiser. Staleness is counted when the buffer is emptied.
+- "scale" is the released code's rule, as the other defaults are the code's values; "cap" is the
+  paper's, which does nothing as long as eta <= 1/s: never at eta = 1e-3 and a staleness below 1000.
+  threshold=null takes eta always.
+- bias_correction is the code's, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps) at step n; the
+  paper has none.
+- The released simulator subtracts another model than the one it trained from; a client here
+  subtracts what it received.
+- The mean is uniform unless weighting=samples asks otherwise, without staleness weights. Buffers
+  never pass through the optimizer. Staleness is counted when the buffer is emptied.
 
-It does not remove the bias towards fast clients. With CA2FL in the list, v takes the place of Delta (unpublished).
+It does not remove the bias towards fast clients. With CA2FL in the list, v takes the place of Delta
+(unpublished).
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 def delay_adaptive_lr(
     *, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale"
 ) -> float:
-    """eta_t of a buffer whose stalest update has ``max_staleness``."""
+    """Return eta_t of a buffer whose stalest update has `max_staleness`."""
     one_of("method.fadas.rule", rule, RULES)
     if max_staleness <= threshold:
         return server_lr
@@ -63,7 +69,10 @@ def amsgrad_step(
     eps: float = 1e-8,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """One step, all [D], of the CPU; ``step`` (counted from 1) asks for bias correction."""
+    """Return the parameters and moments after one step, all [D], on the CPU.
+
+    step: its number, from 1, for bias correction; None for no correction.
+    """
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
     into = torch.empty_like(params)
     _step([into, delta, *moments], server_lr, beta1, beta2, eps, step)
@@ -78,7 +87,10 @@ def _step(
     eps: float,
     step: int | None,
 ) -> None:
-    """Write the step into ``arrays[0]``; the rest: the update, and the moments, which change in place."""
+    """Write the step into `arrays[0]`, from the update `arrays[1]` and the moments behind it.
+
+    The moments change in place.
+    """
     growth, growth2 = (
         (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
     )
@@ -100,7 +112,7 @@ def _amsgrad(
     growth: float,
     eps: float,
 ) -> None:
-    """Compiled; every array [d]."""
+    """Compute one step in place; compiled, all arrays [d]."""
     for i in range(len(into)):
         first[i] = beta1 * first[i] + weight1 * delta[i]
         second[i] = beta2 * second[i] + weight2 * (delta[i] * delta[i])
@@ -109,7 +121,10 @@ def _amsgrad(
 
 
 class FADAS(Method):
-    """The server's step, in place of a FedOpt optimiser; when to take it is the schedule's."""
+    """server_lr: eta. threshold: largest staleness at the full rate; None for always.
+
+    rule: "scale" or "cap". beta1, beta2, eps, bias_correction: of AMSGrad.
+    """
 
     name = "fadas"
     paper = "Wang et al., ICML 2024"

@@ -1,20 +1,22 @@
-"""FedALA: each client learns how much of the received model its own last one takes over, weight by weight.
+"""FedALA: each client learns, weight by weight, how much of the received model to take.
 
-Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for Personalized Federated Learning"
-(AAAI 2023), Algorithm 1. x is the received model, y' what the client trained last, L the client's loss; in the top
-p layers:
+Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for Personalized
+Federated Learning" (AAAI 2023), Algorithm 1. x is the received model, y' what the client trained
+last, L the client's loss; in the top p layers:
 
-    theta = y' + (x - y') W                         where training starts; the lower layers start from x
-    W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on batches of a share s of the client's samples
+    theta = y' + (x - y') W                         training starts here; lower layers from x
+    W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on a share s of the samples
 
-At a client's second participation W is learnt in several passes, until the losses of the last ten have a standard
-deviation below 0.1; later in one. The update is measured from x.
+At a client's second participation W is learnt in several passes, until the losses of the last ten
+have a standard deviation below 0.1; later in one. The update is measured from x.
 
 Choices where the source is silent
 - A layer is a module with parameters that travel, in the order of the model: p = 1 is the head.
-- W is learnt in eval mode, without augmentation, on samples that are drawn anew in each participation. The loss of a
-  pass is that of its last batch, and there are at least eleven passes (the authors' code), at most 100.
-- A client is scored with y' + (x - y') W of its last W, without learning it again; before it has one, with x.
+- W is learnt in eval mode, without augmentation, on samples that are drawn anew in each
+  participation. The loss of a pass is that of its last batch, and there are at least eleven passes
+  (the authors' code), at most 100.
+- A client is scored with y' + (x - y') W of its last W, without learning it again; before it has
+  one, with x.
 - The number of passes is not known at dispatch: the cost is the largest.
 """
 

@@ -1,7 +1,7 @@
-"""FedAsync: move the shared model a part of the way to every model that arrives, less far the staler it is.
+"""FedAsync: move the shared model towards each arriving model, less if it is stale.
 
-Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and section 5.2. Of a client that
-was given version tau and returns y when t models have been mixed,
+Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and section
+5.2. Of a client that was given version tau and returns y when t models have been mixed,
 
     x <- (1 - a_t) x + a_t y      a_t = alpha sigma(t - tau)      t <- t + 1
 
@@ -11,14 +11,18 @@ It is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2
 `method=fedasync+fedprox`.
 
 Choices where paper and code disagree or are silent
-- Arrivals of one instant, and those of a larger buffer, are mixed one after the other in their order (virtual time,
-  ties by client id); easyFL averages them. t is the server's version and grows by one with each, so later ones are
-  staler; but a whole buffer is one version for those who are dispatched afterwards. In rounds the last one to arrive
-  counts most: this is not FedAvg.
-- The hinge has the paper's + 1, without which (easyFL) it is not continuous. No reference staleness (FLSim's sqrt(2)).
-- The model y is mixed, not the change y - x_tau (that is FedBuff with a buffer of one), floating buffers with it.
-- With weighting=samples a_t is multiplied by n_i / mean n and cut at 1; the paper counts all clients alike.
-- What is older than max_staleness is left out, yet t grows, as it does when the server steps without moving.
+- Arrivals of one instant, and those of a larger buffer, are mixed one after the other in their
+  order (virtual time, ties by client id); easyFL averages them. t is the server's version and grows
+  by one with each, so later ones are staler; but a whole buffer is one version for those who are
+  dispatched afterwards. In rounds the last one to arrive counts most: this is not FedAvg.
+- The hinge has the paper's + 1, without which (easyFL) it is not continuous. No reference staleness
+  (FLSim's sqrt(2)).
+- The model y is mixed, not the change y - x_tau (that is FedBuff with a buffer of one), floating
+  buffers with it.
+- With weighting=samples a_t is multiplied by n_i / mean n and cut at 1; the paper counts all
+  clients alike.
+- What is older than max_staleness is left out, yet t grows, as it does when the server steps
+  without moving.
 - The paper draws staleness at random; here it comes from the fleet's clock.
 """
 
@@ -43,11 +47,9 @@ KINDS = ("polynomial", "hinge", "constant")
 def staleness_weight(
     *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
 ) -> float:
-    """sigma(s): 1 at 0, never growing. Raises ValueError below 0."""
+    """Return sigma(s): 1 at staleness 0, and never larger. Raises ValueError below 0."""
     if staleness < 0:
-        raise ValueError(
-            f"a staleness of {staleness} is that of a model from the future: it must be at least 0"
-        )
+        raise ValueError(f"staleness={staleness} must be at least 0.")
     one_of("method.fedasync.kind", kind, KINDS)
     if kind == "polynomial":
         return float((staleness + 1.0) ** -a)
@@ -55,7 +57,7 @@ def staleness_weight(
 
 
 def mixed_params(*, params: Tensor, client_params: Tensor, rate: float) -> Tensor:
-    """(1 - rate) ``params`` + rate ``client_params``, both [D]; exactly one of them at rate 0 and 1."""
+    """Return (1 - rate) params + rate client_params, both [D]; exact at the rates 0 and 1."""
     return torch.lerp(params, client_params, rate)
 
 
@@ -70,7 +72,10 @@ def arrival_rates(
     max_staleness: int | None = None,
     factors: Tensor | None = None,
 ) -> list[float]:
-    """a_t of arrivals in their order, from ``base_versions`` int64 [M]; ``factors`` [M] multiply it, up to 1."""
+    """Return a_t of each arrival, in their order; 0 if it is staler than `max_staleness`.
+
+    base_versions: int64 [M]. factors: [M] multiply the rates, up to 1; None for no factors.
+    """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
         staleness = version + number - base
@@ -84,9 +89,9 @@ def arrival_rates(
 def apply_arrivals(
     *, params: Tensor, client_params: Tensor, version: int, **arrivals: Any
 ) -> dict[str, Any]:
-    """Mix ``client_params`` [M, D] into ``params`` [D], in the order of the rows: {"params", "version"}.
+    """Mix client_params [M, D] into params [D], in order; return "params" and "version".
 
-    ``arrivals``: what else `arrival_rates` takes.
+    arrivals: the other arguments of `arrival_rates`.
     """
     rates = arrival_rates(version=version, **arrivals)
     for model, rate in zip(client_params, rates, strict=True):
@@ -101,7 +106,10 @@ _WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one
 
 
 class FedAsync(Method):
-    """The mixing; when to mix is the schedule's. alpha_decay multiplies alpha once per version."""
+    """alpha: the rate at staleness 0. kind, a, b: of sigma. max_staleness: None for no limit.
+
+    alpha_decay: factor on alpha for each version. The schedule decides when to mix.
+    """
 
     name = "fedasync"
     paper = "Xie et al., OPT 2020"
@@ -133,9 +141,9 @@ class FedAsync(Method):
             run.excludes(other, _WEIGHS)
         if not run.has_stale_updates and run.max_updates > 1:
             run.warn(
-                f"method 'fedasync' mixes the up to {run.max_updates} models of a round one after the "
-                "other, so that the last one counts most, which is not FedAvg: choose a schedule "
-                "that aggregates each update as it arrives"
+                f"method 'fedasync' mixes up to {run.max_updates} models of a round one after the "
+                "other, so that the last one counts most. Choose a schedule that aggregates each "
+                "update when it arrives, such as schedule=immediate."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
@@ -150,13 +158,11 @@ class FedAsync(Method):
             "max_staleness": self.max_staleness,
         }
         if server.weighting == "samples":
-            how["factors"] = torch.tensor(aggregation.weights, dtype=torch.float64) / (
-                server.total_samples / server.clients_with_samples
-            )
-        rates, bases = (
-            arrival_rates(**how),
-            [aggregation.base(update) for update in aggregation.updates],
-        )
+            mean_samples = server.total_samples / server.clients_with_samples
+            weights = torch.tensor(aggregation.weights, dtype=torch.float64)
+            how["factors"] = weights / mean_samples
+        rates = arrival_rates(**how)
+        bases = [aggregation.base(update) for update in aggregation.updates]
         server.report["rate"] = sum(rates) / len(rates)
         if self.max_staleness is not None:
             late = [

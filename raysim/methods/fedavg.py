@@ -1,15 +1,18 @@
-"""FedAvg: the weighted mean of what the clients trained, to which every other method adds its own part.
+"""FedAvg: the weighted mean of the clients' models; the base of all other methods.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (AISTATS 2017), Algorithm 1;
-Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1):
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (AISTATS
+2017), Algorithm 1; Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1):
 
-    x_bar = sum_i p_i y_i / sum_i p_i        over the participants i; p_i = n_i ("samples") or 1 ("uniform")
+    x_bar = sum_i p_i y_i / sum_i p_i        over the participants i
+    p_i = n_i ("samples") or 1 ("uniform")
 
 Choices where the sources differ or are silent
-- FedBR's eq. (1) weighs by samples, its Algorithm 1 and its code uniformly: samples here unless configured.
-- Floating buffers take the mean itself, integer buffers the maximum over the clients; FedBR's code averages both alike.
-- The sum runs row by row, in the order given (the order of acceptance), so its bits do not depend on a library's own
-  order of summation.
+- FedBR's eq. (1) weighs by samples, its Algorithm 1 and its code uniformly: samples here unless
+  configured.
+- Floating buffers take the mean itself, integer buffers the maximum over the clients; FedBR's code
+  averages both alike.
+- The sum runs row by row, in the order given (the order of acceptance), so its bits do not depend
+  on a library's own order of summation.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ PAPER = "McMahan et al., AISTATS 2017"
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
-    """sum_i w_i v_i of ``vectors`` [m, d] and ``weights`` [m] -> [d] in the dtype of ``vectors``, folded in row order.
+    """Return sum_i w_i v_i [d] of vectors [m, d] and weights [m], added row by row.
 
     A row of weight 0 is left out, so not even a non-finite one has an influence.
     """
@@ -35,20 +38,22 @@ def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
-    """The weighted mean of the rows (one a client) of ``vectors`` [m, d] -> [d], in their dtype.
+    """Return the weighted mean [d] of the rows of `vectors` [m, d], in their dtype.
 
-    ``weights`` [m] need not be normalised. Raises ValueError unless all are finite, none negative and one positive.
+    ``weights`` [m] need not be normalised. Raises ValueError unless all are finite, none negative
+    and one positive.
     """
     return weighted_sum(vectors, weights) / weight_total(weights)
 
 
 def weight_total(weights: Tensor) -> float:
-    """The sum of the clients' raw weights [m]; ValueError where no mean can be taken with them."""
+    """Return the sum of the weights [m]. Raises ValueError if they define no mean."""
     values = weights.tolist()
     total = math.fsum(values)
     if not (math.isfinite(total) and min(values, default=0.0) >= 0.0 and total > 0.0):
         raise ValueError(
-            f"the clients' weights {values} cannot weigh a mean: give every client a finite weight of at least 0 "
-            "and one of them a positive weight (with weighting=samples, a client that has training samples)."
+            f"the clients' weights {values} define no mean. Give every client a finite weight of at "
+            "least 0, and one of them a positive weight; with weighting=samples, a client with "
+            "training samples."
         )
     return total

@@ -1,4 +1,4 @@
-"""FedBABU: train the body alone in federation, and fine-tune a head for each client when it is scored.
+"""FedBABU: train the body in federation, and fine-tune a head for each client's score.
 
 Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification" (ICLR
 2022). The head keeps its initial values, the same on all clients, and does not travel; bodies are

@@ -1,17 +1,20 @@
 """FedBN: FedAvg in which every client keeps its own normalisation layers.
 
-Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization" (ICLR
-2021), Algorithm 1. ``scope`` also gives SiloBN (Andreux et al. 2020: only the running statistics stay), its converse,
-and FedAvg.
+Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch
+Normalization" (ICLR 2021), Algorithm 1. ``scope`` also gives SiloBN (Andreux et al. 2020: only the
+running statistics stay), its converse, and FedAvg.
 
 Choices where the sources differ or are silent
-- A layer is a normalisation layer by its module type, not because "bn" occurs in its name: the name rule of the
-  released code misses a ResNet's ``downsample.1`` and catches ``bn1_projection``. name_rule="bn" replicates it.
-- Models are weighed as the run says; the released code weighs uniformly (its clients are of equal size), which is
-  weighting=uniform of the run.
-- Counters of batches are personal with the statistics; where they are shared they take the maximum over the clients.
-- A client that never trained has the initial model's layers, as in the released code. ``reestimate`` gives it
-  statistics of its own: those of its training samples under the shared model, from one pass in train mode.
+- A layer is a normalisation layer by its module type, not because "bn" occurs in its name: the name
+  rule of the released code misses a ResNet's ``downsample.1`` and catches ``bn1_projection``.
+  name_rule="bn" replicates it.
+- Models are weighed as the run says; the released code weighs uniformly (its clients are of equal
+  size), which is weighting=uniform of the run.
+- Counters of batches are personal with the statistics; where they are shared they take the maximum
+  over the clients.
+- A client that never trained has the initial model's layers, as in the released code.
+  ``reestimate`` gives it statistics of its own: those of its training samples under the shared
+  model, from one pass in train mode.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 def split_parameter_names(
     *, names: list[str], norm_modules: list[str], scope: str = "all"
 ) -> dict[str, list[str]]:
-    """Which entries of a model travel: {"shared": [...], "personal": [...]}, each in the order of ``names``.
+    """Return the entries of a model that travel ("shared") and that do not ("personal").
 
-    Personal is what belongs to one of ``norm_modules`` (the text before the last dot) and to the ``scope``: "all",
-    "statistics", "affine" or "none". Raises ValueError for another scope.
+    Personal is what belongs to one of ``norm_modules`` (the text before the last dot) and to the
+    ``scope``: "all", "statistics", "affine" or "none". Raises ValueError for another scope.
     """
     one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]
@@ -54,10 +57,10 @@ def split_parameter_names(
 def reestimate_statistics(
     *, model: nn.Module, layers: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]]
 ) -> None:
-    """Running statistics of ``layers``, in place: the mean of what the batches show them, weighed by their sizes.
+    """Replace the running statistics of `layers` by the mean over the batches, by their sizes.
 
-    These layers normalise with each batch meanwhile, the others as they did; modes and momenta are as before
-    afterwards. Batches of one sample have no variance and are left out.
+    These layers normalise with each batch meanwhile, the others as they did; modes and momenta are
+    as before afterwards. Batches of one sample have no variance and are left out.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]
     seen = 0

@@ -1,23 +1,32 @@
-"""FedBR: reduce the bias of local learning with a tiny shared set of pseudo-data that carries no labels.
+"""FedBR: reduce the bias of local learning with a small shared set of unlabelled pseudo-data.
 
-Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning Bias Reduction" (ICML
-2023), eqs. (2)-(7), Algorithms 1-3. With s+ = cos(P(z_p), P(z_g)) and s- = cos(P(z_p), P(z)) row by row,
+Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
+Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. With s+ = cos(P(z_p), P(z_g)) and s- =
+cos(P(z_p), P(z)) row by row,
 
-    L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)         Component 2
-    L_p   = cross-entropy of pseudo-data with its targets, uniform for means of samples         Component 1
-    max step: the projection P ascends L_con;  min step: features and classifier descend L_local + lambda L_p + mu L_con
+    L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
+    L_p   = cross-entropy of pseudo-data with its targets, uniform for means of samples
+    max step: the projection P ascends L_con
+    min step: features and classifier descend L_local + lambda L_p + mu L_con
+
+L_p is Component 1 of the paper, L_con is Component 2. Where pseudo-data come from is in
+`pseudo_data.py`.
 
 Choices where paper and code disagree or are silent
-- Eqs. (5)-(6) print s / tau, the code multiplies, and the published ablation with tau2 = 0 only makes sense so:
-  "multiply" is the default, "divide" the other form.
-- Row j of the pseudo-batch meets row j of the real one, one negative each, as in the code; eq. (2) is an expectation.
-- Global features of pseudo-data belong to the pseudo-data of the step (paper), with the frozen extractor in eval mode;
-  the code computes them for the first step's only, in train mode: global_features="round" is that, in eval mode.
-- Random sample means are drawn anew every round by default (paper); the released code draws them once.
-- Sources of pseudo-data are "balanced" if every client is drawn equally often, which is how Algorithm 2 chooses
-  clients, and "unbalanced" if in proportion to their samples. With clients of equal size, as in the paper, both are
-  the same. Figure 6d compares means of balanced with those of unbalanced labels: sources="classes" also draws every
-  class that a client has equally often. The proxy set has no clients: "balanced" and "classes" draw its classes alike.
+- Eqs. (5)-(6) print s / tau, the code multiplies, and the published ablation with tau2 = 0 only
+  makes sense so: "multiply" is the default, "divide" the other form.
+- Row j of the pseudo-batch meets row j of the real one, one negative each, as in the code; eq. (2)
+  is an expectation.
+- Global features of pseudo-data belong to the pseudo-data of the step (paper), with the frozen
+  extractor in eval mode; the code computes them for the first step's only, in train mode:
+  global_features="round" is that, in eval mode.
+- Random sample means are drawn anew every round by default (paper); the released code draws them
+  once.
+- Sources of pseudo-data are "balanced" if every client is drawn equally often, which is how
+  Algorithm 2 chooses clients, and "unbalanced" if in proportion to their samples. With clients of
+  equal size, as in the paper, both are the same. Figure 6d compares means of balanced with those of
+  unbalanced labels: sources="classes" also draws every class that a client has equally often. The
+  proxy set has no clients: "balanced" and "classes" draw its classes alike.
 """
 
 from __future__ import annotations
@@ -35,14 +44,19 @@ from torch import Tensor, nn
 from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
-from raysim.data.batches import Pipeline
 from raysim.data.dataset import Dataset
-from raysim.data.partition import CSR
 from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
-from raysim.models.single_rows import refusing_layer
+from raysim.methods.pseudo_data import (
+    SOURCES,
+    check_proxy,
+    check_pseudo_batch,
+    client_means,
+    fresh_means,
+    proxy_means,
+    rows_by_samples,
+)
 from raysim.primitives.checks import at_least, one_of
-from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from raysim.api.context import Contribution, Outputs
@@ -61,19 +75,20 @@ def contrastive_loss(
     tau2: float,
     temperature_mode: str = "multiply",
 ) -> Tensor:
-    """L_con of three projected embeddings (B, D), rows paired: the mean over the rows, eqs. (2), (5) and (6).
+    """Return L_con, the mean over the rows of projected embeddings [B, D]: eqs. (2), (5), (6).
 
-    Raises ValueError for a mode other than "multiply" and "divide", and for dividing by a temperature of 0 or less.
+    Row j of each belongs together. Raises ValueError for another mode than "multiply" and "divide",
+    and for a division by a temperature of 0 or less.
     """
     kappa1, kappa2 = (_similarity_scale(tau, temperature_mode) for tau in (tau1, tau2))
     positive = kappa1 * F.cosine_similarity(z_local_pseudo, z_global_pseudo, dim=-1)
     negative = kappa2 * F.cosine_similarity(z_local_pseudo, z_local, dim=-1)
-    # -log(f1 / (f1 + f2)) without the exponentials, which overflow at small temperatures in "divide".
+    # -log(f1 / (f1 + f2)) without exponentials, which overflow for small temperatures.
     return -F.logsigmoid(positive - negative).mean()
 
 
 def _similarity_scale(tau: float, temperature_mode: str) -> float:
-    """What a similarity is multiplied by: tau or 1/tau."""
+    """Return the factor of a similarity: tau or 1/tau."""
     if temperature_mode == "multiply":
         return tau
     if temperature_mode != "divide":
@@ -82,31 +97,28 @@ def _similarity_scale(tau: float, temperature_mode: str) -> float:
         )
     if tau <= 0.0:
         raise ValueError(
-            f"method.fedbr cannot divide by a temperature of {tau}: make it positive or set temperature_mode=multiply."
+            f"method.fedbr.temperature_mode=divide cannot divide by a temperature of {tau}. Set "
+            "positive temperatures, or temperature_mode=multiply."
         )
     return 1.0 / tau
 
 
 def pseudo_label_loss(logits: Tensor, targets: Tensor | None = None) -> Tensor:
-    """Cross-entropy of ``logits`` (B, C) with soft rows ``targets`` (B, C), uniform if None: the mean over the rows."""
+    """Return the mean cross-entropy of logits [B, C] with targets [B, C]; None is uniform."""
     log_probabilities = F.log_softmax(logits, dim=-1)
     if targets is None:
         return -log_probabilities.mean()
     return -(targets * log_probabilities).sum(dim=-1).mean()
 
 
-def random_sample_mean(inputs: Tensor, indices: Tensor) -> Tensor:
-    """Algorithm 2: row r is the mean of the M samples ``indices[r]``; (n, ...) and int64 (R, M) -> (R, ...)."""
-    return inputs[indices].mean(dim=1)
-
-
 def mixture_pseudo_data(
     proxy_means: Tensor, inputs: Tensor, labels: Tensor, indices: Tensor, num_classes: int
 ) -> dict[str, Tensor]:
-    """Algorithm 3, eq. (4): mix each proxy mean with K of the client's samples: {"inputs" (R, ...), "targets" (R, C)}.
+    """Mix each proxy mean with K of the client's samples, Algorithm 3, eq. (4).
 
-    ``proxy_means`` (R, ...) count as labelled uniformly; ``inputs`` (n, ...) have int64 (n,) or float (n, C) labels;
-    ``indices`` int64 (R, K) names the samples, where K = 0 leaves the means as they are.
+    Return "inputs" [R, ...] and "targets" [R, C]. proxy_means: [R, ...], with uniform labels.
+    inputs: [n, ...]. labels: int64 [n] or float [n, C]. indices: int64 [R, K] the samples; K = 0
+    leaves the means unchanged.
     """
     parts = indices.shape[1] + 1
     rows = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
@@ -116,90 +128,26 @@ def mixture_pseudo_data(
     }
 
 
-def rows_by_samples(
-    ends: np.ndarray, each: int, size: int, generator: np.random.Generator
-) -> np.ndarray:
-    """int64 [size] different rows of a pool to which every client sent `each`, its share of [0, 1) ends at ``ends``.
-
-    What `Generator.choice` draws without replacement, but for rounding, at a cost that does not grow with the pool:
-    a number falls on what is left, so each row that was drawn before it moves it on by that row's share.
-    """
-    rows: dict[int, None] = {}
-    while len(rows) < size:
-        taken = np.array(sorted(rows), np.int64)
-        first, share = _share(ends, taken // each)
-        numbers = generator.random(size - len(rows)) * (1 - share.sum() / each)
-        for start, width in zip(first + taken % each * share / each, share / each, strict=True):
-            numbers[numbers >= start] += width
-        clients = np.minimum(ends.searchsorted(numbers, side="right"), len(ends) - 1)
-        first, share = _share(ends, clients)
-        places = ((numbers - first) / share * each).astype(np.int64)
-        rows |= dict.fromkeys((clients * each + np.minimum(places, each - 1)).tolist())
-    return np.fromiter(rows, np.int64)
-
-
-def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the share of each of these clients begins, and how wide it is."""
-    first = np.where(clients > 0, ends[clients - 1], 0.0)
-    return first, ends[clients] - first
-
-
-def class_chances(labels: np.ndarray) -> np.ndarray:
-    """Return float64 [n], the chance of each sample if every class that occurs in ``labels`` [n] is drawn alike."""
-    _, classes, frequency = np.unique(labels, return_inverse=True, return_counts=True)
-    chances: np.ndarray = 1 / (frequency[classes] * len(frequency))
-    return chances
-
-
 def make_projector(features: int, projection: str) -> nn.Module:
-    """Return P, three linear layers with ReLU between them, with the paper's or the code's widths."""
+    """Return P: three linear layers with ReLU, in the widths of the paper or of the code."""
     hidden, out = (256, 128) if projection == "paper" else (2 * features, features)
     first, second = nn.Linear(features, hidden), nn.Linear(hidden, hidden)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, out))
 
 
-def proxy_means(
-    proxy: Source,
-    dataset: Dataset,
-    size: tuple[int, int],
-    alike: bool,
-    generator: np.random.Generator,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return means of training samples of a proxy set, normalised with its own constants.
-
-    size: number of means and of samples in each. alike: whether classes are drawn equally often.
-    """
-    labels = dataset.labels[: dataset.train_rows]
-    rows = generator.choice(len(labels), size=size, p=class_chances(labels) if alike else None)
-    mean = None if proxy.mean is None else tuple(proxy.mean)
-    std = None if proxy.std is None else tuple(proxy.std)
-    unique, places = np.unique(rows, return_inverse=True)
-    images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.inputs[unique]), dtype)
-    return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
-
-
 PROJECTOR = "fedbr.projector"
-SOURCES = ("balanced", "unbalanced", "classes")
-
-
-@functools.lru_cache(maxsize=2)
-def _ends(partition: CSR, alike: bool) -> np.ndarray:
-    """float64 [clients]: where each client's share of [0, 1) ends, by samples or alike; made once, for all jobs."""
-    chances = (partition.counts > 0) if alike else partition.counts
-    ends = (chances / chances.sum()).cumsum()
-    return np.asarray(ends / ends[-1])
 
 
 class FedBR(Method):
-    """lam: weight of Component 1 (uniform answers), mu: of Component 2 (the contrast); 0 leaves it out.
+    """lam: weight of Component 1 (uniform outputs). mu: of Component 2 (contrast). 0 is none.
 
-    pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends `means_per_client` (None: B)
-    before round 0; or "mixture", B means of a public `proxy` set, mixed at every step with `mix_samples` samples of the
-    batch each. pseudo_batch: B rows. pseudo_refresh: B new ones every "round", or "once". fresh: means of raw data
-    every round, which only a simulator can do. sources: who is drawn equally often (see above). projection: the
-    paper's widths (256, 256, 128), the released code's (2F, 2F, F), or none. max_step=False leaves the projector as
-    received.
+    pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends
+    `means_per_client` (None: B) before round 0; or "mixture", B means of a public `proxy` set,
+    mixed at every step with `mix_samples` samples of the batch each. pseudo_batch: B rows.
+    pseudo_refresh: B new ones every "round", or "once". fresh: means of raw data every round, which
+    only a simulator can do. sources: who is drawn equally often (see above). projection: the
+    paper's widths (256, 256, 128), the released code's (2F, 2F, F), or none. max_step=False leaves
+    the projector as received.
     """
 
     name = "fedbr"
@@ -237,11 +185,8 @@ class FedBR(Method):
         self.samples_per_mean = int(at_least("method.fedbr.samples_per_mean", samples_per_mean, 1))
         means = pseudo_batch if means_per_client is None else means_per_client
         self.means_per_client = int(at_least("method.fedbr.means_per_client", means, 1))
-        self.proxy, self.mix_samples = (
-            proxy,
-            int(at_least("method.fedbr.mix_samples", mix_samples, 0)),
-        )
-        self.global_features = global_features
+        self.mix_samples = int(at_least("method.fedbr.mix_samples", mix_samples, 0))
+        self.proxy, self.global_features = proxy, global_features
         if pseudo == "mixture" and (proxy is None or type(proxy) is Source):
             raise ValueError(
                 "method.fedbr.pseudo=mixture needs a public set. Set method.fedbr.proxy to a data "
@@ -256,6 +201,16 @@ class FedBR(Method):
     @property
     def _projects(self) -> bool:
         return self.mu > 0 and self.projection != "none"
+
+    @property
+    def _public(self) -> Source | None:
+        """The proxy set; None if pseudo-data are means of clients' samples."""
+        return self.proxy if self.pseudo == "mixture" else None
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        """The number of means that a round needs, and of samples in each."""
+        return self.pseudo_batch, self.samples_per_mean
 
     @property
     def _mixes(self) -> bool:
@@ -280,23 +235,18 @@ class FedBR(Method):
 
     def _check_sizes(self, run: Setup) -> None:
         """Refuse too few means, one row for BatchNorm, and a proxy set of other images."""
-        if self.pseudo_batch == 1:
-            layer = refusing_layer(run.model, run.task.example)
-            run.require(
-                not layer,
-                "method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of "
-                f"its {layer}. Set method.fedbr.pseudo_batch=2 or more.",
-            )
-        pool = self.means_per_client * run.clients_with_samples
+        check_pseudo_batch(run, self.pseudo_batch)
+        if self._public is not None:
+            check_proxy(run, self._public, _proxy_set(self))
+            return
+        clients = run.clients_with_samples
+        pool = self.means_per_client * clients
         run.require(
-            self.pseudo == "mixture" or self.fresh or self.pseudo_batch <= pool,
+            self.fresh or self.pseudo_batch <= pool,
             f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {pool} means "
-            f"from {run.clients_with_samples} clients with samples. Set method.fedbr.pseudo_batch={pool} or "
-            "less, or increase method.fedbr.means_per_client.",
+            f"from {clients} clients with samples. Set method.fedbr.pseudo_batch={pool} or less, "
+            "or increase method.fedbr.means_per_client.",
         )
-        public = _public(self)
-        if public is not None:
-            _check_proxy(run, *public)
 
     def _declare_pseudo_data(self, run: Setup) -> None:
         """Declare what is collected and sent; fresh means are counted as if they were sent."""
@@ -315,7 +265,7 @@ class FedBR(Method):
         run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
 
     def cost(self, job: Participation) -> float:
-        """Return a pass over pseudo-data, and a forward pass of the received model if they change."""
+        """Return a pass over pseudo-data, and one of the received model if they change."""
         if self.lam == 0 and self.mu == 0:
             return 0.0
         changes = self.mu and self._mixes and self.global_features == "step"
@@ -323,15 +273,9 @@ class FedBR(Method):
 
     # --- pseudo-data ---------------------------------------------------------------------------
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return means of the client's own samples, drawn with replacement."""
-        size = (self.means_per_client, self.samples_per_mean)
-        if self.sources == "classes":
-            chances = class_chances(client.labels.cpu().numpy())
-            drawn = client.generator.choice(len(client.inputs), size=size, p=chances)
-        else:
-            drawn = client.generator.integers(len(client.inputs), size=size)
-        indices = torch.from_numpy(drawn).to(client.inputs.device)
-        return {"pool": random_sample_mean(client.inputs, indices).cpu().numpy()}
+        """Return means of the client's own samples."""
+        size = self.means_per_client, self.samples_per_mean
+        return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
         """Keep the pool of all means; of what is drawn once, only the drawn ones."""
@@ -342,33 +286,19 @@ class FedBR(Method):
     def draw_pseudo_data(self, server: ServerView) -> Tensor:
         """Draw B rows: of the pool, without replacement; or new means of the proxy set."""
         generator = server.stream("pseudo")
-        public = _public(self)
-        if public is not None:
-            size = self.pseudo_batch, self.samples_per_mean
-            alike = self.sources != "unbalanced"
-            return proxy_means(*public, size, alike, generator, server.task.dtype)
+        if self._public is not None:
+            proxy = self._public, _proxy_set(self)
+            return proxy_means(*proxy, self._size, self.sources, generator, server.task.dtype)
         pool = server.state["pool"]
         if self.sources == "unbalanced":
-            each, ends = self.means_per_client, server.sample_ends
-            return pool[rows_by_samples(ends, each, self.pseudo_batch, generator)]
+            per_client, ends = self.means_per_client, server.sample_ends
+            return pool[rows_by_samples(ends, per_client, self.pseudo_batch, generator)]
         return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False)]
 
     # --- a client's job ------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
         """Make fresh means of raw data, the same for all clients of this version."""
-        generator = stream(job.seed, "fedbr.fresh", job.version)
-        ends = _ends(job.partition, self.sources != "unbalanced")
-        # As `Generator.choice` draws clients, but without an array over them.
-        clients = ends.searchsorted(generator.random(self.pseudo_batch), side="right")
-        rows = []
-        for client in clients:
-            own = job.partition.rows(client)
-            chances = class_chances(job.labels_of(own)) if self.sources == "classes" else None
-            rows.append(generator.choice(own, size=self.samples_per_mean, p=chances))
-        inputs, _ = job.gather(np.concatenate(rows))
-        places = torch.arange(len(inputs), device=inputs.device)
-        size = self.pseudo_batch, self.samples_per_mean
-        job.scratch["pseudo"] = random_sample_mean(inputs, places.view(size))
+        job.scratch["pseudo"] = fresh_means(job, self._size, self.sources)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
         """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K]."""
@@ -421,9 +351,7 @@ class FedBR(Method):
 
         if self._mixes and self.global_features == "step":
             return out.once("fedbr.global", compute)
-        if "global" not in job.scratch:
-            job.scratch["global"] = compute()
-        return cast(Tensor, job.scratch["global"])
+        return job.once("global", compute)
 
     def _features(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return features of pseudo-data, which BatchNorm's running statistics do not see."""
@@ -436,26 +364,7 @@ class FedBR(Method):
 
 
 @functools.lru_cache(maxsize=4)
-def _public(method: FedBR) -> tuple[Source, Dataset] | None:
-    """Return the proxy set, built once; None if pseudo-data are means of clients' samples."""
-    if method.pseudo != "mixture" or method.proxy is None:
-        return None
-    return method.proxy, method.proxy.build()
-
-
-def _check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
-    """Refuse a proxy set whose images or constants do not fit the data."""
-    shape, (channels, *size) = dataset.shape, run.task.shape
-    run.require(
-        shape == run.task.shape,
-        f"method.fedbr.proxy has images of {' x '.join(map(str, shape))} (channels, height, width), "
-        f"the data has {' x '.join(map(str, run.task.shape))}. Set "
-        f"method.fedbr.proxy.size={size[0] if size else 1} and "
-        f"method.fedbr.proxy.channels={channels}.",
-    )
-    for key, values in (("mean", proxy.mean), ("std", proxy.std)):
-        run.require(
-            values is None or len(values) in (1, channels),
-            f"method.fedbr.proxy.{key}={values} does not have one value for each of the {channels} "
-            "channels. Give one value, or one for each channel.",
-        )
+def _proxy_set(method: FedBR) -> Dataset:
+    """Return the proxy set, built at the first call; no part of the method, which is copied."""
+    assert method.proxy is not None, "pseudo=mixture needs a proxy set"
+    return method.proxy.build()

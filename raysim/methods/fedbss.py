@@ -1,18 +1,22 @@
-"""FedBSS: after some plain rounds, train on the easy samples first and let the hard ones in, epoch by epoch.
+"""FedBSS: after some plain rounds, train on easy samples first and add hard ones by epoch.
 
-Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). Of the received model:
+Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). Of
+the received model:
 
     S_i = -log p_{i, y_i}                                 (3)   the order: ascending loss
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
-    unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   a prefix of the order; the other b are biased
-    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e = 1..E takes the nearest a_e b of them as well
+    unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   the other b samples are biased
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e = 1..E adds the nearest a_e b
 
 Choices where the paper is silent or inconsistent
-- a_e is the fraction of the biased samples that take part, nearest to the split first, not a weight on their loss.
-- It is rounded down after adding 1e-9: in float64, half of two samples by (6) would otherwise be none.
+- a_e is the fraction of the biased samples that take part, nearest to the split first, not a weight
+  on their loss.
+- It is rounded down after adding 1e-9: in float64, half of two samples by (6) would otherwise be
+  none.
 - Epochs count from 1, so the last one sees every sample.
-- Ties: equal losses keep the client's order, the most uncertain sample is the first in that order, and losses equal to
-  the border's are unbiased. Non-finite losses sort last; an uncertainty that is nan never marks the border.
+- Ties: equal losses keep the client's order, the most uncertain sample is the first in that order,
+  and losses equal to the border's are unbiased. Non-finite losses sort last; an uncertainty that is
+  nan never marks the border.
 - The models are averaged uniformly, in both stages.
 """
 
@@ -38,19 +42,27 @@ KINDS = ("cosine", "linear", "filter", "all")
 
 
 class Split(TypedDict):
-    """A client's samples by ascending loss ("order", int64 [N]); the first "num_unbiased" of them are the easy ones."""
+    """A client's samples by ascending loss.
+
+    order: int64 [N] positions. num_unbiased: the first so many are the easy ones.
+    """
 
     order: Tensor
     num_unbiased: int
 
 
 def uncertainty(*, probabilities: Tensor) -> Tensor:
-    """1 - (largest - smallest class probability) of each row, eq. (4): [N, C] -> [N]; uniform gives 1, one-hot 0."""
+    """Return 1 - (largest - smallest class probability) of each row, eq. (4): [N].
+
+    probabilities: [N, C]. A uniform row gives 1, a one-hot row 0.
+    """
     return 1.0 - (probabilities.amax(dim=-1) - probabilities.amin(dim=-1))
 
 
 def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> Split:
-    """Order a client's samples by ``losses`` [N] and cut at the one of largest ``uncertainties`` [N], eqs. (3) and (5).
+    """Order the samples by loss and split at the most uncertain one, eqs. (3) and (5).
+
+    losses, uncertainties: [N].
 
     The unbiased part is never empty, the biased one may be. Needs at least one sample.
     """
@@ -62,9 +74,12 @@ def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> Split:
 
 
 def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
-    """a_e: the part of the biased samples in ``epoch`` (counted from 1) of ``total_epochs``, eq. (6) and its ablations.
+    """Return a_e, the share of the biased samples in `epoch`, eq. (6) and its ablations.
 
-    "cosine" (6), "linear" e/E, "filter" 0, "all" 1. Raises ValueError for another kind or an epoch outside 1..E.
+    epoch: from 1 to total_epochs.
+
+    "cosine" (6), "linear" e/E, "filter" 0, "all" 1. Raises ValueError for another kind or an epoch
+    outside 1..E.
     """
     if not 1 <= epoch <= total_epochs:
         raise ValueError(
@@ -79,14 +94,14 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
 
 
 def included_count(*, num_biased: int, fraction: float) -> int:
-    """How many of ``num_biased`` samples a ``fraction`` of them is: rounded down, with a guard of 1e-9."""
+    """Return `fraction` of `num_biased` samples, rounded down after adding 1e-9."""
     return math.floor(fraction * num_biased + 1e-9)
 
 
 def selected_indices(
     *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
 ) -> Tensor:
-    """The samples of one epoch: int64 positions in the client's own list, by ascending loss (the loop shuffles)."""
+    """Return the samples of one epoch: int64 positions in the client's samples, by loss."""
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
     num_biased = len(losses) - split["num_unbiased"]
@@ -96,9 +111,11 @@ def selected_indices(
 
 
 class FedBSS(Method):
-    """Losses and uncertainties are client state per sample; refreshed at every `refresh`-th stage-2 participation.
+    """warmup_rounds: versions before stage 2. kind: of a_e, see `inclusion_fraction`.
 
-    A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it arrives.
+    refresh: losses and uncertainties, which are client state, are computed again in every so-many-th
+    job of stage 2. A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it
+    arrives.
     """
 
     name = "fedbss"

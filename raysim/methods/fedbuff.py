@@ -1,16 +1,19 @@
 """FedBuff: collect asynchronous updates in a buffer of K and step once when it is full.
 
-Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek and Huba, "Federated Learning with Buffered Asynchronous Aggregation"
-(AISTATS 2022), Algorithm 1:
+Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek and Huba, "Federated Learning with Buffered
+Asynchronous Aggregation" (AISTATS 2022), Algorithm 1:
 
-    w_i = (1 + s_i)^-a      x <- x + eta_g sum_i w_i Delta_i / K      s_i: versions since client i's, counted at arrival
+    w_i = (1 + s_i)^-a      s_i: staleness of update i, counted at its arrival
+    x <- x + eta_g sum_i w_i Delta_i / K
 
 Choices where paper and code disagree or are silent
-- The divisor is K, as in the paper ("count"), which shrinks a stale buffer; "weights" (sum of w_i) does not; "none" is
-  the plain sum that FLSim takes by default.
-- No reference staleness: FLSim divides every weight by that of staleness 1, i.e. multiplies all of them by sqrt(2).
-- Floating buffers always take the normalised weights and rate 1, or BatchNorm's statistics would shrink; and what is
-  averaged are the clients' buffers, not their changes, or a stale change could make a variance negative.
+- The divisor is K, as in the paper ("count"), which shrinks a stale buffer; "weights" (sum of w_i)
+  does not; "none" is the plain sum that FLSim takes by default.
+- No reference staleness: FLSim divides every weight by that of staleness 1, i.e. multiplies all of
+  them by sqrt(2).
+- Floating buffers always take the normalised weights and rate 1, or BatchNorm's statistics would
+  shrink; and what is averaged are the clients' buffers, not their changes, or a stale change could
+  make a variance negative.
 - A buffer that is not full at the end of a run is dropped.
 """
 
@@ -36,13 +39,19 @@ NORMALIZATIONS = ("count", "weights", "none")
 def arrival_weights(
     *, staleness: Tensor, exponent: float = 0.5, sample_weights: Tensor | None = None
 ) -> Tensor:
-    """(1 + s_i)^-a of ``staleness`` int64 [K], times ``sample_weights`` [K] if given: float64 [K]."""
+    """Return (1 + s_i)^-a, float64 [K], times `sample_weights` [K] unless None.
+
+    staleness: int64 [K].
+    """
     weights = (1.0 + staleness.double()).pow(-exponent)
     return weights if sample_weights is None else weights * sample_weights.double()
 
 
 def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
-    """What the weighted sum of a buffer is divided by: its size ("count"), the sum of ``weights`` [K], or 1 ("none").
+    """Return the divisor of the weighted sum of a buffer.
+
+    normalization: "count" for the number of updates, "weights" for the sum of the weights [K],
+    "none" for 1.
 
     Raises ValueError for another normalization, and for "weights" that do not have a positive sum.
     """
@@ -62,7 +71,10 @@ def buffered_aggregate(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """The direction of a full buffer: ``deltas`` [K, D] in order of arrival, ``staleness`` int64 [K] -> [D]."""
+    """Return the direction [D] of a full buffer.
+
+    deltas: [K, D] in the order of arrival. staleness: int64 [K].
+    """
     weights = arrival_weights(staleness=staleness, exponent=exponent, sample_weights=sample_weights)
     return weighted_sum(deltas, weights) / buffer_divisor(
         weights=weights, normalization=normalization
@@ -79,7 +91,7 @@ def buffered_step(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """x + eta_g times the direction of ``buffered_aggregate``: [D]."""
+    """Return x + eta_g times the direction of `buffered_aggregate`, [D]."""
     direction = buffered_aggregate(
         deltas=deltas,
         staleness=staleness,
@@ -91,7 +103,10 @@ def buffered_step(
 
 
 class FedBuff(Method):
-    """The staleness weights and the divisor; when to aggregate is the schedule's (`schedule=buffered`)."""
+    """exponent: a. normalization: the divisor, "count", "weights" or "none".
+
+    The schedule decides when to aggregate (`schedule=buffered`).
+    """
 
     name = "fedbuff"
     paper = "Nguyen et al., AISTATS 2022"

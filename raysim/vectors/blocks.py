@@ -43,8 +43,8 @@ def _pool() -> ThreadPoolExecutor:
 def compile_function(function: F) -> F:
     """``function`` of arrays and numbers as machine code, made at its first call (a second or so) and kept on disk.
 
-    What takes PyTorch many passes over a vector then takes one, outside Python's lock. Nothing is reordered; a product
-    that is added is rounded once. It calls no function of another module.
+    What takes PyTorch many passes over a vector then takes one, outside Python's lock. Nothing is
+    reordered; a product that is added is rounded once. It calls no function of another module.
     """
     import numba  # slow to import, and few methods need it
 
@@ -64,7 +64,8 @@ def split_range(start: int, stop: int, size: int) -> list[slice]:
 def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> list[T]:
     """``work`` on every block of `length` entries, `size` each; what it returns, in the order of the blocks.
 
-    ``work`` runs in several threads, writes nothing outside its block, and calls no `in_blocks` itself.
+    ``work`` runs in several threads, writes nothing outside its block, and calls no `in_blocks`
+    itself.
     """
     blocks = split_range(0, length, size)
     if len(blocks) < 2 or num_threads() == 1:
@@ -93,7 +94,8 @@ def run_compiled(
 def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -> Tensor:
     """[d] the sum over groups of w_1 a_1 + w_2 a_2 + ..., each folded in its order: every sum of updates on the server.
 
-    A group that a worker has summed is one vector of weight 1. into: the place of the sum, a new one if None.
+    A group that a worker has summed is one vector of weight 1. into: the place of the sum, a new
+    one if None.
     """
     first = torch.from_numpy(groups[0][0][0])
     total = torch.empty_like(first) if into is None else into

@@ -27,8 +27,9 @@ _ROWS = 8  # rows in a tile: nothing above the diagonal tiles is computed; a pro
 def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     """Inner products of m vectors [d] of one dtype, on the CPU: symmetric, float64 [m, m].
 
-    Parts of float32 vectors are multiplied in float32 and added in float64: entries are off by about 1e-8 |g_i||g_j|,
-    at most 1e-6. Float64 throughout takes twice as long; the last entries, fewer than 8192, are multiplied in it.
+    Parts of float32 vectors are multiplied in float32 and added in float64: entries are off by
+    about 1e-8 |g_i||g_j|, at most 1e-6. Float64 throughout takes twice as long; the last entries,
+    fewer than 8192, are multiplied in it.
     """
     arrays = [row.numpy() for row in rows]
     count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT

@@ -1,8 +1,9 @@
 """One flat buffer for everything trainable and every floating buffer, with the modules' tensors as views into it.
 
-Order: shared parameters, shared buffers, then personal parameters, personal buffers. What travels is the prefix
-`[0, layout.shared)`; what a server step may scale is `[0, layout.trained)`. Integer buffers have a vector of their own.
-Frozen parameters (requires_grad False) are no part of it: every process builds them from the seed.
+Order: shared parameters, shared buffers, then personal parameters, personal buffers. What travels
+is the prefix `[0, layout.shared)`; what a server step may scale is `[0, layout.trained)`. Integer
+buffers have a vector of their own. Frozen parameters (requires_grad False) are no part of it: every
+process builds them from the seed.
 """
 
 from __future__ import annotations
@@ -249,7 +250,8 @@ class Vector:
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
 
-        These may be any tensors, such as views of a client's state, where `use_storage` changes parameters in place.
+        These may be any tensors, such as views of a client's state, where `use_storage` changes
+        parameters in place.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters

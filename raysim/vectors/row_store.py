@@ -1,8 +1,9 @@
 """Server-side caches of clients' vectors: rows on disk or in memory, with all the room they may need reserved at once.
 
-A cache is one tensor of the rows in use; the reserved room is the storage behind it. So it may lie in `server.state`: a
-checkpoint writes the rows in use, and what it restores is moved into a new room by `rows_with_room`. Rows on disk
-take no memory but the page cache; their file has no name, so it is gone with the process, however that ends.
+A cache is one tensor of the rows in use; the reserved room is the storage behind it. So it may lie
+in `server.state`: a checkpoint writes the rows in use, and what it restores is moved into a new
+room by `rows_with_room`. Rows on disk take no memory but the page cache; their file has no name, so
+it is gone with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ GIB = 2**30
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
     """An empty cache [0, ...] with room for `shape`: a file in the folder for temporary files, or memory.
 
-    Memory is taken when a row is first written, disk at once. Raises ValueError where the disk is too small.
+    Memory is taken when a row is first written, disk at once. Raises ValueError where the disk is
+    too small.
     """
     if place == "memory" or not math.prod(shape):
         return torch.empty(shape, dtype=dtype)[:0]
@@ -50,7 +52,8 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 def extend_rows(rows: Tensor, count: int) -> Tensor:
     """The first `count` rows of the room that `rows` lie in.
 
-    The rows that are added are set to zero, because checksums and checkpoints read also those that nobody has written.
+    The rows that are added are set to zero, because checksums and checkpoints read also those that
+    nobody has written.
     """
     more = rows.as_strided((count, *rows.shape[1:]), rows.stride())
     more[len(rows) :].zero_()
@@ -72,7 +75,8 @@ def check_budget(
 ) -> None:
     """Refuse a cache that may outgrow its budget [GiB]; size: bytes that it keeps of each client.
 
-    key: the method's ("method.ace"). less: another setting that would fit ("method.fedcda.memory=2"), if there is one.
+    key: the method's ("method.ace"). less: another setting that would fit
+    ("method.fedcda.memory=2"), if there is one.
     """
     if (most := clients * size / GIB) > budget:
         raise ValueError(

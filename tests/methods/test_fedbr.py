@@ -23,7 +23,8 @@ from tiny_runs import (
 from raysim.api.declarations import Local
 from raysim.data.sources import Source, Synthetic
 from raysim.experiment.instantiate import build_object
-from raysim.methods.fedbr import PROJECTOR, FedBR, rows_by_samples
+from raysim.methods.fedbr import PROJECTOR, FedBR
+from raysim.methods.pseudo_data import rows_by_samples
 from raysim.primitives.errors import Refused
 from raysim.primitives.streams import stream
 from raysim.training.run_spec import declare_run

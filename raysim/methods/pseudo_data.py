@@ -1,0 +1,173 @@
+"""Pseudo-data of FedBR: means of clients' samples (Algorithm 2) or of a public set (Algorithm 3).
+
+A mean of M samples stands for them all and has no label. `fedbr.py` says which choices there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.data.batches import Pipeline
+from raysim.data.dataset import Dataset
+from raysim.data.partition import CSR
+from raysim.data.sources import Source
+from raysim.models.single_rows import refusing_layer
+from raysim.primitives.streams import stream
+
+if TYPE_CHECKING:
+    from raysim.api.context import Contribution
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
+
+SOURCES = ("balanced", "unbalanced", "classes")
+
+
+def random_sample_mean(inputs: Tensor, indices: Tensor) -> Tensor:
+    """Return means [R, ...]: row r is the mean of the M samples `indices[r]`.
+
+    inputs: [n, ...]. indices: int64 [R, M].
+    """
+    return inputs[indices].mean(dim=1)
+
+
+def class_chances(labels: np.ndarray) -> np.ndarray:
+    """Return the chance of each sample, float64 [n], if all classes are drawn equally often.
+
+    labels: int64 [n]; only classes that occur count.
+    """
+    _, classes, frequency = np.unique(labels, return_inverse=True, return_counts=True)
+    chances: np.ndarray = 1 / (frequency[classes] * len(frequency))
+    return chances
+
+
+# --- means of clients' samples ----------------------------------------------------------------
+def client_means(client: Contribution, size: tuple[int, int], sources: str) -> np.ndarray:
+    """Return means of the client's own samples, drawn with replacement: [size[0], ...].
+
+    size: number of means and of samples in each.
+    """
+    if sources == "classes":
+        chances = class_chances(client.labels.cpu().numpy())
+        drawn = client.generator.choice(len(client.inputs), size=size, p=chances)
+    else:
+        drawn = client.generator.integers(len(client.inputs), size=size)
+    indices = torch.from_numpy(drawn).to(client.inputs.device)
+    return random_sample_mean(client.inputs, indices).cpu().numpy()
+
+
+def rows_by_samples(
+    ends: np.ndarray, per_client: int, size: int, generator: np.random.Generator
+) -> np.ndarray:
+    """Draw different rows, int64 [size], of a pool to which each client sent `per_client` rows.
+
+    ends: float64 [clients] the end of each client's share of [0, 1). The result is that of
+    `Generator.choice` without replacement, but for rounding, at a cost that does not grow with the
+    pool: a number falls on what is left, so each drawn row before it moves it on by its share.
+    """
+    rows: dict[int, None] = {}
+    while len(rows) < size:
+        taken = np.array(sorted(rows), np.int64)
+        first, share = _share(ends, taken // per_client)
+        numbers = generator.random(size - len(rows)) * (1 - share.sum() / per_client)
+        starts = first + taken % per_client * share / per_client
+        for start, width in zip(starts, share / per_client, strict=True):
+            numbers[numbers >= start] += width
+        clients = np.minimum(ends.searchsorted(numbers, side="right"), len(ends) - 1)
+        first, share = _share(ends, clients)
+        places = ((numbers - first) / share * per_client).astype(np.int64)
+        drawn = clients * per_client + np.minimum(places, per_client - 1)
+        rows |= dict.fromkeys(drawn.tolist())
+    return np.fromiter(rows, np.int64)
+
+
+def _share(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the start and the width of each client's share."""
+    first = np.where(clients > 0, ends[clients - 1], 0.0)
+    return first, ends[clients] - first
+
+
+def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
+    """Return means of raw data of all clients, the same for all jobs of a version."""
+    generator = stream(job.seed, "fedbr.fresh", job.version)
+    ends = _ends(job.partition, sources != "unbalanced")
+    # As `Generator.choice` draws clients, but without an array over them.
+    clients = ends.searchsorted(generator.random(size[0]), side="right")
+    rows = []
+    for client in clients:
+        own_rows = job.partition.rows(client)
+        chances = class_chances(job.labels_of(own_rows)) if sources == "classes" else None
+        rows.append(generator.choice(own_rows, size=size[1], p=chances))
+    inputs, _ = job.gather(np.concatenate(rows))
+    places = torch.arange(len(inputs), device=inputs.device)
+    return random_sample_mean(inputs, places.view(size))
+
+
+@functools.lru_cache(maxsize=2)
+def _ends(partition: CSR, is_uniform: bool) -> np.ndarray:
+    """Return the end of each client's share of [0, 1), float64 [clients]; made once for all jobs."""
+    chances = (partition.counts > 0) if is_uniform else partition.counts
+    ends = (chances / chances.sum()).cumsum()
+    return np.asarray(ends / ends[-1])
+
+
+def check_pseudo_batch(run: Setup, rows: int) -> None:
+    """Raise ValueError if the model cannot train on a pseudo-batch of one row."""
+    if rows > 1:
+        return
+    layer = refusing_layer(run.model, run.task.example)
+    run.require(
+        not layer,
+        "method.fedbr.pseudo_batch: the model cannot train on a batch of 1 row, because of its "
+        f"{layer}. Set method.fedbr.pseudo_batch=2 or more.",
+    )
+
+
+# --- means of a public set --------------------------------------------------------------------
+def proxy_means(
+    proxy: Source,
+    dataset: Dataset,
+    size: tuple[int, int],
+    sources: str,
+    generator: np.random.Generator,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return means of training samples of a proxy set, normalised with its own constants.
+
+    dataset: what `proxy` builds. size: number of means and of samples in each. sources: classes are
+    drawn equally often unless it is "unbalanced"; a proxy set has no clients.
+    """
+    labels = dataset.labels[: dataset.train_rows]
+    chances = None if sources == "unbalanced" else class_chances(labels)
+    rows = generator.choice(len(labels), size=size, p=chances)
+    mean = None if proxy.mean is None else tuple(proxy.mean)
+    std = None if proxy.std is None else tuple(proxy.std)
+    unique, places = np.unique(rows, return_inverse=True)
+    images = Pipeline(mean, std).normalise(torch.from_numpy(dataset.inputs[unique]), dtype)
+    return random_sample_mean(images, torch.from_numpy(places.reshape(rows.shape)))
+
+
+def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
+    """Raise ValueError for a proxy set whose images or constants do not fit the data."""
+    shape, (channels, *size) = dataset.shape, run.task.shape
+    run.require(
+        shape == run.task.shape,
+        f"method.fedbr.proxy has images of {_times(shape)} (channels, height, width), the data has "
+        f"{_times(run.task.shape)}. Set method.fedbr.proxy.size={size[0] if size else 1} and "
+        f"method.fedbr.proxy.channels={channels}.",
+    )
+    for key, values in (("mean", proxy.mean), ("std", proxy.std)):
+        run.require(
+            values is None or len(values) in (1, channels),
+            f"method.fedbr.proxy.{key}={values} does not have one value for each of the {channels} "
+            "channels. Give one value, or one for each channel.",
+        )
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
