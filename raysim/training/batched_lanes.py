@@ -155,7 +155,7 @@ class BatchedLanes(LaneLoop[Lane]):
     # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: Lane) -> None:
         """See `LaneLoop`."""
-        self.optimizer.restart(lane.row, lane.ctx.optimizers.resumed(_TASK.name))
+        self.optimizer.restart(lane.row, lane.ctx.optimizers.saved_buffers(_TASK.name))
 
     def finish(self, lane: Lane) -> None:
         """See `LaneLoop`."""

@@ -106,7 +106,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             if key not in self._optimizers:
                 targets = step.optimized_tensors(group)
                 self._optimizers[key] = RecordedOptimizer(step.optimizer, targets)
-            self._optimizers[key].restart(ctx.optimizers.resumed(stage.name))
+            self._optimizers[key].restart(ctx.optimizers.saved_buffers(stage.name))
             ctx.optimizers.put(stage.name, self._optimizers[key], group.shared, stage.rate)
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:

@@ -1,1 +1,1 @@
-"""Parameters as one flat vector: its layout, its arithmetic in blocks, optimisers, inner products."""
+"""Parameters as one flat vector: layout, arithmetic in blocks, optimizers, inner products."""

@@ -1,4 +1,7 @@
-"""Arithmetic on long vectors, in blocks that fit a cache and that the cores share; its bits depend on neither."""
+"""Arithmetic on long vectors, in blocks that fit into a cache and that threads share.
+
+The bits of a result depend neither on the size of the blocks nor on the number of threads.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,20 @@ from torch import Tensor
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-BLOCK = 1 << 18  # numbers of each vector that are at hand at once
+BLOCK = 1 << 18  # entries of each vector in a block
 _COMPILER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-_MOST = 8  # threads: by then memory is the limit
+_MAX_THREADS = 8  # with more threads, memory bandwidth is the limit
 
-WeightedVectors: TypeAlias = tuple[
-    Sequence[np.ndarray], Sequence[float]
-]  # vectors [d], and the weight of each
+# Vectors [d], and the weight of each.
+WeightedVectors: TypeAlias = tuple[Sequence[np.ndarray], Sequence[float]]
 
 
 def num_threads() -> int:
-    """How many threads share the blocks: as many as this process may use."""
-    usable = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(usable, _MOST)
+    """Return the number of threads that share the blocks: the usable cores, at most 8."""
+    usable = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    return min(usable, _MAX_THREADS)
 
 
 @cache
@@ -41,31 +43,33 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def compile_function(function: F) -> F:
-    """``function`` of arrays and numbers as machine code, made at its first call (a second or so) and kept on disk.
+    """Return `function` of arrays and numbers as machine code.
 
-    What takes PyTorch many passes over a vector then takes one, outside Python's lock. Nothing is
-    reordered; a product that is added is rounded once. It calls no function of another module.
+    It is compiled at the first call, which takes a second or so, and kept on disk. One pass over a
+    vector then does what takes PyTorch many, without Python's lock. Nothing is reordered, but a
+    product that is added is rounded once. The function may not call one of another module.
     """
     import numba  # slow to import, and few methods need it
 
     from raysim.primitives.machinecode import MachineCodeCache
 
     fast = numba.njit(**_COMPILER)(function)
-    with contextlib.suppress(RuntimeError):  # no place on disk: every process compiles for itself
+    # Without a place on disk, every process compiles for itself.
+    with contextlib.suppress(RuntimeError):
         fast._cache = MachineCodeCache(function, _COMPILER)
     return cast(F, fast)
 
 
 def split_range(start: int, stop: int, size: int) -> list[slice]:
-    """The entries from `start` to `stop`, `size` at a time."""
+    """Return slices of `size` entries that cover those from `start` to `stop`."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> list[T]:
-    """``work`` on every block of `length` entries, `size` each; what it returns, in the order of the blocks.
+    """Call `work` on blocks of `size` of `length` entries; return its results in their order.
 
-    ``work`` runs in several threads, writes nothing outside its block, and calls no `in_blocks`
-    itself.
+    `work` runs in several threads. It writes nothing outside its block and does not call
+    `in_blocks` itself.
     """
     blocks = split_range(0, length, size)
     if len(blocks) < 2 or num_threads() == 1:
@@ -74,16 +78,19 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all entries are; mostly one pass without a copy, for a finite sum has finite terms."""
+    """Return True if all entries are finite.
+
+    Mostly one pass without a copy, because a finite sum has finite terms.
+    """
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def run_compiled(
     rule: Callable[..., None], arrays: Sequence[Tensor], settings: Sequence[float], *switches: bool
 ) -> None:
-    """The compiled ``rule`` on all entries of ``arrays`` [d], on the CPU, a block at a time.
+    """Run the compiled `rule` on all entries of the arrays [d], on the CPU, block by block.
 
-    settings: numbers, which become the arrays' own kind; switches are passed on as they are.
+    settings: numbers, which are converted to the dtype of the arrays. switches: passed unchanged.
     """
     views = [array.detach().numpy() for array in arrays]
     numbers = [views[0].dtype.type(setting) for setting in settings]
@@ -92,10 +99,10 @@ def run_compiled(
 
 
 def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -> Tensor:
-    """[d] the sum over groups of w_1 a_1 + w_2 a_2 + ..., each folded in its order: every sum of updates on the server.
+    """Return the sum over groups of w_1 a_1 + w_2 a_2 + ..., each added in its order: [d].
 
-    A group that a worker has summed is one vector of weight 1. into: the place of the sum, a new
-    one if None.
+    Every sum of updates on the server is made here. A group that a worker has summed is one vector
+    of weight 1. into: the tensor for the sum, or None for a new one.
     """
     first = torch.from_numpy(groups[0][0][0])
     total = torch.empty_like(first) if into is None else into
@@ -106,12 +113,12 @@ def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -
             if place and len(arrays) == 1 and weights[0] == 1.0:
                 block.add_(torch.from_numpy(arrays[0][part]))
                 continue
-            own = block if place == 0 else torch.empty_like(block)
-            torch.mul(torch.from_numpy(arrays[0][part]), weights[0], out=own)
+            group_sum = block if place == 0 else torch.empty_like(block)
+            torch.mul(torch.from_numpy(arrays[0][part]), weights[0], out=group_sum)
             for array, weight in zip(arrays[1:], weights[1:], strict=True):
-                own.add_(torch.from_numpy(array[part]), alpha=weight)
+                group_sum.add_(torch.from_numpy(array[part]), alpha=weight)
             if place:
-                block.add_(own)
+                block.add_(group_sum)
 
     in_blocks(len(total), fold)
     return total
@@ -120,6 +127,6 @@ def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -
 def split_into_groups(
     arrays: Sequence[np.ndarray], weights: Sequence[float], size: int
 ) -> list[WeightedVectors]:
-    """Groups of `size` consecutive vectors, as the server folds them."""
+    """Return groups of `size` consecutive vectors, as the server adds them up."""
     cuts = [slice(start, start + size) for start in range(0, len(arrays), size)]
     return [(arrays[cut], weights[cut]) for cut in cuts]

@@ -1,9 +1,9 @@
-"""One flat buffer for everything trainable and every floating buffer, with the modules' tensors as views into it.
+"""One flat vector for all trainable tensors and floating buffers; modules see views of it.
 
-Order: shared parameters, shared buffers, then personal parameters, personal buffers. What travels
-is the prefix `[0, layout.shared)`; what a server step may scale is `[0, layout.trained)`. Integer
-buffers have a vector of their own. Frozen parameters (requires_grad False) are no part of it: every
-process builds them from the seed.
+The order is: shared parameters, shared buffers, personal parameters, personal buffers. What travels
+is the front `[0, layout.shared)`; what a server step may scale is `[0, layout.trained)`. Integer
+buffers have a vector of their own. Frozen parameters (requires_grad False) are no part of it,
+because every process builds them from the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a network, `path` within it, and its place [start, stop)."""
+    """One tensor of a network, at `path` in it, with its place [start, stop) in the vector."""
 
     network: str
     path: str
@@ -31,13 +31,13 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Unique in a run: "model.head.weight"."""
+        """The full name, unique in a run: "model.head.weight"."""
         return f"{self.network}.{self.path}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies. Fixed once per run, equal on all workers and on the coordinator."""
+    """The place of each tensor in the vector; fixed for a run and equal in all processes."""
 
     entries: tuple[Entry, ...]  # floating, by position
     counters: tuple[Entry, ...]  # integer buffers, by position
@@ -49,30 +49,33 @@ class Layout:
 
     @property
     def personal(self) -> int:
-        """Floats that stay on a client."""
+        """The number of floats that stay on a client."""
         return self.total - self.shared
 
     @property
     def has_personal(self) -> bool:
-        """Whether any tensor of the networks stays on a client."""
+        """True if a tensor of the networks stays on a client."""
         return self.personal > 0 or self.total_counters > self.shared_counters
 
     @property
     def personal_entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-        """The tensors that stay on a client, by position: floating ones, and integer buffers."""
+        """The tensors that stay on a client, by position: floating ones, then integer buffers."""
         return tuple(e for e in self.entries if e.personal), tuple(
             e for e in self.counters if e.personal
         )
 
     def entries_in(self, prefixes: Iterable[str]) -> tuple[Entry, ...]:
-        """The trainable entries of some networks or modules, by position: "model" or "model.head"."""
+        """Return the trainable entries of networks or modules ("model.head"), by position."""
         dotted = tuple(prefix + "." for prefix in prefixes)
         return tuple(
             entry for entry in self.entries if entry.parameter and entry.name.startswith(dotted)
         )
 
     def stretches(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
-        """Contiguous stretches that cover the entries, none of them across the border of the shared parameters."""
+        """Return contiguous slices that cover the entries.
+
+        None of them crosses the border between shared and personal tensors.
+        """
         merged: list[slice] = []
         for entry in entries:
             if merged and merged[-1].stop == entry.start and entry.start != self.shared:
@@ -83,7 +86,10 @@ class Layout:
 
 
 def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ()) -> Layout:
-    """The layout of the networks, in their order. `personal` names entries ("network.path") that do not travel."""
+    """Return the layout of the networks, in their order.
+
+    personal: full names of tensors that do not travel. Raises ValueError for an unknown name.
+    """
     stays = frozenset(personal)
     parameters: list[tuple[str, str, Tensor]] = []
     buffers: list[tuple[str, str, Tensor]] = []
@@ -129,29 +135,30 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     )
 
 
-# Where a module keeps one of its tensors: a dictionary of its own, and the name there.
+# The place of a tensor in a module: the dictionary of the module, and the name there.
 _Place: TypeAlias = tuple[dict[str, Tensor], str]
 
 
 def _places(networks: Iterable[nn.Module]) -> dict[int, list[_Place]]:
-    """Of each tensor, by id, where modules keep it."""
-    found: dict[int, list[_Place]] = {}
+    """Return the places in modules of each tensor, by the id of the tensor."""
+    places: dict[int, list[_Place]] = {}
     for network in networks:
         for module in network.modules():
-            for own in (module._parameters, module._buffers):
-                for leaf, tensor in own.items():
-                    found.setdefault(id(tensor), []).append((cast("dict[str, Tensor]", own), leaf))
-    return found
+            for tensors in (module._parameters, module._buffers):
+                for leaf, tensor in tensors.items():
+                    place = cast("dict[str, Tensor]", tensors), leaf
+                    places.setdefault(id(tensor), []).append(place)
+    return places
 
 
 def _put(places: Iterable[_Place], tensor: Tensor) -> None:
-    for own, leaf in places:
-        own[leaf] = tensor
+    for tensors, leaf in places:
+        tensors[leaf] = tensor
 
 
 @dataclass(frozen=True, eq=False)
 class VectorStorage:
-    """Two flat tensors, and what a vector's modules see of them."""
+    """Two flat tensors, and the views of them that the modules of a vector use."""
 
     data: Tensor
     counters: Tensor
@@ -159,9 +166,10 @@ class VectorStorage:
 
 
 class Vector:
-    """The networks' state as two flat tensors (`data`, `counters`); the modules see views and never copies.
+    """The state of the networks as two flat tensors, `data` and `counters`.
 
-    Creating it re-homes the modules: their values are copied in, then replaced by views.
+    The constructor copies the values of the modules into them and replaces the modules' tensors by
+    views, so that nothing is copied between a module and the vector afterwards.
     """
 
     def __init__(
@@ -179,9 +187,8 @@ class Vector:
         for module in self.networks.values():
             module.to(device=device, dtype=dtype)
         everywhere = _places(self.networks.values())
-        self._places: list[
-            list[_Place]
-        ] = []  # of each entry, floating ones first; more than one where modules share it
+        # Places of each entry, floating ones first; several if modules share a tensor.
+        self._places: list[list[_Place]] = []
         self._parameters: list[nn.Parameter | None] = []  # of each entry
         with torch.no_grad():
             for entry, flat in self._with_flat(self.data, self.counters):
@@ -199,7 +206,7 @@ class Vector:
         yield from ((entry, counters) for entry in self.layout.counters)
 
     def storage(self, data: Tensor, counters: Tensor) -> VectorStorage:
-        """Views of two flat tensors, for `use_storage`."""
+        """Return two flat tensors with the views of them that modules use, for `use_storage`."""
         # .data: autograd must not mistake a step on its neighbours for one on it
         views = [
             flat[e.start : e.stop].view(e.shape).data for e, flat in self._with_flat(data, counters)
@@ -207,7 +214,7 @@ class Vector:
         return VectorStorage(data, counters, views)
 
     def use_storage(self, storage: VectorStorage) -> None:
-        """Let the modules see these flat tensors, as they are, in place of those that they saw."""
+        """Let the modules see other flat tensors, with the values that these hold."""
         self.data, self.counters = storage.data, storage.counters
         for places, parameter, view in zip(
             self._places, self._parameters, storage.views, strict=True
@@ -248,10 +255,10 @@ class Vector:
 
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the modules see other tensors, one for each entry and counter of the layout, and `data` be another one.
+        """Let the modules see other tensors, and `data` and `counters` be others, inside `with`.
 
-        These may be any tensors, such as views of a client's state, where `use_storage` changes
-        parameters in place.
+        tensors: one for each entry and counter of the layout. They may be any tensors, such as
+        views of a client's state, whereas `use_storage` changes parameters in place.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters
@@ -266,7 +273,7 @@ class Vector:
 
     @property
     def shared(self) -> Tensor:
-        """[layout.shared] what travels."""
+        """[layout.shared] the part that travels."""
         return self.data[: self.layout.shared]
 
     @property
@@ -276,23 +283,23 @@ class Vector:
 
     @property
     def personal(self) -> Tensor:
-        """[layout.personal] what stays."""
+        """[layout.personal] the part that stays on the client."""
         return self.data[self.layout.shared :]
 
     def tensors(self, entries: Iterable[Entry]) -> list[nn.Parameter]:
-        """The parameters of some entries."""
+        """Return the parameters of some entries."""
         return [self.parameters[entry.name] for entry in entries]
 
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
-        """Views into a vector laid out like this one (or like its shared prefix), by entry name."""
-        found = {
-            e.name: flat[e.start : e.stop].view(e.shape)
-            for e in self.layout.entries
-            if e.stop <= len(flat)
-        }
-        found |= {
-            e.name: counters[e.start : e.stop].view(e.shape)
-            for e in self.layout.counters
-            if e.stop <= len(counters)
-        }
-        return found
+        """Return views of each tensor, by full name.
+
+        flat, counters: laid out like this vector, or like the shared front of it.
+        """
+        views: dict[str, Tensor] = {}
+        for entry in self.layout.entries:
+            if entry.stop <= len(flat):
+                views[entry.name] = flat[entry.start : entry.stop].view(entry.shape)
+        for entry in self.layout.counters:
+            if entry.stop <= len(counters):
+                views[entry.name] = counters[entry.start : entry.stop].view(entry.shape)
+        return views

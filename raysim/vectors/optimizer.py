@@ -1,4 +1,4 @@
-"""The local optimiser: SGD and Adam on views or on one flat tensor."""
+"""The local optimizer: SGD and Adam on views or on one flat tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raysim.primitives.checks import at_least
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The floats of a device that have the most digits."""
+    """Return the floating dtype of a device that has the most digits."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The local optimiser's settings. Its buffers start at zero in every job."""
+    """The settings of the local optimizer; its buffers start at 0 in every job."""
 
     kind: Literal["sgd", "adam"] = "sgd"
     momentum: float = 0.0
@@ -30,15 +30,16 @@ class OptimizerSettings:
         at_least("local.momentum", self.momentum, 0.0)
         at_least("local.weight_decay", self.weight_decay, 0.0)
         if self.nesterov and not self.momentum:
-            raise ValueError("local.nesterov=true needs momentum: set local.momentum above 0")
+            raise ValueError("local.nesterov=true needs momentum. Set local.momentum above 0.")
         if self.kind == "adam" and self.momentum:
             raise ValueError(
-                f"local.momentum={self.momentum} has no meaning for local.optimizer=adam: set it to 0"
+                f"local.momentum={self.momentum} has no effect with local.optimizer=adam. "
+                "Set it to 0."
             )
 
 
 class LocalOptimizer:
-    """One optimiser at work; equal to torch.optim.SGD, bit for bit, on views or on one flat tensor."""
+    """The optimizer of one stage; SGD has the bits of torch.optim.SGD."""
 
     def __init__(self, settings: OptimizerSettings):
         self.settings = settings
@@ -47,7 +48,7 @@ class LocalOptimizer:
         self.steps = 0
 
     def save(self) -> dict[str, Tensor]:
-        """Its buffers as flat tensors."""
+        """Return the buffers as flat tensors, by name."""
         lists = {"first": self.first, "second": self.second}
         flat = {
             name: torch.cat([part.reshape(-1) for part in parts])
@@ -57,7 +58,7 @@ class LocalOptimizer:
         return {"steps": torch.tensor([self.steps]), **flat}
 
     def load(self, saved: Mapping[str, Tensor], like: Sequence[Tensor]) -> None:
-        """Take over what `save` returned; `like` has the shapes of the parameters."""
+        """Load what `save` returned. like: tensors with the shapes of the parameters."""
         sizes = [part.numel() for part in like]
         for name, parts in (("first", self.first), ("second", self.second)):
             if name in saved:
@@ -72,21 +73,21 @@ class LocalOptimizer:
 
         rate: a tensor [] where a recorded step must not know it.
         """
-        own = self.settings
+        settings = self.settings
         self.steps += 1
-        if own.weight_decay:
-            grads = list(torch._foreach_add(grads, params, alpha=own.weight_decay))
-        if own.kind == "adam":
+        if settings.weight_decay:
+            grads = list(torch._foreach_add(grads, params, alpha=settings.weight_decay))
+        if settings.kind == "adam":
             return self._adam(params, grads, rate)
-        if own.momentum:
+        if settings.momentum:
             if not self.first:
                 self.first = [grad.clone() for grad in grads]
             else:
-                torch._foreach_mul_(self.first, own.momentum)
+                torch._foreach_mul_(self.first, settings.momentum)
                 torch._foreach_add_(self.first, grads)
             grads = (
-                list(torch._foreach_add(grads, self.first, alpha=own.momentum))
-                if own.nesterov
+                list(torch._foreach_add(grads, self.first, alpha=settings.momentum))
+                if settings.nesterov
                 else self.first
             )
         if isinstance(rate, Tensor):
@@ -95,7 +96,7 @@ class LocalOptimizer:
             torch._foreach_add_(params, grads, alpha=-rate)
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Kingma and Ba 2015 with their defaults (0.9, 0.999, 1e-8), bias-corrected."""
+        """Step as Adam (Kingma and Ba 2015), with its defaults 0.9, 0.999, 1e-8."""
         assert not isinstance(rate, Tensor), "a recorded step has a `RecordedOptimizer`"
         if not self.first:
             self.first = [torch.zeros_like(grad) for grad in grads]
@@ -116,10 +117,10 @@ class LocalOptimizer:
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
             shape = (*counts.shape, *[1] * (param.ndim - counts.ndim))
-            scale, own_rate = scales.to(param).view(shape), rates.to(param).view(shape)
+            scale, row_rate = scales.to(param).view(shape), rates.to(param).view(shape)
             m.lerp_(grad, 0.1)
             v.mul_(0.999).addcmul_(grad, grad, value=0.001)
-            param.sub_(m / (v.sqrt() / scale).add_(1e-8) * own_rate)
+            param.sub_(m / (v.sqrt() / scale).add_(1e-8) * row_rate)
 
     def _allocate(self, like: Sequence[Tensor]) -> None:
         """Make the buffers before the first step, filled with zeros."""
@@ -130,7 +131,7 @@ class LocalOptimizer:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimisers of K clients on tensors [K, ...]; each row counts its own steps."""
+    """The optimizers of K clients on tensors [K, ...]; each row counts its own steps."""
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
         super().__init__(settings)
@@ -140,7 +141,7 @@ class StackedOptimizer(LocalOptimizer):
     def step_rows(
         self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float
     ) -> None:
-        """Move all rows; count a step for some of them. What the other rows hold is not needed."""
+        """Move all rows and count a step for `rows`; the other rows hold nothing that counts."""
         for row in rows:
             self.counts[row] += 1
         self.step(params, grads, rate)
@@ -152,7 +153,7 @@ class StackedOptimizer(LocalOptimizer):
         self._adam_by_counts(params, grads, rate, counts.clamp(min=1))
 
     def row(self, row: int) -> LocalOptimizer:
-        """Return one client's optimiser, whose buffers are rows of these."""
+        """Return the optimizer of one client, whose buffers are rows of these."""
         single = LocalOptimizer(self.settings)
         single.first, single.second = (
             [part[row] for part in self.first],
@@ -162,14 +163,14 @@ class StackedOptimizer(LocalOptimizer):
         return single
 
     def restart(self, row: int, saved: Mapping[str, Tensor]) -> None:
-        """Start a row again, from what `save` of an optimiser returned if there is any."""
+        """Start a row again, from what `save` of an optimizer returned, or from 0."""
         self.counts[row] = int(saved.get("steps", 0))
         single = self.row(row)
         _refill(single, saved)
 
 
 class RecordedOptimizer(LocalOptimizer):
-    """An optimiser of recorded steps, whose buffers and count of steps stay where they are.
+    """The optimizer of recorded steps; its buffers and its count are never replaced.
 
     `steps` is counted by the caller, since a replay runs no Python.
     """
@@ -181,13 +182,13 @@ class RecordedOptimizer(LocalOptimizer):
         self._count = torch.zeros((), dtype=widest_float(device), device=device)
 
     def restart(self, saved: Mapping[str, Tensor]) -> None:
-        """Start again, from what `save` of an optimiser returned if there is any."""
+        """Start again, from what `save` of an optimizer returned, or from 0."""
         self.steps = int(saved.get("steps", 0))
         self._count.fill_(self.steps)
         _refill(self, saved)
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """See `LocalOptimizer`; leaves `steps` alone."""
+        """Step as `LocalOptimizer` does, and leave `steps` unchanged."""
         steps = self.steps
         super().step(params, grads, rate)
         self.steps = steps
@@ -198,7 +199,7 @@ class RecordedOptimizer(LocalOptimizer):
 
 
 def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
-    """Fill an optimiser's buffers, in place, with saved values; with zeros if there are none."""
+    """Fill the buffers of an optimizer, in place, with saved values or with 0."""
     for name, buffers in (("first", optimizer.first), ("second", optimizer.second)):
         sizes = [buffer.numel() for buffer in buffers]
         pieces = saved[name].split(sizes) if name in saved else [None] * len(buffers)
@@ -210,8 +211,8 @@ def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
 
 
 @dataclass
-class _AtWork:
-    """A stage's optimiser, the stretches of the shared parameters that it moves, its factor on the learning rate."""
+class _StageOptimizer:
+    """The optimizer of a stage. shared: the shared parameters that it moves. rate: its factor."""
 
     optimizer: LocalOptimizer
     shared: tuple[slice, ...]
@@ -219,10 +220,10 @@ class _AtWork:
 
 
 class Optimizers:
-    """The local optimisers of one job, by the name of their stage."""
+    """The local optimizers of one job, by the name of their stage."""
 
     def __init__(self) -> None:
-        self._working: dict[str, _AtWork] = {}
+        self._working: dict[str, _StageOptimizer] = {}
         self._saved: Mapping[str, Tensor] = {}
 
     def of(
@@ -233,15 +234,21 @@ class Optimizers:
         shared: tuple[slice, ...],
         rate: float,
     ) -> LocalOptimizer:
-        """The stage's optimiser, made at its first step with what `resume` has for it; like: what it steps."""
+        """Return the optimizer of a stage, created at its first step.
+
+        It continues from the buffers given to `resume`, if there are some. like: the parameters.
+        shared, rate: see `movements`.
+        """
         if stage not in self._working:
-            self._working[stage] = _AtWork(new := LocalOptimizer(settings), shared, rate)
-            if saved := self.resumed(stage):
-                new.load(saved, like)
+            optimizer = LocalOptimizer(settings)
+            self._working[stage] = _StageOptimizer(optimizer, shared, rate)
+            saved = self.saved_buffers(stage)
+            if saved:
+                optimizer.load(saved, like)
         return self._working[stage].optimizer
 
-    def resumed(self, stage: str) -> dict[str, Tensor]:
-        """What `resume` was given for a stage."""
+    def saved_buffers(self, stage: str) -> dict[str, Tensor]:
+        """Return the buffers that `resume` got for a stage."""
         prefix = f"{stage}/"
         return {
             key.removeprefix(prefix): value
@@ -250,32 +257,32 @@ class Optimizers:
         }
 
     def get(self, stage: str) -> LocalOptimizer | None:
-        """The stage's optimiser, if there is one."""
+        """Return the optimizer of a stage, or None."""
         return self._working[stage].optimizer if stage in self._working else None
 
     def put(
         self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float
     ) -> None:
-        """Let the stage go on with this one."""
-        self._working[stage] = _AtWork(optimizer, shared, rate)
+        """Use this optimizer for a stage from now on."""
+        self._working[stage] = _StageOptimizer(optimizer, shared, rate)
 
     def save(self) -> dict[str, Tensor]:
-        """The buffers of all, by "stage/buffer", for `resume` at the start of another job of this client."""
-        return {
-            f"{name}/{key}": value
-            for name, each in self._working.items()
-            for key, value in each.optimizer.save().items()
-        }
+        """Return the buffers of all stages, by "stage/buffer", for `resume` in a later job."""
+        buffers: dict[str, Tensor] = {}
+        for name, working in self._working.items():
+            saved = working.optimizer.save()
+            buffers |= {f"{name}/{key}": value for key, value in saved.items()}
+        return buffers
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Let the optimisers of this job go on from what `save` returned; called in `receive`."""
+        """Let the optimizers of this job continue from what `save` returned."""
         self._saved = saved
 
     def movements(self) -> list[tuple[slice, int, float]]:
-        """What moved in this job: stretches of the shared parameters, steps made there, factor on the learning rate."""
-        earlier = {name: int(self.resumed(name).get("steps", 0)) for name in self._working}
-        return [
-            (run, each.optimizer.steps - earlier[name], each.rate)
-            for name, each in self._working.items()
-            for run in each.shared
-        ]
+        """Return (part of the shared parameters, steps made there, factor on the rate) of each."""
+        moves: list[tuple[slice, int, float]] = []
+        for name, working in self._working.items():
+            earlier_steps = int(self.saved_buffers(name).get("steps", 0))
+            steps = working.optimizer.steps - earlier_steps
+            moves += [(part, steps, working.rate) for part in working.shared]
+        return moves

@@ -1,9 +1,9 @@
-"""Server-side caches of clients' vectors: rows on disk or in memory, with all the room they may need reserved at once.
+"""Caches of clients' vectors on the server: rows on disk or in memory.
 
-A cache is one tensor of the rows in use; the reserved room is the storage behind it. So it may lie
-in `server.state`: a checkpoint writes the rows in use, and what it restores is moved into a new
-room by `rows_with_room`. Rows on disk take no memory but the page cache; their file has no name, so
-it is gone with the process, however that ends.
+The room for all rows is reserved at once. A cache is one tensor of the rows in use, and its storage
+is the room, so that it may be an entry of `server.state`: a checkpoint writes the rows in use, and
+`rows_with_room` moves restored rows into a new room. Rows on disk take no memory except the page
+cache. Their file has no name, so that it vanishes with the process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ GIB = 2**30
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
-    """An empty cache [0, ...] with room for `shape`: a file in the folder for temporary files, or memory.
+    """Return an empty cache [0, ...] with room for `shape`.
 
-    Memory is taken when a row is first written, disk at once. Raises ValueError where the disk is
-    too small.
+    place: "disk" is a file in the folder for temporary files, taken at once; "memory" is taken when
+    a row is first written. Raises ValueError if the disk is too small.
     """
     if place == "memory" or not math.prod(shape):
         return torch.empty(shape, dtype=dtype)[:0]
@@ -50,7 +50,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 
 
 def extend_rows(rows: Tensor, count: int) -> Tensor:
-    """The first `count` rows of the room that `rows` lie in.
+    """Return the first `count` rows of the room that `rows` lie in.
 
     The rows that are added are set to zero, because checksums and checkpoints read also those that
     nobody has written.
@@ -61,7 +61,7 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
-    """The rows themselves if their room is a reserved one for `capacity` rows, else a copy in a new room."""
+    """Return the rows, moved into a new reserved room unless theirs has `capacity` rows."""
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
     roomy = storage.nbytes() >= math.prod(shape) * rows.dtype.itemsize
@@ -73,10 +73,11 @@ def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
 def check_budget(
     key: str, clients: int, size: int, budget: float, what: str = "updates", less: str = ""
 ) -> None:
-    """Refuse a cache that may outgrow its budget [GiB]; size: bytes that it keeps of each client.
+    """Raise ValueError for a cache that may become larger than its budget.
 
-    key: the method's ("method.ace"). less: another setting that would fit
-    ("method.fedcda.memory=2"), if there is one.
+    key: the key of the method ("method.ace"). size: bytes that it keeps for each client. budget: in
+    GiB. what: the kind of rows, for the text. less: another setting that would fit
+    ("method.fedcda.memory=2"), or "".
     """
     if (most := clients * size / GIB) > budget:
         raise ValueError(
