@@ -68,7 +68,8 @@ def _draw_bars(axes: Axes, counts: Ints, names: list[str]) -> None:
 
     sizes = counts.sum(axis=1)
     shares = counts / np.maximum(sizes, 1)[:, None]
-    colours = colormaps["tab10" if len(names) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
+    palette = colormaps["tab10" if len(names) <= 10 else "tab20"]
+    colours = palette.colors  # type: ignore[attr-defined]
     for number, name in enumerate(names):
         axes.barh(
             np.arange(len(counts)),

@@ -1,4 +1,4 @@
-"""CCT-7/3x1, the compact convolutional transformer (Hassani et al. 2021) that FedBR trains on CIFAR-100.
+"""CCT-7/3x1, the compact convolutional transformer (Hassani et al. 2021) of FedBR on CIFAR-100.
 
 As in the authors' code, the residual of a block's second branch carries the normalised input of
 that branch, so that a block is neither plain pre-norm nor post-norm. Their unused output layer is

@@ -30,7 +30,7 @@ def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gru(ModelRecipe):
-    """Embedding and gated recurrent units (Cho et al. 2014), smaller than LEAF's for Shakespeare."""
+    """An embedding and gated recurrent units (Cho et al. 2014), as LEAF has, but smaller."""
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
     embedding: int = 16

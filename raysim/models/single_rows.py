@@ -38,7 +38,7 @@ def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _first_failure(model: nn.Module, inputs: Tensor) -> str:
-    """Return the layer that raises an error or makes outputs that are not finite; "" if none does."""
+    """Return the layer that raises an error or has outputs that are not finite; "" if none does."""
     names = {module: name for name, module in model.named_modules()}
     entered: list[nn.Module] = []
     failed: list[nn.Module] = []

@@ -15,7 +15,7 @@ CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 
 @dataclass(frozen=True)
 class Vgg11(ModelRecipe):
-    """Eight 3x3 convolutions, five max-pools and a global average, initialised as by torchvision."""
+    """Eight 3x3 convolutions, five max-pools and a global average, initialised as in torchvision."""
 
     reads: ClassVar[Literal["images"]] = "images"
 
@@ -23,8 +23,8 @@ class Vgg11(ModelRecipe):
         channels, height, width = input_shape
         if min(height, width) < 32:
             raise ValueError(
-                f"model=vgg11 needs images of at least 32x32 pixels, the data has {height}x{width}. "
-                "Use model=cnn."
+                "model=vgg11 needs images of at least 32x32 pixels, the data has "
+                f"{height}x{width}. Use model=cnn."
             )
         layers: list[nn.Module] = []
         for width in CHANNELS:

@@ -201,7 +201,8 @@ def test_natural_makes_clients_of_a_column(tmp_path: Path) -> None:
 
 # ---- sequences -----------------------------------------------------------------------------------
 def test_parquet_text_and_lists_become_tokens(tmp_path: Path) -> None:
-    table = pa.table({"text": ["ab", "c", "é"], "ids": [[5, 6, 7, 8], [9], []], "label": [0, 1, 0]})
+    ids = [[5, 6, 7, 8], [9], []]
+    table = pa.table({"text": ["ab", "c", "é"], "ids": ids, "label": [0, 1, 0]})
     pq.write_table(table, tmp_path / "train.parquet")
     text = Parquet(str(tmp_path), columns=["text"], test_fraction=0.0).build()
     assert text.inputs.tolist() == [[98, 99], [100, 0], [0xC3 + 1, 0xA9 + 1]] and text.tokens == (
@@ -293,7 +294,7 @@ def test_leaf_reads_numbers(tmp_path: Path) -> None:
 
 
 def write_users(folder: Path, x: Any, y: Any) -> Path:
-    """Write files of LEAF, in which two users have four samples each; x and y say what a user's sample is."""
+    """Write files of LEAF with four samples for each of two users; x and y return a sample."""
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)
         users = {

@@ -82,7 +82,8 @@ def test_rotation_moves_pixels_counter_clockwise() -> None:
         def uniform(self, low: float, high: float, size: int) -> np.ndarray:
             return np.full(size, 90.0)
 
-    turned = Pipeline(augment=("rotate",), rotate_degrees=90).augment_images(square, Right())  # type: ignore[arg-type]
+    pipeline = Pipeline(augment=("rotate",), rotate_degrees=90)
+    turned = pipeline.augment_images(square, Right())  # type: ignore[arg-type]
     assert torch.equal(turned, torch.rot90(square, 1, (2, 3))), "counter-clockwise"
     images = torch.full((50, 2, 9, 9), 7, dtype=torch.uint8)
     some = Pipeline(augment=("rotate",)).augment_images(images, np.random.default_rng(0))

@@ -66,7 +66,7 @@ def test_crop_boxes_fall_back_to_the_centre(height: int, width: int, expected: l
 
 
 def test_crop_areas_above_one_keep_smaller_draws() -> None:
-    """COVID-FL's 0.8 to 1.2: what fits is smaller than the image, what never fits is the whole of it."""
+    """Areas of 0.8 to 1.2 (COVID-FL) give crops below the whole image, or all of it."""
     _, _, tall, wide = boxes(100, 100, (0.8, 1.2))
     whole = (tall == 100) & (wide == 100)
     assert 0.0 < whole.mean() < 0.1 and (tall * wide)[~whole].min() >= 7900

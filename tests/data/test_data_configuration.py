@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -36,7 +37,8 @@ OPTIONS = sorted(
 def node(option: str, *overrides: str) -> dict:
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         config = compose(option, overrides=list(overrides))
-    return OmegaConf.to_container(config)[option.partition("/")[0]]  # type: ignore[index,call-overload,return-value]
+    values: Any = OmegaConf.to_container(config)
+    return values[option.partition("/")[0]]
 
 
 def built(option: str, *overrides: str) -> object:

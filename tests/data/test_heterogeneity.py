@@ -20,7 +20,8 @@ def test_clients_of_one_class_each() -> None:
         1.0,
         1.0,
     )
-    # Half of log2 of 1 / (1/2 + 1/8), and of all clients' labels together: 3/4 of 1 and 1/4 of log2 of (1/4) / (5/8).
+    # half of log2 of 1 / (1/2 + 1/8), and of all clients' labels together: 3/4 of 1, and 1/4 of
+    # log2 of (1/4) / (5/8)
     assert measures["divergence"] == pytest.approx(
         0.5 * np.log2(1 / 0.625) + 0.5 * (0.75 + 0.25 * np.log2(0.25 / 0.625))
     )

@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "cache"))
 
 
-# ---- the same labels in every form ---------------------------------------------------------------------------------
+# ---- the same labels in every form ---------------------------------------------------------------
 def write_leaf(folder: Path, inputs: list, labels: list) -> Path:
     """Write training files of LEAF, in which three users have the samples in turn."""
     users = {}
@@ -156,7 +156,7 @@ def test_labels_of_one_column_are_read_as_flat(
     assert np.allclose(dataset.labels.ravel(), labels)
 
 
-# ---- the kind in sources that know their labels --------------------------------------------------------------------
+# ---- the kind in sources that know their labels --------------------------------------------------
 def test_numeric_class_names_can_be_values() -> None:
     digits, values = Digits().build(), Digits(kind="regression").build()
     assert values.kind == "regression" and np.array_equal(values.labels[:, 0], digits.labels)
@@ -190,7 +190,7 @@ def test_unknown_kind_is_rejected() -> None:
         Digits(kind="classes")  # type: ignore[arg-type]
 
 
-# ---- the rule ------------------------------------------------------------------------------------------------------
+# ---- the rule ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("values", "kind"),
     [

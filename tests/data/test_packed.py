@@ -165,7 +165,8 @@ def test_strips_need_an_integer_label_per_image(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"test-labels.npy .*{value}"):
             Strips(root=str(tmp_path)).build()
     write_strips(tmp_path)
-    header = b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000,), }"
+    header = b"\x93NUMPY\x01\x00v\x00"
+    header += b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000000,), }"
     (tmp_path / "test-labels.npy").write_bytes(header.ljust(127) + b"\n" + bytes(10))
     with pytest.raises(ValueError, match=r"test-labels.npy "):
         Strips(root=str(tmp_path)).build()

@@ -205,9 +205,10 @@ def test_root_without_set_names_missing_file(kind: type[Source], file: str, tmp_
 @pytest.mark.parametrize(
     "message",
     [
-        "no route to worker",
-        "Error downloading a.gz: Tried http://HOST/a.gz, got: <urlopen error [Errno -2] no route to worker> ",
-        "<urlopen error no route to worker>",
+        "no route to host",
+        "Error downloading a.gz: Tried http://HOST/a.gz, "
+        "got: <urlopen error [Errno -2] no route to host> ",
+        "<urlopen error no route to host>",
     ],
 )
 def test_failed_download_names_reason_and_key(
@@ -221,7 +222,7 @@ def test_failed_download_names_reason_and_key(
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", fail)
     with pytest.raises(
         ValueError,
-        match=r"\(no route to worker\).*data\.root",
+        match=r"\(no route to host\).*data\.root",
     ):
         Cifar10(root=str(tmp_path)).build()
 

@@ -1,4 +1,4 @@
-"""Tiny data sets on disk, in every form that a source reads."""
+"""Write tiny data sets to disk, in every form that a source reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DIGITS = [str(digit) for digit in range(10)]
 
 
 def picture(height: int = 4, width: int = 4, channels: int = 1) -> np.ndarray:
-    """Random pixels, [h, w] or [h, w, 3]."""
+    """Return random pixels, [h, w] or [h, w, 3]."""
     pixels = RNG.integers(0, 256, (height, width, channels), dtype=np.uint8)
     return pixels[:, :, 0] if channels == 1 else pixels
 
 
 def encoded(pixels: np.ndarray) -> bytes:
-    """The bytes of a PNG file."""
+    """Return the bytes of a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
@@ -31,7 +31,7 @@ def encoded(pixels: np.ndarray) -> bytes:
 def write_parquet(
     path: Path, pixels: list[np.ndarray], labels: list, struct: bool = True, **columns: list
 ) -> None:
-    """One Parquet file in the layout of Hugging Face."""
+    """Write one Parquet file in the layout of Hugging Face."""
     content = [encoded(one) for one in pixels]
     images = (
         pa.array([{"bytes": one, "path": None} for one in content]) if struct else pa.array(content)
@@ -45,7 +45,7 @@ def write_parquet(
 
 
 def write_picture(path: Path, pixels: np.ndarray) -> None:
-    """One PNG file."""
+    """Write one PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
 
@@ -58,7 +58,7 @@ def write_strips(
     classes: list[str] = DIGITS,
     per_strip: int = 5,
 ) -> np.ndarray:
-    """A set of strips with that many training and test images; all images in order, [n, h, w(, 3)]."""
+    """Write strips with `rows` training and test images; return all images, [n, h, w(, 3)]."""
     folder.mkdir(parents=True, exist_ok=True)
     images = np.stack([picture(size, size, channels) for _ in range(sum(rows))])
     for split, part in (("train", images[: rows[0]]), ("test", images[rows[0] :])):
@@ -75,7 +75,7 @@ def write_strips(
 
 
 def write_mnist(folder: Path, train: int = 6, test: int = 3) -> np.ndarray:
-    """The four files that torchvision reads, below folder/MNIST/raw; all images in order."""
+    """Write torchvision's four files below folder/MNIST/raw; return all images in order."""
     images = RNG.integers(0, 256, (train + test, 28, 28), dtype=np.uint8)
     labels = (np.arange(train + test) % 10).astype(np.uint8)
     (folder / "MNIST/raw").mkdir(parents=True)
