@@ -1,4 +1,4 @@
-"""One study gives the same bits in process, on Ray with one worker and with two, in rounds and with a buffer."""
+"""Runs have the same bits in process and on Ray, with any workers, and resumed."""
 
 from __future__ import annotations
 
@@ -57,24 +57,26 @@ def study(methods: list[Any]) -> Any:
 def test_bits_are_the_same_in_process_and_on_ray(
     methods: list[Any], schedule: Any, workers: Workers
 ) -> None:
-    here = run(study(methods), schedule, rounds=ROUNDS)
+    expected = run(study(methods), schedule, rounds=ROUNDS)
     if any(method.name == "fedbss" for method in methods):
-        assert any(job_version >= 2 for job_version in _ranked(here)), "a study past its warm-up"
+        assert any(job_version >= 2 for job_version in _ranked(expected)), (
+            "a study past its warm-up"
+        )
     for count in (1, 2):
         runtime = workers.runtime(study(methods), count)
-        there = run_to_end(coordinate(study(methods), schedule, runtime=runtime, rounds=ROUNDS))
-        assert there.bits == here.bits, f"on {count} worker(s)"
-        assert there.history == here.history
-        assert not there.failures
-    assert here.history[-1]["failures"] == 0
+        actual = run_to_end(coordinate(study(methods), schedule, runtime=runtime, rounds=ROUNDS))
+        assert actual.bits == expected.bits, f"on {count} worker(s)"
+        assert actual.history == expected.history
+        assert not actual.failures
+    assert expected.history[-1]["failures"] == 0
 
 
 def test_bits_are_the_same_if_workers_sum_groups(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"data": equal_clients(), "model": NORMED, "local": LOCAL}
-    here = run(run_spec(**asked), SCHEDULES["rounds"], rounds=3, summation=3)
-    runtime = workers.runtime(run_spec(**asked), 2)
+    settings = {"data": equal_clients(), "model": NORMED, "local": LOCAL}
+    expected = run(run_spec(**settings), SCHEDULES["rounds"], rounds=3, summation=3)
+    runtime = workers.runtime(run_spec(**settings), 2)
     summing: set[tuple[int, int]] = set()
     call = runtime.call
 
@@ -84,11 +86,13 @@ def test_bits_are_the_same_if_workers_sum_groups(
         return call(worker, method, *args, returns=returns)
 
     monkeypatch.setattr(runtime, "call", watched)
-    there = run_to_end(
-        coordinate(run_spec(**asked), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3)
+    actual = run_to_end(
+        coordinate(
+            run_spec(**settings), SCHEDULES["rounds"], runtime=runtime, rounds=3, summation=3
+        )
     )
     assert summing == {(0, 3), (1, 3)}
-    assert (there.bits, there.history) == (here.bits, here.history)
+    assert (actual.bits, actual.history) == (expected.bits, expected.history)
 
 
 @pytest.mark.parametrize(
@@ -97,29 +101,34 @@ def test_bits_are_the_same_if_workers_sum_groups(
 def test_bits_of_lanes_are_the_same_on_ray_and_resumed(
     methods: list[Any], graph: bool, workers: Workers, tmp_path: Path
 ) -> None:
-    def asked() -> Any:
+    def lanes_study() -> Any:
         return run_spec(*methods, model=MLP, lanes=3, graph=graph)
 
     def on_ray(**how: Any) -> FinishedRun:
         return run_to_end(
             coordinate(
-                asked(), Synchronous(6), Ideal(), workers.runtime(asked(), 2), rounds=4, **how
+                lanes_study(),
+                Synchronous(6),
+                Ideal(),
+                workers.runtime(lanes_study(), 2),
+                rounds=4,
+                **how,
             )
         )
 
-    here = run(asked(), Synchronous(6), Ideal(), rounds=4)
-    there = on_ray(checkpoint_every=2, folder=str(tmp_path))
-    assert (there.bits, there.history) == (here.bits, here.history)
+    expected = run(lanes_study(), Synchronous(6), Ideal(), rounds=4)
+    actual = on_ray(checkpoint_every=2, folder=str(tmp_path))
+    assert (actual.bits, actual.history) == (expected.bits, expected.history)
     resumed = on_ray(resume=str(tmp_path / "checkpoints" / "round-000002"))
-    assert (resumed.bits, resumed.history) == (here.bits, here.history)
+    assert (resumed.bits, resumed.history) == (expected.bits, expected.history)
     assert (
-        here.bits != run(run_spec(*methods, model=MLP), Synchronous(6), Ideal(), rounds=4).bits
+        expected.bits != run(run_spec(*methods, model=MLP), Synchronous(6), Ideal(), rounds=4).bits
     ), "a loop's"
 
 
-def _ranked(found: FinishedRun) -> list[int]:
-    """The versions whose ranking the clients hold."""
-    states = found.private
+def _ranked(result: FinishedRun) -> list[int]:
+    """Return the versions whose rankings the clients have."""
+    states = result.private
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 
 
@@ -132,12 +141,14 @@ def test_bits_are_the_same_if_the_coordinator_is_an_actor(ray_session: None) -> 
     ]  # a buffer, and two workers: see tests of placement and of deaths
     how = with_settings(study(methods), rounds=ROUNDS), SCHEDULES["rounds"], Lognormal()
     events = list(on_ray.run(*how, on_ray.Size(1, {"CPU": 0.5})))
-    here = run(study(methods), SCHEDULES["rounds"], rounds=ROUNDS)
+    expected = run(study(methods), SCHEDULES["rounds"], rounds=ROUNDS)
     assert isinstance(events[-1], Finished)
-    assert (events[-1].model_sha256, events[-1].state_sha256) == here.bits
+    assert (events[-1].model_sha256, events[-1].state_sha256) == expected.bits
     rows = [event.row for event in events if isinstance(event, Round)]
-    assert [row["virtual_seconds"] for row in rows] == [row["virtual_seconds"] for row in here.rows]
-    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in here.rows]
+    assert [row["virtual_seconds"] for row in rows] == [
+        row["virtual_seconds"] for row in expected.rows
+    ]
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in expected.rows]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -148,7 +159,7 @@ def test_bits_are_the_same_if_the_coordinator_is_an_actor(ray_session: None) -> 
 def test_bits_do_not_depend_on_workers_before_and_after_resume(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
-    schedule, asked = (
+    schedule, settings = (
         Buffered(concurrency=5, size=size),
         {"rounds": 8, "summation": 2, "evaluate": Evaluation(every=3)},
     )
@@ -156,18 +167,18 @@ def test_bits_do_not_depend_on_workers_before_and_after_resume(
     def small() -> Any:
         return run_spec(*methods, model=NORMED_MLP)
 
-    straight = run(small(), schedule, **asked)
+    straight = run(small(), schedule, **settings)
     runtime = several_workers(small(), count)
-    there = run_to_end(
+    actual = run_to_end(
         coordinate(
-            small(), schedule, runtime=runtime, **asked, checkpoint_every=5, folder=str(tmp_path)
+            small(), schedule, runtime=runtime, **settings, checkpoint_every=5, folder=str(tmp_path)
         )
     )
-    assert (there.bits, there.history) == (straight.bits, straight.history)
+    assert (actual.bits, actual.history) == (straight.bits, straight.history)
     saved = str(tmp_path / "checkpoints" / "round-000005")
     resumed = run_to_end(
         coordinate(
-            small(), schedule, runtime=several_workers(small(), 4 - count), **asked, resume=saved
+            small(), schedule, runtime=several_workers(small(), 4 - count), **settings, resume=saved
         )
     )
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)

@@ -1,4 +1,4 @@
-"""Which worker gets which jobs."""
+"""Assignment of jobs to workers."""
 
 from __future__ import annotations
 

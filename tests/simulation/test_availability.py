@@ -1,4 +1,4 @@
-"""When clients are there: each kind of availability by hand, in properties and in statistics, and runs that wait."""
+"""Availability of clients by hand, by properties and by statistics, and runs that wait."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from raysim.simulation.schedule import Buffered, Schedule
 
 
 def intervals(*rows: list[float], period: float = 100.0, wrap: bool = True) -> Intervals:
-    """Client k has bounds rows[k]."""
+    """Return intervals in which client k has the bounds rows[k]."""
     first = np.cumsum([0, *map(len, rows)])
     bounds = array("d", [bound for row in rows for bound in row])
     return Intervals(bounds, first, np.full(len(rows), period), np.arange(len(rows)), wrap)
 
 
 def changes(presence: Availability, client: int, until: float) -> list[float]:
-    """All times after 0 at which the client comes or goes."""
-    found, now = [], 0.0
+    """Return all times after 0 at which the client's availability changes."""
+    result, now = [], 0.0
     while (now := presence.next_change(client, now, until)) < until:
-        found.append(now)
-    return found
+        result.append(now)
+    return result
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ several = st.one_of(
 
 
 class ByHand(Availability):
-    """One of a user's own, which says the least."""
+    """A user's availability with the two required functions only."""
 
     def __init__(self, like: Availability):
         self._like = like
@@ -306,7 +306,7 @@ def test_markov_clients_are_independent_in_pairs() -> None:
 
 
 def test_markov_clients_at_the_edges_of_a_draw_are_right() -> None:
-    """Who has the first place that stays or goes: looked at among many, and alone."""
+    """Compare clients at the first place that stays or goes, among many and alone."""
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
     for step in range(200):
@@ -333,9 +333,9 @@ def test_markov_memory_is_bounded() -> None:
 def test_markov_share_holds_for_few_clients_of_many() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
     presence = MarkovAvailability(2, len(clients), on, off)
-    found = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
-    assert np.mean(found) == pytest.approx(100, rel=0.05)  # 6,000 in all: 5 deviations are 6 %
-    assert 5 < np.std(found) < 15, "as wide as a Poisson distribution"
+    result = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
+    assert np.mean(result) == pytest.approx(100, rel=0.05)  # 6,000 in all: 5 deviations are 6 %
+    assert 5 < np.std(result) < 15, "as wide as a Poisson distribution"
     come = itertools.islice(presence.changes(clients, 0.0), 200)
     came, gone, last = 0, 0, 0.0
     for change in come:
@@ -351,9 +351,9 @@ def test_interval_contains_its_moment_despite_rounding() -> None:
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
     ):
         for now in (float(place * length), math.nextafter(place * length, 0.0)):
-            found = _interval(now, float(length))
-            assert found * length <= now < (found + 1) * length
-            rounded.add(found - math.floor(now / length))
+            result = _interval(now, float(length))
+            assert result * length <= now < (result + 1) * length
+            rounded.add(result - math.floor(now / length))
     assert rounded >= {0, -1}
 
 
@@ -402,7 +402,7 @@ def test_availability_depends_on_the_seed() -> None:
 
 # --- runs ---------------------------------------------------------------------------------------------------------
 class Recorded(Fleet):
-    """Ideal devices that are there in given intervals."""
+    """Ideal devices that are available in recorded intervals."""
 
     def __init__(self, *rows: list[float], wrap: bool = False, **settings: Any):
         super().__init__(**settings)
@@ -483,7 +483,7 @@ def test_repeated_trace_lets_the_run_continue() -> None:
 
 
 def test_changes_include_clients_with_many_changes() -> None:
-    """More of its changes than are put in order at once lie before the next ones of the others."""
+    """One client has more changes than are sorted at once before the others' next ones."""
     others = 1500
     bounds = np.array(
         [0.0, 1.0, *(bound for client in range(others) for bound in (0.0, 150.0 + client))]

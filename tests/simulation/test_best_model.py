@@ -1,4 +1,4 @@
-"""The model of the best round: what decides, that its file holds the weights of that round, and that it survives."""
+"""The model of the best round: what decides, the weights in its file, and resumed runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data(validation: float) -> FederatedData:
 
 
 def study(*methods: Method, validation: float = 0.2) -> RunSpec:
-    """A run whose rate is so high that the last round is not the best one."""
+    """Return a run with a rate so high that the last round is not the best one."""
     local = replace(run_spec().settings.local, lr=1.0)
     return run_spec(*methods, model=NORMED_MLP, data=data(validation), local=local)
 
@@ -50,7 +50,7 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
 def weights_by_round(
     spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
 ) -> tuple[FinishedRun, dict[int, Any]]:
-    """Run to the end; also the scored weights of every round."""
+    """Run to the end; also return the scored weights of every round."""
     coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)
     seen: dict[int, Any] = {}
     evaluate = coordinator._evaluate
@@ -65,9 +65,9 @@ def weights_by_round(
     return run_to_end(coordinator), seen
 
 
-def best_round(found: FinishedRun, column: str, higher: bool) -> int:
-    """The first round of the best value, from the history alone."""
-    rows = [row for row in found.rows if row.get(column) is not None]
+def best_round(finished_run: FinishedRun, column: str, higher: bool) -> int:
+    """Return the first round of the best value, from the history alone."""
+    rows = [row for row in finished_run.rows if row.get(column) is not None]
     values = [row[column] for row in rows]
     place = int(np.argmax(values) if higher else np.argmin(values))  # type: ignore[arg-type]
     return int(rows[place]["round"] or 0)
@@ -81,10 +81,12 @@ def best_round(found: FinishedRun, column: str, higher: bool) -> int:
 def test_best_file_has_weights_of_best_round(
     methods: list[Method], schedule: Schedule, validation: float, column: str, tmp_path: Path
 ) -> None:
-    found, weights = weights_by_round(study(*methods, validation=validation), schedule, tmp_path)
-    best = found.finished.best_model
+    finished_run, weights = weights_by_round(
+        study(*methods, validation=validation), schedule, tmp_path
+    )
+    best = finished_run.finished.best_model
     assert best is not None
-    number = best_round(found, column, column != "train_loss")
+    number = best_round(finished_run, column, column != "train_loss")
     assert (best["round"], best["by"]) == (number, column)
     stored = load_file(tmp_path / "best.safetensors")
     assert stored.keys() == load_file(tmp_path / "model.safetensors").keys()
@@ -93,16 +95,18 @@ def test_best_file_has_weights_of_best_round(
 
 
 def test_best_round_is_that_of_history(tmp_path: Path) -> None:
-    found, _ = weights_by_round(study(), Synchronous(3), tmp_path)
-    assert found.finished.best_model is not None
-    assert found.finished.best_model["round"] == found.rows[-1]["best_round"]
+    finished_run, _ = weights_by_round(study(), Synchronous(3), tmp_path)
+    assert finished_run.finished.best_model is not None
+    assert finished_run.finished.best_model["round"] == finished_run.rows[-1]["best_round"]
 
 
 def test_only_scored_rounds_count(tmp_path: Path) -> None:
     evaluate = Evaluation(every=3)
-    found, _ = weights_by_round(study(validation=0.0), Synchronous(3), tmp_path, evaluate=evaluate)
-    assert found.finished.best_model is not None
-    assert found.finished.best_model["round"] in (3, 6, 8)
+    finished_run, _ = weights_by_round(
+        study(validation=0.0), Synchronous(3), tmp_path, evaluate=evaluate
+    )
+    assert finished_run.finished.best_model is not None
+    assert finished_run.finished.best_model["round"] in (3, 6, 8)
 
 
 @pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
@@ -126,7 +130,7 @@ def test_best_file_survives_resume(
 
 
 def test_unchanged_weights_survive_resume() -> None:
-    """Where all clients of a later round failed, the best weights are still the current ones."""
+    """All clients of a later round fail, so that the best weights are the current ones."""
     vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
     best = BestModel(Criterion("train_loss", higher=False))
     best.take({"round": 1, "train_loss": 0.5}, vector, counters)
@@ -149,8 +153,8 @@ def test_result_offers_best_model(tmp_path: Path) -> None:
     best = result.summary["best_model"]
     assert best == json.loads((tmp_path / "run" / "summary.json").read_text())["best_model"]
     row = result.rows[best["round"] - 1]
-    for found in (result, raysim.load(tmp_path / "run")):
-        predicted = found.predictions(best=True)
+    for finished_run in (result, raysim.load(tmp_path / "run")):
+        predicted = finished_run.predictions(best=True)
         assert float((predicted.classes == predicted.labels).mean()) == pytest.approx(
             row["accuracy_global"]
         )

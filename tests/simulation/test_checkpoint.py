@@ -1,4 +1,4 @@
-"""Checkpoints appear complete or not at all, are verified, and a killed run goes on from them to the same bits."""
+"""Checkpoints are complete or absent, are verified, and killed runs resume to the same bits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def snapshot(value: float = 1.0) -> Snapshot:
 
 
 def write(folder: Path, version: int, now: Snapshot) -> Path:
-    """Write a checkpoint as a run does that knows of none before."""
+    """Write a checkpoint as a new run does."""
     return Path(Checkpoints(folder).write(version, now))
 
 
@@ -111,9 +111,9 @@ def test_many_tensors_go_into_several_files(
 
 
 def test_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    found = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
+    result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
-        for each in found:
+        for each in result:
             each.write(version, snapshot(version))
     assert names(tmp_path / "three") == ["log", "round-000009", "round-000010", "round-000100"]
     assert [path.name for path in checkpoint.list_complete(tmp_path / "two")] == [
@@ -183,14 +183,14 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
 
 
 def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
-    """A run in which every client was accepted with a job of its own, one after the other; contents say whose."""
+    """Return a run in which each client has an accepted job; the contents name the client."""
     jobs = {client: job + client for client in clients}
     tensors = {client: {"x": np.full(size, number, np.float32)} for client, number in jobs.items()}
     return Snapshot({"rows": []}, {}, tensors, jobs)
 
 
 def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
-    """The same run after these clients took part."""
+    """Return the same run after these clients took part."""
     new = states(changed, job)
     return replace(
         before, clients={**before.clients, **new.clients}, jobs={**before.jobs, **new.jobs}
@@ -198,24 +198,24 @@ def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
 
 
 def logged(folder: Path) -> dict[str, int]:
-    """By file of the log: its inode, which a file that is written again does not keep."""
+    """Return the inode of each file of the log; a rewritten file has another one."""
     return {path.name: path.stat().st_ino for path in (folder / "log").iterdir()}
 
 
 def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
     run, now = Checkpoints(tmp_path), states(range(100), job=1)
-    asked: list[int] = []
+    read_clients: list[int] = []
     run.write(1, now)
     for version in range(2, 12):
         now = after(now, version, 50, job=1000 * version)
         before = logged(tmp_path)
         seen = StatesByClient(
-            now.clients, lambda client, now=now: asked.append(client) or now.clients[client]
+            now.clients, lambda client, now=now: read_clients.append(client) or now.clients[client]
         )  # type: ignore[func-returns-value,misc]
         path = run.write(version, replace(now, clients=seen))
         assert (
-            set(asked)
-            == {version, 50, *([] if version == 2 else [version - 1])} & set(asked)
+            set(read_clients)
+            == {version, 50, *([] if version == 2 else [version - 1])} & set(read_clients)
             >= {version, 50}
         )
         new = {name: inode for name, inode in logged(tmp_path).items() if before.get(name) != inode}
@@ -225,7 +225,7 @@ def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
         )
         back = checkpoint.read(path)
         assert back.jobs == now.jobs and same_states(back.clients, now.clients)
-        asked.clear()
+        read_clients.clear()
         if version == 6:  # as another process goes on
             run = Checkpoints(tmp_path, resume=path)
 
@@ -305,7 +305,7 @@ def test_copied_checkpoint_is_complete(tmp_path: Path) -> None:
 
 
 class Crash(Exception):
-    """The machine stops here."""
+    """Raised where the machine stops."""
 
 
 def crash(*_: object, **__: object) -> None:
@@ -454,8 +454,8 @@ ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads 
 
 
 def unsafe(text: str) -> list[str]:
-    """Names that read or write pickles; a reader that decides itself what a file may name is none of them."""
-    found = []
+    """Return names that read or write pickles, except for readers that check what a file names."""
+    result = []
     tree = ast.parse(text)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     deciding = {id(base) for cls in classes if _decides(cls) for base in cls.bases}
@@ -464,23 +464,23 @@ def unsafe(text: str) -> list[str]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
+            result += [f"{node.module}.{alias.name}" for alias in node.names]
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and id(node) not in deciding
         ):
-            found.append(f"{node.value.id}.{node.attr}")
+            result.append(f"{node.value.id}.{node.attr}")
         elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
             safe = isinstance(node.value, ast.Constant) and node.value.value is (
                 node.arg == "weights_only"
             )
-            found += [] if safe else [f"pickle.{node.arg}"]
-    return [name for name in found if name.startswith(UNSAFE) and name not in ERRORS]
+            result += [] if safe else [f"pickle.{node.arg}"]
+    return [name for name in result if name.startswith(UNSAFE) and name not in ERRORS]
 
 
 def _refuses(call: ast.Call) -> bool:
-    """Return whether a call says that it reads arrays or tensors alone."""
+    """Return whether a call reads arrays or tensors only."""
     said = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
     return said.get("allow_pickle") is False or said.get("weights_only") is True
 
@@ -548,7 +548,8 @@ def test_resumed_finished_run_does_nothing(tmp_path: Path) -> None:
 
 
 def test_resumed_run_can_be_resumed(tmp_path: Path) -> None:
-    study, asked = run_spec(FedBN(), FedBuff(), model=NORMED), {"rounds": 8, "checkpoint_every": 2}
+    study = run_spec(FedBN(), FedBuff(), model=NORMED)
+    setup = {"rounds": 8, "checkpoint_every": 2}
     straight = run(study, BUFFER, rounds=8)
     for stop in (2, 4, 6):
         folder, resume = (
@@ -556,7 +557,7 @@ def test_resumed_run_can_be_resumed(tmp_path: Path) -> None:
             tmp_path / str(stop - 2) / "checkpoints" / f"round-{stop - 2:06d}",
         )
         events = coordinate(
-            study, BUFFER, **asked, folder=str(folder), resume=str(resume) if stop > 2 else ""
+            study, BUFFER, **setup, folder=str(folder), resume=str(resume) if stop > 2 else ""
         ).run()
         folder.mkdir()
         next(event for event in events if isinstance(event, Saved) and event.version == stop)
@@ -595,16 +596,17 @@ def test_kill_between_any_two_writes_keeps_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
-    study, asked = run_spec(Scaffold()), {"rounds": 4, "checkpoint_every": 1}
+    study = run_spec(Scaffold())
+    setup = {"rounds": 4, "checkpoint_every": 1}
     folder = tmp_path / "run"
-    found: dict[frozenset[str], Path] = {}  # what a kill would leave, by the names of the files
+    result: dict[frozenset[str], Path] = {}  # what a kill would leave, by the names of the files
 
     def killed_here() -> None:
         if len(checkpoint.list_complete(folder / "checkpoints")) > 1:
             left = frozenset(content(folder))
-            found.setdefault(left, tmp_path / f"kill-{len(found)}")
-            if not found[left].exists():
-                shutil.copytree(folder, found[left])
+            result.setdefault(left, tmp_path / f"kill-{len(result)}")
+            if not result[left].exists():
+                shutil.copytree(folder, result[left])
 
     new, remove = LocalStore.new, LocalStore.remove
 
@@ -622,13 +624,13 @@ def test_kill_between_any_two_writes_keeps_the_bits(
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "new", watched)
         patch.setattr(LocalStore, "remove", watched_remove)
-        straight = run(study, **asked, folder=str(folder))
-    assert len(found) > 15
+        straight = run(study, **setup, folder=str(folder))
+    assert len(result) > 15
     kept = names(folder / "checkpoints/log")
-    for left in found.values():
+    for left in result.values():
         last = checkpoint.find_latest(left / "checkpoints")
         assert checkpoint.version_of(last) >= 2 and not checkpoint.find_damage(last)
-        again = run(study, **asked, folder=str(left), resume=last)
+        again = run(study, **setup, folder=str(left), resume=last)
         assert (again.bits, again.history) == (straight.bits, straight.history)
         assert names(left / "checkpoints") == ["log", "round-000003", "round-000004"]
         assert names(left / "checkpoints/log") == kept, "nothing is left of what was begun"
@@ -643,7 +645,7 @@ here.killed({folder!r}, {where!r})
 
 
 def kill_me(*_: object, **__: object) -> None:
-    """The operating system takes the process away."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -653,7 +655,7 @@ KILLED: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(where: str) -> tuple[Any, dict[str, Any]]:
+def study_and_settings(where: str) -> tuple[Any, dict[str, Any]]:
     return run_spec(*KILLED[where]["methods"], model=NORMED), {
         "rounds": 7,
         **KILLED[where]["schedule"],
@@ -661,10 +663,10 @@ def asked(where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def killed(folder: str, where: str) -> None:
-    """Run in a process of its own; it does not survive."""
+    """Run in a process that is killed."""
     from raysim.training.trainer import Trainer
 
-    study, settings = asked(where)
+    study, settings = study_and_settings(where)
     count = 0
     owner, name, last = (
         (Trainer, "begin", 11) if where == "while a client trains" else (checkpoint, "save_file", 6)
@@ -696,7 +698,7 @@ def test_killed_run_resumes_to_the_same_bits(where: str, tmp_path: Path) -> None
     assert not any(map(checkpoint.find_damage, left))
     version = checkpoint.read(left[-1]).numbers["version"]
     assert 0 < version < 7
-    study, settings = asked(where)
+    study, settings = study_and_settings(where)
     straight: FinishedRun = run(study, **settings)
     resumed = run(study, **settings, resume=str(left[-1]))
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
@@ -705,9 +707,9 @@ def test_killed_run_resumes_to_the_same_bits(where: str, tmp_path: Path) -> None
 def test_saved_model_is_the_final_shared_model(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    found = run_to_end(coordinate(run_spec(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
+    result = run_to_end(coordinate(run_spec(FedBN(), model=NORMED), rounds=2, folder=str(tmp_path)))
     saved = load_file(tmp_path / "model.safetensors")
-    assert same_arrays(saved, found.tensors)
+    assert same_arrays(saved, result.tensors)
     assert "model.head.weight" in saved
     assert not any("running_mean" in name for name in saved), "personal entries are no part of it"
     (tmp_path / "other").touch()

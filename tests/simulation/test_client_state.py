@@ -1,4 +1,4 @@
-"""Client state survives between a client's participations, and is what the methods say it is."""
+"""Client state between a client's participations, for several methods."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def study(*methods: Any) -> Any:
 
 
 def loaded(path: str) -> checkpoint.Snapshot:
-    """A checkpoint whose client states are still known when its files are not."""
+    """Return a checkpoint with all client states read from its files."""
     saved = checkpoint.read(path)
     return replace(saved, clients={client: dict(state) for client, state in saved.clients.items()})
 
 
 def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
-    """What a run is after each of its rounds."""
+    """Yield the checkpoint of a run after each round."""
     for event in coordinator.run():
         if isinstance(event, Saved):
             yield loaded(event.path)
@@ -55,16 +55,16 @@ def snapshots(coordinator: Coordinator) -> Iterator[checkpoint.Snapshot]:
 def every_round(
     folder: Path, *methods: Any, schedule: str = "rounds", runtime: Any = None
 ) -> list[checkpoint.Snapshot]:
-    asked = {
+    settings = {
         "rounds": ROUNDS,
         "checkpoint_every": 1,
         "folder": str(folder),
         "runtime": runtime,
         "evaluate": Evaluation(every=99),
     }
-    found = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **asked)))
-    assert len(found) == ROUNDS
-    return found
+    result = list(snapshots(coordinate(study(*methods), SCHEDULES[schedule], **settings)))
+    assert len(result) == ROUNDS
+    return result
 
 
 def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
@@ -72,15 +72,15 @@ def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
 
 
 def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
-    """The job behind each client's accepted state."""
+    """Return the job that left each client's accepted state."""
     return dict(snapshot.jobs)
 
 
-def sat_out(found: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
-    """(round, client): the client had a state before this round and did not take part in it."""
+def sat_out(result: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
+    """Return (round, client) pairs of clients with a state that missed the round."""
     return [
         (index, client)
-        for index, (before, after) in enumerate(itertools.pairwise(found), start=1)
+        for index, (before, after) in enumerate(itertools.pairwise(result), start=1)
         for client, job in participants(before).items()
         if participants(after)[client] == job
     ]
@@ -134,13 +134,13 @@ def test_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path
 
 def test_private_batchnorm_continues_from_its_state() -> None:
     # With one client a round, FedBN's statistics must count every batch that the client ever saw.
-    found = run(study(FedBN()), Synchronous(1), rounds=12)
-    turns, counts = found.participations, found.coordinator.counts
+    result = run(study(FedBN()), Synchronous(1), rounds=12)
+    turns, counts = result.participations, result.coordinator.counts
     assert max(turns.values()) > 1
     for client, turn in turns.items():
         batches = turn * LOCAL.epochs * math.ceil(counts[client] / LOCAL.batch)  # type: ignore[operator]
         singles = turn * LOCAL.epochs * (counts[client] % LOCAL.batch == 1)  # type: ignore[operator]
-        assert found.state(client).counters.tolist() == [batches - singles] * 2
+        assert result.state(client).counters.tolist() == [batches - singles] * 2
 
 
 def test_private_tensors_are_saved_by_name(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_private_tensors_are_saved_by_name(tmp_path: Path) -> None:
 
 
 def test_client_state_survives_a_conversion_by_name() -> None:
-    found = run(study(FedBN(), Scaffold()), rounds=2)
-    layout = found.coordinator.layout
-    for state in map(found.state, found.coordinator.client_states.accepted_jobs):
+    result = run(study(FedBN(), Scaffold()), rounds=2)
+    layout = result.coordinator.layout
+    for state in map(result.state, result.coordinator.client_states.accepted_jobs):
         again = from_named_arrays(to_named_arrays(state, layout), layout)
         assert len(state.personal) and len(state.counters)
         assert same_arrays(to_flat_arrays(again), to_flat_arrays(state))
@@ -170,7 +170,7 @@ def test_client_state_survives_a_conversion_by_name() -> None:
 
 
 class Forgetful(FedBSS):
-    """Loses its caches between two participations."""
+    """A method that loses its caches between two participations."""
 
     def begin(self, job: LocalJob) -> None:
         for key in ("losses", "uncertainties"):
@@ -180,19 +180,19 @@ class Forgetful(FedBSS):
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
 def test_cache_matters_only_without_refresh(refresh: int, matters: bool) -> None:
-    kept, lost = (
+    with_cache, without_cache = (
         run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
         for kind in (FedBSS, Forgetful)
     )
-    assert (kept.model_sha256 != lost.model_sha256) == matters
+    assert (with_cache.model_sha256 != without_cache.model_sha256) == matters
 
 
 def test_ranking_is_used_by_the_next_participation(
     tmp_path: Path,
 ) -> None:
-    found = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
+    result = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
     checked = 0
-    for before, after in zip([None, *found], found, strict=False):
+    for before, after in zip([None, *result], result, strict=False):
         for client, job in participants(after).items():
             if before and participants(before).get(client) == job:
                 continue
@@ -261,21 +261,21 @@ def test_ranking_uses_the_received_model_in_eval_mode() -> None:
 
 
 class Keeps(Method):
-    """A method that keeps one tensor under a name of one's choice."""
+    """A method that keeps one tensor under a chosen name."""
 
-    def __init__(self, name: str, kept: str):
-        self.name, self._kept = name, kept  # type: ignore[misc]
+    def __init__(self, name: str, saved: str):
+        self.name, self._saved = name, saved  # type: ignore[misc]
 
     def setup(self, run: Setup) -> None:
-        run.client_state(self._kept, lambda samples: torch.zeros(3))
+        run.client_state(self._saved, lambda samples: torch.zeros(3))
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), [("model", "extractor.2.weight"), ("personal", "counters")]
+    ("name", "saved"), [("model", "extractor.2.weight"), ("personal", "counters")]
 )
-def test_client_state_named_like_a_private_tensor_is_refused(name: str, kept: str) -> None:
-    methods = [FedBN(), Keeps(name, kept)]
-    with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{kept}'"):
+def test_client_state_named_like_a_private_tensor_is_refused(name: str, saved: str) -> None:
+    methods = [FedBN(), Keeps(name, saved)]
+    with pytest.raises(ValueError, match=rf"method '{name}' keeps '{name}\.{saved}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))
 
 

@@ -1,4 +1,4 @@
-"""The books of client states: what is sent, what counts, what goes to disk and what the bytes are."""
+"""Client states: sending, committing, spilling and counting bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EACH = 4 * FLOATS  # bytes of a state
 
 
 class Books:
-    """Client states over workers that only note what they are told."""
+    """Client states over workers that only note their calls."""
 
     def __init__(self, budget: float = math.inf, workers: int = 2):
         self.told: list[tuple[int, list[int]]] = []
@@ -33,7 +33,7 @@ class Books:
         self.told.append((worker, clients))
 
     def send(self, client: int, worker: int = 0) -> tuple[Any, list[Any], int]:
-        """A job of the client goes to a worker: the job, the states that go along, and bytes read from disk."""
+        """Send a client's job to a worker; return the job, its states and the bytes read from disk."""
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
         before = self.client_states.dispatch(client, job.number)
@@ -43,13 +43,13 @@ class Books:
         return job, sent, read
 
     def back(self, job: Any, read: int = 0) -> None:
-        """The call returned."""
+        """Note the answer of a call."""
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)
         self.client_states.release_read(read)
 
     def done(self, *clients: int) -> None:
-        """Clients train on worker 0, and what they did is accepted."""
+        """Train clients on worker 0 and accept their jobs."""
         for client in clients:
             job, _, read = self.send(client)
             self.back(job, read)

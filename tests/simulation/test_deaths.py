@@ -1,4 +1,4 @@
-"""A worker that dies is replaced; what it had not returned runs again, to the same bits."""
+"""A worker that dies is replaced, its calls run again, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def study(name: str) -> RunSpec:
 
 # --- workers in this process that die on command ----------------------------------------------------------------------
 class Ref:
-    """What a worker may lose until the coordinator has looked."""
+    """A value that a worker may lose until the coordinator reads it."""
 
     def __init__(self, value: Any, lost: bool):
         self.value, self.lost = value, lost
 
 
 class Mortal:
-    """Some workers; those of the calls with these numbers (from 1) die in them, and lose what nobody has waited for."""
+    """Workers that die in the calls with these numbers (from 1) and lose unread values."""
 
     is_in_process = False
 
@@ -104,15 +104,17 @@ class Mortal:
             for refs in self.waiting[worker]:
                 for ref in refs:
                     ref.lost = True
-        found: list[Any] = [None] * returns
+        finished_run: list[Any] = [None] * returns
         if (member := self.members[worker]) is not None:
             assert not any(isinstance(arg, Ref) and arg.lost for arg in args), (
                 "what is lost is not sent"
             )
             own = [arg.value if isinstance(arg, Ref) else arg for arg in args]
             result = getattr(member, method)(*own)
-            found = [result] if returns == 1 else list(result)
-        arrived = [value.read() if isinstance(value, StateHandle) else value for value in found]
+            finished_run = [result] if returns == 1 else list(result)
+        arrived = [
+            value.read() if isinstance(value, StateHandle) else value for value in finished_run
+        ]
         refs = [Ref(value, member is None) for value in arrived]
         self.waiting[worker].append(refs)
         return refs
@@ -135,7 +137,7 @@ class Mortal:
 
 
 class Stopped(Mortal):
-    """Workers that answer nothing more from the calls with these numbers on, and are still there."""
+    """Workers that stop answering with the calls with these numbers, and stay alive."""
 
     now = 0.0
 
@@ -147,7 +149,7 @@ class Stopped(Mortal):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes only while nobody answers."""
+    """Let time pass only while no worker answers."""
     monkeypatch.setattr(worker_calls, "time", SimpleNamespace(monotonic=lambda: Stopped.now))
 
 
@@ -159,8 +161,10 @@ def test_silent_worker_is_replaced_with_the_same_bits(
     (whole, calls), revived = calls_of(name, schedule), []
     for number in range(1, calls + 1, 9):
         runtime = Stopped(study(name), 2, {number})
-        found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
-        assert (found.bits, found.history) == (whole.bits, whole.history), number
+        finished_run = run_to_end(
+            coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED)
+        )
+        assert (finished_run.bits, finished_run.history) == (whole.bits, whole.history), number
         revived.append(runtime.revived)
     assert set(revived) <= {0, 1} and sum(revived) >= len(revived) - 1, (
         "the last call may be one that nobody waits for"
@@ -204,9 +208,11 @@ def test_worker_that_never_answers_stops_the_run(clock: None) -> None:
 
 def calls_of(name: str, schedule: str) -> tuple[FinishedRun, int]:
     runtime = Mortal(study(name), 2, set())
-    found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED))
+    finished_run = run_to_end(
+        coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **ASKED)
+    )
     assert runtime.calls > 12
-    return found, runtime.calls
+    return finished_run, runtime.calls
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -219,10 +225,12 @@ def test_death_at_any_call_keeps_the_bits(name: str, schedule: str) -> None:
     ):
         runtime = Mortal(study(name), 2, deaths)
         asked = ASKED | {"state_budget": (float("inf"), 0.0)[index % 2]}
-        found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
-        assert (found.bits, found.history) == (whole.bits, whole.history), deaths
-        assert not found.failures
-        late = sum(int(row["worker_deaths"] or 0) for row in found.rows)
+        finished_run = run_to_end(
+            coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked)
+        )
+        assert (finished_run.bits, finished_run.history) == (whole.bits, whole.history), deaths
+        assert not finished_run.failures
+        late = sum(int(row["worker_deaths"] or 0) for row in finished_run.rows)
         assert runtime.revived - late in (0, 1), (
             "the last row is written before the last evaluation"
         )
@@ -241,7 +249,7 @@ def test_worker_that_always_dies_stops_the_run() -> None:
 
 # --- actors -----------------------------------------------------------------------------------------------------------
 class Deadly(Method):
-    """End the process so many times in all, at a client's job; a folder counts."""
+    """End the process so many times, at a client's job; a folder counts them."""
 
     name = "deadly"
     paper = "a test"
@@ -305,10 +313,10 @@ def test_stopped_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_pat
     for worker in range(2):
         runtime.get(runtime.call(worker, "ready")[0])
     asked = ASKED | {"faults": Faults(timeout=10.0)}
-    found = run_to_end(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
+    finished_run = run_to_end(coordinate(of(1), SCHEDULES["buffer"], runtime=runtime, **asked))
     runtime.stop()
-    assert found.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
-    assert sum(int(row["worker_deaths"] or 0) for row in found.rows) == 1
+    assert finished_run.bits == whole.bits and len(list(tmp_path.iterdir())) == 1
+    assert sum(int(row["worker_deaths"] or 0) for row in finished_run.rows) == 1
 
 
 class Halting(Method):

@@ -1,4 +1,4 @@
-"""How many calls jobs are sent in: bundles that are worth a message, and few under way on a worker."""
+"""Calls in which jobs are sent: bundles that are worth a message, and few at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLIENTS, SAMPLES = 12, 12
 
 @dataclass
 class Slow:
-    """Workers that answer the call that is waited for, and say that a sample takes them so long."""
+    """Workers that answer the awaited call and report so many seconds for a sample."""
 
     spec: RunSpec
     seconds: float
@@ -45,12 +45,12 @@ class Slow:
             return [getattr(self.members[worker], method)(*args)]
         assert returns == 1
         jobs = args[0]
-        found: Any = self.members[worker].train(*args)
-        found = replace(found, busy=self.seconds * SAMPLES * len(jobs))
+        result: Any = self.members[worker].train(*args)
+        result = replace(result, busy=self.seconds * SAMPLES * len(jobs))
         self.calls.append((worker, len(jobs)))
-        self.open[worker].append(found)
+        self.open[worker].append(result)
         self.most = max(self.most, len(self.open[worker]))
-        return [found]
+        return [result]
 
     def get(self, ref: Any) -> Any:
         for own in self.open:
@@ -81,30 +81,30 @@ def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow
 
 @pytest.mark.parametrize(("seconds", "jobs"), [(0.001, 2), (0.0004, 5), (0.1, 1)])
 def test_small_jobs_travel_in_bundles(seconds: float, jobs: int) -> None:
-    found = calls(Buffered(concurrency=CLIENTS, size=1), Ideal(), seconds, 60)
-    sizes = [size for _, size in found.calls]
+    result = calls(Buffered(concurrency=CLIENTS, size=1), Ideal(), seconds, 60)
+    sizes = [size for _, size in result.calls]
     assert 60 <= sum(sizes) <= 60 + CLIENTS and max(sizes) <= jobs
     assert sum(sizes) / len(sizes) > jobs / 2, sizes
 
 
 def test_worker_has_two_calls_and_those_of_the_next_round() -> None:
-    found = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
-    assert 2 <= found.most <= 3
+    result = calls(Immediate(CLIENTS), Lognormal(), 0.1, 40)
+    assert 2 <= result.most <= 3
 
 
 def test_immediate_schedule_keeps_both_workers_busy() -> None:
-    found = calls(Immediate(10), Lognormal(), 0.01, 80)
-    jobs = [sum(size for worker, size in found.calls if worker == own) for own in range(2)]
+    result = calls(Immediate(10), Lognormal(), 0.01, 80)
+    jobs = [sum(size for worker, size in result.calls if worker == own) for own in range(2)]
     assert min(jobs) > 0.4 * sum(jobs)
 
 
 def test_round_is_one_call_to_each_worker() -> None:
-    found = calls(Synchronous(10), Ideal(), 0.001, 5)
-    assert sorted(found.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
+    result = calls(Synchronous(10), Ideal(), 0.001, 5)
+    assert sorted(result.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 
 
 def test_sums_travel_as_one_array_per_group() -> None:
-    """Of ten updates in groups of five come two arrays and ten sets of numbers."""
+    """Ten updates in groups of five return two arrays and ten sets of numbers."""
     answers: list[TrainingResult] = []
 
     @dataclass

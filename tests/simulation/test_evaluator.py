@@ -1,4 +1,4 @@
-"""Views of clients' models, fine-tuning, the loss decomposition, pooled data; none of it touches training."""
+"""Views of clients' models, fine-tuning, the loss decomposition and pooled data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALL = Evaluation(finetune=Finetune(2), decompose=1)
 
 
 def apart(clients: int = 4) -> FederatedData:
-    """Clients with test rows of their own."""
+    """Return clients with their own test rows."""
     source = Synthetic(samples=120, test_samples=20, classes=5)
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
@@ -63,10 +63,10 @@ class Doubled(Method):
 
 @dataclass(frozen=True)
 class Dropping(NormedMlp):
-    """With dropout."""
+    """A network with dropout."""
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """See `ModelRecipe`."""
+        """Return the usual extractor with dropout."""
         network, features = super().extractor(input_shape)
         return nn.Sequential(network, nn.Dropout(0.5)), features
 
@@ -144,16 +144,16 @@ def test_finetuning_the_head_keeps_the_extractor() -> None:
 def test_finetuning_dropout_depends_on_client_and_version() -> None:
     study = run_spec(model=Dropping(), data=apart())
     worker = several_workers(study, 1).members[0]
-    start, found = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
+    start, result = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
     rows = study.data.partition.train.rows(0)
     for before, client, version in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)):
         worker.vector.data.copy_(start)
         torch.manual_seed(before)
         worker.trainer.finetune(client, rows, version, Finetune(1))
-        found[before, client, version] = worker.vector.data.clone()
-    assert torch.equal(found[0, 0, 1], found[1, 0, 1])
-    assert not torch.equal(found[0, 0, 1], found[0, 1, 1]) and not torch.equal(
-        found[0, 0, 1], found[0, 0, 2]
+        result[before, client, version] = worker.vector.data.clone()
+    assert torch.equal(result[0, 0, 1], result[1, 0, 1])
+    assert not torch.equal(result[0, 0, 1], result[0, 1, 1]) and not torch.equal(
+        result[0, 0, 1], result[0, 0, 2]
     )
 
 
@@ -198,15 +198,15 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
 
 def test_decomposition_adds_up_to_the_loss() -> None:
     study = run_spec(data=apart(), local=replace(LOCAL, lr=0.2))
-    found = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
-    parts = decomposed(found.rows)
+    result = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
+    parts = decomposed(result.rows)
     assert [bool(part) for part in parts] == [False, True, False, True]
     for part in parts[1::2]:
         total = part["local_loss"] + part["distribution_shift"] + part["aggregation"]
         assert total == pytest.approx(part["global_loss"], abs=1e-12)
     assert parts[1]["distribution_shift"] > 0  # a local model fits its own samples better
     worker = several_workers(study, 1).members[0]
-    worker.vector.shared.copy_(found.coordinator.server.vector)
+    worker.vector.shared.copy_(result.coordinator.server.vector)
     worker.trainer.set_training(False)
     with torch.no_grad():
         losses = [torch.nn.functional.cross_entropy(worker.vector.networks["model"](x), y, reduction="sum")
@@ -355,9 +355,11 @@ def test_best_rounds_are_the_first_of_equal_ones() -> None:
 def test_pooled_model_is_tested_by_every_client() -> None:
     data = pool_clients(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
-    found = run(run_spec(Pooled(), data=data), Synchronous(1))
-    assert found.rows[-1]["floats_up"] is None and found.rows[-1]["floats_down"] is None
-    assert found.coordinator.evaluator.tests.counts.all() and found.rows[-1]["accuracy"] is not None
+    result = run(run_spec(Pooled(), data=data), Synchronous(1))
+    assert result.rows[-1]["floats_up"] is None and result.rows[-1]["floats_down"] is None
+    assert (
+        result.coordinator.evaluator.tests.counts.all() and result.rows[-1]["accuracy"] is not None
+    )
     with pytest.raises(ValueError, match=r"evaluate\.finetune\.epochs"):
         run(run_spec(Pooled(), data=data), evaluate=Evaluation(finetune=Finetune(1)))
 

@@ -1,4 +1,4 @@
-"""A client that fails is recorded and left out, and too many of them stop the run with a checkpoint."""
+"""Failed clients are recorded and left out; too many stop the run with a checkpoint."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Infinite(Method):
 
 
 class Overflowing(Raising):
-    """Its extra upload is not a number."""
+    """A method whose upload is not a number."""
 
     name = "overflowing"
 
@@ -88,7 +88,7 @@ class Overflowing(Raising):
 
 
 class Spoiling(Raising):
-    """Leaves a personal parameter that is not a number; nothing of it travels."""
+    """A method that leaves a private parameter that is not a number."""
 
     name = "spoiling"
 
@@ -101,7 +101,7 @@ class Spoiling(Raising):
 
 
 class Absent(Method):
-    """Those who would fail train well, and are left out of the average."""
+    """A method whose failing clients train well and get weight 0."""
 
     name = "absent"
 
@@ -113,7 +113,7 @@ class Absent(Method):
 
 
 class Leaving(Raising):
-    """A hook of somebody else's code that ends its process."""
+    """A hook of third-party code that ends its process."""
 
     name = "leaving"
 
@@ -123,7 +123,7 @@ class Leaving(Raising):
 
 
 class Long(Raising):
-    """A client whose update is far too long, and finite."""
+    """A method with a client whose update is far too long, and finite."""
 
     name = "long"
 
@@ -163,7 +163,7 @@ class Server(Method):
 
 
 class Weightless(Method):
-    """Nobody counts."""
+    """A method that gives all clients weight 0."""
 
     name = "weightless"
 
@@ -179,24 +179,25 @@ def where(failures: Sequence[Failure]) -> set[tuple[int, int]]:
     "kind", [Raising, Diverging, Overflowing, Leaving], ids=lambda kind: kind.name
 )
 def test_failed_client_has_weight_zero(kind: Any) -> None:
-    found = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
+    result = run(run_spec(kind()), ALL, Ideal(), rounds=4, tolerate=0.5)
     without = run(run_spec(Absent()), ALL, Ideal(), rounds=4)
-    assert found.finished.model_sha256 == without.finished.model_sha256
-    assert where(found.failures) == HITS
-    assert [(row["failures"], row["clients"]) for row in found.rows] == [
+    assert result.finished.model_sha256 == without.finished.model_sha256
+    assert where(result.failures) == HITS
+    assert [(row["failures"], row["clients"]) for row in result.rows] == [
         (0, 6),
         (1, 5),
         (2, 4),
         (0, 6),
     ]
-    assert [row["virtual_seconds"] for row in found.rows] == [
+    assert [row["virtual_seconds"] for row in result.rows] == [
         row["virtual_seconds"] for row in without.rows
     ]
-    assert [row["floats_down"] for row in found.rows] == [
+    assert [row["floats_down"] for row in result.rows] == [
         row["floats_down"] for row in without.rows
     ]
     assert (
-        found.finished.model_sha256 != run(run_spec(), ALL, Ideal(), rounds=4).finished.model_sha256
+        result.finished.model_sha256
+        != run(run_spec(), ALL, Ideal(), rounds=4).finished.model_sha256
     )
 
 
@@ -233,8 +234,8 @@ def test_upload_not_finite_names_its_method() -> None:
 
 
 def test_private_parameter_not_finite_is_never_stored() -> None:
-    found = run(run_spec(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
-    assert where(found.failures) == HITS, "each of them only once: the state before it is kept"
+    result = run(run_spec(FedBN(), Spoiling(), model=NORMED), ALL, rounds=4, tolerate=0.5)
+    assert where(result.failures) == HITS, "each of them only once: the state before it is kept"
 
 
 def test_failure_is_the_same_on_ray(workers: Workers) -> None:
@@ -251,20 +252,20 @@ def test_failure_is_the_same_on_ray(workers: Workers) -> None:
 
 def test_failures_are_left_out_of_a_buffer() -> None:
     hits = frozenset((client, version) for client in (0, 3) for version in range(20))
-    found = run(run_spec(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
-    assert {failure.client for failure in found.failures} == {0, 3}
-    assert sum(row["failures"] for row in found.rows) == len(found.failures)  # type: ignore[misc]
-    assert all(row["clients"] + row["failures"] == 3 for row in found.rows)  # type: ignore[operator]
+    result = run(run_spec(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
+    assert {failure.client for failure in result.failures} == {0, 3}
+    assert sum(row["failures"] for row in result.rows) == len(result.failures)  # type: ignore[misc]
+    assert all(row["clients"] + row["failures"] == 3 for row in result.rows)  # type: ignore[operator]
 
 
 def test_round_of_failures_only_advances_the_clock() -> None:
     hits = frozenset((client, 1) for client in range(6))
-    found = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
-    assert found.rows[1]["train_loss"] is None
-    assert found.rows[1]["clients"] == 0
-    assert found.rows[1]["accuracy_global"] == found.rows[0]["accuracy_global"]
-    assert found.rows[1]["loss_global"] == found.rows[0]["loss_global"]
-    assert len(found.rows) == 3
+    result = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
+    assert result.rows[1]["train_loss"] is None
+    assert result.rows[1]["clients"] == 0
+    assert result.rows[1]["accuracy_global"] == result.rows[0]["accuracy_global"]
+    assert result.rows[1]["loss_global"] == result.rows[0]["loss_global"]
+    assert len(result.rows) == 3
 
 
 def test_failed_client_keeps_its_state(tmp_path: Path) -> None:
@@ -337,7 +338,7 @@ def test_too_many_failures_without_a_folder() -> None:
 
 # --- hooks of a user's own -----------------------------------------------------------------------------------------
 def mine(**attributes: Any) -> Method:
-    """A method of a class of the user's own, with these hooks."""
+    """Return a method of a user's class, with these hooks."""
     return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
 
 
@@ -383,7 +384,7 @@ def draws(value: Any) -> Any:
 
 
 def stopped_by(method: Method) -> list[str]:
-    """The lines of what ends a run with this method."""
+    """Return the lines of the error that ends a run with this method."""
     with pytest.raises((RunStoppedError, Refused)) as stopped:
         run(run_spec(method), ALL, rounds=1)
     return str(stopped.value).splitlines()
@@ -524,7 +525,7 @@ def test_vector_not_finite_is_never_a_version(tmp_path: Path) -> None:
 
 
 class Exploding(Method):
-    """A server whose step is too long for a float."""
+    """A method whose step is too long for a float."""
 
     name = "exploding"
 
@@ -550,7 +551,7 @@ def test_update_longer_than_the_norm_is_a_failure(
     single: bool, length: float, norm: float | None, sentence: str
 ) -> None:
     methods = [Long(length=length), *([Absent()] if single else [])]
-    found = run(run_spec(*methods), ALL, rounds=4, faults=Faults(0.5, norm=norm))
+    result = run(run_spec(*methods), ALL, rounds=4, faults=Faults(0.5, norm=norm))
     without = run(run_spec(Absent()), ALL, rounds=4)
-    assert where(found.failures) == HITS and sentence in found.failures[0].error
-    assert found.finished.model_sha256 == without.finished.model_sha256
+    assert where(result.failures) == HITS and sentence in result.failures[0].error
+    assert result.finished.model_sha256 == without.finished.model_sha256

@@ -1,4 +1,4 @@
-"""Fleets as their files in conf say: durations with a pencil, shares, drop-outs, and what is refused."""
+"""Fleets: durations by hand, shares, drop-outs, and refused settings."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_model_without_flops_is_refused() -> None:
 
 @pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
 def test_seconds_are_those_of_trips(fleet: Fleet) -> None:
-    found, samples = devices(fleet, 40), np.arange(1.0, 41.0)
-    expected = found.seconds(samples, 10, 20)
+    result, samples = devices(fleet, 40), np.arange(1.0, 41.0)
+    expected = result.seconds(samples, 10, 20)
     trips = [
-        [found.trip(client, each, 0.0, samples[client], 10, 20).finish for each in range(400)]
+        [result.trip(client, each, 0.0, samples[client], 10, 20).finish for each in range(400)]
         for client in range(40)
     ]
     # Delays draws each trip between two bounds of which the mean is given; the widest are 3 s apart.
@@ -148,10 +148,10 @@ def test_devices_depend_on_the_seed() -> None:
 def test_device_class_has_its_share(seed: int, clients: int) -> None:
     fleet = DeviceClasses()
     labels = fleet.labels(seed, clients)
-    found = np.bincount(labels.kinds, minlength=len(labels.names))
+    result = np.bincount(labels.kinds, minlength=len(labels.names))
     wanted = np.array([fleet.classes[name].share * clients for name in labels.names])
-    assert found.sum() == clients
-    assert np.all(np.abs(found - wanted) <= 1)
+    assert result.sum() == clients
+    assert np.all(np.abs(result - wanted) <= 1)
 
 
 def test_labels_name_the_class_of_the_speed() -> None:
@@ -178,10 +178,10 @@ def test_fleet_without_classes_has_one_label() -> None:
 # --- delays -------------------------------------------------------------------------------------------------------
 def test_delays_are_between_the_bounds_of_the_kind() -> None:
     fleet = Delays()
-    labels, found = fleet.labels(3, 300), devices(fleet, 300, 3)
+    labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
         kind = fleet.kinds[labels.names[labels.kinds[client]]]
-        times = [found.trip(client, each, 0.0, 1.0, 1, 1).finish for each in range(20)]
+        times = [result.trip(client, each, 0.0, 1.0, 1, 1).finish for each in range(20)]
         assert kind.least <= min(times) < max(times) < kind.most
 
 
@@ -195,9 +195,9 @@ def test_delay_kinds_are_the_largest_dirichlet_parts() -> None:
 
 # --- drop-outs ----------------------------------------------------------------------------------------------------
 def test_dropout_loses_its_share_at_any_moment() -> None:
-    found = devices(Ideal(speed=1.0, dropout=0.3), 100)
+    result = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
-        found.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
+        result.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
     ]
     lost = np.array([trip.finish for trip in trips if not trip.arrives])
     # 10,000 coins: a standard deviation of 0.0046; uniform on [5, 15): a mean of 10 and a deviation of 0.053 for 3,000
@@ -208,7 +208,7 @@ def test_dropout_loses_its_share_at_any_moment() -> None:
 
 
 def test_dropout_depends_on_client_and_participation() -> None:
-    """In this order: a drop-out is part of the bits of a run."""
+    """The order of the arguments matters: drop-outs are part of the bits of a run."""
     fate = Fate(dropout=0.5, lost=7)
     lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).arrives}
     assert lost == {(c, p) for c in range(4) for p in range(4) if uniform(7, c, p, 0) < 0.5}
@@ -224,10 +224,10 @@ def test_unavailable_client_loses_its_job() -> None:
             return min(7.0, until)
 
     speeds = Speeds(np.ones(1), np.full(1, math.inf), np.full(1, math.inf))
-    found = Fixed(speeds, Fate(Leaves()))
-    assert found.trip(0, 0, 2.0, 4.0, 9, 9) == (6.0, True)
-    assert found.trip(0, 0, 2.0, 5.0, 9, 9) == (7.0, True)  # it is back as it goes
-    assert found.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
+    result = Fixed(speeds, Fate(Leaves()))
+    assert result.trip(0, 0, 2.0, 4.0, 9, 9) == (6.0, True)
+    assert result.trip(0, 0, 2.0, 5.0, 9, 9) == (7.0, True)  # it is back as it goes
+    assert result.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
 
 
 def test_lognormal_accepts_positional_settings() -> None:

@@ -1,4 +1,4 @@
-"""What is said of a run before it starts."""
+"""Forecasts of runs."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
 
 @pytest.mark.parametrize("rounds", [1, 2, 100])
 def test_forecast_of_rounds_waits_for_the_slowest(rounds: int) -> None:
-    found = forecast(planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2), rounds)
-    assert found == Forecast(
+    result = forecast(planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2), rounds)
+    assert result == Forecast(
         at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
     )
 
 
 def test_forecast_counts_discarded_work() -> None:
-    found = forecast(planner(Oversample(1, 2), TimedFleet((1.0, 4.0)), 2), 1)
-    assert found == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
+    result = forecast(planner(Oversample(1, 2), TimedFleet((1.0, 4.0)), 2), 1)
+    assert result == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
 
 
 def test_forecast_counts_staleness_of_equal_arrivals() -> None:
-    found = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
+    result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
     # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
-    assert found == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
+    assert result == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
 def test_forecast_counts_lost_jobs() -> None:
-    found = forecast(planner(BUFFER, Ideal(dropout=0.9), 6), 100)
-    assert 0.5 < found.lost < 1
+    result = forecast(planner(BUFFER, Ideal(dropout=0.9), 6), 100)
+    assert 0.5 < result.lost < 1
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_forecast_counts_lost_jobs() -> None:
 def test_forecast_of_busy_workers_follows_dependencies(
     schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
-    found = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
-    assert least <= found.workers_busy <= most
+    result = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
+    assert least <= result.workers_busy <= most
 
 
 def test_forecast_of_jobs_without_time() -> None:

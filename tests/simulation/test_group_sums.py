@@ -1,4 +1,4 @@
-"""Nodes add up the sums of their workers in the same order as the coordinator would: the same bits."""
+"""Sums that nodes add up have the same bits as those of the coordinator."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_parts_pass_through_the_nodes_in_turn() -> None:
 
 
 class Sick(Method):
-    """Fail for some clients, among them a whole group and the first of another."""
+    """A method that fails for some clients: a whole group, and the first of another one."""
 
     name = "sick"
     clients = (0, 1, 2, 5, 9, 30)
@@ -65,7 +65,7 @@ class Sick(Method):
 
 
 class Dead(Sick):
-    """All of them."""
+    """A method that fails for all clients."""
 
     clients = tuple(range(40))
 
@@ -81,7 +81,7 @@ def apart(
     schedule: Synchronous = COHORT,
     least: float = 0.0,
 ) -> tuple[FinishedRun, list[tuple[str, int, Any]]]:
-    """A run whose workers are on these nodes, and its calls."""
+    """Return a run whose workers are on these nodes, and its calls."""
     runtime: Any = several_workers(spec, len(nodes))
     runtime.nodes, runtime.combine_from = nodes, least
     calls: list[tuple[str, int, Any]] = []
@@ -113,22 +113,22 @@ def test_sums_on_nodes_have_the_bits_of_one_worker(
 
 @pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0), ((0, 1, 0), 0)])
 def test_sums_on_nodes_only_if_they_save_traffic(nodes: tuple[int, ...], least: float) -> None:
-    """A small model, workers on one node, and a node with one sum."""
-    found, calls = apart(study(), nodes, Synchronous(6), least)
-    assert found.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
+    """Cases: a small model, workers on one node, and a node with one sum."""
+    result, calls = apart(study(), nodes, Synchronous(6), least)
+    assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
     assert not {name for name, *_ in calls} & {"train_apart", "combine"}
 
 
 class Combining(Mortal):
-    """Workers of which only the calls to add up count."""
+    """Workers that count the calls to add up."""
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         if method == "combine":
             return super().call(worker, method, *args, returns=returns)
         deaths, self.deaths = self.deaths, set()
-        found = super().call(worker, method, *args, returns=returns)
+        result = super().call(worker, method, *args, returns=returns)
         self.deaths, self.calls = deaths, self.calls - 1
-        return found
+        return result
 
 
 def test_death_during_sums_on_nodes_keeps_the_bits() -> None:

@@ -34,13 +34,13 @@ def test_remote_workers_change_nothing(
     save_file(networks["model"].state_dict(), tmp_path / "start.safetensors")
     _, weights = read_initial_weights(Init(str(tmp_path / "start.safetensors")))
     spec = run_spec(*methods, model=NORMED_MLP, data=data, weights=weights)
-    asked = {"rounds": 4, "evaluate": Evaluation(finetune=Finetune(1))}
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
+    settings = {"rounds": 4, "evaluate": Evaluation(finetune=Finetune(1))}
+    expected, actual = tmp_path / "here", tmp_path / "there"
+    for folder in (expected, actual):
         folder.mkdir()
-    one = run_to_end(coordinate(spec, schedule, folder=str(here), **asked))
+    one = run_to_end(coordinate(spec, schedule, folder=str(expected), **settings))
     other = run_to_end(
-        coordinate(spec, schedule, runtime=workers.runtime(spec, 2), folder=str(there), **asked)
+        coordinate(spec, schedule, runtime=workers.runtime(spec, 2), folder=str(actual), **settings)
     )
     assert (
         one.rows[-1]["accuracy_unseen"] is not None
@@ -48,4 +48,6 @@ def test_remote_workers_change_nothing(
     )
     assert other.history == one.history and other.bits == one.bits
     assert other.finished.best_model == one.finished.best_model
-    assert (here / "best.safetensors").read_bytes() == (there / "best.safetensors").read_bytes()
+    assert (expected / "best.safetensors").read_bytes() == (
+        actual / "best.safetensors"
+    ).read_bytes()

@@ -1,4 +1,4 @@
-"""What a run keeps: nothing that grows with rounds, nothing for clients that were never sampled."""
+"""Memory of a run: it does not grow with rounds, nor with clients that are never sampled."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 
 
 def held_bytes() -> int:
-    """Bytes of all live tensors and arrays, each storage counted once."""
+    """Return the bytes of all live tensors and arrays, each storage counted once."""
     gc.collect()
-    found: dict[int, int] = {}
+    finished_run: dict[int, int] = {}
     for thing in gc.get_objects():
         if _holds(type(thing)):
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    return sum(found.values())
+            finished_run[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(finished_run.values())
 
 
 @functools.cache  # of a million things, a dozen kinds
@@ -46,12 +46,12 @@ def _holds(kind: type) -> bool:
 
 
 def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
-    """Bytes held at the end of some rounds."""
-    found = []
+    """Return the bytes at the end of some rounds."""
+    finished_run = []
     for event in coordinator.run():
         if isinstance(event, Round) and event.row["round"] in rounds:
-            found.append(held_bytes())
-    return found
+            finished_run.append(held_bytes())
+    return finished_run
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_memory_of_unneeded_versions_is_freed() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Notes how many elements the largest result of any operation has."""
+    """Notes the number of elements of the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,10 +128,10 @@ def test_memory_of_a_round_ignores_other_clients(
     evaluate = Evaluation(clients=3)
     coordinator = coordinate(spec, Synchronous(3), rounds=3, evaluate=evaluate, weighting="samples")
     sizes = Sizes()
-    found: dict[str, list[int]] = {}
+    finished_run: dict[str, list[int]] = {}
 
     def watch(owner: Any, name: str) -> None:
-        call, peaks = getattr(owner, name), found.setdefault(name, [])
+        call, peaks = getattr(owner, name), finished_run.setdefault(name, [])
 
         def measured(*args: Any) -> Any:
             first = not peaks  # which may make what is made once
@@ -151,7 +151,7 @@ def test_memory_of_a_round_ignores_other_clients(
     watch(coordinator.evaluator, "columns")
     list(coordinator.run())
     assert coordinator.layout.shared <= sizes.most < clients
-    for name, peaks in found.items():
+    for name, peaks in finished_run.items():
         assert len(peaks) >= 3
         assert max(peaks) < clients, (
             f"{name}: an array over the clients has a byte for each at least"

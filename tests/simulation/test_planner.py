@@ -1,4 +1,4 @@
-"""Properties of the plan over random fleets and schedules: every job ends once, nothing goes back, nothing is lost."""
+"""Properties of the plan over random fleets and schedules, and its cost."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def is_available(devices: Devices, client: int, now: float) -> bool:
 
 
 def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
-    """Random fleets may be such that no job ever comes back; those show nothing here."""
+    """Plan some aggregations; skip random fleets in which no job ever arrives."""
     try:
         return [plan.next_aggregation() for _ in range(count)]
     except ValueError as error:
@@ -90,7 +90,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 
 
 def test_view_counts_idle_clients() -> None:
-    """Of six, one has no samples; four are at work, or three once one has come back."""
+    """Of six clients, one has no samples; four are busy, or three after the first arrival."""
     seen = list[tuple[int, int]]()
 
     class Look(Buffered):
@@ -112,21 +112,21 @@ def test_jobs_end_once_and_time_never_goes_back(
     schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan = planner(schedule, fleet, seed, counts)
-    found = steps(plan, 12)
-    jobs = {job.number: job for step in found for job in step.dispatched}
+    result = steps(plan, 12)
+    jobs = {job.number: job for step in result for job in step.dispatched}
     assert list(jobs) == list(range(len(jobs))), "numbered in the order of dispatch"
 
     ends: Counter[int] = Counter()
-    for step in [*found, plan._next]:  # what is too old is thrown away right after an aggregation
+    for step in [*result, plan._next]:  # what is too old is thrown away right after an aggregation
         ends.update([job.number for job in (*step.aggregated, *step.lost, *step.discarded)])
     assert set(ends.values()) <= {1}, "no job ends twice"
     left = {*plan.running, *(job.number for job in plan.arrived)}
     assert ends.keys() | left >= jobs.keys() - {job.number for job in plan._next.dispatched}
     assert not ends.keys() & left
 
-    times = [step.now for step in found]
+    times = [step.now for step in result]
     assert times == sorted(times)
-    for version, step in enumerate(found):
+    for version, step in enumerate(result):
         assert step.aggregated and step.version == version
         for job in step.dispatched:
             assert job.version == version and job.start <= step.now and job.finish >= job.start
@@ -144,9 +144,9 @@ def test_jobs_end_once_and_time_never_goes_back(
         )
         assert all(before.finish <= after.start for before, after in pairwise(own)), "never twice"
         assert [job.participation for job in own] == list(range(len(own)))
-    assert found[-1].down == sum(job.down for job in jobs.values())
-    assert found[-1].up == sum(
-        job.up for job in jobs.values() if job.arrives and job.finish <= found[-1].now
+    assert result[-1].down == sum(job.down for job in jobs.values())
+    assert result[-1].up == sum(
+        job.up for job in jobs.values() if job.arrives and job.finish <= result[-1].now
     )
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
     assert all(is_available(devices, job.client, job.start) for job in jobs.values())
@@ -176,26 +176,26 @@ def test_run_follows_the_plan(schedule: Schedule, fleet: Fleet, seed: int) -> No
     expected = steps(
         Planner(schedule, devices, seed, np.asarray(counts), coordinator.planner._load), 6
     )
-    found = run_to_end(coordinator)
-    assert found.aggregations == expected
+    result = run_to_end(coordinator)
+    assert result.aggregations == expected
     assert ledger.cohorts == [[job.client for job in step.aggregated] for step in expected]
     assert ledger.staleness == [step.staleness for step in expected]
     assert {job.number for job in runtime.jobs} == {
         job.number for step in expected for job in step.aggregated
     }
-    fates = Counter(end.fate for end in found.jobs)
+    fates = Counter(end.fate for end in result.jobs)
     assert fates["lost"] == sum(len(step.lost) for step in expected)
     assert fates["discarded"] == sum(len(step.discarded) for step in expected)
 
 
 def test_lost_job_frees_its_client_and_sends_nothing() -> None:
     plan = planner(Immediate(3), Ideal(dropout=0.5), 1, [5] * 6)
-    found = steps(plan, 60)
-    jobs = {job.number: job for step in found for job in step.dispatched}
-    lost = [job for step in found for job in step.lost]
+    result = steps(plan, 60)
+    jobs = {job.number: job for step in result for job in step.dispatched}
+    lost = [job for step in result for job in step.lost]
     assert 30 < len(lost) < 100, "about as many as come back"
     assert all(job.finish < job.start + load(job.client, 0, 0, 0).work / 1000 for job in lost)
-    assert found[-1].up == sum(
+    assert result[-1].up == sum(
         job.up for job in jobs.values() if job.arrives and job.finish <= plan.now
     )
 
@@ -203,9 +203,9 @@ def test_lost_job_frees_its_client_and_sends_nothing() -> None:
 def test_unavailable_client_loses_its_job() -> None:
     # Away half of the time, in stretches that are as long as a job.
     fleet = Ideal(speed=1.0, availability="markov", on=20.0, off=20.0)
-    found = steps(planner(Synchronous(4), fleet, 0, [5] * 12), 30)
+    result = steps(planner(Synchronous(4), fleet, 0, [5] * 12), 30)
     devices = fleet.devices(0, 12, lambda: 1.0)
-    lost = [job for step in found for job in step.lost]
+    lost = [job for step in result for job in step.lost]
     assert lost
     for job in lost:
         assert not is_available(devices, job.client, job.finish)
@@ -244,7 +244,7 @@ def test_plan_without_early_clients_is_refused() -> None:
 # --- schedules of one's own ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Script:
-    """Dispatches everybody and then does one thing."""
+    """Dispatches all clients and then takes one action."""
 
     action: Action
     concurrency: int = 3
@@ -288,7 +288,7 @@ def test_schedule_that_waits_for_nothing_is_refused() -> None:
 def test_jobs_of_a_client_keep_their_order() -> None:
     @dataclass(frozen=True)
     class Newest(Script):
-        """Sends off whoever is back, and aggregates the last arrival when five wait."""
+        """Dispatches idle clients, and aggregates the last of five arrivals."""
 
         def decide(self, view: View) -> Action:
             if len(view.arrived) >= 5:
@@ -305,12 +305,12 @@ def test_jobs_of_a_client_keep_their_order() -> None:
 def test_virtual_time_by_hand() -> None:
     # Two at a time of three clients that need 1, 2 and 4 seconds; who is drawn is up to the seed.
     coordinator, _, _ = untrained_run([2] * 3, Immediate(3), TimedFleet((1.0, 2.0, 4.0)), rounds=7)
-    found = run_to_end(coordinator)
-    assert [row["virtual_seconds"] for row in found.rows] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
-    assert [end.client for end in found.jobs] == [0, 0, 1, 0, 0, 1, 2]
+    result = run_to_end(coordinator)
+    assert [row["virtual_seconds"] for row in result.rows] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert [end.client for end in result.jobs] == [0, 0, 1, 0, 0, 1, 2]
     # A job's base version is the number of arrivals before its dispatch; at t=2 client 0 came first.
-    assert [end.version for end in found.jobs] == [0, 1, 0, 3, 4, 3, 0]
-    assert [end.staleness for end in found.jobs] == [0, 0, 2, 0, 0, 2, 6]
+    assert [end.version for end in result.jobs] == [0, 1, 0, 3, 4, 3, 0]
+    assert [end.staleness for end in result.jobs] == [0, 0, 2, 0, 0, 2, 6]
 
 
 def test_cost_does_not_grow_with_the_population() -> None:
@@ -331,7 +331,7 @@ def test_cost_does_not_grow_with_the_population() -> None:
 
 
 def operations(plan: Planner, count: int) -> float:
-    """Of Python's machine, for a job: in so many steps."""
+    """Return the operations of Python's interpreter for a job, over so many aggregations."""
     made = 0
 
     def each(frame: Any, event: str, arg: Any) -> Any:
@@ -366,7 +366,7 @@ def test_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
 
 
 class Counted(MarkovAvailability):
-    """Counts the clients that are looked at."""
+    """Counts the examined clients."""
 
     looks = 0
 
@@ -420,7 +420,7 @@ def test_cost_does_not_grow_with_few_available_clients(
 
 
 def tiers(slow: float, fast: float) -> Planner:
-    """Two of two clients each, of whom the slow ones (0 and 1) and the fast ones come at these times and stay."""
+    """Return two tiers of two clients; slow ones (0 and 1) and fast ones come at these times."""
 
     @dataclass(frozen=True)
     class Late(TimedFleet):
@@ -436,9 +436,9 @@ def tiers(slow: float, fast: float) -> Planner:
 
 
 def test_empty_tier_does_not_block_others() -> None:
-    found = steps(tiers(0.0, 5e5), 3)
-    assert [[job.client for job in step.dispatched] for step in found] == [[0, 1]] * 3
-    assert [step.now for step in found] == [4.0, 8.0, 12.0]
+    result = steps(tiers(0.0, 5e5), 3)
+    assert [[job.client for job in step.dispatched] for step in result] == [[0, 1]] * 3
+    assert [step.now for step in result] == [4.0, 8.0, 12.0]
 
 
 def test_empty_tiers_wait_for_the_first_arrival() -> None:
@@ -487,7 +487,7 @@ KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
 def test_plan_of_a_seed_is_recorded(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
-    found = [
+    result = [
         (
             round(step.now, 6),
             [job.client for job in step.dispatched],
@@ -496,7 +496,7 @@ def test_plan_of_a_seed_is_recorded(name: str) -> None:
         )
         for step in (plan.next_aggregation() for _ in range(5))
     ]
-    assert found == KNOWN[name]
+    assert result == KNOWN[name]
 
 
 def test_tiers_are_divided_by_the_time_of_a_job() -> None:
@@ -509,9 +509,9 @@ def test_tiers_are_divided_by_the_time_of_a_job() -> None:
         )
 
     plan = Planner(Tiered(2, 3), devices, 0, np.asarray(counts), work)
-    found = [step.dispatched for step in steps(plan, 4)]
-    assert {job.client for jobs in found for job in jobs if job.pool == 0} == {1, 3, 5}
-    assert {job.client for jobs in found for job in jobs if job.pool == 1} <= {0, 2, 4}
+    result = [step.dispatched for step in steps(plan, 4)]
+    assert {job.client for jobs in result for job in jobs if job.pool == 0} == {1, 3, 5}
+    assert {job.client for jobs in result for job in jobs if job.pool == 1} <= {0, 2, 4}
 
 
 def test_only_consecutive_lost_jobs_stop_a_run(
@@ -519,8 +519,8 @@ def test_only_consecutive_lost_jobs_stop_a_run(
 ) -> None:
     monkeypatch.setattr("raysim.simulation.planner.MAX_CONSECUTIVE_LOST_JOBS", 12)
     plan = planner(Immediate(4), Ideal(50.0, dropout=0.3), 0, [1] * CLIENTS)
-    found = steps(plan, 200)
-    assert sum(len(step.lost) for step in found) > 40
+    result = steps(plan, 200)
+    assert sum(len(step.lost) for step in result) > 40
     hopeless = planner(Immediate(4), Ideal(50.0, dropout=0.999), 0, [1] * CLIENTS)
     with pytest.raises(ValueError, match="12 jobs in a row were lost"):
         hopeless.next_aggregation()
@@ -552,11 +552,11 @@ def test_large_cohort_of_a_seed_is_recorded(cohort: int, clients: list[int]) -> 
 
 def test_plan_counts_participations_and_accepted_jobs() -> None:
     plan = planner(Buffered(5, 3), Lognormal(dropout=0.3), 0, [1] * CLIENTS)
-    found = steps(plan, 12)
-    clients = {job.number: job.client for step in found for job in step.dispatched}
+    result = steps(plan, 12)
+    clients = {job.number: job.client for step in result for job in step.dispatched}
     sent, taken = (
         Counter(clients.values()),
-        Counter(job.client for step in found for job in step.aggregated),
+        Counter(job.client for step in result for job in step.aggregated),
     )
     ahead = Counter(job.client for job in plan.running.values() if job.number not in clients)
     assert plan.participations.tolist() == [

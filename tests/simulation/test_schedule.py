@@ -1,4 +1,4 @@
-"""What each schedule decides, and what it makes of a run; nothing is trained here."""
+"""Decisions of each schedule, and the runs that follow from them, without training."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def job(number: int, version: int = 0, pool: int = -1) -> Job:
 
 
 def view(running: int = 0, arrived: tuple[int, ...] = (), idle: int = 9, **others: Any) -> View:
-    """So many jobs under way, numbered from 100; these have arrived."""
+    """Return a view with so many jobs in flight, numbered from 100, and arrived ones."""
     jobs = {100 + index: job(100 + index) for index in range(running)}
     return View(running=jobs, arrived=[job(number) for number in arrived], idle=idle, **others)
 
 
 @dataclass
 class Watched:
-    """A schedule that writes down what it saw and what it did."""
+    """A schedule that records its views and actions."""
 
     schedule: Any
     log: list[tuple[View, Action]] = field(default_factory=list)
@@ -166,24 +166,24 @@ def test_updates_are_accepted_in_virtual_time() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Synchronous(5), TimedFleet((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
     )
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     assert ledger.cohorts == [[1, 3, 2, 4, 0]] * 2
-    assert [row["virtual_seconds"] for row in found.rows] == [3.0, 6.0]
+    assert [row["virtual_seconds"] for row in result.rows] == [3.0, 6.0]
 
 
 def test_ties_are_ordered_by_client() -> None:
     fleet = TimedFleet((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
     coordinator, ledger, _ = untrained_run([2] * 6, Immediate(2), fleet, rounds=60)
-    found = run_to_end(coordinator)
-    ends = [(end.finish, end.client) for end in found.jobs]
+    result = run_to_end(coordinator)
+    ends = [(end.finish, end.client) for end in result.jobs]
     assert ends == sorted(ends), "time first, then the client's id"
-    assert [end.client for end in found.jobs] == [client for (client,) in ledger.cohorts]
+    assert [end.client for end in result.jobs] == [client for (client,) in ledger.cohorts]
     number = {
         (job.client, job.participation): job.number
-        for each in found.aggregations
+        for each in result.aggregations
         for job in each.dispatched
     }
-    taken = [number[end.client, end.participation] for end in found.jobs]
+    taken = [number[end.client, end.participation] for end in result.jobs]
     ties = [i for i in range(59) if ends[i][0] == ends[i + 1][0] and taken[i] > taken[i + 1]]
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
 
@@ -205,10 +205,10 @@ def test_staleness_counts_at_the_aggregation() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=4, size=2), TimedFleet((1.0,) * 6), rounds=4
     )
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     assert ledger.staleness == [[0, 0], [1, 1]] * 2
-    assert [row["staleness"] for row in found.rows] == [0.0, 1.0, 0.0, 1.0]
-    assert [row["staleness_max"] for row in found.rows] == [0, 1, 0, 1]
+    assert [row["staleness"] for row in result.rows] == [0.0, 1.0, 0.0, 1.0]
+    assert [row["staleness_max"] for row in result.rows] == [0, 1, 0, 1]
 
 
 def test_staleness_of_a_slow_client() -> None:
@@ -233,12 +233,12 @@ def test_too_stale_jobs_are_never_trained() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Buffered(6, 5, max_staleness=3), fleet, rounds=12
     )
-    found = run_to_end(coordinator)
-    gone = [end for end in found.jobs if end.fate == "discarded"]
+    result = run_to_end(coordinator)
+    gone = [end for end in result.jobs if end.fate == "discarded"]
     assert gone and {end.client for end in gone} == {5}
     assert not any(5 in cohort for cohort in ledger.cohorts)
     assert 5 not in {job.client for job in runtime.jobs}
-    assert sum(row["discarded"] for row in found.rows) == len(gone)  # type: ignore[misc]
+    assert sum(row["discarded"] for row in result.rows) == len(gone)  # type: ignore[misc]
 
 
 def test_oversampled_round_ends_with_its_first_clients() -> None:
@@ -246,21 +246,21 @@ def test_oversampled_round_ends_with_its_first_clients() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 6, Oversample(2, 1.5), TimedFleet(seconds), rounds=40
     )
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     assert all(len(cohort) == 2 and cohort == sorted(cohort) for cohort in ledger.cohorts)
     assert len(runtime.jobs) == 80, "nothing else is trained"
-    assert [row["discarded"] for row in found.rows] == [1] * 40
-    first, _ = found.aggregations[:2]
+    assert [row["discarded"] for row in result.rows] == [1] * 40
+    first, _ = result.aggregations[:2]
     ends = sorted(job.finish for job in first.dispatched)
     assert first.now == ends[1], "it ends when the second is back"
     busy = next(job for job in first.dispatched if job.finish == ends[2])
-    again = [end for end in found.jobs if end.client == busy.client][1]
+    again = [end for end in result.jobs if end.client == busy.client][1]
     assert again.start >= busy.finish, "the third works to its end and is not sent off before"
-    starts = {job.number: job for each in found.aggregations for job in each.dispatched}
+    starts = {job.number: job for each in result.aggregations for job in each.dispatched}
     down = sum(job.down for job in starts.values())
-    assert found.rows[-1]["floats_down"] == down, "what was thrown away was sent all the same"
-    up = sum(job.up for job in starts.values() if job.finish <= found.aggregations[-1].now)
-    assert found.rows[-1]["floats_up"] == up
+    assert result.rows[-1]["floats_down"] == down, "what was thrown away was sent all the same"
+    up = sum(job.up for job in starts.values() if job.finish <= result.aggregations[-1].now)
+    assert result.rows[-1]["floats_up"] == up
 
 
 @pytest.mark.parametrize("late", ["stale", "discard"])
@@ -269,8 +269,8 @@ def test_deadline_ends_a_round(late: str) -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Deadline(5, 2.0, late), TimedFleet(seconds), rounds=5
     )
-    found = run_to_end(coordinator)
-    assert [row["virtual_seconds"] for row in found.rows] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    result = run_to_end(coordinator)
+    assert [row["virtual_seconds"] for row in result.rows] == [2.0, 4.0, 6.0, 8.0, 10.0]
     # Client 3 is late by two rounds, client 4 by four; both are sent off again when a round begins.
     quick = [0, 1, 2]
     cohorts = [sorted(cohort) for cohort in ledger.cohorts]
@@ -285,20 +285,20 @@ def test_deadline_waits_for_the_first_update() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 3, Deadline(3, 2.0, "discard"), TimedFleet((5.0, 6.0, 7.0)), rounds=1
     )
-    found = run_to_end(coordinator)
-    assert ledger.cohorts == [[0]] and found.rows[0]["virtual_seconds"] == 5.0
+    result = run_to_end(coordinator)
+    assert ledger.cohorts == [[0]] and result.rows[0]["virtual_seconds"] == 5.0
 
 
 def test_tiers_have_separate_rounds() -> None:
     seconds = (1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
     coordinator, ledger, _ = untrained_run([2] * 6, Tiered(2, 2), TimedFleet(seconds), rounds=8)
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     of_fast = [set(cohort) <= {0, 1, 2} for cohort in ledger.cohorts]
     assert of_fast == [True, True, True, False, True, True, True, False], "three rounds for one"
     assert all(
         of or set(cohort) <= {3, 4, 5} for of, cohort in zip(of_fast, ledger.cohorts, strict=True)
     )
-    assert [row["virtual_seconds"] for row in found.rows] == [
+    assert [row["virtual_seconds"] for row in result.rows] == [
         1.0,
         2.0,
         3.0,
@@ -315,11 +315,11 @@ def test_arrivals_are_aggregated_exactly_once() -> None:
     coordinator, ledger, runtime = untrained_run(
         [2] * 9, Buffered(concurrency=5, size=3), Lognormal(), rounds=30
     )
-    found = run_to_end(coordinator)
+    result = run_to_end(coordinator)
     assert [len(cohort) for cohort in ledger.cohorts] == [3] * 30
     assert len(runtime.jobs) == 90, "what is under way at the end is not trained"
-    assert [row["round"] for row in found.rows] == list(range(1, 31))
-    times = [row["virtual_seconds"] for row in found.rows]
+    assert [row["round"] for row in result.rows] == list(range(1, 31))
+    times = [row["virtual_seconds"] for row in result.rows]
     assert times == sorted(times)  # type: ignore[type-var]
 
 
@@ -352,22 +352,22 @@ def test_clients_have_equal_chances(schedule: Schedule) -> None:
 def test_only_idle_clients_are_drawn() -> None:
     fleet = TimedFleet((1.0, 1.1, 1.2, 1.3))
     coordinator, _, _ = untrained_run([2] * 4, Immediate(4), fleet, rounds=50)
-    found = run_to_end(coordinator)
-    dispatched = [job.client for each in found.aggregations for job in each.dispatched]
-    assert dispatched[4:] == [end.client for end in found.jobs[:49]]
+    result = run_to_end(coordinator)
+    dispatched = [job.client for each in result.aggregations for job in each.dispatched]
+    assert dispatched[4:] == [end.client for end in result.jobs[:49]]
 
 
 def test_cohorts_do_not_depend_on_the_method() -> None:
     ways = []
     for methods in ([], [Scaffold()]):
-        found = run(
+        result = run(
             run_spec(*methods, data=equal_clients()),
             Synchronous(2),
             Ideal(),
             rounds=4,
             evaluate=Evaluation(every=9),
         )
-        ways.append(found.participations)
+        ways.append(result.participations)
     assert ways[0] == ways[1]
     assert len(ways[0]) > 2
 

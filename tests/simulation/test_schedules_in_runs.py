@@ -1,4 +1,4 @@
-"""Runs under every schedule with drop-outs: the same bits on any workers and after any stop."""
+"""Runs with every schedule and drop-outs: the same bits on any workers and resumed."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def test_bits_with_a_trace_do_not_depend_on_workers(tmp_path: Path) -> None:
 def test_only_aggregated_jobs_are_trained_and_commit(schedule: str) -> None:
     spied = small("stateful")
     spy = Spy(spied)
-    found = run_to_end(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
-    taken = [job.number for each in found.aggregations for job in each.aggregated]
+    result = run_to_end(coordinate(spied, SCHEDULES[schedule], FLEET, runtime=spy, **ASKED))
+    taken = [job.number for each in result.aggregations for job in each.aggregated]
     assert {job.number for job, _ in spy.sent} == set(taken)
-    jobs = {job.number: job for each in found.aggregations for job in each.dispatched}
+    jobs = {job.number: job for each in result.aggregations for job in each.dispatched}
     last = {jobs[number].client: number for number in taken}
-    assert dict(found.coordinator.client_states.accepted_jobs) == last
+    assert dict(result.coordinator.client_states.accepted_jobs) == last
     before: dict[int, int] = {}
     for job in sorted((job for job, _ in spy.sent), key=lambda job: job.number):
         assert job.state == before.get(job.client, -1), (
@@ -136,10 +136,10 @@ def test_only_aggregated_jobs_are_trained_and_commit(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_server_control_is_the_mean_of_accepted_ones(schedule: str) -> None:
-    found = under("stateful", schedule)
-    controls = [value for key, value in found.private.items() if key.endswith("scaffold.control")]
+    result = under("stateful", schedule)
+    controls = [value for key, value in result.private.items() if key.endswith("scaffold.control")]
     mean = np.sum(controls, axis=0, dtype=np.float64) / 8
-    server = found.coordinator.server.state["scaffold.control"].numpy()
+    server = result.coordinator.server.state["scaffold.control"].numpy()
     assert np.abs(server).max() > 1e-3
     np.testing.assert_allclose(server, mean, rtol=1e-4, atol=1e-6)
 
@@ -147,7 +147,7 @@ def test_server_control_is_the_mean_of_accepted_ones(schedule: str) -> None:
 def test_one_client_at_a_time_is_sequential_sgd() -> None:
     spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=equal_clients())
     spy = Spy(spied)
-    found = run_to_end(
+    result = run_to_end(
         coordinate(
             spied, Immediate(1), Ideal(), runtime=spy, rounds=5, evaluate=Evaluation(every=9)
         )
@@ -157,5 +157,5 @@ def test_one_client_at_a_time_is_sequential_sgd() -> None:
     for job, published in spy.sent:
         np.testing.assert_array_equal(published.vector, vector)
         vector = published.vector + deltas[job.number]
-    np.testing.assert_array_equal(found.coordinator.server.vector.numpy(), vector)
-    assert all(row["staleness"] == 0 for row in found.rows)
+    np.testing.assert_array_equal(result.coordinator.server.vector.numpy(), vector)
+    assert all(row["staleness"] == 0 for row in result.rows)

@@ -1,4 +1,4 @@
-"""The server's step: which sums it makes in which order, and what happens to buffers."""
+"""The server's step: its sums and their order, buffers, and hooks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step(
 
 
 def on_a_worker(clients: Sequence[int], failed: Sequence[int] = ()) -> GroupSums:
-    """The sum of a group as a worker makes it: the first product, then one fused multiply-and-add after another."""
+    """Return the sum of a group as a worker makes it: a product, then fused multiply-adds."""
     total: Tensor | None = None
     for client in clients:
         if client not in failed:
@@ -102,7 +102,7 @@ def test_sums_and_single_updates_give_the_same_bits(size: int) -> None:
 
 
 def test_sum_of_several_groups_counts_once() -> None:
-    """As nodes add up what their workers have summed."""
+    """Nodes add up the sums of their workers."""
     summed = [summed_update(client) for client in ALL]
     parts = [on_a_worker(unit)[tuple(unit)] for unit in groups(4)]
     whole = {tuple(ALL): parts[0] + parts[1] + parts[2]}
@@ -131,8 +131,8 @@ def test_sums_and_single_updates_may_mix() -> None:
         *(summed_update(client) for client in ALL[:5]),
         *(update(client) for client in ALL[5:]),
     ]
-    found = step(server(), mixed, [on_a_worker(ALL[:5])])
-    assert torch.equal(found.vector, step(server(), [update(client) for client in ALL]).vector)
+    result = step(server(), mixed, [on_a_worker(ALL[:5])])
+    assert torch.equal(result.vector, step(server(), [update(client) for client in ALL]).vector)
 
 
 def test_order_of_acceptance_is_the_order_of_the_sum() -> None:
@@ -145,36 +145,36 @@ def test_order_of_acceptance_is_the_order_of_the_sum() -> None:
 def test_failed_client_keeps_its_place_in_its_group() -> None:
     failed = (0, 6)
     present = [None if client in failed else update(client) for client in ALL]
-    found = step(server(), present)
+    result = step(server(), present)
     summed = step(
         server(),
         [None if client in failed else summed_update(client) for client in ALL],
         [on_a_worker(unit, failed) for unit in groups(5)],
     )
-    assert torch.equal(found.vector, summed.vector)
+    assert torch.equal(result.vector, summed.vector)
     kept = [client for client in ALL if client not in failed]
     average = (COUNTS[kept, None] * DELTAS[kept].astype(np.float64)).sum(0) / COUNTS[kept].sum()
-    np.testing.assert_allclose(found.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
 def test_whole_group_may_fail() -> None:
     present = [None if client < 5 else update(client) for client in ALL]
-    found = step(server(), present)
-    assert torch.isfinite(found.vector).all()
-    assert not np.array_equal(found.vector.numpy(), START)
+    result = step(server(), present)
+    assert torch.isfinite(result.vector).all()
+    assert not np.array_equal(result.vector.numpy(), START)
 
 
 def test_round_of_failures_keeps_the_vector() -> None:
-    found = step(server(), [None, None])
-    assert np.array_equal(found.vector.numpy(), START)
-    assert found.version == 1
+    result = step(server(), [None, None])
+    assert np.array_equal(result.vector.numpy(), START)
+    assert result.version == 1
 
 
 def test_equal_updates_give_the_same_step_for_any_weights() -> None:
     same = np.ones(SHARED, np.float32)
     for weighting in ("samples", "uniform"):
-        found = step(server(weighting=weighting), [update(client, delta=same) for client in ALL])
-        np.testing.assert_allclose(found.vector.numpy(), START + 1, rtol=1e-6)
+        result = step(server(weighting=weighting), [update(client, delta=same) for client in ALL])
+        np.testing.assert_allclose(result.vector.numpy(), START + 1, rtol=1e-6)
 
 
 # --- buffers and counters -----------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class Doubling(Method):
     "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
 )
 def test_buffers_ignore_server_rate_and_divisor(method: Method) -> None:
-    found = step(server(method), [update(client) for client in ALL])
+    result = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
-    assert torch.equal(found.vector[TRAINED:], plain.vector[TRAINED:])
-    assert not torch.equal(found.vector[:TRAINED], plain.vector[:TRAINED])
+    assert torch.equal(result.vector[TRAINED:], plain.vector[TRAINED:])
+    assert not torch.equal(result.vector[:TRAINED], plain.vector[:TRAINED])
 
 
 def test_buffers_of_stale_updates_are_averaged() -> None:
@@ -218,8 +218,8 @@ def test_buffers_of_stale_updates_are_averaged() -> None:
 
 
 def test_counters_take_the_largest_value() -> None:
-    found = step(server(), [update(client, counter=1 + client % 5) for client in ALL])
-    assert found.counters.tolist() == [5]
+    result = step(server(), [update(client, counter=1 + client % 5) for client in ALL])
+    assert result.counters.tolist() == [5]
 
 
 # --- methods' parts -----------------------------------------------------------------------------------------------
@@ -236,12 +236,12 @@ def test_summable_unless_methods_need_updates() -> None:
     assert server(FedAvgM()).summable
     assert not server(FedBuff(), weighting="uniform").summable
     assert not server(Combining()).summable
-    found = step(server(Combining()), [update(client) for client in ALL])
+    result = step(server(Combining()), [update(client) for client in ALL])
     np.testing.assert_allclose(
-        found.vector[:TRAINED], START[:TRAINED] + DELTAS[:, :TRAINED].mean(0), rtol=1e-5, atol=1e-6
+        result.vector[:TRAINED], START[:TRAINED] + DELTAS[:, :TRAINED].mean(0), rtol=1e-5, atol=1e-6
     )
     plain = step(server(), [update(client) for client in ALL])
-    assert torch.allclose(found.vector[TRAINED:], plain.vector[TRAINED:], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(result.vector[TRAINED:], plain.vector[TRAINED:], rtol=1e-5, atol=1e-6)
 
 
 def test_hooks_of_a_step_run_in_order() -> None:
@@ -262,10 +262,10 @@ def test_hooks_of_a_step_run_in_order() -> None:
             log.append("absorb")
             assert not torch.equal(server.vector, torch.tensor(START))
 
-    found = step(server(Logging()), [update(client) for client in ALL])
+    result = step(server(Logging()), [update(client) for client in ALL])
     assert log == ["weigh", "step", "absorb"]
     plain = step(server(), [update(client) for client in ALL])
-    assert torch.equal(found.vector, plain.vector), (
+    assert torch.equal(result.vector, plain.vector), (
         "weights that are all twice as large are the same weights"
     )
 
@@ -294,7 +294,7 @@ def test_owner_of_the_step_is_called_last() -> None:
     plain = step(server(), [update(client) for client in ALL])
     for methods in ([Halving(), Ruling()], [Ruling(), Halving()]):
         ruled = step(server(*methods), [update(client) for client in ALL])
-        moved, wanted = (found.params.numpy() - START[:TRAINED] for found in (ruled, plain))
+        moved, wanted = (result.params.numpy() - START[:TRAINED] for result in (ruled, plain))
         np.testing.assert_allclose(moved, 3 * wanted, rtol=1e-4, atol=1e-6)
     assert log == ["halving", "ruling"] * 2
 
@@ -307,19 +307,19 @@ def test_report_is_of_one_step_only() -> None:
             if server.version == 0:
                 server.report["seen"] = 1.0
 
-    found = step(server(First()), [update(0)])
-    assert found.report == {"first.seen": 1.0}
-    assert step(found, [update(1, found.version)]).report == {}
+    result = step(server(First()), [update(0)])
+    assert result.report == {"first.seen": 1.0}
+    assert step(result, [update(1, result.version)]).report == {}
 
 
 def test_sample_ends_follow_the_samples() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
-    found = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
-    assert found.sample_ends.tolist() == [0.25, 0.75, 1.0] and found.able == 3
+    result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
+    assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3
 
 
 class Halving(Method):
-    """Halve the weights, whoever else weighs."""
+    """Halve the weights."""
 
     name = "halving"
 
@@ -337,7 +337,7 @@ def test_divisor_sees_the_final_weights(normalization: Any, scale: float) -> Non
         for methods in ([buffer], [buffer, Halving()], [Halving(), buffer])
     )
     assert torch.equal(first.vector, last.vector), "wherever it stands in the list"
-    moved, want = (found.params.numpy() - START[:TRAINED] for found in (first, alone))
+    moved, want = (result.params.numpy() - START[:TRAINED] for result in (first, alone))
     np.testing.assert_allclose(moved, scale * want, rtol=1e-4, atol=1e-6)
 
 

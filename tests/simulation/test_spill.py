@@ -1,4 +1,4 @@
-"""Client states beyond a budget lie on disk: the same bits, less memory on workers and in the store."""
+"""Client states above a budget are on disk: the same bits with less memory."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def study(name: str) -> Any:
 
 
 def size(name: str) -> float:
-    """Bytes of a client's state, about."""
-    found = run(study(name), SCHEDULES["rounds"], rounds=1)
-    return found.coordinator.client_states.bytes / 2
+    """Return the bytes of a client's state, about."""
+    result = run(study(name), SCHEDULES["rounds"], rounds=1)
+    return result.coordinator.client_states.bytes / 2
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -66,11 +66,13 @@ def test_budget_does_not_change_bits(
     name: str, schedule: str, states: float, workers: Workers
 ) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
-    asked: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
+    settings: dict[str, Any] = {"rounds": ROUNDS, "state_budget": states * size(name)}
     for runtime in (None, several_workers(study(name), 3), workers.runtime(study(name), 2)):
-        found = run_to_end(coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **asked))
-        assert found.bits == whole.bits and found.history == whole.history
-        assert max(row["spilled_bytes"] for row in found.rows) > 0  # type: ignore[type-var]
+        result = run_to_end(
+            coordinate(study(name), SCHEDULES[schedule], runtime=runtime, **settings)
+        )
+        assert result.bits == whole.bits and result.history == whole.history
+        assert max(row["spilled_bytes"] for row in result.rows) > 0  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -112,16 +114,16 @@ def test_moved_client_leaves_no_state_without_a_budget() -> None:
 
 @pytest.mark.parametrize("states", [0, 1.5])
 def test_spilled_states_are_scored(states: float) -> None:
-    asked: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=2, common=True)}
-    whole = run(study("fedbn"), SCHEDULES["rounds"], **asked)
+    settings: dict[str, Any] = {"rounds": 6, "evaluate": Evaluation(every=2, common=True)}
+    whole = run(study("fedbn"), SCHEDULES["rounds"], **settings)
     budget = states * size("fedbn")
     runtime = several_workers(study("fedbn"), 3)
-    found = run_to_end(
+    result = run_to_end(
         coordinate(
-            study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **asked
+            study("fedbn"), SCHEDULES["rounds"], runtime=runtime, state_budget=budget, **settings
         )
     )
-    assert found.history == whole.history and found.bits == whole.bits
+    assert result.history == whole.history and result.bits == whole.bits
 
 
 @pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (0.0, math.inf), (0.0, 0.0)])
@@ -183,15 +185,15 @@ def test_spilled_arrays_come_back_unchanged() -> None:
         }
         spill.write(client, written[client])
         for each, arrays in written.items():
-            found = spill.read(each)
-            assert list(found) == list(arrays)
+            result = spill.read(each)
+            assert list(result) == list(arrays)
             for key, array in arrays.items():
                 assert (
-                    found[key].dtype == array.dtype
-                    and np.array_equal(found[key], array)
-                    and array.shape == found[key].shape
+                    result[key].dtype == array.dtype
+                    and np.array_equal(result[key], array)
+                    and array.shape == result[key].shape
                 )
-                assert not found[key].flags.writeable or not found[key].size
+                assert not result[key].flags.writeable or not result[key].size
 
 
 def test_spill_opens_few_files() -> None:
@@ -232,13 +234,17 @@ def test_full_disk_names_the_folder() -> None:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_client_with_a_spilled_state_may_move(workers: int) -> None:
     # It comes back before its last job is aggregated, and another worker has time first.
-    def asked() -> RunSpec:
+    def study() -> RunSpec:
         return run_spec(Scaffold(), model=NORMED_MLP, data=tiny_data(clients=6))
 
     settings = {"rounds": 12, "evaluate": Evaluation(every=99)}
     schedule = Buffered(concurrency=4, size=4)
-    whole = run(asked(), schedule, **settings)
+    whole = run(study(), schedule, **settings)
     spilled = coordinate(
-        asked(), schedule, runtime=several_workers(asked(), workers), **settings, state_budget=0.0
+        study(),
+        schedule,
+        runtime=several_workers(study(), workers),
+        **settings,
+        state_budget=0.0,
     )
     assert run_to_end(spilled).bits == whole.bits

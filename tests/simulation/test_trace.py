@@ -1,4 +1,4 @@
-"""Traces: what is read, who is which row, what is refused and where, and those of FedScale."""
+"""Traces: reading, rows of clients, refused files, and conversion from FedScale."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def row(client: int = 0, **others: Any) -> Row:
 
 
 def sample(clients: int, seed: int = 0) -> list[Row]:
-    """A few intervals for each client, at whole seconds."""
+    """Draw a few intervals for each client, at whole seconds."""
     generator, rows = np.random.default_rng(seed), []
     for client in range(clients):
         bounds = np.sort(
@@ -67,7 +67,7 @@ def sample(clients: int, seed: int = 0) -> list[Row]:
 
 
 def stored(folder: Path, rows: list[Row], **columns: pa.DataType) -> str:
-    """Rows as they are, unchecked; columns: types that are not those of the schema."""
+    """Store rows unchecked. columns: types in place of those of the schema."""
     table = pa.Table.from_pylist(rows)
     for name, kind in columns.items():
         table = table.set_column(table.schema.names.index(name), name, table[name].cast(kind))
@@ -106,9 +106,9 @@ def test_trace_may_have_flops(tmp_path: Path) -> None:
 
 def test_trace_accepts_any_numbers_and_names(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
-    found = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
-    assert found.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
-    assert found.first.tolist() == [0, 4, 8]
+    result = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
+    assert result.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
+    assert result.first.tolist() == [0, 4, 8]
 
 
 def test_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ def test_row_group_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_touching_intervals_are_joined(tmp_path: Path) -> None:
     rows = [row(0, start=[0.0, 5.0, 9.0], end=[5.0, 9.0, 12.0]), row(1, start=[12.0], end=[20.0])]
-    found = read(stored(tmp_path, rows))
-    assert found.bounds.tolist() == [0.0, 12.0, 12.0, 20.0]
-    assert found.first.tolist() == [0, 2, 4]
+    result = read(stored(tmp_path, rows))
+    assert result.bounds.tolist() == [0.0, 12.0, 12.0, 20.0]
+    assert result.first.tolist() == [0, 2, 4]
 
 
 @given(
@@ -184,11 +184,11 @@ def test_equal_numbers_map_clients_to_rows() -> None:
 @given(seed=st.integers(0, 100), clients=st.integers(1, 60), rows=st.integers(1, 60))
 @settings(max_examples=100, deadline=None)
 def test_more_clients_use_rows_equally_often(seed: int, clients: int, rows: int) -> None:
-    found = rows_of(seed, clients, rows)
-    uses = np.bincount(found, minlength=rows)
-    assert len(found) == clients
+    result = rows_of(seed, clients, rows)
+    uses = np.bincount(result, minlength=rows)
+    assert len(result) == clients
     assert uses.max() - uses.min() <= 1
-    assert np.array_equal(found, rows_of(seed, clients, rows))
+    assert np.array_equal(result, rows_of(seed, clients, rows))
 
 
 def test_drawn_rows_depend_on_the_seed() -> None:
@@ -353,15 +353,15 @@ def convert(folder: Path, capacity: object, behaviour: object, status: int = 0) 
 def test_fedscale_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = convert(tmp_path, CAPACITY, BEHAVIOUR)
     assert capsys.readouterr().out == f"2 clients in {out}\n"
-    found, first = read(out), BEHAVIOUR[3834]
-    assert found.first.tolist() == [0, 16, 18]
-    assert found.bounds.tolist()[:16] == list(
+    result, first = read(out), BEHAVIOUR[3834]
+    assert result.first.tolist() == [0, 16, 18]
+    assert result.bounds.tolist()[:16] == list(
         itertools.chain(*zip(first["active"], first["inactive"], strict=True))
     )
-    assert found.period.tolist() == [518400.0] * 2
+    assert result.period.tolist() == [518400.0] * 2
     # 162 ms for inference, three times as long for training; 5,648 x 1,024 bits a second
-    assert found.rate == pytest.approx([1 / 0.486] * 2)
-    assert found.down.tolist() == found.up.tolist() == [5648 * 128.0] * 2
+    assert result.rate == pytest.approx([1 / 0.486] * 2)
+    assert result.down.tolist() == result.up.tolist() == [5648 * 128.0] * 2
     assert cli.call(["fleet", "check", out]) == 0
     assert capsys.readouterr().out.startswith(f"{out}: 2 clients in 9 intervals, ")
 
@@ -402,7 +402,7 @@ def test_pickle_that_runs_code_is_refused(
     files = {"capacity": CAPACITY, "behaviour": BEHAVIOUR, place: evil}
     convert(tmp_path, files["capacity"], files["behaviour"], status=2)
     said = capsys.readouterr().err
-    assert "may hold nothing but containers and numbers" in said
+    assert "names pathlib.Path.touch" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "touched").exists()
     assert not (tmp_path / "new").exists()
@@ -411,13 +411,13 @@ def test_pickle_that_runs_code_is_refused(
 @pytest.mark.parametrize(
     ("capacity", "behaviour", "text"),
     [
-        ([1, 2], BEHAVIOUR, "capacity is no pickle of FedScale: it holds no dictionary of clients"),
+        ([1, 2], BEHAVIOUR, "capacity is not a pickle of FedScale"),
         ({}, BEHAVIOUR, "it holds no dictionary of clients"),
-        (BEHAVIOUR, CAPACITY, "client 3834 has no 'computation'; check the files' order"),
+        (BEHAVIOUR, CAPACITY, "client 3834 has no 'computation'"),
         (
             CAPACITY,
             {1: {"finish_time": 0}},
-            "no client that a trace could hold; the first: client 1: period is 0.0",
+            "client 1: period is 0.0",
         ),
     ],
 )
@@ -439,14 +439,14 @@ def test_file_that_is_no_pickle_is_refused(
 ) -> None:
     (tmp_path / "text").write_text("hello")
     assert cli.call(["fleet", "convert", str(tmp_path / "text"), str(tmp_path / "text")]) == 2
-    assert "is no pickle of FedScale" in capsys.readouterr().err
+    assert "is not a pickle of FedScale" in capsys.readouterr().err
     assert cli.call(["fleet", "convert", "no-such-file", str(tmp_path / "text")]) == 2
     assert "no-such-file" in capsys.readouterr().err
 
 
 def test_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["fleet", "convert", "one"]) == 2
-    assert "fleet convert takes 2" in capsys.readouterr().err
+    assert "fleet convert: " in capsys.readouterr().err
     assert cli.call(["fleet", "check", "one", "two"]) == 2
     assert "fleet check takes 1" in capsys.readouterr().err
 

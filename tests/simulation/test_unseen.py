@@ -1,4 +1,4 @@
-"""Clients that are never trained, and are scored in columns of their own."""
+"""Unseen clients: never trained, and scored in separate columns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COMMON += ["tracking=none", "rounds=2", "model=mlp"]
 
 
 def whole(validation: float = 0.0) -> FederatedData:
-    """Clients with test rows of their own."""
+    """Return clients with their own test rows."""
     source = Synthetic(samples=240, test_samples=20, classes=5)
     return federate(
         source, IID(clients=CLIENTS, test_fraction=0.25, validation_fraction=validation), SEED
@@ -63,19 +63,19 @@ def whole(validation: float = 0.0) -> FederatedData:
 
 
 def study(*methods: Method, share: float = 0.25, validation: float = 0.0, **others: Any) -> RunSpec:
-    """A run with two unseen clients."""
+    """Return a run with two unseen clients."""
     data = hold_out_clients(whole(validation), share, SEED)
     return run_spec(*methods, model=NORMED_MLP, data=data, **others)
 
 
-def unseen_of(found: FinishedRun | RunSpec) -> list[int]:
-    spec = found if isinstance(found, RunSpec) else found.coordinator.spec
+def unseen_of(finished_run: FinishedRun | RunSpec) -> list[int]:
+    spec = finished_run if isinstance(finished_run, RunSpec) else finished_run.coordinator.spec
     return spec.data.partition.unseen.tolist()  # type: ignore[union-attr]
 
 
-def scores_by_hand(found: FinishedRun, clients: list[int]) -> list[float]:
-    """What the final models of these clients say of their tests, each loaded by itself."""
-    coordinator = found.coordinator
+def scores_by_hand(finished_run: FinishedRun, clients: list[int]) -> list[float]:
+    """Return the test scores of these clients' final models, each loaded separately."""
+    coordinator = finished_run.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
     server, private = coordinator.server, coordinator.client_states
     scores = []
@@ -150,31 +150,31 @@ def test_cohort_above_trained_clients_is_refused() -> None:
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(3)]
 )
 def test_unseen_clients_are_scored_and_never_trained(schedule: Schedule) -> None:
-    found = run(study(), schedule)
-    unseen = unseen_of(found)
-    assert not {*unseen} & {*found.participations}
-    scores, row = scores_by_hand(found, unseen), found.rows[-1]
+    finished_run = run(study(), schedule)
+    unseen = unseen_of(finished_run)
+    assert not {*unseen} & {*finished_run.participations}
+    scores, row = scores_by_hand(finished_run, unseen), finished_run.rows[-1]
     assert row["accuracy_unseen"] == pytest.approx(np.mean(scores))
     assert row["accuracy_unseen_worst"] == min(scores)
     others = [client for client in range(CLIENTS) if client not in unseen]
-    assert row["accuracy"] == pytest.approx(np.mean(scores_by_hand(found, others)))
+    assert row["accuracy"] == pytest.approx(np.mean(scores_by_hand(finished_run, others)))
 
 
 @pytest.mark.parametrize("make", PERSONAL)
 def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
-    found = run(study(make(), local=replace(LOCAL, epochs=2)), Synchronous(4))
-    assert not found.failures
-    unseen = unseen_of(found)
-    assert not {*unseen} & {*found.coordinator.client_states.accepted_jobs}
-    scores = scores_by_hand(found, unseen)
-    assert found.rows[-1]["accuracy_unseen"] == pytest.approx(np.mean(scores))
+    finished_run = run(study(make(), local=replace(LOCAL, epochs=2)), Synchronous(4))
+    assert not finished_run.failures
+    unseen = unseen_of(finished_run)
+    assert not {*unseen} & {*finished_run.coordinator.client_states.accepted_jobs}
+    scores = scores_by_hand(finished_run, unseen)
+    assert finished_run.rows[-1]["accuracy_unseen"] == pytest.approx(np.mean(scores))
 
 
 def test_unseen_client_has_initial_head() -> None:
-    found = run(study(FedRep("joint")), Synchronous(4))
-    coordinator = found.coordinator
+    finished_run = run(study(FedRep("joint")), Synchronous(4))
+    coordinator = finished_run.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
-    task = ScoringTask(unseen_of(found)[0], np.empty(0, np.int64))
+    task = ScoringTask(unseen_of(finished_run)[0], np.empty(0, np.int64))
     own = worker.scored_tensors(task, coordinator.server.published(), None)
     start = coordinator.initial.named(coordinator.initial.data, coordinator.initial.counters)
     assert torch.equal(own["model.head.weight"], start["model.head.weight"])
@@ -196,21 +196,21 @@ def test_finetuning_uses_samples_of_unseen_clients() -> None:
 
 
 def test_scored_clients_are_drawn_among_unseen_ones_too() -> None:
-    found = run(study(share=0.5), evaluate=Evaluation(clients=2))
-    scores = {round(score, 9) for score in scores_by_hand(found, unseen_of(found))}
+    finished_run = run(study(share=0.5), evaluate=Evaluation(clients=2))
+    scores = {round(score, 9) for score in scores_by_hand(finished_run, unseen_of(finished_run))}
     pairs = {round((a + b) / 2, 6) for a in scores for b in scores}
-    assert round(float(found.rows[-1]["accuracy_unseen"] or 0), 6) in pairs
+    assert round(float(finished_run.rows[-1]["accuracy_unseen"] or 0), 6) in pairs
 
 
 def test_best_rounds_ignore_unseen_clients() -> None:
-    found = run(study(FedBN(), validation=0.2), rounds=4)
+    finished_run = run(study(FedBN(), validation=0.2), rounds=4)
     assert (
-        found.rows[-1]["accuracy_best"] is not None
-        and found.rows[-1]["accuracy_validation"] is not None
+        finished_run.rows[-1]["accuracy_best"] is not None
+        and finished_run.rows[-1]["accuracy_validation"] is not None
     )
-    best = found.coordinator.evaluator.best
+    best = finished_run.coordinator.evaluator.best
     assert best is not None
-    assert np.isinf(best.state()["validation"][unseen_of(found)]).all()
+    assert np.isinf(best.state()["validation"][unseen_of(finished_run)]).all()
 
 
 def test_pooled_data_exclude_unseen_clients() -> None:
@@ -220,19 +220,19 @@ def test_pooled_data_exclude_unseen_clients() -> None:
         whole().partition.train.rows(client).tolist() for client in data.partition.unseen.tolist()
     ]  # type: ignore[union-attr]
     assert not trained & {row for own in rows for row in own}
-    found = build([*COMMON, "method=centralized", "evaluate.unseen=0.2"])
-    ended = run_to_end(coordinate(found.spec, found.schedule, found.fleet))
+    finished_run = build([*COMMON, "method=centralized", "evaluate.unseen=0.2"])
+    ended = run_to_end(coordinate(finished_run.spec, finished_run.schedule, finished_run.fleet))
     assert ended.rows[-1]["accuracy_unseen"] is not None
 
 
 @pytest.mark.parametrize("method", [Scaffold, lambda: FedDyn(0.1)])
 def test_population_of_methods_excludes_unseen_clients(method: Any) -> None:
-    found = run(study(method()))
-    assert found.coordinator.server.population == CLIENTS - 2
+    finished_run = run(study(method()))
+    assert finished_run.coordinator.server.population == CLIENTS - 2
     # The same clients without the unseen ones are the same federation.
-    data = found.coordinator.spec.data
+    data = finished_run.coordinator.spec.data
     alone = replace(data, partition=replace(data.partition, unseen=None, with_unseen=None))
-    assert run(run_spec(method(), model=NORMED_MLP, data=alone)).bits != found.bits
+    assert run(run_spec(method(), model=NORMED_MLP, data=alone)).bits != finished_run.bits
 
 
 @pytest.mark.parametrize(
