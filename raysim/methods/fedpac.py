@@ -151,7 +151,7 @@ def feature_alignment_loss(
 def classifier_combination_weights(
     *, variances: Tensor, weighted_means: Tensor, client: int, min_weight: float = 1e-3
 ) -> Tensor:
-    """Return a_i, float64 [m], of ``client`` among m participants.
+    """Return a_i, float64 [m], of `client` among m participants.
 
     variances: V [m]. weighted_means: h [m, C, D]. Weights are at least 0, with sum 1; entries up to
     `min_weight` are 0, unless all would be.
@@ -196,7 +196,7 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
 
 
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
-    """Return how many of a job's steps, with batches of ``sizes``, train the head: the first."""
+    """Return how many of a job's steps, with batches of `sizes`, train the head: the first."""
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.
     is_left_out = rest == 1 and min(sizes) > 1

@@ -1,5 +1,6 @@
-"""FedSpeed: pull local models to the received one, correct the bias of this pull, and descend along
-gradients that are partly taken uphill.
+"""FedSpeed: pull local models to the received one, and correct the bias of this pull.
+
+Local steps use gradients that are partly taken a step uphill, which prefers flat minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
 and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1, for client k with x^t received and K

@@ -1,7 +1,8 @@
 """Local training: every client keeps its own model, and nothing is exchanged.
 
-It is the lower reference of federated methods: "Single" in FRAug's Table 2 (ICCV 2023) and "Local"
-in FedBR's Table 1 (ICML 2023).
+It is the lower reference of federated methods.
+
+Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (ICML 2023).
 
 Departures from the papers
 - The optimizer starts again in each job, as in all federated methods, so that only sharing

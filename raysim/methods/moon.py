@@ -98,8 +98,10 @@ class Moon(Method):
 
     def cost(self, job: Participation) -> float:
         """Return a forward pass of the received and of each previous model."""
-        models = min(job.earlier_jobs, self.previous)
-        return FORWARD * job.trained_samples * (1 + models) if self.mu and models else 0.0
+        previous = min(job.earlier_jobs, self.previous)
+        if not self.mu or not previous:
+            return 0.0
+        return FORWARD * job.trained_samples * (1 + previous)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add mu l_con, if the client has a previous model."""

@@ -204,7 +204,9 @@ class PartialFed(Method):
 
     def cost(self, job: Participation) -> float:
         """Return the samples of the policy's steps, which start with the second job."""
-        return self.policy_steps * min(self.policy_batch, job.samples) if job.earlier_jobs else 0.0
+        if not job.earlier_jobs:
+            return 0.0
+        return self.policy_steps * min(self.policy_batch, job.samples)
 
     def begin(self, job: LocalJob) -> None:
         """Start training from the mixture of the received and the client's own model."""
