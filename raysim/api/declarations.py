@@ -144,7 +144,7 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd" or "adam". lr: learning rate. lr_decay: factor on the learning rate for each
+    optimizer: "sgd", "adam" or "adamw". lr: learning rate. lr_decay: factor on the learning rate for each
     version. clip: largest norm of a gradient; 0 for no limit.
     epochs, steps: passes over the client's samples, or batches; one of them is None.
     batch: samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the smaller
@@ -153,7 +153,7 @@ class Local:
     continue, with momentum and step counts, where the client's last job left it.
     """
 
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = 0.1
     momentum: float = 0.0
     nesterov: bool = False

@@ -1,4 +1,4 @@
-"""The local optimizer: SGD and Adam on views or on one flat tensor."""
+"""The local optimizer: SGD, Adam and AdamW on views or on one flat tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The settings of the local optimizer; its buffers start at 0 in every job."""
+    """The settings of the local optimizer; its buffers start at 0 in every job.
 
-    kind: Literal["sgd", "adam"] = "sgd"
+    weight_decay: of "sgd" and "adam" it is added to the gradient; "adamw" decays the parameters
+    themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.
+    """
+
+    kind: Literal["sgd", "adam", "adamw"] = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -31,11 +35,16 @@ class OptimizerSettings:
         at_least("local.weight_decay", self.weight_decay, 0.0)
         if self.nesterov and not self.momentum:
             raise ValueError("local.nesterov=true needs momentum. Set local.momentum above 0.")
-        if self.kind == "adam" and self.momentum:
+        if self.is_adam and self.momentum:
             raise ValueError(
-                f"local.momentum={self.momentum} has no effect with local.optimizer=adam. "
+                f"local.momentum={self.momentum} has no effect with local.optimizer={self.kind}. "
                 "Set it to 0."
             )
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether the optimizer keeps Adam's moments."""
+        return self.kind != "sgd"
 
 
 class LocalOptimizer:
@@ -75,9 +84,11 @@ class LocalOptimizer:
         """
         settings = self.settings
         self.steps += 1
-        if settings.weight_decay:
+        if settings.weight_decay and settings.kind == "adamw":
+            _decay(params, rate, settings.weight_decay)
+        elif settings.weight_decay:
             grads = list(torch._foreach_add(grads, params, alpha=settings.weight_decay))
-        if settings.kind == "adam":
+        if settings.is_adam:
             return self._adam(params, grads, rate)
         if settings.momentum:
             if not self.first:
@@ -124,9 +135,9 @@ class LocalOptimizer:
 
     def _allocate(self, like: Sequence[Tensor]) -> None:
         """Make the buffers before the first step, filled with zeros."""
-        if self.settings.momentum or self.settings.kind == "adam":
+        if self.settings.momentum or self.settings.is_adam:
             self.first = [torch.zeros_like(part) for part in like]
-        if self.settings.kind == "adam":
+        if self.settings.is_adam:
             self.second = [torch.zeros_like(part) for part in like]
 
 
@@ -196,6 +207,14 @@ class RecordedOptimizer(LocalOptimizer):
     def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
         self._count.add_(1)
         self._adam_by_counts(params, grads, rate, self._count)
+
+
+def _decay(params: list[Tensor], rate: float | Tensor, weight_decay: float) -> None:
+    """Multiply parameters by 1 - rate * weight_decay, in place."""
+    factor = 1 - rate * weight_decay
+    if isinstance(factor, Tensor):
+        factor = factor.to(params[0].dtype)
+    torch._foreach_mul_(params, factor)
 
 
 def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:

@@ -43,9 +43,13 @@ class Optimizer:
         settings = self.settings
         self.steps += 1
         for name, grad in grads.items():
-            g = grad + settings.weight_decay * p[name].detach()
+            if settings.optimizer == "adamw":
+                p[name].data *= 1 - rate * settings.weight_decay
+                g = grad
+            else:
+                g = grad + settings.weight_decay * p[name].detach()
             m = self.first.get(name, torch.zeros_like(g))
-            if settings.optimizer == "adam":
+            if settings.optimizer in ("adam", "adamw"):
                 v = self.second.get(name, torch.zeros_like(g))
                 m = 0.9 * m + 0.1 * g
                 v = 0.999 * v + 0.001 * g**2

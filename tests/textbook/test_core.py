@@ -53,6 +53,7 @@ ROWS = {
     "rate that falls": Row(core, list, trained(lr_decay=0.3)),
     "nesterov": Row(core, list, trained(nesterov=True)),
     "adam": Row(core, list, {"local": ADAM}),
+    "adamw": Row(core, list, {"local": replace(ADAM, optimizer="adamw", weight_decay=0.1)}),
     "adam with weight decay": Row(core, list, {"local": replace(ADAM, weight_decay=0.3)}),
     "adam, clipped": Row(core, list, {"local": replace(ADAM, clip=0.2)}),
     "clipped": Row(core, list, trained(clip=0.2)),

@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -76,9 +76,13 @@ def test_sgd_is_that_of_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool
 
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_adam_is_that_of_pytorch_up_to_rounding(decay: float, flat: bool) -> None:
-    ours = by_us(OptimizerSettings("adam", weight_decay=decay), flat)
-    theirs = by_torch(torch.optim.Adam, weight_decay=decay)
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_adam_is_that_of_pytorch_up_to_rounding(
+    kind: Literal["adam", "adamw"], decay: float, flat: bool
+) -> None:
+    ours = by_us(OptimizerSettings(kind, weight_decay=decay), flat)
+    reference = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    theirs = by_torch(reference, weight_decay=decay)
     assert all(
         torch.allclose(one, other, rtol=1e-5, atol=1e-7)
         for one, other in zip(ours, theirs, strict=True)

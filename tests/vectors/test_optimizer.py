@@ -21,14 +21,14 @@ def test_a_setting_of_zero_is_taken_and_one_below_is_refused(key: str) -> None:
 
 
 def test_the_optimisers_of_many_clients_start_from_zeros() -> None:
-    for kind in ("sgd", "adam"):
+    for kind in ("sgd", "adam", "adamw"):
         stacked = StackedOptimizer(
             OptimizerSettings(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
         )
         assert stacked.counts == [0, 0, 0] and not any(
             part.any() for part in (*stacked.first, *stacked.second)
         )
-        assert (len(stacked.first), len(stacked.second)) == (1, int(kind == "adam"))
+        assert (len(stacked.first), len(stacked.second)) == (1, int(kind != "sgd"))
 
 
 SETTINGS = [
@@ -36,6 +36,7 @@ SETTINGS = [
     OptimizerSettings(momentum=0.9, nesterov=True),
     OptimizerSettings(momentum=0.5, weight_decay=0.1),
     OptimizerSettings("adam"),
+    OptimizerSettings("adamw", weight_decay=0.1),
 ]
 
 
