@@ -27,47 +27,48 @@ RUN = """\
 examples:
   raysim run                                              the default configuration, on Ray
   raysim run method=fedprox method.fedprox.mu=0.1         another method, and one of its values
-  raysim run method=fedbn+fedadam model.norm=batch        several methods; fedavg is no method at all
+  raysim run method=fedbn+fedadam model.norm=batch        several methods; fedavg is none
   raysim run data=fashion_mnist model=cnn partition=shards partition.shards_per_client=2
   raysim run schedule=buffered fleet=lognormal method=fedbuff
   raysim run experiment=fedbr/rotated_mnist data.root=DIR  a row of a paper's table
   raysim run runtime=inprocess rounds=5 tracking=none     quick, without Ray and MLflow
   raysim run out=runs/mine                                where the results go
-  raysim run out=runs/mine resume=latest                  continue where it stopped, to the same bits
-  raysim run out=runs/mine --auto-resume                  start or continue: for schedulers that restart jobs
+  raysim run out=runs/mine resume=latest                  continue, to the same bits
+  raysim run out=runs/mine --auto-resume                  start or continue, as clusters need
   raysim run method=fedprox --show                        print the configuration, run nothing
 
-An override is key=value. The groups method, schedule, fleet, data, partition, model, loss, local, evaluate, runtime,
-tracking and experiment take the name of an option; all other keys take a value. A wrong name is answered with the
-nearest right one. No override above needs quotes in bash or zsh. Brackets do: 'method=[fedbn,fedadam]' is the same as
-method=fedbn+fedadam."""
+An override is key=value. The groups method, schedule, fleet, data, partition, model, loss, local,
+evaluate, runtime, tracking and experiment take the name of an option; all other keys take a value.
+A wrong name is answered with the nearest right one. No override above needs quotes in bash or zsh.
+Brackets do: 'method=[fedbn,fedadam]' is the same as method=fedbn+fedadam."""
 STUDY = """\
 examples:
   raysim study method=fedavg,fedprox,scaffold seed=0..4 rounds=20 out=studies/mine
-                                          15 runs: a comma separates values, 0..4 counts; fedavg is no method at all
+                              15 runs: a comma separates values, 0..4 counts; fedavg is no method
   raysim study method=fedavg,fedbr+mixup  a + joins the methods of one run
   raysim study method=fedavg,fedprox partition.alpha=0.1,0.5 seed=0,1,2 method.fedprox.mu=0.1
-                                          a key that only some runs have (fedprox.mu) is for them alone
+                              a key that only some runs have (fedprox.mu) is for them alone
   raysim study out=studies/mine resume=latest
-                                          continue where it stopped; finished runs stay
+                              continue where it stopped; finished runs stay
   raysim study out=studies/mine resume=latest seed=0..9 --metric best5_mean
-                                          more seeds, and another number to compare
+                              more seeds, and another number to compare
   raysim report studies/mine              each of its runs as a curve
 
-The other methods are compared with the first one, seed by seed: mean difference, 95 % interval, paired t-test with
-Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the values of the first key that varies
-are compared."""
+The other methods are compared with the first one, seed by seed: mean difference, 95 % interval,
+paired t-test with Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the
+values of the first key that varies are compared."""
 SUBMIT = """\
 examples:
   raysim submit run method=fedprox out=/shared/runs/first
-                                          on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
+                    on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
   raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=fedbr out=/shared/sweeps/fedbr
   raysim submit --with mine run --allow mine method=mine out=/shared/runs/mine
   raysim submit --runtime-env jobs/runtime_env.yaml run out=/shared/runs/first
-                                          where the nodes have Ray alone: installs the rest
+                    where the nodes have Ray alone: installs the rest
 
-Uploads the package and its configuration, and shows the job's output; Ctrl-C leaves the job running. The exit status is
-that of the job. The command joins the cluster (runtime=cluster) unless it names a runtime. See jobs/README.md."""
+Uploads the package and its configuration, and shows the job's output; Ctrl-C leaves the job
+running. The exit status is that of the job. The command joins the cluster (runtime=cluster) unless
+it names a runtime. See jobs/README.md."""
 METHODS = """\
 examples:
   raysim methods                  a list: name, paper, hooks, parameters
@@ -82,53 +83,59 @@ examples:
 FLEET = """\
 examples:
   raysim fleet convert client_device_capacity client_behave_trace --out trace.parquet
-                                          FedScale's device data as a trace, for raysim run fleet=trace
+                              FedScale's device data as a trace, for raysim run fleet=trace
   raysim fleet check trace.parquet        describe a trace, or say what is wrong with it
 
 The head of raysim/simulation/trace.py describes the file, for your own traces."""
 SWEEP = """\
 examples:
-  raysim sweep sweep=fedbr method=fedbr                   FedBR's weights and temperatures, 16 random settings
+  raysim sweep sweep=fedbr method=fedbr                   FedBR's weights, 16 random settings
   raysim sweep sweep=fedbr method=fedbr sweep.search=optuna sweep.scheduler=asha sweep.trials=30
   raysim sweep sweep=methods sweep.seeds=3 rounds=30      methods themselves, each with three seeds
   raysim sweep method=fedprox method.fedprox.mu=0.01,0.1,1 sweep.search=grid
-                                                          a list of values makes a key part of the space
-  raysim sweep method=fedavg,fedbr local.lr='tag(log, interval(1e-3, 1))' local.epochs='int(interval(1, 10))'
-                                                          so does a range; tag(log, ...) draws each order of
-                                                          magnitude equally often
+                              a list of values makes a key part of the space
+  raysim sweep method=fedavg,fedbr local.lr='tag(log, interval(1e-3, 1))'
+                              so does a range; tag(log, ...) draws magnitudes equally often
+  raysim sweep method=fedavg local.epochs='int(interval(1, 10))'
+                              a range of whole numbers
   raysim sweep sweep=fedbr method=fedbr sweep.scheduler=pbt sweep.interval=5
-                                                          values change during the runs
+                              values change during the runs
   raysim sweep sweep=fedprox method=fedprox sweep.workers=2 runtime=cluster
-                                                          two workers for each trial, on a cluster
+                              two workers for each trial, on a cluster
   raysim sweep out=runs/mine resume=latest                continue where it stopped
   raysim run --config runs/mine/best.yaml seed=7          train the best setting again
 
-The options of a sweep are sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials, metric, mode,
-seeds, concurrent, workers, grace and reduction (of asha), interval (of pbt), minutes. All other overrides are those of
-`raysim run` and hold for all trials; a key of the space that is given one value is not searched."""
+The options of a sweep are sweep.search (random, grid, optuna), scheduler (none, asha, pbt), trials,
+metric, mode, seeds, concurrent, workers, grace and reduction (of asha), interval (of pbt), minutes.
+All other overrides are those of `raysim run` and hold for all trials; a key of the space that is
+given one value is not searched."""
 NEW = """\
 examples:
-  raysim new mine                         the folder mine, with one part of each kind, their options and their tests
-  raysim run --allow mine method=mine     in that folder; once it is installed (uv pip install -e .) without --allow"""
+  raysim new mine                         the folder mine: a part of each kind, options and tests
+  raysim run --allow mine method=mine     train with its method, in that folder
+
+Once the package is installed (uv pip install -e .), --allow is not needed."""
 REPORT = """\
 examples:
   raysim report runs/a                    one run
   raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html
-  raysim report runs/* --latex            means over seeds, for a paper; --csv: every number of every run"""
+  raysim report runs/* --latex            means over seeds, for a paper
+  raysim report runs/* --csv              every number of every run"""
 UI = """\
 examples:
-  raysim ui                             the runs in runs/mlflow.db, where runs are sent without tracking.uri
+  raysim ui                             the runs in runs/mlflow.db, the place without tracking.uri
   raysim ui studies/mine                the runs of a study
   raysim ui --port 5001 --no-browser    on another port; prints the address
   raysim ui http://MLFLOW:5000          the page of a server
 
-MLflow opens an experiment on traces of language models; this opens it on the charts of its runs. Ctrl-C ends it."""
+MLflow opens an experiment on traces of language models; this opens it on the charts of its runs.
+Ctrl-C ends it."""
 BENCH = """\
 examples:
   raysim bench                              all workloads
   raysim bench W2 W3 --blocks 3             some of them, in less time
   raysim bench W1 --data DIR --out w1.json  DIR holds FashionMNIST
-  raysim bench W2 --floor --lanes 25        compared with a tuned loop, 25 clients at once on every worker
+  raysim bench W2 --floor --lanes 25        with a tuned loop, too; 25 clients at once on a worker
   raysim bench W1 --profile                 where the time goes
   raysim bench steps                        what each method adds to a local step
   raysim bench gpu --out bench-gpu          what needs a GPU, without Ray"""
@@ -141,7 +148,8 @@ examples:
   eval "$(raysim completion bash)"    in ~/.bashrc
   eval "$(raysim completion zsh)"     in ~/.zshrc
 
-Then Tab completes commands, flags, keys and the names of a group's options: method=fedbr+mi, local.l, partition=."""
+Then Tab completes commands, flags, keys and the names of a group's options: method=fedbr+mi,
+local.l, partition=."""
 MAIN = """\
 examples:
   raysim run                          train the default configuration
@@ -172,7 +180,9 @@ FOREIGN_FLAGS = {
         ("-cn", "--config-name"),
         "experiment=NAME takes a preset, --config FILE a stored configuration",
     ),
-    "--paper": "in a checkout, uv run python -m jobs.papers.report fedbr/table1 prints a published table",
+    "--paper": (
+        "in a checkout, uv run python -m jobs.papers.report fedbr/table1 prints a published table"
+    ),
     **dict.fromkeys(
         ("--num-samples", "--num_samples"), "raysim sweep sweep.trials=N sets the number of trials"
     ),
@@ -243,7 +253,7 @@ def _call(argv: Sequence[str]) -> int:
 
 
 def prepare_ray() -> None:
-    """Set the environment variables that Ray reads when it is imported; a user's own values stay."""
+    """Set the environment variables that Ray reads at import; a user's own values stay."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -659,7 +669,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -> None:
-    """Raise `Refused` for a new run in a folder that exists, and for a bare resume in an absent one.
+    """Raise `Refused` for a new run in a used folder, and for a bare resume in an absent one.
 
     A bare resume would begin a run with the default configuration, which nobody asked for.
     """

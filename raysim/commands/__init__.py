@@ -1,1 +1,1 @@
-"""What the command line offers besides a single run."""
+"""The commands of `raysim` other than `run`."""

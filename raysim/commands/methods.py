@@ -80,7 +80,7 @@ def find_methods(
     for name in "+".join(names).split("+"):
         if name not in names_of:
             raise Refused(f"there is no method {name}: {suggest(name, names_of)}")
-        chosen += [entries[each] for each in names_of[name]]
+        chosen += [entries[part] for part in names_of[name]]
     return chosen
 
 

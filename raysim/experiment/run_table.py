@@ -38,7 +38,7 @@ def plan_file(folder: Path, command: str) -> Path:
 
 
 def configure_run(config: Node, folder: Path, name: str) -> Node:
-    """Return a run's configuration with its place: its own folder, which it continues if it has begun."""
+    """Return a run's configuration with its own folder, which it continues if it has begun."""
     placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
     checkpoint_folder = config["checkpoint"].get("folder")
     if checkpoint_folder:
@@ -54,7 +54,10 @@ def store_plan(
     conf: Sequence[str],
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the plan and create the folder of the logs. facts: what else the command reads again."""
+    """Write the plan and create the folder of the logs.
+
+    facts: what else the command reads again.
+    """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
     replace_file(plan_file(folder, command), to_yaml(content).encode())
@@ -97,7 +100,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
 def describe_outcome(
     metric: str, value: float | None, deviation: float | None, rounds: int, seconds: float
 ) -> str:
-    """Return the end of the line about a run: "accuracy 0.8123 ± 0.0040 after 20 rounds in 12 s"."""
+    """Return the end of a line about a run: "accuracy 0.8123 after 20 rounds in 12 s"."""
     score = "unknown" if value is None else plus_minus(value, deviation)
     return f"{metric} {score} after {rounds} rounds in {format_duration(seconds)}"
 

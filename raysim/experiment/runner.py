@@ -1,4 +1,4 @@
-"""Execute the runs of a study or a sweep: each in its own folder, with its own log.
+"""Execute the runs of a study or a sweep, each in its own folder and with its own log.
 
 A run that has finished is not made again, and one that has begun continues at its last checkpoint.
 A study makes a run at once (`attempt`); a sweep makes it round by round (`SteppedRun`), because Ray
@@ -95,7 +95,8 @@ class SteppedRun:
     """A run in its own folder that is made round by round, as far as the caller asks.
 
     config: with `out` and `resume=latest`, as `configure_run` returns it. accepts_changes: whether
-    the values of a run that has begun may differ from its folder's, as in population-based training.
+    the values of a run that has begun may differ from its folder's, as in population-based
+    training.
     Raise `RunFailedError` for a run that cannot be made.
     """
 
@@ -213,7 +214,7 @@ class SteppedRun:
 
 
 def _close_events(events: Iterator[Event]) -> None:
-    """Stop a run's workers. Events are generators, which have `close`; their type does not say so."""
+    """Stop a run's workers. Events are generators, whose type does not have `close`."""
     close = getattr(events, "close", None)
     if close is not None:
         close()

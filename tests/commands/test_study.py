@@ -19,7 +19,7 @@ import pytest
 
 from raysim import cli
 from raysim.commands.study import report as study_report
-from raysim.commands.study.plan import Study, StudyRun, plan
+from raysim.commands.study.plan import StudyPlan, StudyRun, plan
 from raysim.commands.study.report import RunScores, compare_settings
 from raysim.commands.study.runner import RunEnd, check, make_runs, store
 from raysim.experiment.execute import run as run_single
@@ -56,7 +56,7 @@ def bits(folder: str | Path) -> tuple[str, str]:
     return summary["model_sha256"], summary["state_sha256"]
 
 
-def names(planned: Study) -> list[str]:
+def names(planned: StudyPlan) -> list[str]:
     return [run.name for run in planned.runs]
 
 
@@ -142,10 +142,8 @@ def test_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert printed.startswith("4 runs (2 of method x 2 of seed) in s")
     assert "running: fedavg_seed-0\n" in printed
-    assert re.search(
-        r"run 4/4 fedprox_seed-1: accuracy 0\.\d+ after 2 rounds in .* \(.* with its start and end\)",
-        printed,
-    )
+    outcome = r"accuracy 0\.\d+ after 2 rounds in .* \(.* with its start and end\)"
+    assert re.search(f"run 4/4 fedprox_seed-1: {outcome}", printed)
     assert "n too small" in printed
     assert "last 10" in printed and "best 5" not in printed, "there were two rounds"
     assert "central accuracy" in printed
@@ -274,7 +272,7 @@ def test_warning_names_its_runs_unless_all_have_it() -> None:
         runs = []
         for number, text in enumerate(texts):
             runs.append(StudyRun(f"run-{number}", {}, number, {}, warnings=tuple(text)))
-        return Study(Path("s"), (), {}, tuple(runs)).warnings
+        return StudyPlan(Path("s"), (), {}, tuple(runs)).warnings
 
     assert warnings("a", "a", "a") == ["a"] == warnings("a")
     assert warnings("ab", "a", "") == ["a (run-0 and 1 more)", "b (run-0)"]
@@ -390,7 +388,7 @@ def test_interrupted_study_ends_its_processes() -> None:
 
 
 # --- the report ---------------------------------------------------------------------------------
-def example_study() -> Study:
+def example_study() -> StudyPlan:
     values = {
         "method": ("fedavg", "fedprox", "scaffold"),
         "partition.alpha": ("0.1", "0.5"),
@@ -400,10 +398,10 @@ def example_study() -> Study:
     for method, alpha, seed in itertools.product(*values.values()):
         name = f"{method}_alpha-{alpha}_seed-{seed}"
         runs.append(StudyRun(name, {"method": method, "partition.alpha": alpha}, int(seed), {}))
-    return Study(Path("s"), (), values, tuple(runs))
+    return StudyPlan(Path("s"), (), values, tuple(runs))
 
 
-def example_scores(planned: Study, missing: Sequence[str] = ()) -> list[RunScores]:
+def example_scores(planned: StudyPlan, missing: Sequence[str] = ()) -> list[RunScores]:
     """Score made-up runs: fedprox is 0.01, 0.02, 0.03 above fedavg, scaffold is equal to it."""
     scores = []
     for run in planned.runs:

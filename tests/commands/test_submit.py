@@ -1,4 +1,4 @@
-"""`raysim submit`: what is packed and refused, jobs on a cluster with a token, the files in jobs/."""
+"""`raysim submit`: what is packed and refused, jobs on a cluster, the files in jobs/."""
 
 from __future__ import annotations
 
@@ -410,10 +410,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     env["PATH"] = f"{BIN}{os.pathsep}{env['PATH']}"
     dashboard, agent, client = free_ports(3)
     words = [
-        str(BIN / "ray"), "start", "--head", "--port=0", "--num-cpus=3", "--object-store-memory=100000000",
-        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
-        f"--ray-client-server-port={client}", f"--temp-dir={folder}", "--disable-usage-stats",
-    ]  # fmt: skip
+        str(BIN / "ray"),
+        "start",
+        "--head",
+        "--port=0",
+        "--num-cpus=3",
+        "--object-store-memory=100000000",
+        f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={agent}",
+        f"--ray-client-server-port={client}",
+        f"--temp-dir={folder}",
+        "--disable-usage-stats",
+    ]
     url = f"http://127.0.0.1:{dashboard}"
     for _ in range(5):  # on a busy machine Ray may give a node up that is about to start
         started = start(words, env, folder / "log")
@@ -634,7 +642,8 @@ def test_slurm_script_starts_ray_with_one_token(
     stand_ins = {
         "srun": 'echo "srun $*"; while [ "$1" != ray ]; do shift; done; "$@"',
         "scontrol": "echo node-7; echo node-8",
-        "ray": 'echo "ray $*"; echo "$RAY_AUTH_MODE $(wc -c < "$RAY_AUTH_TOKEN_PATH")"; ls -l "$RAY_AUTH_TOKEN_PATH"',
+        "ray": 'echo "ray $*"; echo "$RAY_AUTH_MODE $(wc -c < "$RAY_AUTH_TOKEN_PATH")"; '
+        'ls -l "$RAY_AUTH_TOKEN_PATH"',
     }
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")

@@ -1,1 +1,1 @@
-"""`raysim bench`: speed beside a bare PyTorch loop."""
+"""`raysim bench`: speed compared with a bare PyTorch loop."""

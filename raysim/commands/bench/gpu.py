@@ -55,7 +55,7 @@ from raysim.simulation.events import Profiled, Round
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.profile import gpu_utilization
-from raysim.training.run_spec import Faults, RunSettings, RunSpec, build_networks
+from raysim.training.run_spec import Faults, Precision, RunSettings, RunSpec, build_networks
 from raysim.training.worker import Worker
 
 NEVER = 10**9  # rounds, in place of a number that is not reached
@@ -65,6 +65,7 @@ RESULTS = "results.json"
 # How much more coarsely float32 rounds than float64. Where the same mode is far off in float64, as
 # with FedDecorr, which divides by deviations near 0, ten times as much is allowed.
 COARSER_ROUNDING = 10 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+COARSE_PRECISIONS: tuple[Precision, ...] = ("tf32", "bfloat16")
 CHECK_CLIENTS = 4
 MIN_ROUNDS = 5  # of a measurement of speed; the first two allocate and record
 UTILIZATION_INTERVAL_S = 0.2
@@ -81,11 +82,11 @@ class ExecutionMode:
     name: str
     lanes: int = 1
     graph: bool = False
-    precision: str = "float32"
+    precision: Precision = "float32"
 
     def apply(self, spec: RunSpec) -> RunSpec:
         """Return the run in this mode."""
-        return replace(spec, lanes=self.lanes, graph=self.graph, precision=self.precision)  # type: ignore[arg-type]
+        return replace(spec, lanes=self.lanes, graph=self.graph, precision=self.precision)
 
 
 LOOP = ExecutionMode("loop")
@@ -123,7 +124,7 @@ class GpuWorkload:
         graphs = [_graph_of_lanes(count) for count in self.lanes[:-1]]
         best = self.best_mode
         coarse = []
-        for precision in ("tf32", "bfloat16"):
+        for precision in COARSE_PRECISIONS:
             name = f"{best.name}, {precision}"
             coarse.append(replace(best, name=name, precision=precision))
         return [LOOP, GRAPH, *graphs, best, *coarse]

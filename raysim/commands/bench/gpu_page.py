@@ -52,10 +52,19 @@ def _correctness(rows: Rows, folder: Path) -> Iterator[str]:
     beyond = [row for row in measured if not row["distance"] <= row["allowed"]]
     allowed = ", ".join(f"{value:g} in {dtype}" for dtype, value in TOLERANCE.items())
     yield "## The same numbers as on the CPU\n"
-    yield "Largest distance from the loop on the CPU, of the model and of what clients keep, as a share of the model's"
-    yield f"largest change; allowed: {allowed}, in float32 also ten times what its coarser rounding makes of the"
+    yield (
+        "Largest distance from the loop on the CPU, of the model and of what clients keep, as a "
+        "share of the model's"
+    )
+    yield (
+        f"largest change; allowed: {allowed}, in float32 also ten times what its coarser rounding "
+        "makes of the"
+    )
     yield "distance in float64."
-    yield "Models that draw in their steps are compared with the loop on the device, and are not recorded."
+    yield (
+        "Models that draw in their steps are compared with the loop on the device, and are not "
+        "recorded."
+    )
     yield f"Beyond: {len(beyond)}.\n"
     if measured:
         _draw_distances(measured, folder / "correctness.png")

@@ -1,9 +1,10 @@
 """Measure speed against bare PyTorch loops with the same clients, models, arrays and processes.
 
-`raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`), with
-`--floor` of a tuned one too: no optimiser object, no accumulated gradient, one fused update, all in
-one flat vector. It prints the medians of the ratios, so that a machine whose speed drifts does not
-decide. Evaluation and the first rounds of a block are left out. Results go to a JSON file as well.
+`raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`),
+with `--floor` of a tuned one too: no optimiser object, no accumulated gradient, one fused update,
+all in one flat vector. It prints the medians of the ratios, so that a machine whose speed drifts
+does not decide. Evaluation and the first rounds of a block are left out. Results go to a JSON file
+as well.
 """
 
 from __future__ import annotations
@@ -117,7 +118,10 @@ def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
 
 
 def source_of(workload: LoopWorkload, root: str | None) -> Source:
-    """Return Fashion-MNIST (below `root`, None: downloaded), or noise of its shape if root is ""."""
+    """Return Fashion-MNIST, or noise of its shape.
+
+    root: the folder that Fashion-MNIST is in; None: it is downloaded; "": noise.
+    """
     samples = workload.clients * workload.samples
     if root == "" or samples != 60_000:
         return Synthetic(
@@ -326,8 +330,8 @@ def measure_workload(
             seconds = [_time_rounds(spec, workload, runtime, workload.rounds)]
             seconds += [loop.time_rounds(workload.rounds) for loop in loops]
             rows.append(seconds)
-            own, *bare = (f"{each:.4f} s" for each in seconds)
-            text = f"raysim {own}, bare {', '.join(bare)} a round"
+            raysim_time, *bare_times = (f"{value:.4f} s" for value in seconds)
+            text = f"raysim {raysim_time}, bare {', '.join(bare_times)} a round"
             show(f"{name} block {block + 1}/{blocks}: {text}")
     finally:
         for loop in loops:
@@ -340,12 +344,12 @@ def measure_workload(
 
 def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]) -> LoopResult:
     """Return the result of blocks: seconds a round of raysim, the textbook and the tuned loop."""
-    own, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
+    raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)
     if not floor:
-        return LoopResult(name, lanes, own, bare, ratios, limit)
+        return LoopResult(name, lanes, raysim, bare, ratios, limit)
     to_floor = tuple(row[0] / row[2] for row in rows)
-    return LoopResult(name, lanes, own, bare, ratios, limit, floor[0], to_floor)
+    return LoopResult(name, lanes, raysim, bare, ratios, limit, floor[0], to_floor)
 
 
 def main(

@@ -1,7 +1,8 @@
 """Measure the cost of a local step of each method compared with FedAvg's: `raysim bench steps`.
 
-The benchmark alternates a method and its reference in one process and reports the median of the ratios. The limit of a
-method is the number of forward and backward passes that it needs, in units of FedAvg's three, plus 5 %.
+The benchmark alternates a method and its reference in one process and reports the median of the
+ratios. The limit of a method is the number of forward and backward passes that it needs, in units
+of FedAvg's three, plus 5 %.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def measure_pairs(
 
     results = []
     for name, measured in seconds.items():
-        ratios = tuple(own / reference for own, reference in measured)
-        median = statistics.median(own for own, _ in measured)
+        ratios = tuple(method / reference for method, reference in measured)
+        median = statistics.median(method for method, _ in measured)
         results.append(StepCost(name, median, statistics.median(ratios), ratios, limits[name]))
     return results
 

@@ -1,1 +1,1 @@
-"""Traces of devices: made from the FedScale format, and checked."""
+"""`raysim fleet`: convert traces of devices from FedScale's format, and check them."""

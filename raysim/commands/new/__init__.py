@@ -1,1 +1,1 @@
-"""`raysim new`: a package of the user's own, from the one in `template`."""
+"""`raysim new`: write a package of the user's own parts, a copy of `template`."""

@@ -42,7 +42,7 @@ class StudyRun:
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyPlan:
     """A study before it starts.
 
     conf: the user's own configuration folders. overrides: for each key, an override for each of its
@@ -95,7 +95,7 @@ class Study:
 
 
 # --- the plan -----------------------------------------------------------------------------------
-def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> Study:
+def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     """Return the study that the overrides describe; those of the first seed come first.
 
     overrides: as for `raysim run`, each with any number of values: "method=fedavg,fedprox",
@@ -109,7 +109,7 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> Study:
     overrides_of.pop("resume", None)
     folder = _folder(out)
     conf = tuple(str(user_path(root).absolute()) for root in conf)
-    study = Study(folder, conf, overrides_of)
+    study = StudyPlan(folder, conf, overrides_of)
     if run_table.is_continued(overrides, "study", folder):
         return _with_runs(_merge_stored_plan(study))
     if "resume=latest" in overrides:
@@ -118,12 +118,12 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> Study:
     return _with_runs(replace(study, is_new=True, is_dated=not out))
 
 
-def move(study: Study, folder: Path) -> Study:
+def move(study: StudyPlan, folder: Path) -> StudyPlan:
     """Return the same study, planned for another folder."""
     return _with_runs(replace(study, folder=folder))
 
 
-def _with_runs(study: Study) -> Study:
+def _with_runs(study: StudyPlan) -> StudyPlan:
     runs = tuple(_runs(study))
     names = [run.name for run in runs]
     for name in names:
@@ -140,7 +140,7 @@ def _folder(out: Sequence[str]) -> Path:
     return user_path(str(to_dict(compose(out))["out"]))
 
 
-def _merge_stored_plan(study: Study) -> Study:
+def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
     """Return the study of the folder, in which the new overrides replace those of the same keys."""
     stored = run_table.load_plan(study.folder, "study")
     before = {key: tuple(texts) for key, texts in map(expand_override, stored["overrides"])}
@@ -159,7 +159,7 @@ def _merge_stored_plan(study: Study) -> Study:
 
 
 # --- the runs -----------------------------------------------------------------------------------
-def _runs(study: Study) -> Iterator[StudyRun]:
+def _runs(study: StudyPlan) -> Iterator[StudyRun]:
     combinations = list(_combinations(study))
     name_parts = _name_parts(study.varied)
     seeds = study.overrides.get("seed") or ("",)
@@ -189,7 +189,7 @@ def _seed(override: str) -> int:
     return int(text)
 
 
-def _combinations(study: Study) -> Iterator[tuple[dict[str, str], Node]]:
+def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
     """Yield the settings and the configuration of each combination of values, without the seeds.
 
     A run leaves out overrides of keys that its options do not have, so several combinations may be
@@ -222,7 +222,7 @@ def _combinations(study: Study) -> Iterator[tuple[dict[str, str], Node]]:
         compose([*options, *unused], study.conf)  # refuses them as a single run would
 
 
-def _settings(study: Study, config: Node, overrides: Mapping[str, str]) -> dict[str, str]:
+def _settings(study: StudyPlan, config: Node, overrides: Mapping[str, str]) -> dict[str, str]:
     settings = {"method": value_label(config["choices"]["method"])}
     for key in study.varied:
         if key in overrides and key != "method":
@@ -239,7 +239,7 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Map each key to its part of a run's name: its last part, or all of it where that is ambiguous.
+    """Map each key to its part of a run's name: its last part, or all of it if ambiguous.
 
     Longer than in tables, because a study that is continued must find its folders by their names.
     """

@@ -1,4 +1,4 @@
-"""The results of a study: means over its seeds, compare_pairs differences to a reference, a page, a picture.
+"""The results of a study: means, paired differences to a reference, a page, a picture.
 
 study.csv        a row per run         differences.csv   a row per comparison
 study.json       both, and the means   study.png         the differences with their intervals
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from raysim.commands.study.plan import Study, StudyRun
+from raysim.commands.study.plan import StudyPlan, StudyRun
 from raysim.experiment.many_runs import score, short_names
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import Refused, suggest
@@ -53,8 +53,8 @@ SMALL_P = 0.001
 TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
 HOW = (
     "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. "
-    "The interval is that of the mean difference; p is that of a compare_pairs t-test, Holm's is corrected "
-    "for all comparisons of one table, Wilcoxon's needs six seeds."
+    "The interval is that of the mean difference; p is that of a paired t-test, Holm's is "
+    "corrected for all comparisons of one table, Wilcoxon's needs six seeds."
 )
 LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER_IS_BETTER)
 
@@ -88,7 +88,7 @@ class Comparison:
 def check_metrics(names: Sequence[str]) -> None:
     """Raise `Refused` for a metric that no summary has.
 
-    A method's own reports have a dot in their names; they are finite_values when runs have finished.
+    A method's own reports have a dot in their names; they are known when runs have finished.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
@@ -98,7 +98,7 @@ def check_metrics(names: Sequence[str]) -> None:
             raise Refused(f"--metric {name} does not exist: {advice}")
 
 
-def gather_scores(study: Study, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
+def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
     """Read the finished runs; return the names of the metrics, and the scores of all runs."""
     results = []
     for run in study.runs:
@@ -117,14 +117,18 @@ def gather_scores(study: Study, metrics: Sequence[str]) -> tuple[list[str], list
 
 def _usual_metrics(summaries: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the metrics that a report compares if the user names none."""
-    has_many_rounds = any((score(each, "rounds") or 0) > BEST_ROUNDS for each in summaries)
+    has_many_rounds = any((score(summary, "rounds") or 0) > BEST_ROUNDS for summary in summaries)
     names = [name for name in METRICS if has_many_rounds or name != "best5_mean"]
-    for metric in dict.fromkeys(str(each.get("metric", "accuracy")) for each in summaries):
+    for metric in dict.fromkeys(str(summary.get("metric", "accuracy")) for summary in summaries):
         columns = (metric, f"{metric}_global")
-        if any(None not in [score(each, name) for name in columns] for each in summaries):
+        if any(_has_scores(summary, columns) for summary in summaries):
             names.append(f"{metric}_global")
     highest = _highest_common_threshold(summaries)
     return [*names, f"rounds_to.{highest}"] if highest else names
+
+
+def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
+    return None not in [score(summary, column) for column in columns]
 
 
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
@@ -138,7 +142,7 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
     return max(common, key=float, default=None)
 
 
-def compared_keys(study: Study) -> list[str]:
+def compared_keys(study: StudyPlan) -> list[str]:
     """Return the keys whose values are compared.
 
     Methods and their values where they vary, else the first key that varies.
@@ -148,16 +152,16 @@ def compared_keys(study: Study) -> list[str]:
     return of_methods or varied[:1]
 
 
-def _other_keys(study: Study) -> list[str]:
+def _other_keys(study: StudyPlan) -> list[str]:
     """Return the keys that vary and are not compared: their values make the groups of rows."""
     return [key for key in study.varied if key not in (*compared_keys(study), "seed")]
 
 
-def _setting_keys(study: Study) -> list[str]:
+def _setting_keys(study: StudyPlan) -> list[str]:
     return [key for key in dict.fromkeys(["method", *study.varied]) if key != "seed"]
 
 
-def label(study: Study, run: StudyRun, keys: Sequence[str]) -> str:
+def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
     """Return some settings of a run in one line: "fedprox, mu=0.1"."""
     short = dict(zip(study.varied, short_names(study.varied), strict=True))
     parts = []
@@ -168,18 +172,20 @@ def label(study: Study, run: StudyRun, keys: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def compare_settings(study: Study, scores: Sequence[RunScores], metric: str) -> list[Comparison]:
+def compare_settings(
+    study: StudyPlan, scores: Sequence[RunScores], metric: str
+) -> list[Comparison]:
     """Compare every setting with the first one, over the seeds that both have.
 
     Holm's correction is over all of them.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
-    for each in scores:
-        settings = table.setdefault(label(study, each.run, _other_keys(study)), {})
-        values = settings.setdefault(label(study, each.run, compared_keys(study)), {})
-        value = each.values[metric]
+    for run_scores in scores:
+        settings = table.setdefault(label(study, run_scores.run, _other_keys(study)), {})
+        values = settings.setdefault(label(study, run_scores.run, compared_keys(study)), {})
+        value = run_scores.values[metric]
         if value is not None:
-            values[each.run.seed] = value
+            values[run_scores.run.seed] = value
     comparisons = []
     for where, settings in table.items():
         (reference, reference_values), *rest = settings.items()
@@ -197,11 +203,11 @@ def compare_settings(study: Study, scores: Sequence[RunScores], metric: str) -> 
     ]
 
 
-def result_groups(study: Study, scores: Sequence[RunScores]) -> list[RunGroup]:
+def result_groups(study: StudyPlan, scores: Sequence[RunScores]) -> list[RunGroup]:
     """Return the finished runs of each setting, the reference first."""
     groups = []
     for of_setting in group_by_setting(scores):
-        results = [each.result for each in of_setting if each.result]
+        results = [run_scores.result for run_scores in of_setting if run_scores.result]
         if results:
             title = label(study, of_setting[0].run, _setting_keys(study))
             groups.append(RunGroup(title, results))
@@ -211,8 +217,8 @@ def result_groups(study: Study, scores: Sequence[RunScores]) -> list[RunGroup]:
 def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
     """Return the runs of each setting, which differ in their seeds alone."""
     groups: dict[tuple[tuple[str, str], ...], list[RunScores]] = {}
-    for each in scores:
-        groups.setdefault(tuple(each.run.settings.items()), []).append(each)
+    for run_scores in scores:
+        groups.setdefault(tuple(run_scores.run.settings.items()), []).append(run_scores)
     return list(groups.values())
 
 
@@ -242,7 +248,7 @@ def _format_p(value: float | None) -> str:
 def _direction(metric: str, is_error: bool) -> int:
     """Return +1 where more is better, -1 where less is, 0 where it is unknown.
 
-    is_error: whether the runs are describe_scores by errors of values.
+    is_error: whether the runs are scored by errors of values.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1
@@ -257,7 +263,7 @@ def _title(metric: str) -> str:
     return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))
 
 
-def settings_table(study: Study, scores: Sequence[RunScores]) -> list[Column]:
+def settings_table(study: StudyPlan, scores: Sequence[RunScores]) -> list[Column]:
     """Return a row per setting: its number of runs, and mean ± deviation of each metric.
 
     The deviation is over the seeds, with divisor n-1. The best is marked among rows that share all
@@ -269,18 +275,18 @@ def settings_table(study: Study, scores: Sequence[RunScores]) -> list[Column]:
     for key, name in zip(keys, short_names(keys), strict=True):
         values = [group[0].run.settings.get(key, MISSING) for group in groups]
         columns.append(Column(name, values))
-    counts = [sum(each.result is not None for each in group) for group in groups]
+    counts = [sum(run_scores.result is not None for run_scores in group) for group in groups]
     count_texts = []
     for count, group in zip(counts, groups, strict=True):
         count_texts.append(f"{count}" if count == len(group) else f"{count} of {len(group)}")
     columns.append(Column("n", count_texts, [float(count) for count in counts]))
     where = [label(study, group[0].run, _other_keys(study)) for group in groups]
-    metrics = {metric_of(each.result.rows) for each in scores if each.result}
+    metrics = {metric_of(run_scores.result.rows) for run_scores in scores if run_scores.result}
     is_error = bool(metrics) and metrics <= LOWER_IS_BETTER
     for metric in scores[0].values:
         texts, means, deviations = [], [], []
         for count, group in zip(counts, groups, strict=True):
-            values_of_seeds = finite_values([each.values[metric] for each in group])
+            values_of_seeds = finite_values([run_scores.values[metric] for run_scores in group])
             mean, deviation = mean_deviation(values_of_seeds)
             text = format_mean(mean, deviation, partial(_format_number, metric))
             if 0 < len(values_of_seeds) < count:
@@ -401,7 +407,7 @@ def _draw_panel(
 
 # --- files --------------------------------------------------------------------------------------
 def report(
-    study: Study,
+    study: StudyPlan,
     metrics: Sequence[str] = (),
     failures: Mapping[str, str] | None = None,
     width: int = 0,
@@ -412,7 +418,7 @@ def report(
     the sentences of the runs that failed. width: of a line in characters; 0: any.
     """
     names, scores = gather_scores(study, metrics)
-    results = [each.result for each in scores if each.result]
+    results = [run_scores.result for run_scores in scores if run_scores.result]
     if not results:
         return "no run has finished, so there is nothing to report"
     folder = study.folder
@@ -433,7 +439,7 @@ def report(
 
     begun = []
     for group in group_by_setting(scores):
-        if any(each.result for each in group):
+        if any(run_scores.result for run_scores in group):
             begun += group
     table = ReportSection("Results", about, settings_table(study, begun), notes=study.warnings)
     replace_file(folder / "study.tex", f"{to_latex(table.columns, about)}\n".encode())
@@ -445,13 +451,13 @@ def report(
     parts = ["\n".join(line for line in lines if line)]
     if comparisons[names[0]]:
         differences = format_table(differences_table(comparisons[names[0]]), width)
-        parts.append(f"{_title(names[0])}, compare_pairs over seeds:\n{differences}")
+        parts.append(f"{_title(names[0])}, paired over seeds:\n{differences}")
     parts.append(f"tables and curves: {page}")
     return "\n\n".join(parts)
 
 
 def _difference_sections(
-    study: Study,
+    study: StudyPlan,
     names: Sequence[str],
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
@@ -473,20 +479,20 @@ def _difference_sections(
 
 
 def _store(
-    study: Study,
+    study: StudyPlan,
     scores: Sequence[RunScores],
     comparisons: Mapping[str, Sequence[Comparison]],
     failures: Mapping[str, str],
 ) -> None:
     runs: list[dict[str, object]] = []
-    for each in scores:
+    for run_scores in scores:
         runs.append(
             {
-                "run": each.run.name,
-                **each.run.settings,
-                "seed": each.run.seed,
-                "finished": each.result is not None,
-                **each.values,
+                "run": run_scores.run.name,
+                **run_scores.run.settings,
+                "seed": run_scores.run.seed,
+                "finished": run_scores.result is not None,
+                **run_scores.values,
             }
         )
     differences: list[dict[str, object]] = []
@@ -517,7 +523,7 @@ def _means(scores: Sequence[RunScores]) -> list[dict[str, object]]:
     for group in group_by_setting(scores):
         row: dict[str, object] = dict(group[0].run.settings)
         for metric in scores[0].values:
-            values = finite_values([each.values[metric] for each in group])
+            values = finite_values([run_scores.values[metric] for run_scores in group])
             mean, deviation = mean_deviation(values)
             row[metric] = {"mean": mean, "deviation": deviation, "n": len(values)}
         rows.append(row)

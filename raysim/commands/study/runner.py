@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TypeAlias, cast
 
-from raysim.commands.study.plan import Study, StudyRun
+from raysim.commands.study.plan import StudyPlan, StudyRun
 from raysim.experiment import run_table
 from raysim.experiment.build import build
 from raysim.experiment.config_files import Node
@@ -49,7 +49,7 @@ class RunEnd:
 
 
 # --- before the first run -----------------------------------------------------------------------
-def check(study: Study, allow: Sequence[str] = (), parallel: int = 1) -> Study:
+def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
     """Build every run and look into its folder; return the study, which knows its finished runs.
 
     Raise `Refused` for the first run that cannot be made or continued. Nothing is written.
@@ -81,7 +81,7 @@ def _share_cpus(config: Node, parallel: int) -> Node:
     return {**config, "runtime": {**runtime, "workers": max(1, workers)}}
 
 
-def store(study: Study) -> None:
+def store(study: StudyPlan) -> None:
     """Write study.yaml."""
     overrides = [_join_values(key, texts) for key, texts in study.overrides.items()]
     run_table.store_plan(study.folder, "study", overrides, study.conf)
@@ -96,7 +96,7 @@ def _join_values(key: str, overrides: Sequence[str]) -> str:
 
 # --- the runs -----------------------------------------------------------------------------------
 def make_runs(
-    study: Study,
+    study: StudyPlan,
     *,
     parallel: int = 1,
     allow: Sequence[str] = (),
@@ -170,7 +170,7 @@ def _outcome(folder: Path, seconds: float) -> str:
 
 
 def _make_one_by_one(
-    study: Study,
+    study: StudyPlan,
     runs: Sequence[StudyRun],
     allow: Sequence[str],
     begin: Callable[[StudyRun], None],
@@ -240,7 +240,7 @@ class ChildRun:
 
 
 def _make_side_by_side(
-    study: Study,
+    study: StudyPlan,
     runs: Sequence[StudyRun],
     allow: Sequence[str],
     begin: Callable[[StudyRun], None],

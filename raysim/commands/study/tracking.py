@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from raysim.commands.study.plan import Study
+from raysim.commands.study.plan import StudyPlan
 from raysim.primitives.files import parse_json
 from raysim.results.tracking import Tracker, source_tags
 
@@ -22,7 +22,7 @@ FILES = (
 
 
 @contextmanager
-def track(study: Study, say: Callable[[str], None]) -> Iterator[None]:
+def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
     """Begin or continue the study's own run; send its files when the block ends.
 
     Does nothing if no run of the study is tracked. say: called with a line about a server that does

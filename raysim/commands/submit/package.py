@@ -1,7 +1,7 @@
 """`raysim submit`: pack the package and its configuration, send them to a cluster, follow the job.
 
-A job's folder holds `raysim/`, `conf/`, what an installer needs, and what --with names; nothing else
-of the current folder.
+A job's folder holds `raysim/`, `conf/`, what an installer needs, and what --with names; nothing
+else of the current folder.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class JobCommand:
 def with_plugins(
     command: JobCommand, extra: Sequence[str | Path]
 ) -> tuple[JobCommand, list[str | Path]]:
-    """Add the user's installed packages that the command uses: to its --allow, and to what is packed.
+    """Add the user's installed packages that the command uses to --allow and to --with.
 
     The nodes of a cluster do not have them installed, but find them in the job's folder.
     """
@@ -193,7 +193,7 @@ def with_plugins(
 
 
 def _used_packages(command: JobCommand) -> dict[str, Path]:
-    """Return the installed packages whose options or classes the command names, with their folders."""
+    """Return the installed packages that the command uses parts of, with their folders."""
     folders = {}
     for name in installed_packages():
         conf = conf_folders_of([name])

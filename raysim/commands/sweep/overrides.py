@@ -110,5 +110,6 @@ def _range(override: SettingOverride) -> ValueRange:
             return Interval(interval.low, interval.high, "log" in interval.tags, is_whole)
     raise Refused(
         f"{override.text}: this is not a range. Write {key}=VALUE,VALUE or "
-        f"{key}='interval(LOW, HIGH)', 'int(interval(LOW, HIGH))' or 'tag(log, interval(LOW, HIGH))'"
+        f"{key}='interval(LOW, HIGH)', 'int(interval(LOW, HIGH))' or "
+        "'tag(log, interval(LOW, HIGH))'"
     )

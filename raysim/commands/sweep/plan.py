@@ -1,4 +1,4 @@
-"""The plan of a sweep: its options, its space, and the configuration of every run as plain data.
+"""The plan of a sweep: its options, its space, and the configuration of every run.
 
 All files are read and all options composed before the sweep starts, so files that change meanwhile
 change nothing. A sweep that is continued is planned again from its sweep.yaml. Imports no torch, so
@@ -215,8 +215,8 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
     options = build_object(SweepOptions, parsed.options, "sweep")
     if not space:
         raise Refused(
-            "sweep: no key has several values. Choose a space with sweep=NAME, or give values, such "
-            "as method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
+            "sweep: no key has several values. Choose a space with sweep=NAME, or give values, "
+            "such as method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
         )
     group_names = find_groups([user_path(folder).absolute() for folder in conf]).files
     _check_space(space, set(group_names))
@@ -302,7 +302,7 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the sweep of a folder, with more trials or time if asked for; all else must be equal."""
+    """Return the sweep of a folder, with more trials or time if the overrides say so."""
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}
     changeable = (*CHANGEABLE_GROUPS, *(f"sweep.{option}" for option in CHANGEABLE_OPTIONS))
@@ -320,8 +320,9 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
     sweep_plan = plan(list(merged.values()), conf)
     if sweep_plan.fingerprint() != stored.get("fingerprint"):
         raise Refused(
-            f"out={folder}: the configuration files, or raysim itself, have changed since this sweep "
-            "began, so that its trials would differ. Restore them, or start a sweep in a new folder"
+            f"out={folder}: the configuration files, or raysim itself, have changed since this "
+            "sweep began, so that its trials would differ. Restore them, or start a sweep in a new "
+            "folder"
         )
     return SweepRequest(sweep_plan, folder, conf)
 

@@ -1,4 +1,4 @@
-"""What is known of a sweep's trials: written, printed and tracked by the process that runs the sweep.
+"""The records of a sweep's trials, which the sweep's own process writes, prints and tracks.
 
 trials/0003/trial.json       setting, state, score: written when the trial starts and when it ends
             history.parquet  the mean of its runs' rows over the seeds, once it has ended
@@ -173,7 +173,8 @@ class TrialRecords:
     ) -> None:
         """Record the rows up to a measurement.
 
-        A trial that took over the state of another one continues at an earlier round: later rows go.
+        A trial that took over the state of another one continues at an earlier round: its later
+        rows are removed.
         """
         record = self.all[number]
         record.point = point

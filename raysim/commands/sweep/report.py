@@ -1,4 +1,4 @@
-"""The results of a sweep: a table, the best configuration for `raysim run`, two pictures, a page."""
+"""The results of a sweep: a table, the best configuration, two pictures, a page."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _write_page(records: TrialRecords) -> Path | None:
             groups.append(RunGroup(title, [load_run(path) for path in folders]))
     if not groups:
         return None
-    about = "All trials, the best first; behind ± is the sample deviation over seeds (divisor n-1)."
+    about = "All trials, the best first; behind ± is the sample deviation over seeds (n-1)."
     sections = [ReportSection("Trials", about, _printed_columns(records))]
     pictures = (
         ("slices", draw_slices, "Score by key"),

@@ -260,9 +260,8 @@ class SweepSession:
         free = free_resources()
         left = {name: free.get(name, 0.0) for name in needs}
         if any(left[name] < amount for name, amount in needs.items()):
-            self._print(
-                f"waiting: a trial needs {format_resources(needs)}, other runs leave {format_resources(left)}"
-            )
+            amounts = f"{format_resources(needs)}, other runs leave {format_resources(left)}"
+            self._print(f"waiting: a trial needs {amounts}")
 
 
 def _describe(values: ValueRange) -> str:

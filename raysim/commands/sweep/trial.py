@@ -38,8 +38,8 @@ class Trial:
     def advance(self) -> list[Row]:
         """Return the mean rows up to the next measurement of the metric, or to the last round.
 
-        The rows are on the disk when this returns. Raise `RunStoppedError` if the metric is not measured
-        until the last round.
+        The rows are on the disk when this returns. Raise `RunStoppedError` if the metric is not
+        measured until the last round.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:
@@ -73,7 +73,7 @@ class Trial:
         return self.rounds_done == self.rounds
 
     def write_due_checkpoint(self) -> None:
-        """Follow the runs until the checkpoint of the last reported round is written, if it is due."""
+        """Follow the runs until the checkpoint of the last reported round is written, if due."""
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
 

@@ -182,7 +182,7 @@ class SweepTrial(tune.Trainable):
                 checkpoint.copy(path, folder / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Replace the trial's runs with the state of another trial; its own state is there already."""
+        """Replace the trial's runs with the state of another trial; its own is there already."""
         self.cleanup()
         folder = Path(str(checkpoint_dir))
         if (folder / ORIGIN).read_text() == str(self._number):
@@ -415,7 +415,8 @@ def search(
 ) -> None:
     """Let Tune make all trials, and wait for it.
 
-    points: the settings of a grid or a random search; empty with Optuna. rounds: of the longest run.
+    points: the settings of a grid or a random search; empty with Optuna. rounds: of the longest
+    run.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)

@@ -1,4 +1,4 @@
-"""A model: a network of features; raysim adds the head, one linear layer from them to the classes."""
+"""A model: a network of features; raysim adds the head, one linear layer to the classes."""
 
 from __future__ import annotations
 
