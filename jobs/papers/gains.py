@@ -1,4 +1,4 @@
-"""What methods gain over FedAvg with the same seed on the same split, and how that depends on how uneven it is."""
+"""Compute what methods gain over FedAvg on the same seeds, and how that depends on the split."""
 
 from __future__ import annotations
 
@@ -15,196 +15,192 @@ from raysim.results.significance import MIN_PAIRS, Difference, compare_pairs
 from raysim.results.tables import to_markdown
 
 FEDAVG = "method=fedavg"
-TERM = "decomposition."  # begins the columns of FedLD's terms
-Own = Mapping[int, Run]  # of one method, by seed
-Runs = dict[str, dict[int, Run]]  # of one setting: by methods and their options, then by seed
-
-
-HOW = ("device=", "runtime.", "data.root=")  # words of a command that say where and how, not what
+TERM_PREFIX = "decomposition."  # of the columns with the terms of FedLD's decomposition
+MEASURED_TERMS = 5  # the last measurements of a term, whose mean is shown
+RunsBySeed = Mapping[int, Run]  # of one method
+RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key holds the method's options, too
+EXECUTION = ("device=", "runtime.", "data.root=")  # overrides that do not change what is computed
 
 
 @dataclass(frozen=True)
-class Setting:
-    """All that the commands of these runs say besides methods and seed, and the methods that share enough seeds."""
+class PairedSetting:
+    """The runs of FedAvg and other methods that differ only in method and seed.
 
-    words: str
-    fedavg: Own
-    others: Runs
-    too_few: Runs  # methods that share fewer seeds with FedAvg
-    scores: Mapping[str, Score]  # by title: those that all runs have
+    overrides: the setting, as on the command line. others: methods with at least `MIN_PAIRS` seeds
+    in common with FedAvg. too_few: methods with fewer. scores: by title, those that all runs have.
+    """
+
+    overrides: str
+    fedavg: RunsBySeed
+    others: RunsByMethod
+    too_few: RunsByMethod
+    scores: Mapping[str, Score]
 
     @property
-    def uneven(self) -> bool:
-        """Whether its splits have an order."""
-        return len({entropy(run) for run in self.fedavg.values()}) > 1
+    def has_different_splits(self) -> bool:
+        """Whether the splits of the seeds can be ordered by their label entropy."""
+        return len({label_entropy(run) for run in self.fedavg.values()}) > 1
 
     @property
-    def commonest(self) -> tuple[str, Own]:
-        """The method that shares the most seeds with FedAvg."""
-        return max(self.others.items(), key=lambda each: len(self.seeds(each[1])))
+    def most_frequent(self) -> tuple[str, RunsBySeed]:
+        """The method that has the most seeds in common with FedAvg, and its runs."""
+        return max(self.others.items(), key=lambda item: len(self.seeds(item[1])))
 
-    def seeds(self, own: Own) -> list[int]:
-        """Those that a method and FedAvg have, the most uneven split first."""
-        return sorted(
-            own.keys() & self.fedavg.keys(), key=lambda seed: (entropy(self.fedavg[seed]), seed)
-        )
+    def seeds(self, runs: RunsBySeed) -> list[int]:
+        """Return the seeds that a method and FedAvg have, the most uneven split first."""
+        shared = runs.keys() & self.fedavg.keys()
+        return sorted(shared, key=lambda seed: (label_entropy(self.fedavg[seed]), seed))
 
-    def pairs(self, own: Own, score: Score) -> list[tuple[float, float]]:
-        """Return FedAvg's score and the method's, in percent, for each of the seeds."""
-        return [
-            (_value(self.fedavg[seed], score), _value(own[seed], score)) for seed in self.seeds(own)
-        ]
+    def pairs(self, runs: RunsBySeed, score: Score) -> list[tuple[float, float]]:
+        """Return FedAvg's score and the method's, in percent, for each shared seed."""
+        pairs = []
+        for seed in self.seeds(runs):
+            pairs.append((_value(self.fedavg[seed], score), _value(runs[seed], score)))
+        return pairs
 
-    def gain(self, own: Own, score: Score) -> Difference:
+    def gain(self, runs: RunsBySeed, score: Score) -> Difference:
         """Return the gain of a method, in points."""
-        before, after = zip(*self.pairs(own, score), strict=True)
+        before, after = zip(*self.pairs(runs, score), strict=True)
         return compare_pairs(after, before)
 
 
-def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[Setting]:
+def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
     """Return the settings in which FedAvg and another method share enough seeds."""
-    found: dict[str, Runs] = {}
+    runs_by_setting: dict[str, RunsByMethod] = {}
     for run in runs:
-        words = plainly(str(run.summary.get("command"))).split()[2:]
-        methods = [word for word in words if word.startswith("method")]
-        others = [word for word in words if not word.startswith(("method", "seed=", *HOW))]
-        own = found.setdefault(" ".join(others), {}).setdefault(" ".join(methods), {})
-        own[int(str(run.config["seed"]))] = run
-    settings = [_setting(words, by_method, paper) for words, by_method in found.items()]
+        overrides = plainly(str(run.summary.get("command"))).split()[2:]
+        methods = [text for text in overrides if text.startswith("method")]
+        excluded = ("method", "seed=", *EXECUTION)
+        setting = [text for text in overrides if not text.startswith(excluded)]
+        by_method = runs_by_setting.setdefault(" ".join(setting), {})
+        by_seed = by_method.setdefault(" ".join(methods), {})
+        by_seed[int(str(run.config["seed"]))] = run
+    settings = [_setting(text, by_method, paper) for text, by_method in runs_by_setting.items()]
     return [setting for setting in settings if setting.others]
 
 
-def _setting(words: str, by_method: Runs, paper: PaperRuns) -> Setting:
+def _setting(overrides: str, by_method: RunsByMethod, paper: PaperRuns) -> PairedSetting:
     fedavg = by_method.pop(FEDAVG, {})
-    enough = {
-        name: len(own.keys() & fedavg.keys()) >= MIN_PAIRS
-        for name, own in sorted(by_method.items())
-    }
-    others, too_few = (
-        {name: by_method[name] for name in enough if enough[name] is which}
-        for which in (True, False)
-    )
-    every = [run for own in (fedavg, *others.values()) for run in own.values()]
-    scores = {
-        title: score
-        for title, score in paper.gains.items()
-        if all(score.summary(run.rows, score.column) is not None for run in every)
-    }
-    return Setting(words, fedavg, others, too_few, scores)
+    others: RunsByMethod = {}
+    too_few: RunsByMethod = {}
+    for name, by_seed in sorted(by_method.items()):
+        has_enough = len(by_seed.keys() & fedavg.keys()) >= MIN_PAIRS
+        (others if has_enough else too_few)[name] = by_seed
+    runs = [run for by_seed in (fedavg, *others.values()) for run in by_seed.values()]
+    scores = {}
+    for title, score in paper.gains.items():
+        if all(score.summary(run.rows, score.column) is not None for run in runs):
+            scores[title] = score
+    return PairedSetting(overrides, fedavg, others, too_few, scores)
 
 
+# --- Markdown -------------------------------------------------------------------------------------
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
     """Yield a section of every setting as Markdown; the gains are those of the paper's own score."""
     for setting in by_setting(runs, paper):
-        yield f"## Over FedAvg, seed by seed: {setting.words}"
+        yield f"## Gains over FedAvg: {setting.overrides}"
+        splits = "Each seed also draws its own split. " if setting.has_different_splits else ""
         yield (
-            f"{'A seed is a split, too. ' if setting.uneven else ''}Gains in points of {paper.gained}: mean of the "
-            "differences over the seeds that both have, 95 % interval (Student)."
+            f"{splits}Gains in points of {paper.gained}: mean of the differences over the seeds "
+            "that both methods have, with a 95 % interval (Student)."
         )
-        head = ("methods", "seeds", *setting.scores)
-        yield to_markdown(head, [_gain(name, own, setting) for name, own in setting.others.items()])
-        if setting.uneven:
-            yield from _by_split(setting)
+        rows = [_gain_row(name, by_seed, setting) for name, by_seed in setting.others.items()]
+        yield to_markdown(("methods", "seeds", *setting.scores), rows)
+        if setting.has_different_splits:
+            yield from _gains_by_split(setting)
         yield from _terms(setting.others | setting.too_few, setting.fedavg)
 
 
-def _terms(by_method: Runs, fedavg: Own) -> Iterator[str]:
-    """The terms of the loss decomposition that all who measured it have, of each method that shares enough seeds."""
-    all_of_it = {FEDAVG: fedavg, **dict(sorted(by_method.items()))}
-    found = {
-        method: {seed: run for seed, run in own.items() if _measured(run)}
-        for method, own in all_of_it.items()
-    }
-    fedavg = found.pop(FEDAVG)
-    others = {
-        method: own for method, own in found.items() if len(own.keys() & fedavg.keys()) >= MIN_PAIRS
-    }
-    every = [run for own in (fedavg, *others.values()) for run in own.values()]
-    names = [
-        name
-        for run in every[:1]
-        for name in _measured(run)
-        if all(name in _measured(other) for other in every)
-    ]
+def _gain_row(name: str, by_seed: RunsBySeed, setting: PairedSetting) -> tuple[str, ...]:
+    cells = []
+    for score in setting.scores.values():
+        gain = setting.gain(by_seed, score)
+        interval = gain.note if gain.low is None else f"{gain.low:+.2f} to {gain.high:+.2f}"
+        cells.append(f"{gain.mean:+.2f} ({interval})")
+    return f"`{name}`", f"{len(setting.seeds(by_seed))}", *cells
+
+
+def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
+    """Yield the gains of the most frequent method, from the most uneven split to the most even."""
+    name, by_seed = setting.most_frequent
+    seeds = setting.seeds(by_seed)
+    entropies = [label_entropy(setting.fedavg[seed]) for seed in seeds]
+    columns = []
+    correlations = []
+    for title, score in setting.scores.items():
+        pairs = setting.pairs(by_seed, score)
+        cells = [f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs]
+        columns.append(cells)
+        if len(seeds) > MIN_PAIRS:
+            from scipy.stats import spearmanr
+
+            test = spearmanr(entropies, [after - before for before, after in pairs])
+            correlations.append(f"{title} {test.statistic:+.2f} (p = {test.pvalue:.4f})")
+    yield (
+        f"`{name}` by split, the most uneven split first. Label entropy: mean over clients, nats. "
+        "Scores: FedAvg's → the method's."
+    )
+    seed_cells = [f"{seed}" for seed in seeds]
+    entropy_cells = [f"{entropy:.3f}" for entropy in entropies]
+    rows = list(zip(seed_cells, entropy_cells, *columns, strict=True))
+    yield to_markdown(("seed", "label entropy", *setting.scores), rows)
+    if correlations:
+        yield (
+            "Rank correlation (Spearman) of the gain with the label entropy, "
+            f"{len(seeds)} splits: {'; '.join(correlations)}."
+        )
+
+
+def _terms(by_method: RunsByMethod, fedavg: RunsBySeed) -> Iterator[str]:
+    """Yield the terms of the loss decomposition that all runs measured, for each method."""
+    fedavg = _with_terms(fedavg)
+    others = {}
+    for method, by_seed in sorted(by_method.items()):
+        measured = _with_terms(by_seed)
+        if len(measured.keys() & fedavg.keys()) >= MIN_PAIRS:
+            others[method] = measured
+    runs = [run for by_seed in (fedavg, *others.values()) for run in by_seed.values()]
+    if not runs:
+        return
+    names = _measured_terms(runs[0])
+    names = [name for name in names if all(name in _measured_terms(run) for run in runs)]
     if not names:
         return
+
     yield (
-        "Terms of the loss decomposition (nats), the mean of the last five that were measured: mean over the seeds, "
-        "and in brackets what that is over FedAvg's, with its 95 % interval."
+        f"Terms of the loss decomposition (nats), mean of the last {MEASURED_TERMS} measurements: "
+        "mean over the seeds and, in brackets, the difference from FedAvg with its 95 % interval."
     )
-    rows = [
-        (
-            f"`{FEDAVG}`",
-            f"{len(fedavg)}",
-            *(f"{mean(_term(r, n) for r in fedavg.values()):.3f}" for n in names),
-        )
-    ]
-    for method, own in others.items():
-        seeds = sorted(own.keys() & fedavg.keys())
-        rows.append(
-            (f"`{method}`", f"{len(seeds)}", *(_change(own, fedavg, seeds, name) for name in names))
-        )
-    yield to_markdown(
-        ("methods", "seeds", *(name.removeprefix(TERM).replace("_", " ") for name in names)), rows
-    )
+    fedavg_cells = [f"{mean(_term(run, name) for run in fedavg.values()):.3f}" for name in names]
+    rows = [(f"`{FEDAVG}`", f"{len(fedavg)}", *fedavg_cells)]
+    for method, by_seed in others.items():
+        seeds = sorted(by_seed.keys() & fedavg.keys())
+        cells = [_format_change(by_seed, fedavg, seeds, name) for name in names]
+        rows.append((f"`{method}`", f"{len(seeds)}", *cells))
+    titles = [name.removeprefix(TERM_PREFIX).replace("_", " ") for name in names]
+    yield to_markdown(("methods", "seeds", *titles), rows)
 
 
-def _change(own: Own, fedavg: Own, seeds: Sequence[int], name: str) -> str:
-    after = [_term(own[seed], name) for seed in seeds]
-    found = compare_pairs(after, [_term(fedavg[seed], name) for seed in seeds])
-    interval = (
-        f"; {found.note}" if found.low is None else f"; {found.low:+.3f} to {found.high:+.3f}"
-    )
-    return f"{mean(after):.3f} ({found.mean:+.3f}{interval})"
+def _with_terms(by_seed: RunsBySeed) -> dict[int, Run]:
+    return {seed: run for seed, run in by_seed.items() if _measured_terms(run)}
 
 
-def _measured(run: Run) -> list[str]:
-    """The terms of which a run has a value."""
-    names = [name for row in run.rows[-1:] for name in row if name.startswith(TERM)]
+def _format_change(by_seed: RunsBySeed, fedavg: RunsBySeed, seeds: Sequence[int], name: str) -> str:
+    after = [_term(by_seed[seed], name) for seed in seeds]
+    before = [_term(fedavg[seed], name) for seed in seeds]
+    change = compare_pairs(after, before)
+    interval = change.note if change.low is None else f"{change.low:+.3f} to {change.high:+.3f}"
+    return f"{mean(after):.3f} ({change.mean:+.3f}; {interval})"
+
+
+def _measured_terms(run: Run) -> list[str]:
+    """Return the terms of the loss decomposition that a run measured."""
+    names = [name for row in run.rows[-1:] for name in row if name.startswith(TERM_PREFIX)]
     return [name for name in names if finite_values(column(run.rows, name))]
 
 
 def _term(run: Run, name: str) -> float:
-    return mean(finite_values(column(run.rows, name))[-5:])
-
-
-def _by_split(setting: Setting) -> Iterator[str]:
-    """The method that shares the most seeds with FedAvg, from the most uneven split to the most even one."""
-    name, own = setting.commonest
-    seeds = setting.seeds(own)
-    entropies = [entropy(setting.fedavg[seed]) for seed in seeds]
-    columns, said = [], []
-    for title, score in setting.scores.items():
-        pairs = setting.pairs(own, score)
-        columns.append(
-            [f"{before:.2f} → {after:.2f} ({after - before:+.2f})" for before, after in pairs]
-        )
-        if len(seeds) > MIN_PAIRS:
-            from scipy.stats import spearmanr
-
-            found = spearmanr(entropies, [after - before for before, after in pairs])
-            said.append(f"{title} {found.statistic:+.2f} (p = {found.pvalue:.4f})")
-    yield (
-        f"`{name}` by split, the most uneven one first (label entropy: mean over clients, nats; FedAvg's score → the "
-        "method's):"
-    )
-    facts = [f"{seed}" for seed in seeds], [f"{each:.3f}" for each in entropies]
-    yield to_markdown(
-        ("seed", "label entropy", *setting.scores), list(zip(*facts, *columns, strict=True))
-    )
-    if said:
-        yield f"Rank correlation (Spearman) of the gain with the label entropy, {len(seeds)} splits: {'; '.join(said)}."
-
-
-def _gain(name: str, own: Own, setting: Setting) -> tuple[str, ...]:
-    cells = []
-    for score in setting.scores.values():
-        found = setting.gain(own, score)
-        interval = (
-            f" ({found.note})" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
-        )
-        cells.append(f"{found.mean:+.2f}{interval}")
-    return f"`{name}`", f"{len(setting.seeds(own))}", *cells
+    return mean(finite_values(column(run.rows, name))[-MEASURED_TERMS:])
 
 
 def _value(run: Run, score: Score) -> float:
@@ -213,8 +209,8 @@ def _value(run: Run, score: Score) -> float:
     return score.factor * value
 
 
-def entropy(run: Run) -> float:
-    """How uneven a run's split is: mean label entropy of its clients, nats."""
+def label_entropy(run: Run) -> float:
+    """Return the mean label entropy of a run's clients, nats: the lower, the more uneven."""
     split = run.summary["split"]
-    assert isinstance(split, Mapping), "a stored run says how uneven its split is"
+    assert isinstance(split, Mapping), "a stored run has the numbers of its split"
     return float(split["label_entropy"])

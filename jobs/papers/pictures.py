@@ -1,4 +1,4 @@
-"""The pictures of `docs/papers`: what methods gain over FedAvg, and how that goes with how uneven a split is."""
+"""Draw the pictures of `docs/papers`: gains over FedAvg, and how they depend on the split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.papers.gains import Setting, by_setting, entropy, gains
+from jobs.papers.gains import PairedSetting, by_setting, gains, label_entropy
 from jobs.papers.presets import PaperRuns, Score
 from raysim.results.figures import figure_file
 from raysim.results.report import Run
@@ -19,12 +19,12 @@ from raysim.results.theme import LIGHT
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ABOUT = "Gains over FedAvg in points: mean over seeds, and 95 % interval (grey where it reaches beyond 0)"
-OUR, NONE = LIGHT[0], "#9aa1a7"
+TITLE = "Gains over FedAvg in points: mean over seeds, and 95 % interval (grey if it contains 0)"
+SIGNIFICANT, UNDECIDED = LIGHT[0], "#9aa1a7"  # colours of intervals
 
 
-def numbers(runs: Sequence[Run], paper: PaperRuns) -> str:
-    """Return a checksum of all that is drawn; "" if nothing is."""
+def checksum(runs: Sequence[Run], paper: PaperRuns) -> str:
+    """Return a checksum of all numbers that are drawn; "" if there are none."""
     text = "\n".join(gains(runs, paper))
     return hashlib.sha256(text.encode()).hexdigest() if by_setting(runs, paper) else ""
 
@@ -33,57 +33,59 @@ def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
     """Draw a row of panels for each setting; the file holds the checksum of its numbers."""
     settings = by_setting(runs, paper)
     heights = [max(2.6, 1.3 + 0.27 * len(setting.others)) for setting in settings]
-    about = {"Description": numbers(runs, paper)}
-    with figure_file(path, ABOUT, (11, 0.5 + sum(heights)), about=about) as figure:
-        parts = figure.subfigures(len(settings), squeeze=False, height_ratios=heights).flat
-        for part, setting in zip(parts, settings, strict=True):
-            part.suptitle(textwrap.fill(setting.words, 130), fontsize=10)
-            ordered = setting.uneven and len(setting.seeds(setting.commonest[1])) > MIN_PAIRS
-            panels = part.subplots(1, len(setting.scores) + ordered, squeeze=False)[0]
+    about = {"Description": checksum(runs, paper)}
+    with figure_file(path, TITLE, (11, 0.5 + sum(heights)), about=about) as figure:
+        rows = figure.subfigures(len(settings), squeeze=False, height_ratios=heights).flat
+        for row, setting in zip(rows, settings, strict=True):
+            row.suptitle(textwrap.fill(setting.overrides, 130), fontsize=10)
+            has_order = setting.has_different_splits
+            has_order &= len(setting.seeds(setting.most_frequent[1])) > MIN_PAIRS
+            panels = row.subplots(1, len(setting.scores) + has_order, squeeze=False)[0]
             for panel, (title, score) in zip(panels, setting.scores.items(), strict=False):
-                _intervals(panel, setting, score)
+                _draw_intervals(panel, setting, score)
                 panel.set_xlabel(f"{title}, points")
                 panel.tick_params(labelleft=panel is panels[0])
-            if ordered:
-                _by_entropy(panels[-1], setting)
+            if has_order:
+                _draw_by_entropy(panels[-1], setting)
 
 
-def short(method: str) -> str:
-    """ "method=fedbr method.fedbr.mu=0" as "fedbr, mu=0"."""
-    return ", ".join(re.sub(r"^method(\.\w+\.|=)", "", word) for word in method.split())
+def short_name(method: str) -> str:
+    """Return "method=fedbr method.fedbr.mu=0" as "fedbr, mu=0"."""
+    return ", ".join(re.sub(r"^method(\.\w+\.|=)", "", text) for text in method.split())
 
 
-def _intervals(ax: Axes, setting: Setting, score: Score) -> None:
-    """Draw the mean gain of each method and its interval, a line per method."""
+def _draw_intervals(ax: Axes, setting: PairedSetting, score: Score) -> None:
+    """Draw a line for each method: its mean gain and the interval."""
     names = list(setting.others)
-    for place, name in enumerate(names):
-        found = setting.gain(setting.others[name], score)
-        assert found.mean is not None, "a setting has enough seeds"
-        if found.low is not None and found.high is not None:
-            sure = found.low > 0 or found.high < 0
-            ax.plot(
-                (found.low, found.high), (place, place), color=OUR if sure else NONE, linewidth=2.5
-            )
-        ax.plot(found.mean, place, "o", color=OUR, markersize=5)
+    for y, name in enumerate(names):
+        gain = setting.gain(setting.others[name], score)
+        assert gain.mean is not None, "a setting has enough seeds"
+        if gain.low is not None and gain.high is not None:
+            colour = SIGNIFICANT if gain.low > 0 or gain.high < 0 else UNDECIDED
+            ax.plot((gain.low, gain.high), (y, y), color=colour, linewidth=2.5)
+        ax.plot(gain.mean, y, "o", color=LIGHT[0], markersize=5)
     ax.axvline(0, color="black", linewidth=0.8)
     ax.set(
         yticks=range(len(names)),
-        yticklabels=[short(name) for name in names],
+        yticklabels=[short_name(name) for name in names],
         ylim=(len(names) - 0.5, -0.5),
     )
     ax.grid(True, axis="x")
 
 
-def _by_entropy(ax: Axes, setting: Setting) -> None:
-    """The gain on each split of the method that has the most."""
-    name, own = setting.commonest
-    entropies = [entropy(setting.fedavg[seed]) for seed in setting.seeds(own)]
+def _draw_by_entropy(ax: Axes, setting: PairedSetting) -> None:
+    """Draw the gain of the most frequent method on each split."""
+    name, by_seed = setting.most_frequent
+    entropies = [label_entropy(setting.fedavg[seed]) for seed in setting.seeds(by_seed)]
     for colour, (title, score) in zip(LIGHT, setting.scores.items(), strict=False):
-        gained = [after - before for before, after in setting.pairs(own, score)]
+        gained = [after - before for before, after in setting.pairs(by_seed, score)]
         ax.plot(entropies, gained, "o", color=colour, markersize=5, label=title)
     ax.axhline(0, color="black", linewidth=0.8)
-    ax.set(xlabel="label entropy of a split, nats", ylabel=f"gain of {short(name)}, points")
+    ax.set(xlabel="label entropy of a split, nats", ylabel="gain, points")
+    title = f"{short_name(name)}, by split"
     ax.locator_params(nbins=5)
     ax.grid(True)
     if len(setting.scores) > 1:
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+        ax.legend(title=title, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+    else:
+        ax.set_title(title, fontsize=10)

@@ -254,7 +254,7 @@ def test_the_pages_are_those_that_the_stored_results_make() -> None:
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
     drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
-    assert drawn.text["Description"] == pictures.numbers(results.kept(paper), PAPER_RUNS[paper]), (  # type: ignore[attr-defined]
+    assert drawn.text["Description"] == pictures.checksum(results.kept(paper), PAPER_RUNS[paper]), (  # type: ignore[attr-defined]
         "run uv run python -m jobs.papers.pages docs/papers"
     )
 
@@ -279,7 +279,7 @@ def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
         first.split(title)[1].split("###")[0]
         for title in ("at another scale", "at the paper's setting")
     )
-    assert "Otherwise than the paper: rounds=40 instead of 1000" in small and "torch 2.9" in small
+    assert "Differences from the paper's setting: rounds=40 instead of 1000" in small and "torch 2.9" in small
     assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 60.00 ± 14.14 | 2 | -22.47 | 90.00" in small
     assert "| 0.330 | 0.900 | 0.610 | scale |" in small
     assert (
@@ -327,10 +327,10 @@ def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
     ]
     runs = [stored("fedavg", seed, 0.5, entropy=1 - seed) for seed in range(5)] + gained
     text = "\n".join(gains(runs, FEDBR))
-    assert "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40\n" in text + "\n", (
+    assert "## Gains over FedAvg: experiment=fedbr/x rounds=40\n" in text + "\n", (
         "where it ran does not matter"
     )
-    assert "A seed is a split, too. Gains in points" in text
+    assert "Each seed also draws its own split. Gains in points" in text
     assert "| `method=fedbr` | 3 | +20.00 (-4.84 to +44.84) |" in text
     rows_ = [row for row in text.splitlines() if "→" in row and row.startswith("| ")]
     assert rows_ == [
@@ -375,7 +375,7 @@ def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
     ]
     text = "\n".join(gains(runs, FEDBR))
     assert text.startswith(
-        "## Over FedAvg, seed by seed: experiment=fedbr/x rounds=40 local.lr=10\n"
+        "## Gains over FedAvg: experiment=fedbr/x rounds=40 local.lr=10\n"
     )
     assert "| `method=fedbr` | 3 |" in text
     runs = [
@@ -461,8 +461,8 @@ def test_a_picture_shows_means_intervals_and_splits(
     (dots, _) = splits.lines
     assert np.allclose(dots.get_xydata(), [(0, 40), (1, 30), (2, 20), (3, 10)])
     assert (
-        pictures.numbers(runs, FEDBR) != pictures.numbers(runs[:-1], FEDBR)
-        and pictures.numbers(runs[:4], FEDBR) == ""
+        pictures.checksum(runs, FEDBR) != pictures.checksum(runs[:-1], FEDBR)
+        and pictures.checksum(runs[:4], FEDBR) == ""
     )
 
 
