@@ -279,7 +279,10 @@ def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
         first.split(title)[1].split("###")[0]
         for title in ("at another scale", "at the paper's setting")
     )
-    assert "Differences from the paper's setting: rounds=40 instead of 1000" in small and "torch 2.9" in small
+    assert (
+        "Differences from the paper's setting: rounds=40 instead of 1000" in small
+        and "torch 2.9" in small
+    )
     assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 60.00 ± 14.14 | 2 | -22.47 | 90.00" in small
     assert "| 0.330 | 0.900 | 0.610 | scale |" in small
     assert (
@@ -374,9 +377,7 @@ def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
         for seed in range(3)
     ]
     text = "\n".join(gains(runs, FEDBR))
-    assert text.startswith(
-        "## Gains over FedAvg: experiment=fedbr/x rounds=40 local.lr=10\n"
-    )
+    assert text.startswith("## Gains over FedAvg: experiment=fedbr/x rounds=40 local.lr=10\n")
     assert "| `method=fedbr` | 3 |" in text
     runs = [
         stored(method, seed, 0.5, f" local.lr=1.0{seed}")
