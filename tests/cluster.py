@@ -1,4 +1,4 @@
-"""Worker actors that serve one run after another, for tests of many tiny runs on Ray."""
+"""Worker actors that serve many tiny runs on Ray, one after another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from raysim.training.run_spec import RunSpec
 
 
 class Workers:
-    """Some such actors."""
+    """Actors that become the workers of one run after another."""
 
     def __init__(self, count: int):
         self._count = count
         self._actors: list[Any] = []
 
     def runtime(self, spec: RunSpec, count: int) -> on_ray.RayRuntime:
-        """The first `count` of them as the workers of a run, whose coordinator may live in this process."""
+        """Return a runtime whose workers are the first `count` actors.
+
+        The coordinator may live in this process.
+        """
         if not self._actors:
             self._actors = on_ray.start_workers(spec, self._count, cpus=0).actors
         return on_ray.start_workers(spec, count, actors=self._actors[:count], cpus=0)
 
     def stop(self) -> None:
-        """End their processes."""
+        """End the processes of the actors."""
         for actor in self._actors:
             on_ray.ray.kill(actor)

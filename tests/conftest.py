@@ -1,4 +1,4 @@
-"""Fixtures that every test may ask for."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Ray gives its own processes up after seconds, which a busy machine needs for starting them.
-PATIENCE = {
+# Ray gives up on its own processes after seconds, and a busy machine needs longer to start them.
+RAY_TIMEOUTS = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_health_check_failure_threshold": "60",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
-    "RAY_worker_niceness": "0",  # beside other work, a worker of lower priority hardly runs
+    "RAY_worker_niceness": "0",  # next to other work, a worker of lower priority hardly runs
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """For this process and all that it starts."""
-    os.environ.update(PATIENCE)
-    # Where byte code is not kept, each process compiles torch and Ray anew: half of the time of a slow test.
+    """Set the environment of this process and of all processes that it starts."""
+    os.environ.update(RAY_TIMEOUTS)
+    # Without stored byte code each process compiles torch and Ray again, which takes half of the time
+    # of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # Data sets that the tests make, some of them when a module is imported, for subprocesses and Ray's workers too.
+    # The data sets that tests make are for subprocesses and Ray's workers, too. Some tests make them
+    # when their module is imported.
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
-        import torch  # who only hands tests out needs none of it
+        import torch  # a process that only distributes tests does not need it
 
         torch.set_num_threads(1)  # another process has the other core
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers for quick tests; one process for slow ones, so that one Ray exists at a time."""
+    """Use two processes for quick tests and one for slow tests, so that one Ray exists at a time."""
     return 2 if config.getoption("markexpr") == "not slow" else 0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What asks for a Ray is slow."""
+    """Mark tests that use Ray as slow, and run tests with the shared Ray last."""
 
     def uses(item: pytest.Item, *fixtures: str) -> bool:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
@@ -60,30 +62,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if uses(item, "ray_session", "cluster", "driver"):
             item.add_marker(pytest.mark.slow)
-    items.sort(
-        key=lambda item: uses(item, "ray_session")
-    )  # Rays of a test's own end before it begins
+    # Tests with a Ray of their own come first, so that only one Ray exists at a time.
+    items.sort(key=lambda item: uses(item, "ray_session"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def little_to_look_through() -> None:
-    """What is there by now, mostly libraries, stays: collections of garbage look at what comes after it."""
+def freeze_existing_objects() -> None:
+    """Let the garbage collector skip objects that exist before a module, mostly of libraries."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """A worker has told everything, and leaves without collecting for seconds what goes with it."""
+    """Remove the cache; end a process of pytest-xdist without a last collection, which takes seconds."""
     shutil.rmtree(os.environ["RAYSIM_CACHE"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os._exit(0)
-    gc.unfreeze()  # the last collection frees all, in an order that the libraries expect
+    gc.unfreeze()  # the last collection frees all objects in the order that libraries expect
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real data sets and test vectors; tests that need it are skipped without it."""
+    """Return the folder with real data sets and test vectors; skip the test without it."""
     folder = os.environ.get("RAYSIM_SHARED", "")
     if not folder or not Path(folder).is_dir():
         pytest.skip("RAYSIM_SHARED does not name a folder with the real data and the vectors")
@@ -91,8 +92,8 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
-    """A worker pins torch's global settings; the next test finds them as they were."""
+def restore_torch_settings() -> Iterator[None]:
+    """Restore torch's global settings after a test: workers change them."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
@@ -104,14 +105,14 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def import_path_as_it_was() -> Iterator[None]:
-    """`--allow` puts the current folder on the import path; the next test does not find it there."""
+def restore_import_path() -> Iterator[None]:
+    """Restore the import path after a test: `--allow` adds the current folder."""
     path = [*sys.path]
     yield
     sys.path[:] = path
 
 
-POINTS = {
+ONE_POINT = {
     "png": base64.b64decode(
         "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
     ),
@@ -121,34 +122,40 @@ POINTS = {
 
 @pytest.fixture(autouse=True)
 def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's end is mostly drawing: a picture is a point, except where a test is marked `pictures`."""
+    """Draw one point in place of a picture, unless a test is marked `pictures`.
+
+    Drawing takes most of the time at the end of a run.
+    """
     if request.node.get_closest_marker("pictures"):
         return
     from matplotlib.figure import Figure
 
     def savefig(figure: Figure, file: Any, format: str, **_: object) -> None:
         with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as stream:
-            stream.write(POINTS[format])
+            stream.write(ONE_POINT[format])
 
     monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """The one Ray of the whole suite, of two (declared) cores, whose workers find the modules of the tests."""
+    """Start the one Ray of all tests, with two declared cores.
+
+    Its workers can import the modules of the tests.
+    """
     from tiny_runs import FOLDERS
 
     from raysim.runtime.ray import ray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
-        for again in (True, True, False):
+        for can_retry in (True, True, False):
             try:
                 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
                 break
-            except Exception:  # the time that Ray gives its node to start cannot be set
+            except Exception:  # Ray's timeout for the start of its node cannot be set
                 ray.shutdown()
-                if not again:
+                if not can_retry:
                     raise
         yield
         ray.shutdown()
@@ -156,9 +163,9 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def workers(ray_session: None) -> Iterator[Workers]:
-    """Two actors that one study after another moves into: starting a process takes longer than a tiny study."""
+    """Yield two actors for many runs: starting a process takes longer than a tiny run."""
     from cluster import Workers
 
-    found = Workers(2)
-    yield found
-    found.stop()
+    actors = Workers(2)
+    yield actors
+    actors.stop()

@@ -1,4 +1,4 @@
-"""``raysim``, which is killed after its first checkpoint in a folder with a given word in its name."""
+"""Run ``raysim`` and kill it after its first checkpoint in a folder with a given word in its name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raysim.simulation.checkpoint import Checkpoints
 write = Checkpoints.write
 
 
-def write_last(self: Checkpoints, *given: Any) -> str:
-    """Write a checkpoint, perhaps the last one."""
-    address = write(self, *given)
+def write_and_kill(self: Checkpoints, *arguments: Any) -> str:
+    """Write a checkpoint, and end this process if its address has the word."""
+    address = write(self, *arguments)
     if sys.argv[1] in address:
         os.kill(os.getpid(), signal.SIGKILL)
     return address
 
 
-Checkpoints.write = write_last  # type: ignore[method-assign]
+Checkpoints.write = write_and_kill  # type: ignore[method-assign]
 cli.call(sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Probes of random numbers, for tests of what is made of them."""
+"""Make probes of random numbers for tests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def make(
     classes: int = 3,
     features: int = 5,
 ) -> Probe:
-    """A probe of random numbers; what its client received depends on the version alone."""
-    mine, shared = np.random.default_rng(100 + client), np.random.default_rng(version)
-    outputs = mine.random((rows, classes), np.float32)
+    """Return a probe of random numbers; the received features depend only on the version."""
+    local, shared = np.random.default_rng(100 + client), np.random.default_rng(version)
+    outputs = local.random((rows, classes), np.float32)
     return Probe(
         client=client,
         version=version,
         labels=np.arange(rows) % classes,
         seen=np.arange(classes) < seen,
         accuracy=0.1 * client,
-        features=mine.normal(size=(rows, features)).astype(np.float32),
+        features=local.normal(size=(rows, features)).astype(np.float32),
         received=shared.normal(size=(rows, features)).astype(np.float32),
         probabilities=outputs / outputs.sum(axis=1, keepdims=True),
     )

@@ -174,7 +174,7 @@ def in_zsh(folder: Path) -> dict[str, list[str]]:
     return words_of("zsh", folder)
 
 
-def test_commands_are_found_where_they_stand() -> None:
+def test_commands_in_texts_are_found() -> None:
     places = {*COMMANDS.values()}
     assert {
         "README.md",
@@ -186,7 +186,7 @@ def test_commands_are_found_where_they_stand() -> None:
     assert len(COMMANDS) > 50
 
 
-def test_zsh_hands_on_the_same_words_as_bash(
+def test_zsh_passes_the_arguments_of_bash(
     in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]
 ) -> None:
     """But for a comment, which zsh takes for words where it is typed."""
@@ -220,7 +220,7 @@ def taken(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=[f"{place}: {text}"[:90] for text, place in COMMANDS.items()]
 )
-def test_raysim_takes_the_words_of_a_command(
+def test_raysim_accepts_the_arguments_of_a_command(
     command: str, in_bash: dict[str, list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -242,14 +242,14 @@ def test_commands_of_published_tables_need_no_quotes() -> None:
 
 
 @pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
-def test_bash_and_zsh_can_read_every_block(path: Path) -> None:
+def test_bash_and_zsh_can_parse_every_block(path: Path) -> None:
     for shell in filter(shutil.which, SHELLS):
         for block in fences(path):
             done = subprocess.run([shell, "-n"], input=block, text=True, capture_output=True)
             assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-def test_programs_that_texts_name_exist() -> None:
+def test_programs_in_texts_exist() -> None:
     """A module of `python -m jobs...`, or a file of `python tests/...`."""
     sources = [
         *ROOT.glob("jobs/**/*.py"),
@@ -267,7 +267,7 @@ def test_programs_that_texts_name_exist() -> None:
     assert missing + [name for name in files if not (ROOT / name).is_file()] == []
 
 
-def test_nothing_installs_a_name_from_an_index() -> None:
+def test_no_text_installs_from_an_index() -> None:
     """Not raysim, which is another's there, and not raysim-fl as long as nobody has put it there."""
     asking = re.compile(
         r"\b(?:install|add|uvx|--with)\s+(?:-[-\w]+\s+)*[\"']?raysim(?:-fl)?(?:\[[\w,]+\])?[\"']?(?=[\s,;:`)]|$)"
@@ -305,7 +305,7 @@ raysim --version
 
 
 @pytest.mark.slow
-def test_quick_commands_end_well(tmp_path: Path) -> None:
+def test_quick_commands_succeed(tmp_path: Path) -> None:
     define = f'set -e; raysim() {{ "{sys.executable}" -m raysim "$@"; }}'
     shell = [here("zsh"), "-f", "-c", f"{define}{REAL}"]
     done = subprocess.run(shell, cwd=tmp_path, text=True, capture_output=True, timeout=1200)

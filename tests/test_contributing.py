@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md tells a newcomer is so: the walk through one round, and the method from nothing."""
+"""Test what CONTRIBUTING.md says: the files of one round, and the example method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOPS = re.findall(r"^\d+\. `([a-z_/]+\.py)`, `([\w.]+)`:", TEXT, re.MULTILINE)
 CODE = "".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 
 
-def test_a_round_passes_the_files_in_the_order_of_the_walk() -> None:
+def test_round_passes_files_in_the_order_of_the_text() -> None:
     package, seen = Path(raysim.__file__).parent, list[tuple[str, str]]()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -45,7 +45,7 @@ def lasso() -> type[Method]:
     return found
 
 
-def test_the_method_from_nothing_does_what_it_says() -> None:
+def test_example_method_shrinks_parameters() -> None:
     cls: Any = lasso()
     size = {
         lam: abs(run(run_spec(cls(lam))).coordinator.server.vector.numpy()).sum()
@@ -57,7 +57,7 @@ def test_the_method_from_nothing_does_what_it_says() -> None:
         cls(-1.0)
 
 
-def test_the_method_from_nothing_runs_from_the_command_line(
+def test_example_method_runs_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The core stands on PyTorch and NumPy; Ray, Hydra and MLflow are each imported in one place."""
+"""Test that Ray, Hydra and MLflow are imported in one place each, and import circles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raysim"
 ON_RAY = [
     f"runtime/ray/{name}.py"
-    for name in ("__init__", "actors", "cluster", "driver", "failures", "team")
+    for name in ("__init__", "actors", "cluster", "driver", "failures", "processes")
 ]
 CORE = (
     "raysim",
@@ -27,7 +27,7 @@ CORE = (
 
 
 @pytest.mark.slow
-def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
+def test_core_imports_no_optional_package() -> None:
     others = {"ray", "hydra", "omegaconf", "mlflow", "matplotlib"}
     program = f"import sys, {', '.join(CORE)}; print(*({others} & {{*sys.modules}}))"
     ran = subprocess.run(
@@ -44,7 +44,7 @@ def test_the_core_imports_neither_ray_nor_hydra_nor_mlflow() -> None:
         ("mlflow", {"results/tracking.py"}),
     ],
 )
-def test_each_of_them_is_imported_in_its_place_alone(library: str, places: set[str]) -> None:
+def test_optional_packages_are_imported_in_their_places(library: str, places: set[str]) -> None:
     pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)
     found = {
         str(path.relative_to(PACKAGE))
@@ -82,7 +82,7 @@ def test_import_circles_finds_direct_and_indirect_ones() -> None:
     assert import_circles(imports) == [{"a", "b", "c"}, {"d", "e"}]
 
 
-def test_no_modules_import_each_other() -> None:
+def test_modules_have_no_import_circles() -> None:
     """Imports for type checkers and imports inside functions count."""
     graph = grimp.build_graph("raysim", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last."""
+"""Test that every notebook runs from its first cell to its last."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kernel() -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_shows_pictures_and_its_last_cell_is_true(path: Path, kernel: Any) -> None:
+def test_notebook_runs_and_its_last_cell_is_true(path: Path, kernel: Any) -> None:
     import nbformat
     from nbclient import NotebookClient
 

@@ -1,4 +1,4 @@
-"""Output on a stream whose encoding lacks some characters degrades; it ends no command."""
+"""Test output on streams whose encoding lacks some characters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=" ".join,
 )
-def test_no_command_ends_at_a_character(
+def test_command_ends_well_in_every_encoding(
     words: list[str],
     encoding: str,
     run_folder: Path,
@@ -88,9 +88,7 @@ def test_no_command_ends_at_a_character(
     assert all(stream.errors == "strict" for stream in streams), "as they were"
 
 
-def test_run_from_python_writes_to_its_console(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_python_run_writes_to_the_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stream = strict("ascii")
     raysim.run([*UNTRACKED, f"out={tmp_path / 'run'}"], console=Console(file=stream, width=200))
     text = written(stream)
@@ -113,13 +111,13 @@ def test_terminal_shows_bars_and_spinners_in_any_encoding(encoding: str) -> None
     assert "waiting for Ray" in written(stream) and "round 1/2" in written(stream)
 
 
-def test_characters_have_equivalents_that_can_be_read() -> None:
+def test_characters_have_readable_equivalents() -> None:
     text = "μ ± σ · café → 東"
     assert text.encode("ascii", HANDLER) == b"mu +/- sigma | cafe -> ?"
     assert "ー".encode("cp932", HANDLER) == "ー".encode("cp932"), "what an encoding has stays"
     assert [ascii_equivalent(character) for character in "━⠋\udcff"] == ["-", "*", "?"]
 
 
-def test_streams_that_are_no_text_files_are_left_alone() -> None:
+def test_other_streams_are_unchanged() -> None:
     with lossy_output(io.StringIO(), None, closed := strict("ascii")):
         closed.close()

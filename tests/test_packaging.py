@@ -1,4 +1,4 @@
-"""What is given away: a wheel that works by itself, and files that name the same version and exist."""
+"""Test what is published: a wheel that works alone, and files with the same version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_has_the_package_and_its_configuration_alone(wheel: Path) -> None:
+def test_wheel_has_only_package_and_configuration(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     tracked = subprocess.run(
         ["git", "ls-files", "raysim", "conf"], cwd=ROOT, capture_output=True, text=True
@@ -87,7 +87,7 @@ def test_installed_wheel_finds_its_configuration(installed: Path, tmp_path: Path
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-def test_changelog_and_citation_name_the_version_of_the_package() -> None:
+def test_changelog_and_citation_have_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == raysim.__version__
     assert citation["license"] == PROJECT["license"]
@@ -95,7 +95,7 @@ def test_changelog_and_citation_name_the_version_of_the_package() -> None:
     assert versions[:2] == ["Unreleased", raysim.__version__]
 
 
-def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
+def test_dockerfile_copies_existing_files() -> None:
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     copied = [
         line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from=" not in line

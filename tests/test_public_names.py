@@ -1,4 +1,4 @@
-"""raysim uses the public names of other packages and leaves their modules as they are."""
+"""Test that raysim uses only public names of other packages and changes none of their modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {  # that are documented as attributes to assign to
 # Of these libraries no name with a leading underscore is used, whatever it is.
 STRICT = ("ray", "hydra", "omegaconf", "mlflow")
 # Objects of raysim whose attributes the files that import Ray assign to.
-OWN_OBJECTS = {"self", "_stay", "records"}
+OWN_OBJECTS = {"self", "_waiting", "records"}
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
@@ -149,7 +149,7 @@ def violations(text: str) -> Iterator[str]:
         "from importlib import import_module\nnode = import_module('ray.node')\nnode.x = 1",
     ],
 )
-def test_private_names_and_assignments_are_found(text: str) -> None:
+def test_checker_finds_private_names_and_assignments(text: str) -> None:
     assert list(violations(text))
 
 
@@ -163,7 +163,7 @@ def test_private_names_and_assignments_are_found(text: str) -> None:
         "class A:\n    def f(self):\n        self.x = 1",
     ],
 )
-def test_own_names_are_not_found(text: str) -> None:
+def test_checker_accepts_names_of_the_package(text: str) -> None:
     assert not list(violations(text))
 
 

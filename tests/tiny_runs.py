@@ -1,4 +1,4 @@
-"""Tiny federated runs from objects, a fraction of a second each, and ways to look into a run."""
+"""Tiny federated runs from objects, a fraction of a second each, and helpers to look into runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as the documentation writes them, for the type checker alone: nothing runs this file."""
+"""Calls from the documentation, for the type checker only: nothing runs this file."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_ba
     label, score = torch.cat(labels), torch.cat(scores)
     per_class = max(1, PROBE_FEATURES // trainer.task.num_classes)
     generator = stream(trainer.seed, "probe.features")
-    kept = balanced_rows(label.cpu().numpy(), per_class, generator)
+    selected = balanced_rows(label.cpu().numpy(), per_class, generator)
     return Probe(
         client=ctx.client,
         version=ctx.version,
-        labels=label.cpu().numpy()[kept],
+        labels=label.cpu().numpy()[selected],
         seen=(ctx.class_counts() > 0).numpy(),
         accuracy=float((score.argmax(1) == label).double().mean()),
-        features=torch.cat(local_features).cpu().float().numpy()[kept],
-        received=torch.cat(received_features).cpu().float().numpy()[kept],
-        probabilities=score.softmax(1).cpu().float().numpy()[kept],
+        features=torch.cat(local_features).cpu().float().numpy()[selected],
+        received=torch.cat(received_features).cpu().float().numpy()[selected],
+        probabilities=score.softmax(1).cpu().float().numpy()[selected],
     )

@@ -254,8 +254,8 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
     owner = declarations.owner("loss")
     if owner is not None:
         raise ValueError(
-            f"loss={loss_name(task.loss)} has no effect, because method '{owner.method}' has a loss of "
-            "its own. Leave one of them out."
+            f"loss={loss_name(task.loss)} has no effect, because method '{owner.method}' has a "
+            "loss of its own. Leave one of them out."
         )
 
 

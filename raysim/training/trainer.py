@@ -52,7 +52,7 @@ class RunningJob:
     cycle: Sequence[Sequence[Stage]]  # the stages of each step, repeated
     batches: Iterator[Batch]  # the batches to come
     losses: list[Tensor] = field(default_factory=list)  # of the steps with the task loss
-    kept: Collection[str] = ()  # names of the client state that the job began with
+    initial_state: Collection[str] = ()  # names of the client state that the job began with
     result: LocalResult | None = None  # of a method that trains by itself
 
     @property
@@ -221,7 +221,7 @@ class Trainer:
         else:
             batches = iter(prepared[1])
         return RunningJob(
-            ctx, self._cycle(ctx.plan), batches, kept=frozenset(unpack(state.methods))
+            ctx, self._cycle(ctx.plan), batches, initial_state=frozenset(unpack(state.methods))
         )
 
     def steps(self, running: RunningJob) -> None:
@@ -253,7 +253,7 @@ class Trainer:
         for declared, end in self.finishers:
             end(ctx.view(declared.method))
         if self.finishers or self.preparers or self.beginners:
-            check_state(ctx.state, running.kept, self.state_names)
+            check_state(ctx.state, running.initial_state, self.state_names)
         check_upload(ctx.upload, self.declarations)
         if ctx.state:
             ctx.state = pack(ctx.state)

@@ -1,4 +1,4 @@
-"""A Ray that does not start, or that cannot be joined, names its cause and what to set."""
+"""Test that errors of Ray's start and of joining a cluster name the cause and what to set."""
 
 from __future__ import annotations
 

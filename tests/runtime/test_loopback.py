@@ -1,4 +1,4 @@
-"""A Ray that a run starts for itself can be reached from this machine alone, and ends with the run."""
+"""Test that Ray of a local run is reachable from this machine only, and ends with the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the 
 
 
 @pytest.mark.slow
-def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> None:
+def test_local_run_listens_on_loopback_only(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != RAY_CLUSTERS_VARIABLE}
     command = [sys.executable, "-c", PROGRAM]
     ended = subprocess.run(
@@ -56,7 +56,7 @@ def test_no_process_of_a_local_run_listens_beyond_loopback(tmp_path: Path) -> No
     assert "raylet" in ended.stdout
 
 
-def test_cluster_has_a_token_of_its_own_where_the_user_has_none(
+def test_cluster_has_a_token_if_the_user_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from raysim.runtime.ray import cluster
@@ -82,7 +82,7 @@ def test_cluster_has_a_token_of_its_own_where_the_user_has_none(
     assert "RAY_AUTH_TOKEN" not in os.environ and joined == ["local"] * 3
 
 
-def test_a_process_that_keeps_ray_to_this_machine_joins_no_cluster(
+def test_process_on_loopback_joins_no_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.runtime import ray

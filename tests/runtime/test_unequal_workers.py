@@ -1,4 +1,4 @@
-"""Workers on Ray that would compute other bits than the driver: refused, or allowed and recorded."""
+"""Test workers on Ray that would compute other bits than the driver."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_unequal_node_is_refused_or_recorded(driver: Call, tmp_path: Path) -> No
     assert len(other & {"worker-0", "worker-1"}) == 1 and "driver" not in other
 
 
-def test_replacement_that_differs_ends_the_run(ray_session: None) -> None:
+def test_different_replacement_ends_the_run(ray_session: None) -> None:
     import ray
 
     from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_process

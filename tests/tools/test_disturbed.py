@@ -1,4 +1,4 @@
-"""Some of the harness's cases: whatever is done to a run, it goes on to the undisturbed one's results."""
+"""Run a few cases of the fault tool: a disturbed run ends at the undisturbed results."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ CASES = [*cases(10, seed=3, runtime="inprocess"), *cases(1, seed=5, runtime="loc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
-def test_a_disturbed_run_goes_on_to_the_undisturbed_ones_results(number: int, case: Case) -> None:
+def test_disturbed_run_ends_at_undisturbed_results(number: int, case: Case) -> None:
     assert carry_out(case, number).startswith("same")

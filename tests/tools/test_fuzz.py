@@ -1,4 +1,4 @@
-"""Some of the fuzzer's cases, the same ones each time: a run, or one sentence and status 2."""
+"""Run a few fixed cases of the fuzz tool: each runs, or is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_random_input_gives_a_run_or_one_sentence(target: str) -> None:
+def test_random_input_runs_or_is_refused(target: str) -> None:
     fuzz(target, cases=10)

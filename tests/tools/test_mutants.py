@@ -1,4 +1,4 @@
-"""The command that changes the source still finds tests that notice."""
+"""Test that the mutant tool finds tests that notice a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOL = Path(__file__).parent / "mutants.py"
 
 
 @pytest.mark.slow
-def test_a_changed_method_is_noticed_by_its_tests(tmp_path: Path) -> None:
+def test_mutant_of_a_method_fails_its_tests(tmp_path: Path) -> None:
     words = [
         "--ids",
         "0",

@@ -1,4 +1,4 @@
-"""FedAvg is what a few lines of plain PyTorch say, bit for bit."""
+"""Test FedAvg against a few lines of plain PyTorch, bit for bit."""
 
 from __future__ import annotations
 

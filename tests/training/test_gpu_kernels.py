@@ -1,4 +1,4 @@
-"""How recorded steps compute convolutions, and what a capture needs of Python."""
+"""Test convolutions in recorded steps, and what a capture forbids in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradients(found: Tensor, *leaves: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_convolution_as_product_has_its_numbers(
+def test_convolution_as_product_has_equal_numbers(
     stride: tuple[int, int], padding: tuple[int, int], bias: bool
 ) -> None:
     x, w, b = drawn(2, 3, 7, 6), drawn(4, 3, 3, 2), drawn(4)
@@ -57,7 +57,7 @@ def test_a_convolution_as_product_has_its_numbers(
     ],
     ids=["few", "usual", "groups", "dilation", "same", "circular"],
 )
-def test_every_convolution_keeps_its_numbers(layer: nn.Conv2d, other: nn.Module) -> None:
+def test_convolution_keeps_its_numbers(layer: nn.Conv2d, other: nn.Module) -> None:
     layer = layer.double()
     x = drawn(2, layer.in_channels, 6, 6)
     with GpuKernels([other]):
@@ -92,7 +92,7 @@ def test_values_cannot_be_read_and_shapes_can() -> None:
                 read()
 
 
-def test_a_cpu_computes_again_in_place_of_a_replay() -> None:
+def test_cpu_computes_again_instead_of_replaying() -> None:
     numbers = iter(range(2))
     replay = recorder(torch.device("cpu"))(lambda: [torch.tensor(next(numbers))])
     assert [int(replay()[0]) for _ in range(2)] == [0, 1]
@@ -108,7 +108,7 @@ def test_branches_on_a_cpu_run_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_nothing_is_collected_while_a_graph_is_captured(on: bool) -> None:
+def test_garbage_collector_stops_during_capture(on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:

@@ -1,4 +1,4 @@
-"""Processes say what their bits depend on, and those that differ are refused or recorded."""
+"""Test the identity of processes: what bits depend on, and how processes are compared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
     return Identity(f"worker-{number}", node, facts)
 
 
-def test_process_is_equal_to_itself_and_names_what_bits_depend_on() -> None:
+def test_process_is_equal_to_itself() -> None:
     identity = identify("driver", ["torchvision"])
     expected = {
         "CPU capability",
@@ -101,31 +101,26 @@ def test_unequal_processes_are_refused_with_nodes_and_facts() -> None:
             worker(0), worker(1, "node-b", **slow), worker(2, "node-b", **slow)
         )
     text = str(refused.value)
-    assert (
-        "worker-1 on node-b, worker-2 on node-b: CPU capability AVX2 (AVX512 in driver on node-a)"
-        in text
-    )
-    assert (
-        f"{INSTRUCTIONS} without avx512_f" in text
-        and "worker-0" not in text
-        and "runtime.mixed=true" in text
-    )
+    for part in ("worker-1 on node-b", "worker-2 on node-b", "AVX2", "AVX512", "driver on node-a"):
+        assert part in text
+    assert f"{INSTRUCTIONS} without avx512_f" in text
+    assert "worker-0" not in text and "runtime.mixed=true" in text
 
 
 @pytest.mark.parametrize("fact", ["torch", "code of raysim"])
 def test_late_process_with_other_code_is_refused(fact: str) -> None:
     participants = Participants(DRIVER)
     participants.add(worker(0))
-    with pytest.raises(UnequalWorkersError, match=rf"worker-1 on node-b: {fact} other \("):
+    with pytest.raises(
+        UnequalWorkersError, match=rf"^runtime\.mixed=false: .*worker-1 on node-b.* {fact} "
+    ):
         participants.add(worker(1, "node-b", **{fact.replace(" ", "_"): "other"}))
     assert len(participants.all) == 2, "a process that is refused takes no part"
 
 
-def test_devices_are_compared_between_workers_alone() -> None:
+def test_devices_are_compared_between_workers_only() -> None:
     Participants(DRIVER).add(worker(0, device="H100"), worker(1, device="H100"))
-    with pytest.raises(
-        UnequalWorkersError, match=r"worker-1 on node-b: device A100 \(H100 in worker-0 on node-a\)"
-    ):
+    with pytest.raises(UnequalWorkersError, match=r"worker-1 on node-b.* A100 .*H100.*worker-0"):
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
 
 

@@ -1,4 +1,4 @@
-"""The training loss is a mean over rows; computed by hand at a model that does not move."""
+"""Test that the training loss is a mean over rows, by hand, at a model that does not move."""
 
 from __future__ import annotations
 

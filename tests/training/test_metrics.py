@@ -1,4 +1,4 @@
-"""Every metric is scikit-learn's, on samples and in a run."""
+"""Test every metric against scikit-learn, on samples and in a run."""
 
 from __future__ import annotations
 

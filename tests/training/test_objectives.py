@@ -1,4 +1,4 @@
-"""Losses and metrics of every kind of task, by hand."""
+"""Test losses and metrics of every kind of task, by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ THERE = tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
         ("regression", "mse", torch.zeros(2, 3), [14 / 3, 14 / 3]),
     ],
 )
-def test_scores_of_each_sample(kind: Kind, name: str, labels: Tensor, scores: list[Any]) -> None:
+def test_metric_scores_each_sample(
+    kind: Kind, name: str, labels: Tensor, scores: list[Any]
+) -> None:
     rows = OBJECTIVES[kind].metric(name, kind).rows(OUT, labels)
     np.testing.assert_allclose(rows.numpy(), scores, rtol=1e-6)
 
@@ -59,15 +61,13 @@ def test_scores_of_each_sample(kind: Kind, name: str, labels: Tensor, scores: li
         ("regression", torch.zeros(2, 3), [14 / 3, 14 / 3]),
     ],
 )
-def test_the_loss_is_the_mean_of_each_samples(
-    kind: Kind, labels: Tensor, losses: list[float]
-) -> None:
+def test_loss_is_mean_over_samples(kind: Kind, labels: Tensor, losses: list[float]) -> None:
     objective = OBJECTIVES[kind]
     assert objective.losses(OUT, labels).tolist() == pytest.approx(losses)
     assert float(objective.loss(OUT, labels)) == pytest.approx(np.mean(losses))
 
 
-def test_among_five_is_fewer_than_all_of_six() -> None:
+def test_top_five_of_six_is_a_metric() -> None:
     out = torch.arange(6.0).repeat(2, 1)
     assert OBJECTIVES["classification"].metrics[1].rows(out, tensor([0, 1])).tolist() == [
         False,
@@ -75,7 +75,7 @@ def test_among_five_is_fewer_than_all_of_six() -> None:
     ]
 
 
-def test_numbers_are_normalised_by_channel_and_tokens_are_left_alone() -> None:
+def test_inputs_are_normalised_and_tokens_are_not() -> None:
     pipeline = Pipeline((1.0, 2.0), (2.0, 4.0))
     rows = tensor([[1.0, 2.0], [3.0, 6.0]])
     assert pipeline.normalise(rows).tolist() == [[0.0, 0.0], [1.0, 1.0]]
@@ -86,7 +86,7 @@ def test_numbers_are_normalised_by_channel_and_tokens_are_left_alone() -> None:
     assert pipeline.normalise(tokens) is tokens
 
 
-def test_one_client_and_one_step_on_values_is_a_step_of_gradient_descent(tmp_path: Path) -> None:
+def test_regression_step_is_gradient_descent(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 2))
     np.savez(tmp_path / "train.npz", x=x, y=y)
@@ -110,7 +110,7 @@ def test_one_client_and_one_step_on_values_is_a_step_of_gradient_descent(tmp_pat
     assert ended.rows[0]["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_several_labels_are_learnt(tmp_path: Path) -> None:
+def test_multiple_labels_are_learnt(tmp_path: Path) -> None:
     x = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     np.savez(tmp_path / "train.npz", x=x, y=(x > 0.3).astype(int))
     data = federate(NumPy(str(tmp_path), cache=str(tmp_path)), IID(clients=4), 0)

@@ -1,4 +1,4 @@
-"""Measures of feature and classifier bias by hand, their file bit for bit, and their pictures."""
+"""Test measures of feature and classifier bias by hand, their file and their pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBABILITIES = np.array(
 # ---------------------------------------------------------------- rows
 
 
-def test_balanced_rows_take_the_same_number_of_every_class_in_ascending_order() -> None:
+def test_balanced_rows_have_equal_classes_in_ascending_order() -> None:
     labels = np.array([5, 0, 5, 0, 5, 5, 0, 2])
     rows = diagnostics.balanced_rows(labels, 2, np.random.default_rng(0))
     assert rows.dtype == np.int64
@@ -33,7 +33,7 @@ def test_balanced_rows_take_the_same_number_of_every_class_in_ascending_order() 
     assert sorted(labels[rows]) == [0, 0, 2, 5, 5]
 
 
-def test_a_class_with_too_few_rows_gives_all_it_has() -> None:
+def test_balanced_rows_take_all_of_a_small_class() -> None:
     labels = np.array([1, 0, 0, 1, 1])
     assert diagnostics.balanced_rows(labels, 9, np.random.default_rng(0)).tolist() == [
         0,
@@ -44,7 +44,7 @@ def test_a_class_with_too_few_rows_gives_all_it_has() -> None:
     ]
 
 
-def test_balanced_rows_depend_on_the_generator_alone() -> None:
+def test_balanced_rows_depend_on_the_generator_only() -> None:
     labels = np.repeat(np.arange(4), 50)
     drawn = [
         diagnostics.balanced_rows(labels, 3, np.random.default_rng(seed)).tolist()
@@ -56,13 +56,13 @@ def test_balanced_rows_depend_on_the_generator_alone() -> None:
 # ---------------------------------------------------------------- features
 
 
-def test_the_distance_is_relative_to_the_length_of_what_was_received() -> None:
+def test_distance_is_relative_to_received_features() -> None:
     local, received = np.array([[3.0, 4.0], [0.0, 2.0]]), np.array([[0.0, 0.0], [0.0, 4.0]])
     # |differences| are 5 and 2, |received| 0 and 4.
     assert diagnostics.feature_distance(local, received) == 7 / 4
 
 
-def test_the_similarity_is_the_mean_cosine_of_the_rows() -> None:
+def test_similarity_is_the_mean_cosine_of_rows() -> None:
     local = np.array([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [3.0, 4.0]])
     received = np.array([[5.0, 0.0], [1.0, 0.0], [4.0, 0.0], [1.0, 0.0]])
     assert diagnostics.feature_similarity(local, received) == pytest.approx(
@@ -70,21 +70,21 @@ def test_the_similarity_is_the_mean_cosine_of_the_rows() -> None:
     )
 
 
-def test_identical_features_have_distance_0_and_similarity_1() -> None:
+def test_equal_features_have_distance_0_and_similarity_1() -> None:
     features = make(rows=50, features=33).features
     features[7] = 0
     assert diagnostics.feature_distance(features, features) == 0.0
     assert diagnostics.feature_similarity(features, features) == 1.0
 
 
-def test_the_scale_of_local_features_changes_the_distance_but_not_the_similarity() -> None:
+def test_scale_changes_distance_but_not_similarity() -> None:
     received = make().received
     assert diagnostics.feature_distance(4 * received, received) == pytest.approx(3)
     assert diagnostics.feature_similarity(4 * received, received) == 1.0
     assert diagnostics.feature_similarity(-received, received) == -1.0
 
 
-def test_a_received_model_without_any_feature_is_no_yardstick() -> None:
+def test_distance_from_zero_features_is_nan() -> None:
     nothing, something = np.zeros((2, 3)), np.ones((2, 3))
     assert diagnostics.feature_distance(nothing, nothing) == 0.0
     assert math.isnan(diagnostics.feature_distance(something, nothing))
@@ -95,7 +95,7 @@ def test_a_received_model_without_any_feature_is_no_yardstick() -> None:
 # ---------------------------------------------------------------- classifier
 
 
-def test_the_classifier_is_measured_on_rows_of_unseen_classes_alone() -> None:
+def test_classifier_is_measured_on_rows_of_unseen_classes() -> None:
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, SEEN) == 0.125
     assert diagnostics.seen_share(PROBABILITIES, LABELS, SEEN) == 0.875
     output = diagnostics.output_distribution(PROBABILITIES, LABELS, SEEN)
@@ -103,20 +103,20 @@ def test_the_classifier_is_measured_on_rows_of_unseen_classes_alone() -> None:
     assert output.tolist() == [0.375, 0.5, 0.125]
 
 
-def test_a_class_may_be_unseen_and_still_not_be_the_true_one() -> None:
+def test_unseen_class_need_not_be_the_true_one() -> None:
     seen = np.array([True, False, False])
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, seen) == (1 + 0.25 + 0) / 3
     assert diagnostics.seen_share(PROBABILITIES, LABELS, seen) == 0.25
 
 
 @pytest.mark.parametrize("measure", ["unseen_probability", "seen_share", "output_distribution"])
-def test_a_client_that_has_seen_all_has_no_classifier_bias_to_measure(measure: str) -> None:
+def test_client_with_all_classes_has_no_classifier_bias(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES, LABELS, np.ones(3, bool)) is None
     # The one class which this client lacks has no test sample either.
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
 
 
-def test_likeness_is_the_mean_cosine_between_rows_of_seen_and_of_unseen_classes() -> None:
+def test_likeness_is_mean_cosine_of_seen_and_unseen_rows() -> None:
     labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
     features = np.array(
         [[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32
@@ -128,7 +128,7 @@ def test_likeness_is_the_mean_cosine_between_rows_of_seen_and_of_unseen_classes(
 # ---------------------------------------------------------------- summary
 
 
-def test_a_round_is_summed_up_by_the_means_over_the_clients_that_are_known() -> None:
+def test_summary_has_means_over_clients_with_values() -> None:
     same = np.ones((4, 2), np.float32)
     one = Probe(0, 1, LABELS, SEEN, 0.25, same, same, PROBABILITIES)
     two = Probe(1, 1, LABELS, np.ones(3, bool), 0.75, -same, same, PROBABILITIES)
@@ -156,7 +156,7 @@ def test_probe_means_are_over_rows() -> None:
     assert found["feature_likeness"] == pytest.approx((1 + 0 + 0 + 1 + 0 + 0) / 6)
 
 
-def test_a_round_without_probes_has_the_same_columns_without_values() -> None:
+def test_summary_without_probes_has_empty_columns() -> None:
     nothing = diagnostics.summarise_probes([])
     assert list(nothing) == list(diagnostics.summarise_probes([make()]))
     assert set(nothing.values()) == {None}
@@ -176,7 +176,7 @@ def assert_same(one: Probe, other: Probe) -> None:
         )
 
 
-def test_probes_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_probe_file_keeps_bits(tmp_path: Path) -> None:
     probes = [make(7, version=2), make(3, version=1, features=4), make(5, version=2)]
     probes[1].features[0, 0] = np.nan
     probes[2].features.T[:] = 1.5  # through a view
@@ -187,7 +187,7 @@ def test_probes_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["probes.safetensors"]
 
 
-def test_arrays_with_other_strides_come_back_too(tmp_path: Path) -> None:
+def test_probe_file_keeps_arrays_with_other_strides(tmp_path: Path) -> None:
     probe = make()
     across = Probe(
         0,
@@ -203,7 +203,7 @@ def test_arrays_with_other_strides_come_back_too(tmp_path: Path) -> None:
     assert_same(across, load_probes(tmp_path / "probes.safetensors")[0])
 
 
-def test_what_the_clients_of_a_version_received_is_stored_once(tmp_path: Path) -> None:
+def test_probe_file_stores_received_features_once(tmp_path: Path) -> None:
     def length(versions: tuple[int, int]) -> int:
         probes = [make(client, version, features=500) for client, version in enumerate(versions)]
         save_probes(probes, tmp_path / "probes.safetensors")
@@ -212,7 +212,7 @@ def test_what_the_clients_of_a_version_received_is_stored_once(tmp_path: Path) -
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_clients_of_a_version_that_received_different_models_keep_their_own(tmp_path: Path) -> None:
+def test_probe_file_keeps_different_received_features(tmp_path: Path) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")
@@ -220,20 +220,18 @@ def test_clients_of_a_version_that_received_different_models_keep_their_own(tmp_
         assert_same(one, other)
 
 
-def test_no_probes_come_back_as_none(tmp_path: Path) -> None:
+def test_probe_file_can_be_empty(tmp_path: Path) -> None:
     save_probes([], tmp_path / "probes.safetensors")
     assert load_probes(tmp_path / "probes.safetensors") == []
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", b"\x02\0\0\0\0\0\0\0{}"])
-def test_a_file_without_probes_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+def test_file_without_probes_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "probes.safetensors").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"probes\.safetensors is no readable file of probes; restore it"
-    ):
+    with pytest.raises(ValueError, match=r"probes\.safetensors"):
         load_probes(tmp_path / "probes.safetensors")
 
 
-def test_probes_without_a_central_test_set_are_refused_before_anything_is_trained() -> None:
-    with pytest.raises(ValueError, match=r"^evaluate\.probe=1: "):
+def test_probes_need_a_central_test_set() -> None:
+    with pytest.raises(ValueError, match=r"^evaluate\.probe=1"):
         coordinate(run_spec(data=clients_of_sizes([5] * 4)), evaluate=Evaluation(probe=1))

@@ -1,4 +1,4 @@
-"""A second pass over the same batch: what it sees is what the first pass saw, and nothing of it stays behind."""
+"""Test the second pass over a batch: it starts like the first pass and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysim.vectors.optimizer import OptimizerSettings
 
 
 @pytest.mark.parametrize("take", [True, False])
-def test_batchnorms_statistics_move_in_the_first_pass_only(take: bool) -> None:
+def test_batchnorm_statistics_change_in_the_first_pass_only(take: bool) -> None:
     worker = Worker(run_spec(ShiftedGradient(0.05, take), model=NORMED))
     inputs, labels = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = context(worker)
@@ -55,7 +55,7 @@ def context(worker: Worker) -> Context:
     return ctx
 
 
-def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_others() -> None:
+def test_shift_covers_the_parameters_of_the_stage() -> None:
     asking = ShiftedGradient(0.25)
     step, ctx = at_work(
         [asking], OptimizerSettings(), personal=("model.extractor.weight", "model.extractor.bias")
@@ -74,7 +74,7 @@ def test_the_shift_covers_shared_and_personal_parameters_of_the_stage_and_no_oth
     assert torch.equal(there, torch.cat([grad.flatten() for grad in grads]))
 
 
-def test_corrections_clipping_and_the_optimiser_act_on_what_the_hook_returns() -> None:
+def test_corrections_act_on_the_perturbed_gradient() -> None:
     class Ones(Method):
         name = "ones"
 
@@ -114,7 +114,7 @@ def test_terms_are_in_both_gradients() -> None:
     assert torch.allclose((there - there_free)[-2:], params[-2:] + 0.5, atol=1e-6)
 
 
-def test_an_ascending_stage_hands_over_the_gradient_of_its_negated_loss() -> None:
+def test_ascending_stage_has_the_negated_gradient() -> None:
     asking = ShiftedGradient()
     step, ctx = at_work([asking], OptimizerSettings())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)
@@ -143,7 +143,7 @@ def test_stage_with_another_loss_is_not_perturbed() -> None:
     assert torch.allclose(ctx.model.head.bias, before - 0.1 * 2.0)
 
 
-def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
+def test_client_state_is_that_of_the_first_pass() -> None:
     class Counting(Method):
         """Change the client state with each loss, as FRAug's prototypes do."""
 
@@ -160,7 +160,7 @@ def test_state_that_a_loss_writes_is_that_of_the_first_pass() -> None:
     assert torch.equal(ctx.state["counting.sum"], logits.sum())
 
 
-def test_a_failing_second_pass_puts_the_parameters_back() -> None:
+def test_failed_second_pass_restores_parameters() -> None:
     class Failing(Method):
         name = "failing"
 
@@ -176,7 +176,7 @@ def test_a_failing_second_pass_puts_the_parameters_back() -> None:
     assert torch.equal(ctx.vector.data, before)
 
 
-def test_without_an_owner_of_the_hook_a_step_makes_no_second_pass() -> None:
+def test_step_without_perturb_has_no_second_pass() -> None:
     step, ctx = at_work([FedProx(0.0)], OptimizerSettings())
     passes: list[int] = []
     ctx.model.extractor.register_forward_hook(lambda *_: passes.append(1))

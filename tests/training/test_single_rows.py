@@ -1,4 +1,4 @@
-"""Batches of one row, and networks that cannot train on them."""
+"""Test batches of one row, and networks that cannot train on them."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def made(
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_layer_that_cannot_train_on_one_row_is_found(name: str) -> None:
+def test_layer_that_needs_two_rows_is_found(name: str) -> None:
     model = network(REFUSING[name]())
     assert refusing_layer(model, lambda rows: torch.randn(rows, 4)).startswith("layer '1")
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_layer_that_trains_on_one_row_is_not_blamed(name: str) -> None:
+def test_layer_that_trains_on_one_row_is_accepted(name: str) -> None:
     assert refusing_layer(network(FINE[name]()), lambda rows: torch.randn(rows, 4)) == ""
 
 
@@ -139,11 +139,11 @@ def test_convolutions_with_batchnorm_train_on_one_row() -> None:
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
 
-def test_network_that_fails_on_any_batch_is_not_blamed() -> None:
+def test_network_that_fails_on_any_batch_is_accepted() -> None:
     assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
 
 
-def test_trying_a_network_changes_nothing() -> None:
+def test_search_for_layers_changes_nothing() -> None:
     model = network(nn.BatchNorm1d(4)).eval()
     model[1].train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -220,7 +220,7 @@ def test_batches_of_one_row_run_where_the_network_can(name: str, tmp_path: Path)
     finished(made(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path)
 
 
-def test_clients_of_one_row_alone_are_refused() -> None:
+def test_run_with_clients_of_one_row_only_is_refused() -> None:
     with pytest.raises(Refused, match=r"^partition: "):
         made(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 
@@ -281,7 +281,7 @@ def test_epoch_of_one_selected_sample_is_left_out(
     finished(made(REFUSING[name], *words, methods=[make()]), tmp_path)
 
 
-def test_method_that_selects_nothing_but_one_sample_is_told(tmp_path: Path) -> None:
+def test_selection_of_one_sample_is_refused(tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], methods=[First(True)])
     with pytest.raises(Exception, match=r"method 'first'"):
         finished(experiment, tmp_path)
@@ -299,6 +299,6 @@ def test_fedbr_refuses_pseudo_batches_of_one_row() -> None:
 @pytest.mark.parametrize(
     "name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"]
 )
-def test_method_with_batches_of_its_own_has_none_of_one_row(name: str, tmp_path: Path) -> None:
+def test_own_batches_of_a_method_have_two_rows(name: str, tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0")
     finished(experiment, tmp_path)
