@@ -20,6 +20,8 @@ from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
 from raysim.primitives.memory import check_memory
 
+MAX_COLUMNS_IN_MESSAGE = 4
+MAX_CHOICES = 4  # settings that an error proposes
 UTF8_TOKENS = Tokens(257)  # 0 is padding, byte b is b + 1
 LABEL_NAMES = ("label", "labels", "y", "target", "class")  # usual names, the first one wins
 USER_NAMES = ("user", "user_id", "users", "client", "client_id")
@@ -91,13 +93,13 @@ def find_inputs(
         kind = _stored_type(types[name])
         if is_text(kind) or _is_list(kind) or _is_picture(kind):
             choices.append(name)
-    described = ", ".join(f"{name} ({_stored_type(types[name])})" for name in inputs)
+    described = _list_columns(inputs, types)
     action = "Encode them as numbers"
     if choices:
-        settings = " or ".join(f"data.columns={choice}" for choice in choices)
+        settings = " or ".join(f"data.columns={choice}" for choice in choices[:MAX_CHOICES])
         action = f"Set {settings}, or encode the others as numbers"
     raise ValueError(
-        f"{place} has the columns {described}, and only columns of numbers can be one input "
+        f"{place}: the input would be {described}, and only columns of numbers can be one input "
         f"together. {action}."
     )
 
@@ -110,11 +112,18 @@ def describe_origin(
     unused: Sequence[str] = (),
 ) -> Origin:
     """Return which columns became inputs, labels and users, with their types."""
-    shown = [f"{name} ({_stored_type(types[name])})" for name in inputs]
-    if len(shown) > 4:
-        shown = [f"{len(inputs)} columns: {shown[0]}", shown[1], "...", shown[-1]]
     label_type = _stored_type(types[label])
-    return Origin(", ".join(shown), f"{label} ({label_type})", user or "", ", ".join(unused))
+    return Origin(
+        _list_columns(inputs, types), f"{label} ({label_type})", user or "", ", ".join(unused)
+    )
+
+
+def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str:
+    """Return columns with their types; of more than four, only some."""
+    shown = [f"{name} ({_stored_type(types[name])})" for name in names]
+    if len(shown) > MAX_COLUMNS_IN_MESSAGE:
+        shown = [f"{len(names)} columns: {shown[0]}", shown[1], "...", shown[-1]]
+    return ", ".join(shown)
 
 
 # ---- inputs --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 
 @dataclass(frozen=True)
 class Vgg11(ModelRecipe):
-    """Eight 3x3 convolutions, five max-pools and a global average, initialised as in torchvision."""
+    """Eight 3x3 convolutions, five max-pools and a global average, drawn as in torchvision."""
 
     reads: ClassVar[Literal["images"]] = "images"
 
