@@ -47,6 +47,8 @@ from raysim.api.method import Method
 from raysim.data.dataset import Dataset
 from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
+
+# The shared test vectors expect `random_sample_mean` in this module.
 from raysim.methods.pseudo_data import (
     SOURCES,
     check_proxy,
@@ -54,6 +56,7 @@ from raysim.methods.pseudo_data import (
     client_means,
     fresh_means,
     proxy_means,
+    random_sample_mean as random_sample_mean,
     rows_by_samples,
 )
 from raysim.primitives.checks import at_least, one_of
