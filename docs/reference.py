@@ -30,7 +30,7 @@ from raysim.commands.methods import first_line
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import load_yaml as read_yaml, to_dict
-from raysim.experiment.describe import slots
+from raysim.experiment.describe import hook_names
 from raysim.experiment.groups import find_groups as all_groups
 from raysim.experiment.instantiate import TARGET, defaults, describe_type, format_value, resolve
 from raysim.experiment.settings import ExecutionOptions, RuntimeOptions, Tracking
@@ -226,7 +226,7 @@ def _options(method: Method) -> str:
 
 def _hooks(method: Method) -> str:
     rows = []
-    for slot in slots(type(method)):
+    for slot in hook_names(type(method)):
         about = first_sentence(getattr(Method, slot).__doc__)
         rows.append((f"`{slot}`", about.replace("<", "&lt;")))
     if not rows:

@@ -647,7 +647,7 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 def _run(arguments: argparse.Namespace) -> int:
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict, to_yaml
-    from raysim.experiment.many_runs import to_continue
+    from raysim.experiment.many_runs import folder_to_resume
 
     # Before torch is imported, so that a wrong override or folder is refused at once.
     overrides = arguments.overrides
@@ -658,7 +658,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(to_yaml(to_dict(config)), end="")
         return 0
     if config["resume"] == "latest":
-        to_continue(config["out"])
+        folder_to_resume(config["out"])
     if isinstance(config["out"], str):
         with errors_as_refusals():
             _check_folder(user_path(config["out"]), config["resume"], arguments)

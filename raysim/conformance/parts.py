@@ -259,7 +259,9 @@ def _followed(observer: Observer, study: Study) -> None:
         events = coordinate(
             study.spec(), schedule, study.fleet, folder=folder, checkpoint_every=2
         ).run()
-        Follower(followed, events, [UserObserver(observer, type(observer).__name__)]).to_the_end()
+        Follower(
+            followed, events, [UserObserver(observer, type(observer).__name__)]
+        ).follow_to_end()
     assert (
         followed.finished is not None
         and followed.finished.model_sha256 == alone.finished.model_sha256

@@ -55,7 +55,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
     stays = f", {layout.personal:,} of them personal" if layout.personal else ""
     tokens = "" if spec.task.tokens is None else ", token numbers"
     lines = {
-        "methods": ", ".join(f"{m!r} [{', '.join(slots(type(m)))}]" for m in spec.methods)
+        "methods": ", ".join(f"{m!r} [{', '.join(hook_names(type(m)))}]" for m in spec.methods)
         or "fedavg",
         "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
         "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
@@ -95,7 +95,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
 
 
-def split(data: FederatedData) -> dict[str, object]:
+def split_facts(data: FederatedData) -> dict[str, object]:
     """What summary.json says of the split."""
     numbers: Any = statistics(data)
     sizes = {
@@ -204,7 +204,7 @@ def _extra(experiment: Experiment, declarations: Declarations) -> list[str]:
     return texts
 
 
-def slots(cls: type[Method]) -> list[str]:
+def hook_names(cls: type[Method]) -> list[str]:
     """The slots that a method fills; its checks of the settings are none."""
     return [
         hook

@@ -19,14 +19,7 @@ from raysim.experiment.config_files import load_yaml
 from raysim.experiment.describe import overview
 from raysim.experiment.failures import explain_errors
 from raysim.experiment.many_runs import new_folder
-from raysim.experiment.recorder import (
-    OnRound,
-    load_finished,
-    record,
-    say,
-    users_observers,
-    warn,
-)
+from raysim.experiment.recorder import OnRound, load_finished, record, say, warn, wrap_observers
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import (
     CONFIG,
@@ -117,7 +110,7 @@ def run(
     }
     given_parts = {key: part for key, part in parts.items() if part is not None}
     experiment = _build_once(config, given_parts | settings, allow)
-    user_observers = users_observers(on_round, [*experiment.observers, *observers])
+    user_observers = wrap_observers(on_round, [*experiment.observers, *observers])
     with ExitStack() as stack:
         stack.enter_context(lossy_output(sys.stdout, sys.stderr, console.file))
         with errors_as_refusals():

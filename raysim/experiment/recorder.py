@@ -1,4 +1,4 @@
-"""Follows one run: takes its events one by one, and tells them to its observers."""
+"""Follow one run: take its events one by one and pass them to its observers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysim.experiment.describe import identity, split
+from raysim.experiment.describe import identity, split_facts
 from raysim.experiment.result import Result
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Interrupted
@@ -27,6 +27,7 @@ from raysim.results.observers import (
     MethodWarnings,
     Observer,
     Pictures,
+    PrintLine,
     ProbeFiles,
     ProfileFiles,
     ProgressLine,
@@ -48,70 +49,70 @@ OnRound = Callable[[Row], object]
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is, without markup; nothing for ""."""
+    """Print a line without markup; print nothing for ""."""
     if text:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def warn(console: Console, text: str) -> None:
-    """Print a warning; to standard error where the console is quiet."""
+    """Print a warning; to standard error if the console is quiet."""
     from rich.console import Console
 
     say(Console(stderr=True) if console.quiet else console, text)
 
 
 class Follower:
-    """Takes the events of a run, as far as it is asked to, and tells its observers, in their order.
+    """A reader of a run's events that calls its observers in their order.
 
-    Whatever ends the run early is told to those observers that had started and had not finished.
+    If an error ends the run, it is passed to the observers that had started and had not finished.
     """
 
     def __init__(
         self, run: CurrentRun, events: Iterator[Event], observers: Sequence[Observer] = ()
     ):
         self.run, self.events = run, events
-        self._waiting = list(observers)  # for the start
-        self._observers: list[Observer] = []  # those that follow the run now
+        self._unstarted = list(observers)
+        self._started: list[Observer] = []
 
-    def until(self, number: int) -> Row:
-        """Follow the run up to a round; its row."""
-        with self._stopping():
+    def follow_until(self, number: int) -> Row:
+        """Follow the run up to a round, and return its row."""
+        with self._stop_on_error():
             while len(self.run.rows) < number:
-                self._take(next(self.events))
+                self._handle(next(self.events))
         return self.run.rows[number - 1]
 
-    def next_event(self) -> None:
+    def follow_event(self) -> None:
         """Follow the run by one event."""
-        with self._stopping():
-            self._take(next(self.events))
+        with self._stop_on_error():
+            self._handle(next(self.events))
 
-    def to_the_end(self) -> None:
+    def follow_to_end(self) -> None:
         """Follow the run to its end."""
-        with self._stopping():
-            for event in (
-                self.events
-            ):  # to exhaustion: the runtime lets its workers go before results are drawn and sent
-                self._take(event)
+        with self._stop_on_error():
+            # The events are exhausted first: the runtime stops its workers before results are
+            # drawn and sent.
+            for event in self.events:
+                self._handle(event)
             assert self.run.finished is not None, "a run ends with Finished"
-            while self._observers:
-                self._observers[0].on_finish(self.run, self.run.finished)
-                del self._observers[0]
+            while self._started:
+                self._started[0].on_finish(self.run, self.run.finished)
+                del self._started[0]
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if isinstance(event, Started):
             self.run.rows[:] = event.rows
-            while self._waiting:
-                self._waiting[0].on_start(self.run)
-                self._observers.append(self._waiting.pop(0))
+            while self._unstarted:
+                self._unstarted[0].on_start(self.run)
+                self._started.append(self._unstarted.pop(0))
         elif isinstance(event, Round):
             self.run.rows.append(event.row)
-            for observer in self._observers:
+            for observer in self._started:
                 observer.on_round(self.run, event)
         elif isinstance(event, Waiting):
-            for observer in self._observers:
+            for observer in self._started:
                 observer.on_wait(self.run, event)
         elif isinstance(event, Saved):
-            for observer in self._observers:
+            for observer in self._started:
                 observer.on_checkpoint(self.run, event)
         elif isinstance(event, Profiled):
             self.run.profile = event
@@ -119,19 +120,19 @@ class Follower:
             self.run.finished = event
 
     @contextmanager
-    def _stopping(self) -> Iterator[None]:
+    def _stop_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self._stop(error)
+            self._notify_all(error)
             raise
 
-    def _stop(self, error: BaseException) -> None:
-        """Tell all that are left, even if one of them fails at it."""
-        problems = []
-        while self._observers:
+    def _notify_all(self, error: BaseException) -> None:
+        """Pass an error to all observers, even if one of them fails."""
+        problems: list[Exception] = []
+        while self._started:
             try:
-                self._observers.pop(0).on_stop(self.run, error)
+                self._started.pop(0).on_stop(self.run, error)
             except Exception as problem:
                 problems.append(problem)
         if problems:
@@ -146,36 +147,36 @@ def record(
     quiet: bool,
     users: Sequence[Observer] = (),
 ) -> Result:
-    """Follow a run to its end, with all that writes and shows its results, and with the user's own observers.
+    """Follow a run to its end with raysim's own observers and the user's, and return the result.
 
-    Whatever ends it early, its history so far is written and its tracking closed. Raises Interrupted.
+    If an error ends the run, its history so far is written and its tracking is closed. Raise
+    `Interrupted` if the user stops it.
     """
     run = current_run(experiment, folder)
     follower = Follower(run, events, [*run_observers(experiment, folder, console, quiet), *users])
     try:
-        follower.to_the_end()
+        follower.follow_to_end()
     except KeyboardInterrupt:
-        again = f"raysim run with the same settings, out={folder} and resume=latest"
-        at = (
-            "the last checkpoint"
-            if last_checkpoint(folder, experiment.spec.settings.checkpoint)
-            else "round 0, for want of a checkpoint"
-        )
+        start = "round 0, because there is no checkpoint"
+        if last_checkpoint(folder, experiment.spec.settings.checkpoint):
+            start = "the last checkpoint"
         raise Interrupted(
-            f"stopped after round {len(run.rows)}: {again} continues from {at}"
+            f"stopped after round {len(run.rows)}: raysim run with the same settings, "
+            f"out={folder} and resume=latest continues from {start}"
         ) from None
-    return Result(folder, json.loads((folder / SUMMARY).read_text()), run.rows, experiment)
+    summary = json.loads((folder / SUMMARY).read_text())
+    return Result(folder, summary, run.rows, experiment)
 
 
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
-    """What observers are told of a run."""
+    """Return the description of a run that observers get."""
     facts = {
         "methods": [method.name for method in experiment.spec.methods],
         "title": experiment.spec.data.title,
         "choices": experiment.config["choices"],
         "identity": identity(experiment),
         "source": source_commit(),
-        "split": split(experiment.spec.data),
+        "split": split_facts(experiment.spec.data),
     }
     rounds, thresholds = experiment.spec.settings.rounds, experiment.execution.thresholds
     return CurrentRun(folder, rounds, experiment.title, facts, thresholds, config=experiment.config)
@@ -186,91 +187,108 @@ def run_observers(
 ) -> list[Observer]:
     """Return the observers of a run in the order in which they are called.
 
-    is_trial: whether a sweep makes the run. The sweep sends the trial's rows to MLflow and draws one picture of all
-    trials, so the run itself does neither.
+    is_trial: a sweep makes the run. The sweep sends the trial's rows to MLflow and draws one
+    picture of all trials, so the run itself does neither.
     """
 
-    def note(text: str) -> None:
+    def print_line(text: str) -> None:
+        say(console, text)
+
+    def print_unless_quiet(text: str) -> None:
         if not quiet:
             say(console, text)
 
-    def warns(text: str) -> None:
+    def print_table(table: object) -> None:
+        if not quiet:
+            console.print(table)
+
+    def print_warning(text: str) -> None:
         warn(console, text)
 
-    def says(text: str) -> AbstractContextManager[None]:
+    def show_activity(text: str) -> AbstractContextManager[None]:
         return nullcontext() if quiet else activity_line(console, text)
 
-    pictures = [] if is_trial else [Pictures(says)]
-    tracking = [] if is_trial else _tracking(experiment, folder, console, says)
+    pictures = [] if is_trial else [Pictures(show_activity)]
+    tracking = [] if is_trial else _tracking(experiment, folder, print_line, show_activity)
     return [
         ProgressLine(console, quiet, experiment.spec.data),
         HistoryFile(),
         JobFiles(),
         ClientFiles(experiment.spec.data),
-        FailureFile(warns, experiment.spec.data),
-        WorkerDeaths(note),
-        MethodWarnings(experiment.round_warnings, warns),
+        FailureFile(print_warning, experiment.spec.data),
+        WorkerDeaths(print_unless_quiet),
+        MethodWarnings(experiment.round_warnings, print_warning),
         ProbeFiles(),
         *pictures,
-        ProfileFiles(lambda table: None if quiet else console.print(table)),
+        ProfileFiles(print_table),
         SummaryFile(),  # after all other files
         *tracking,  # sends these files
-        ClosingLine(lambda text: say(console, text)),
+        ClosingLine(print_line),
     ]
 
 
 def _tracking(
-    experiment: Experiment, folder: Path, console: Console, says: ShowActivity
+    experiment: Experiment, folder: Path, print_line: PrintLine, show_activity: ShowActivity
 ) -> list[Observer]:
     options = experiment.execution.tracking
     if options.name == "none":
         return []
 
-    def tell(text: str) -> None:
-        say(console, text)
-
-    tracker = Tracker(folder, options.uri or "", name=folder.resolve().name, say=tell)
+    tracker = Tracker(folder, options.uri or "", name=folder.resolve().name, say=print_line)
     spec, study = experiment.spec, _study_of(folder)
-    tags = {
+    tags: dict[str, object] = {
         "kind": "run",
         "method": "+".join(method.name for method in spec.methods) or "fedavg",
-        "seed": spec.settings.seed,
         "data": spec.data.title,
-        **({"study": study.name} if study else {}),
-        **{key: value for key, value in flatten(identity(experiment)).items() if key != "seed"},
-        **source_tags(),
     }
-    return [TrackingObserver(tracker, experiment.config, tags, spec, tell, says, study)]
+    if study is not None:
+        tags["study"] = study.name
+    tags |= flatten(identity(experiment))  # with the seed
+    tags |= source_tags()
+    observer = TrackingObserver(
+        tracker, experiment.config, tags, spec, print_line, show_activity, study
+    )
+    return [observer]
 
 
 def _study_of(folder: Path) -> Path | None:
-    """The folder of the tracked study that a run is a part of, in STUDY/runs/NAME."""
+    """Return the folder of the tracked study that has a run as STUDY/runs/NAME, or None."""
     study = folder.resolve().parent.parent
     return study if (study / "study.yaml").is_file() and read_record(study) else None
 
 
-def users_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
-    """The user's own observers, each of which is named if it fails. Raises Refused for what cannot be one."""
+def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
+    """Return the user's own observers, wrapped so that an error names the one that fails.
+
+    Raise `Refused` for what cannot be an observer.
+    """
     wrapped: list[Observer] = []
     if on_round is not None:
         if not callable(on_round):
             raise Refused(
-                f"on_round={on_round!r} cannot be called: give a function that takes the row of a round"
+                f"on_round={on_round!r} cannot be called. "
+                "Give a function that takes the row of a round."
             )
         name = getattr(on_round, "__qualname__", type(on_round).__qualname__)
         wrapped.append(UserObserver(RoundCallback(on_round), f"on_round={name}"))
     for observer in observers:
         if not isinstance(observer, Observer):
             raise Refused(
-                f"observers={observer!r} is no observer: give an object of a subclass of raysim.Observer"
+                f"observers={observer!r} is no observer. "
+                "Give an object of a subclass of raysim.Observer."
             )
         wrapped.append(UserObserver(observer, type(observer).__qualname__))
     return wrapped
 
 
 def load_finished(experiment: Experiment, folder: Path, console: Console) -> Result:
-    """The result of a run that had finished before; what MLflow lacks of it is sent."""
-    if experiment.execution.tracking.name == "mlflow":
-        replay(folder, experiment.execution.tracking.uri or "", say=lambda text: say(console, text))
+    """Return the result of a run that had finished before; send MLflow what it lacks of it."""
+
+    def print_line(text: str) -> None:
+        say(console, text)
+
+    tracking = experiment.execution.tracking
+    if tracking.name == "mlflow":
+        replay(folder, tracking.uri or "", say=print_line)
     summary = json.loads((folder / SUMMARY).read_text())
     return Result(folder, summary, read_history(folder / HISTORY), experiment)

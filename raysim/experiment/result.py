@@ -1,4 +1,4 @@
-"""What a finished run is in Python: tables of its rounds and clients, its models, and what they say of test samples."""
+"""A run in Python: tables of its rounds and clients, its models, and their predictions."""
 
 from __future__ import annotations
 
@@ -33,31 +33,37 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 
 
 class Predictions(NamedTuple):
-    """What a model says of n test samples."""
+    """A model's outputs for n test samples.
 
-    labels: np.ndarray  # [n], as the data has them
-    scores: np.ndarray  # [n, outputs], as evaluation ranks them: logits, unless a method makes something else of them
-    rows: np.ndarray  # [n] their places in the data set, training rows first
+    labels: [n], as the data has them. scores: [n, outputs], as evaluation ranks them: logits,
+    unless a method changes them. rows: [n], the samples' places in the data set, training rows
+    first.
+    """
+
+    labels: np.ndarray
+    scores: np.ndarray
+    rows: np.ndarray
 
     def __repr__(self) -> str:
-        right = ""
-        if (
-            len(self.labels) and self.labels.ndim == 1 and self.labels.dtype.kind in "iu"
-        ):  # labels are classes
-            right = f", {float((self.classes == self.labels).mean()):.4f} of them right"
-        return f"Predictions({len(self.labels)} rows, scores {list(self.scores.shape)}{right})"
+        labels = self.labels
+        accuracy = ""
+        has_classes = labels.ndim == 1 and labels.dtype.kind in "iu"
+        if len(labels) and has_classes:
+            accuracy = f", {float((self.classes == labels).mean()):.4f} of them right"
+        return f"Predictions({len(labels)} rows, scores {list(self.scores.shape)}{accuracy})"
 
     @property
     def classes(self) -> np.ndarray:
-        """[n] the class with the highest score."""
+        """Return the class with the highest score of each sample, [n]."""
         return np.asarray(self.scores.argmax(1))
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A run: where it lies, its summary, and its history (a row per aggregation).
+    """A run: its folder, its summary, and its history (a row per aggregation).
 
-    What needs its models builds them from the folder's files, in this process, on the CPU.
+    Models are built from the folder's files when they are needed, in this process, on the CPU.
+    source: the run, or a function that builds it.
     """
 
     folder: Path
@@ -67,91 +73,99 @@ class Result:
 
     def __repr__(self) -> str:
         metric = self.summary.get("metric", "accuracy")
-        scores = {key: self.summary.get(key) for key in (metric, f"{metric}_global")}
-        told = "".join(f", {key} {score:.4f}" for key, score in scores.items() if score is not None)
-        return f"Result({self.folder}: {self.summary.get('rounds', len(self.rows))} rounds{told})"
+        scores = ""
+        for key in (metric, f"{metric}_global"):
+            if self.summary.get(key) is not None:
+                scores += f", {key} {self.summary[key]:.4f}"
+        rounds = self.summary.get("rounds", len(self.rows))
+        return f"Result({self.folder}: {rounds} rounds{scores})"
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The run, built and checked."""
+        """Return the run, built and checked."""
         return self.source if isinstance(self.source, Experiment) else self.source()
 
     # --- tables ------------------------------------------------------------------------------------------------------
     @property
     def history(self) -> pd.DataFrame:
-        """A row per aggregation, as in history.parquet; nan where nothing was measured."""
+        """Return a row per aggregation, as in history.parquet; nan where nothing was measured."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
 
     @property
     def clients(self) -> pd.DataFrame:
-        """A row per client, by its number: training and test samples, and the scores of the last evaluation."""
+        """Return a row per client, by its number: its samples and the scores of the last evaluation."""
         import pandas as pd
 
-        if not (path := self.folder / "clients.parquet").is_file():
+        path = self.folder / "clients.parquet"
+        if not path.is_file():
             raise Refused(
-                f"{self.folder} has no clients.parquet: an earlier version wrote it, or it has no round yet"
+                f"{self.folder} has no clients.parquet: "
+                "an earlier version wrote it, or it has no round yet"
             )
         return pd.read_parquet(path).set_index("client")
 
     # --- models ------------------------------------------------------------------------------------------------------
     def model(self, best: bool = False) -> nn.Module:
-        """The shared model with the final weights, in eval mode on the CPU; its keys are those of the model given.
+        """Return the shared model with the final weights, in eval mode on the CPU.
 
-        best: with the weights of the best round, as `summary["best_model"]` says. Raises Refused where clients keep a
-        part of it to themselves, or the run has not finished.
+        Its keys are those of the user's model. best: with the weights of the best round, which
+        `summary["best_model"]` names. Raise `Refused` if clients keep a part of it to themselves,
+        or the run has not finished.
         """
         self._refuse_personal()
-        return _filled(self.experiment.spec, self._shared(BEST if best else MODEL))
+        return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
 
     def client_model(self, client: int) -> nn.Module:
-        """The model that is scored for this client: with what it keeps to itself, and as methods personalise it.
+        """Return the model that is scored for a client: with its personal tensors, personalised.
 
-        Raises Refused where there is no such client, or no checkpoint of the last round holds what clients keep.
+        Raise `Refused` if there is no such client, or no checkpoint of the last round that holds
+        client states.
         """
-        with self._at_the_end() as end:
-            worker, task, published, state = end.asked(self._client(client))
+        with self._final_state() as final:
+            worker, task, published, state = final.scoring(self._client(client))
             tensors = worker.scored_tensors(task, published, state)
-        return _filled(self.experiment.spec, tensors)
+        return _model_with(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
-        """What this client keeps to itself, by full name: personal tensors, and what methods declare (`Method.state`).
+        """Return a client's state by full name: personal tensors, and what `Method.state` declares.
 
-        Of a client that never trained what it would start from; empty where clients keep nothing. Raises Refused as
-        `client_model` does.
+        A client that never trained has the state that it would start from. The state is empty if
+        clients keep nothing. Raise `Refused` as `client_model` does.
         """
-        with self._at_the_end() as end:
-            worker, task, _, state = end.asked(self._client(client))
+        with self._final_state() as final:
+            worker, task, _, state = final.scoring(self._client(client))
             return {
                 name: value.copy() for name, value in worker.client_tensors(task, state).items()
             }
 
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
-        """Labels and scores on the central test set by the shared model, or on a client's own tests by its own model.
+        """Return labels and scores on the central test set, or on a client's tests.
 
-        By the weights that were evaluated last, which a method (FedExP) may choose. best: by the shared model of the
-        best round. Raises Refused where there are no such samples, and as `model` and `client_model` do.
+        The central set is scored by the shared model, a client's tests by its own model, with the
+        weights that were evaluated last; a method (FedExP) may choose these. best: by the shared
+        model of the best round. Raise `Refused` if there are no such samples, and as `model` and
+        `client_model` do.
         """
         if client is None:
             self._refuse_personal()
         elif best:
             raise Refused(
-                "best=True: the clients' own models of the best round are not kept. Leave out client or best"
+                "best=True: the clients' own models of the best round are not kept. "
+                "Leave out client or best."
             )
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            whose = (
-                "the data has no central test set: name a client"
-                if client is None
-                else f"{data.label(client)} has none"
-            )
-            raise Refused(f"there is nothing to predict: {whose}, result.predictions(client=...)")
-        with self._at_the_end() as end:
-            worker, task, published, state = end.asked(client)
+            reason = "the data has no central test set: name a client"
+            if client is not None:
+                reason = f"{data.label(client)} has none"
+            raise Refused(f"there is nothing to predict: {reason}, result.predictions(client=...)")
+        with self._final_state() as final:
+            worker, task, published, state = final.scoring(client)
             if best:
-                published = end.published_as(self._shared(BEST))
+                published = final.version_of(self._shared(BEST))
             labels, scores = worker.predictions(replace(task, rows=rows), published, state)
         return Predictions(labels, scores, rows)
 
@@ -163,10 +177,8 @@ class Result:
 
     def _refuse_personal(self) -> None:
         _, layout = build_networks(self.experiment.spec)
-        if any(
-            entry.personal and entry.network == "model"
-            for entry in (*layout.entries, *layout.counters)
-        ):
+        entries = (*layout.entries, *layout.counters)
+        if any(entry.personal and entry.network == "model" for entry in entries):
             raise Refused(
                 "every client of this run has a model of its own: ask for one, client_model(client)"
             )
@@ -177,27 +189,31 @@ class Result:
             return load_file(path)
         if name == BEST and (self.folder / MODEL).is_file():
             raise Refused(
-                f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again"
+                f"{self.folder} has no {BEST}: an earlier version of raysim ran it. Run it again."
             )
         raise Refused(
-            f"{self.folder} has no {name}: the run has not finished; out={self.folder} resume=latest"
+            f"{self.folder} has no {name}: the run has not finished. "
+            f"Continue it with out={self.folder} resume=latest."
         )
 
     @contextmanager
-    def _at_the_end(self) -> Iterator[_End]:
+    def _final_state(self) -> Iterator[_FinalState]:
         with preserve_torch_settings():
             make_deterministic(self.experiment.spec.threads)
-            yield self._end
+            yield self._state
 
     @cached_property
-    def _end(self) -> _End:
+    def _state(self) -> _FinalState:
         path = last_checkpoint(self.folder, self.experiment.spec.settings.checkpoint)
         is_last = checkpoint.version_of(path) == self.summary.get("rounds")
-        return _End(self.experiment, self._shared(), path if is_last else "")
+        return _FinalState(self.experiment, self._shared(), path if is_last else "")
 
 
-class _End:
-    """Where a run ended: its coordinator and a worker, in this process; of its last checkpoint if it has one."""
+class _FinalState:
+    """The coordinator and a worker at the end of a run, in this process.
+
+    path: the checkpoint of the last round; "" if there is none.
+    """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
         spec = replace(experiment.spec, device="cpu", lanes=1, graph=False)
@@ -216,35 +232,39 @@ class _End:
                 view.copy_(shared[name])
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
-    def published_as(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return these weights, by full name, as workers receive them."""
+    def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
+        """Return the version that workers receive of these weights, by full name."""
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
         for name, view in self.coordinator.initial.named(vector, counters).items():
             view.copy_(shared[name])
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
-    def asked(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return what scores a client's own model (None: the shared one), without rows, and its state."""
-        private, none = self.coordinator.client_states, np.empty(0, np.int64)
+    def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
+        """Return what scores a client's model (None: the shared one): worker, task, version, state.
+
+        The task has no rows.
+        """
+        client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:
-            return self.worker, ScoringTask(-1, none), self.published, None
-        if not self.path and (private.stateful or self.worker.personalises):
+            return self.worker, ScoringTask(-1, no_rows), self.published, None
+        if not self.path and (client_states.stateful or self.worker.personalises):
             raise Refused(
-                "no checkpoint of the last round holds what clients keep: set checkpoint.every above 0"
+                "checkpoint.every: no checkpoint of the last round holds client states. "
+                "Set it above 0."
             )
         extras = self.coordinator.server.sent_to(client)
-        task = ScoringTask(client, none, private.accepted_job(client), extras)
-        return self.worker, task, self.published, private.state(client)
+        task = ScoringTask(client, no_rows, client_states.accepted_job(client), extras)
+        return self.worker, task, self.published, client_states.state(client)
 
 
-def _filled(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The run's model with these values, by full name, as tensors of its own."""
+def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the run's model with a copy of these values, by full name."""
     model = build_networks(spec)[0]["model"]
-    own = model.state_dict()
+    state = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
             network, _, path = name.partition(".")
-            if network == "model" and path in own:  # a buffer may be no part of what is stored
-                own[path].copy_(tensor)
+            if network == "model" and path in state:  # a buffer may not be stored
+                state[path].copy_(tensor)
     return original_network(model).eval()

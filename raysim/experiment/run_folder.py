@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raysim.experiment.config_files import Node, load_yaml, to_yaml
 from raysim.experiment.instantiate import format_value
-from raysim.experiment.many_runs import check_free, dated_folder, to_continue
+from raysim.experiment.many_runs import check_free, dated_folder, folder_to_resume
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import (
@@ -96,7 +96,7 @@ def _new_place(experiment: Experiment) -> Place:
 def _latest_place(experiment: Experiment) -> Place:
     settings = experiment.spec.settings
     options, rounds = settings.checkpoint, settings.rounds
-    folder = user_path(to_continue(experiment.execution.out))
+    folder = user_path(folder_to_resume(experiment.execution.out))
     exists = folder.exists()
     if exists and not (folder / CONFIG).is_file() and not _has_just_begun(folder):
         raise Refused(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raysim.experiment.config_files import Node, load_yaml, to_yaml
-from raysim.experiment.many_runs import asked_to_continue, not_a_folder_of
+from raysim.experiment.many_runs import is_resume_requested, wrong_folder_error
 from raysim.primitives.errors import Refused
 from raysim.primitives.files import replace_file
 from raysim.results.progress import format_duration
@@ -80,7 +80,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     With out=DIR resume=latest and the overrides of a new study or sweep, a folder that is absent or
     empty begins one. Raise `Refused` for any other folder without a plan.
     """
-    if not asked_to_continue(overrides, command):
+    if not is_resume_requested(overrides, command):
         return False
     if plan_file(folder, command).is_file():
         return True
@@ -93,7 +93,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     keys = {override.partition("=")[0] for override in overrides}
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if keys <= {"out", "resume"} or not is_new:
-        raise not_a_folder_of(command, folder, plan_file(folder, command).name)
+        raise wrong_folder_error(command, folder, plan_file(folder, command).name)
     return False
 
 

@@ -25,8 +25,8 @@ from raysim.experiment.recorder import (
     current_run,
     run_observers,
     say,
-    users_observers,
     warn,
+    wrap_observers,
 )
 from raysim.experiment.run_folder import CONFIG, begin_folder, choose_place, last_checkpoint
 from raysim.experiment.settings import Experiment
@@ -145,7 +145,7 @@ class SteppedRun:
             started = next(events)
             begin_folder(experiment, where)
         observers = run_observers(experiment, self.folder, console, quiet=False, is_trial=True)
-        own_observers = users_observers(None, experiment.observers)
+        own_observers = wrap_observers(None, experiment.observers)
         return Follower(current, chain([started], events), [*observers, *own_observers])
 
     @property
@@ -156,14 +156,14 @@ class SteppedRun:
     def until(self, number: int) -> Row:
         """Follow the run up to a round and return the round's row."""
         with self._recorded():
-            return self._follower.until(number)
+            return self._follower.follow_until(number)
 
     def to_the_end(self) -> None:
         """Finish a run whose last round is made: write its results."""
         if self.is_finished:
             return
         with self._recorded():
-            self._follower.to_the_end()
+            self._follower.follow_to_end()
         self.is_finished = True
 
     def write_history(self) -> None:
@@ -181,7 +181,7 @@ class SteppedRun:
                 checkpoint.version_of(last_checkpoint(self.folder, self._settings.checkpoint))
                 < number
             ):
-                self._follower.next_event()  # a checkpoint follows its round at once
+                self._follower.follow_event()  # a checkpoint follows its round at once
 
     def close(self) -> None:
         """Stop the run where it is; nothing is written."""

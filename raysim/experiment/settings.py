@@ -1,4 +1,4 @@
-"""Where a run is carried out, as the configuration says, and the run itself, built and checked."""
+"""The settings of a run's execution, and the run itself, built and checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 
 @dataclass(frozen=True)
 class RuntimeOptions(RayOptions):
-    """Where a run's workers live, and what each of them gets. lanes: clients trained at once; None: as was measured.
+    """Where a run's workers are, and what each of them gets.
 
-    graph: whether steps are recorded once and replayed; None: as was measured. precision: of products within a step.
+    lanes: the clients that a worker trains at once. graph: steps are recorded once and replayed.
+    For both, None chooses what was measured to be fast. precision: of products within a step.
     """
 
     name: Literal["inprocess", "local", "cluster"] = "local"
@@ -38,27 +39,29 @@ class RuntimeOptions(RayOptions):
         between("runtime.lanes", 1 if self.lanes is None else self.lanes, 1, 4096)
         if self.name == "cluster" and not self.address:
             raise ValueError(
-                "runtime.address=null names no cluster: set it to auto, or to the address of its head node"
+                "runtime.address=null names no cluster: set it to auto, "
+                "or to the address of its head node"
             )
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where metrics go besides the run's folder."""
+    """Where metrics are sent besides the run's folder. uri: MLflow's store; None: the default."""
 
     name: Literal["mlflow", "none"] = "mlflow"
     uri: str | None = None
 
     def __post_init__(self) -> None:
-        expand_uri(self.uri or "")  # refused before anything starts
+        expand_uri(self.uri or "")  # an unusable one is refused before anything starts
 
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Where a run is carried out and what is kept of it: the keys that `RunSettings` lacks, and that name no class.
+    """Where a run is executed and what is kept of it.
 
-    out: the run's folder. resume: "latest", or a checkpoint's folder. thresholds: accuracies, for `rounds_to`. profile:
-    whether it is measured where the wall time goes.
+    These are the keys that `RunSettings` lacks and that name no class. out: the run's folder; None:
+    a dated one in runs. resume: "latest", or a checkpoint's folder. thresholds: accuracies for
+    `rounds_to`. profile: measure where the wall time goes.
     """
 
     out: str | None = None
@@ -74,18 +77,21 @@ class ExecutionOptions:
 class Experiment:
     """A run, built and checked; nothing has been written yet.
 
-    spec holds what really runs: `method=centralized`, for example, has changed its data and its local steps already.
+    config: as the run's folder stores it. spec: what really runs; `method=centralized`, for
+    example, has changed its data and its local steps already. observers: those that the
+    configuration names. changes: a sentence for each setting that methods changed. round_warnings:
+    checks of methods, made after each round.
     """
 
-    config: Node  # resolved, as stored in the run's folder
+    config: Node
     spec: RunSpec
     schedule: Schedule
     fleet: Fleet
     execution: ExecutionOptions
     warnings: tuple[str, ...]
-    observers: tuple[Observer, ...] = ()  # that the configuration names
-    changes: tuple[str, ...] = ()  # settings that methods changed, a sentence each
-    round_warnings: tuple[RoundWarning, ...] = ()  # of methods, asked after each round
+    observers: tuple[Observer, ...] = ()
+    changes: tuple[str, ...] = ()
+    round_warnings: tuple[RoundWarning, ...] = ()
 
     def __repr__(self) -> str:
         clients, rounds = len(self.spec.data.partition.train), self.spec.settings.rounds
@@ -93,10 +99,10 @@ class Experiment:
 
     @property
     def title(self) -> str:
-        """Methods and data, for file names and plots: "fedbr+mixup-mnist"."""
+        """Return methods and data, for file names and plots: "fedbr+mixup-mnist"."""
         methods = "+".join(method.name for method in self.spec.methods) or "fedavg"
         return f"{methods}-{self.config['choices']['data']}"
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; the text says how to go on."""
+    """The user stopped the run; the text says how to continue it."""

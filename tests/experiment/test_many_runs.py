@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysim.experiment.many_runs import (
-    asked_to_continue,
+    is_resume_requested,
     check_free,
     dated_folder,
     last_score,
@@ -54,15 +54,15 @@ def test_a_folder_that_exists_is_not_written_into_unless_it_is_continued(tmp_pat
 
 
 def test_what_is_continued_is_named_by_its_folder_alone() -> None:
-    assert asked_to_continue(["out=s", "resume=latest"], "study")
-    assert not asked_to_continue(["out=s"], "study")
+    assert is_resume_requested(["out=s", "resume=latest"], "study")
+    assert not is_resume_requested(["out=s"], "study")
     for words in (
         ["resume=latest"],
         ["out=s", "resume=s/round-1"],
         ["out=s", "resume=latest", "resume=latest"],
     ):
         with pytest.raises(Refused, match="a search is continued with out=DIR resume=latest"):
-            asked_to_continue(words, "search")
+            is_resume_requested(words, "search")
 
 
 @pytest.mark.parametrize(

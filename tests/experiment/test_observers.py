@@ -230,7 +230,7 @@ def test_observers_are_told_in_their_order(tmp_path: Path) -> None:
     follower = Follower(
         CurrentRun(tmp_path, 2), played(2), [Diary(pages=pages, name=name) for name in ("a ", "b ")]
     )
-    follower.to_the_end()
+    follower.follow_to_end()
     assert pages == [
         f"{name} {what}" for what in ("start at 0", "round 1", "round 2", "finish") for name in "ab"
     ]
@@ -250,7 +250,7 @@ def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second
 ) -> None:
     others = [Diary("stop by RuntimeError"), HistoryFile(), last := Diary()]
     with pytest.raises(ZeroDivisionError) as caught:
-        Follower(CurrentRun(tmp_path, 3), played(2, lasts=False), others).to_the_end()
+        Follower(CurrentRun(tmp_path, 3), played(2, lasts=False), others).follow_to_end()
     assert str(caught.value.__cause__) == "a client's error"
     assert rounds(str(tmp_path)) == [1, 2]
     assert last.pages[-1] == "stop by RuntimeError"
@@ -288,7 +288,7 @@ def test_only_who_has_started_and_not_finished_is_told_of_a_stop(
 ) -> None:
     observers = [Diary(), Diary(fails), Diary()]
     with pytest.raises(ZeroDivisionError):
-        Follower(CurrentRun(tmp_path, 1), played(1), observers).to_the_end()
+        Follower(CurrentRun(tmp_path, 1), played(1), observers).follow_to_end()
     assert ["stop by ZeroDivisionError" in each.pages for each in observers] == told
 
 

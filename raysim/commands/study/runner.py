@@ -24,7 +24,7 @@ from raysim.commands.study.plan import StudyPlan, StudyRun
 from raysim.experiment import run_table
 from raysim.experiment.build import build
 from raysim.experiment.config_files import Node
-from raysim.experiment.many_runs import how_to_go_on, join_ray, score
+from raysim.experiment.many_runs import join_ray, resume_hint, score
 from raysim.experiment.run_folder import choose_place
 from raysim.experiment.runner import attempt
 from raysim.experiment.settings import Interrupted
@@ -144,7 +144,7 @@ def make_runs(
                 left = _time_left(seconds, total - number, parallel)
                 say(f"run {number}/{total} {end.run.name}: {outcome}{left}")
     except KeyboardInterrupt:
-        command = how_to_go_on("study", study.folder, allow)
+        command = resume_hint("study", study.folder, allow)
         raise Interrupted(f"stopped before all {total} runs were made: {command}") from None
     return failures
 

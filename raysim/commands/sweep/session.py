@@ -21,7 +21,7 @@ from raysim.commands.sweep.results import SweepResult, collect_results
 from raysim.commands.sweep.space import Choice, ValueRange
 from raysim.commands.sweep.tune import free_resources, multiply, search, trial_task
 from raysim.experiment.build import build
-from raysim.experiment.many_runs import how_to_go_on, join_ray, new_folder, value_label
+from raysim.experiment.many_runs import join_ray, new_folder, resume_hint, value_label
 from raysim.experiment.recorder import say, warn
 from raysim.experiment.run_folder import check_writable
 from raysim.experiment.settings import Experiment, Interrupted, RuntimeOptions
@@ -189,7 +189,7 @@ class SweepSession:
                 search(self.plan, records, points, rounds, task, line)
             status = "FINISHED"
         except KeyboardInterrupt:
-            command = how_to_go_on("sweep", self.folder, allow)
+            command = resume_hint("sweep", self.folder, allow)
             raise Interrupted(
                 f"stopped after {records.ended} of {count} trials: {command}"
             ) from None

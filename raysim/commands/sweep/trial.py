@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raysim.experiment import run_table
 from raysim.experiment.config_files import Node
-from raysim.experiment.many_runs import FINAL, mean_row
+from raysim.experiment.many_runs import FINAL_SUFFIXES, mean_row
 from raysim.experiment.runner import StartEvents, SteppedRun
 from raysim.results.history import Row, metric_of
 from raysim.simulation.events import RunStoppedError
@@ -59,7 +59,7 @@ class Trial:
 
     def _explain_unmeasured(self, rows: Sequence[Row]) -> str:
         last = rows[-1] if rows else {}
-        usual = [f"{metric_of(rows)}{suffix}" for suffix in FINAL]
+        usual = [f"{metric_of(rows)}{suffix}" for suffix in FINAL_SUFFIXES]
         columns = dict.fromkeys([*usual, *last])
         measured = [name for name in columns if name != "round" and last.get(name) is not None]
         return (
