@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysim.api.method import Method
-from raysim.experiment.describe import slots
+from raysim.experiment.describe import hook_names
 from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.instantiate import TARGET, format_value
 from raysim.experiment.parts import class_of
@@ -99,7 +99,7 @@ def _entry(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) -
     # The docstring of a module with one method is about this method.
     about = first_line(texts[0] if len(methods) == 1 else texts[1])
     parameters = {key: value for key, value in node.items() if key != TARGET}
-    return MethodEntry(name, option, cls.paper, about, texts, slots(cls), parameters)
+    return MethodEntry(name, option, cls.paper, about, texts, hook_names(cls), parameters)
 
 
 def first_line(text: str) -> str:

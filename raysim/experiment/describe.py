@@ -1,10 +1,10 @@
-"""What a run says of itself: the overview before it starts, and what its bits depend on."""
+"""Describe a run: the overview before it starts, its split, and what its bits depend on."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,252 +24,262 @@ from raysim.primitives.version import __version__
 from raysim.simulation.best_model import best_criterion
 from raysim.simulation.forecast import CLIENTS_PER_BUSY_WORKER, forecast
 from raysim.simulation.load import make_planner
-from raysim.training.run_spec import declare_run, evaluation_of
+from raysim.training.run_spec import RunSpec, declare_run, evaluation_of
 from raysim.vectors.layout import Layout
 
-LISTED_USERS = 1000  # more of them are in clients.parquet alone
+# More users than these are listed in clients.parquet alone.
+MAX_LISTED_USERS = 1000
+# Libraries on which the bits of a run depend.
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
+# --- the overview ---------------------------------------------------------------------------------
 def overview(experiment: Experiment, folder: Path) -> str:
-    """A few lines: methods, model, data, clients, schedule, workers, BatchNorm's policy, device, folder.
+    """Return a few lines about a run: methods, model, data, clients, schedule, workers, folder.
 
-    Raises ValueError where the fleet lets no run begin.
+    Raise `ValueError` if the run cannot begin with its fleet.
     """
-    spec, settings, choices = (
-        experiment.spec,
-        experiment.spec.settings,
-        experiment.config["choices"],
-    )
+    spec, settings = experiment.spec, experiment.spec.settings
     declarations = declare_run(spec)
     networks, layout = declarations.networks, declarations.layout
     numbers: Any = statistics(spec.data)
-    sizes = numbers["sizes"]
-    tests = spec.data.partition.test.counts
-    runtime = experiment.execution.runtime
-    workers = (
-        "in this process"
-        if runtime.name == "inprocess"
-        else f"{runtime.workers or 'as many workers as fit'} ({runtime.name})"
-    )
-    stays = f", {layout.personal:,} of them personal" if layout.personal else ""
-    tokens = "" if spec.task.tokens is None else ", token numbers"
+    personal = {entry.name for entry in layout.entries if entry.personal}
     lines = {
-        "methods": ", ".join(f"{m!r} [{', '.join(hook_names(type(m)))}]" for m in spec.methods)
-        or "fedavg",
-        "model": f"{choices['model']}: {_parameters(networks)}; {layout.total:,} floats{stays}",
-        "data": f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}",
+        "methods": _methods(spec.methods),
+        "model": _model(experiment, networks, layout),
+        "data": _data(spec),
         "columns": spec.data.open().columns,
-        "clients": f"{numbers['clients']} with {_span(sizes['min'], sizes['max'], 'training samples')}, "
-        f"{numbers['empty_clients']} without; {_span(tests.min(), tests.max(), 'test samples of their own')}; "
-        f"{numbers['central_test']} central test samples",
-        "split": format_heterogeneity(numbers["heterogeneity"])
-        if numbers["counts"].shape[1] > 1
-        else "",  # only classes differ
+        "clients": _clients(spec.data, numbers),
+        "split": _split(numbers),
         "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
-        "rounds": f"{_several(settings.rounds, 'round')} of {experiment.schedule!r}, {settings.weighting} weights; "
-        f"{_local(settings.local)}",
+        "rounds": f"{_count(settings.rounds, 'round')} of {experiment.schedule!r}, "
+        f"{settings.weighting} weights; {_local(settings.local)}",
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
         "init": _init(experiment, networks, layout),
         "best": _best(experiment),
-        "BatchNorm": _batchnorm(
-            networks, {entry.name for entry in layout.entries if entry.personal}
-        ),
-        "extra": "; ".join(_extra(experiment, declarations)),
-        "workers": f"{workers}, {_several(spec.threads, 'thread')} each, device {spec.device}, "
-        + (
-            "one client at a time"
-            if spec.lanes == 1
-            else f"{spec.lanes} clients at once (runtime.lanes)"
-        )
-        + (", steps recorded and replayed (runtime.graph)" if spec.graph else "")
-        + (
-            f", products in {spec.precision} (runtime.precision)"
-            if spec.precision != "float32"
-            else ""
-        ),
+        "BatchNorm": _batchnorm(networks, personal),
+        "extra": "; ".join(_extra_evaluation(experiment, declarations)),
+        "workers": _workers(experiment),
         "folder": str(folder),
     }
     return "\n".join(f"{key:<10}{text}" for key, text in lines.items() if text)
 
 
-def split_facts(data: FederatedData) -> dict[str, object]:
-    """What summary.json says of the split."""
-    numbers: Any = statistics(data)
-    sizes = {
-        key: numbers[key]
-        for key in ("clients", "empty_clients", "samples", "sizes", "pooled_entropy")
+def _methods(methods: Sequence[Method]) -> str:
+    texts = [f"{method!r} [{', '.join(hook_names(type(method)))}]" for method in methods]
+    return ", ".join(texts) or "fedavg"
+
+
+def hook_names(cls: type[Method]) -> list[str]:
+    """Return the hooks that a method fills, without its checks of the settings."""
+    names = [hook for hook in HOOKS if hook != "settings"]
+    return [hook for hook in names if getattr(cls, hook) is not getattr(Method, hook)]
+
+
+def _model(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
+    option = experiment.config["choices"]["model"]
+    personal = f", {layout.personal:,} of them personal" if layout.personal else ""
+    return f"{option}: {_parameters(networks)}; {layout.total:,} floats{personal}"
+
+
+def _parameters(networks: Mapping[str, nn.Module]) -> str:
+    counts = {
+        name: sum(parameter.numel() for parameter in network.parameters())
+        for name, network in networks.items()
     }
-    users = {}
-    if data.users is not None and len(data.users) <= LISTED_USERS:
-        users = {"users": data.users.to_pylist()}  # by the number of the client
-    unseen = {"unseen_clients": numbers["unseen_clients"]} if numbers["unseen_clients"] else {}
-    return {**sizes, **unseen, **numbers["heterogeneity"], **users}
+    texts = [f"{count:,} in {name}" for name, count in counts.items() if name != "model"]
+    return ", ".join([f"{counts['model']:,} parameters", *texts])
+
+
+def _data(spec: RunSpec) -> str:
+    tokens = "" if spec.task.tokens is None else ", token numbers"
+    return f"{spec.data.title}; inputs of shape {list(spec.task.shape)}{tokens}"
+
+
+def _clients(data: FederatedData, numbers: Mapping[str, Any]) -> str:
+    sizes, tests = numbers["sizes"], data.partition.test.counts
+    training_samples = _span(sizes["min"], sizes["max"], "training samples")
+    test_samples = _span(tests.min(), tests.max(), "test samples of their own")
+    return (
+        f"{numbers['clients']} with {training_samples}, {numbers['empty_clients']} without; "
+        f"{test_samples}; {numbers['central_test']} central test samples"
+    )
+
+
+def _split(numbers: Mapping[str, Any]) -> str:
+    has_classes = numbers["counts"].shape[1] > 1
+    return format_heterogeneity(numbers["heterogeneity"]) if has_classes else ""
+
+
+def _unseen(numbers: Mapping[str, Any]) -> str:
+    count, clients = numbers["unseen_clients"], numbers["clients"]
+    if not count:
+        return ""
+    return f"{count} of {clients} clients are never trained, and scored (evaluate.unseen)"
+
+
+def _attackers(experiment: Experiment) -> str:
+    attackers, counts = experiment.spec.attackers, experiment.spec.data.partition.train.counts
+    kind = attackers.attack.kind
+    if kind == "none":
+        return ""
+    return f"{len(attackers.clients)} of {_count(len(counts), 'client')}: {kind}"
+
+
+def _local(local: Local) -> str:
+    amount = _count(local.epochs, "epoch") if local.epochs else _count(local.steps or 0, "step")
+    return f"{amount} of batch {local.batch}, {local.optimizer} lr {local.lr:g}"
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:
-    """What schedule and fleet make of the run, by its first steps; "" where one client has everything."""
+    """Return the forecast of schedule and fleet; "" if one client has all data."""
     schedule, spec, runtime = experiment.schedule, experiment.spec, experiment.execution.runtime
-    most = schedule.concurrency
-    if most < 2:
+    concurrency = schedule.concurrency
+    if concurrency < 2:
         return ""
     workers = runtime.workers or 1
-    seen = forecast(
-        make_planner(spec, declarations, schedule, experiment.fleet), spec.settings.rounds, workers
-    )
+    planner = make_planner(spec, declarations, schedule, experiment.fleet)
+    expected = forecast(planner, spec.settings.rounds, workers)
     texts = [
-        f"about {seen.at_work:.1f} of {most} clients at work, an aggregation every {seen.seconds:.3g} s of virtual time"
+        f"about {expected.at_work:.1f} of {concurrency} clients at work, "
+        f"an aggregation every {expected.seconds:.3g} s of virtual time"
     ]
-    if seen.staleness:
-        texts.append(f"staleness {seen.staleness:.1f} in the mean")
-    texts += [
-        f"{share:.0%} of the jobs {fate}"
-        for share, fate in ((seen.lost, "lost"), (seen.discarded, "discarded"))
-        if share
-    ]
-    if runtime.name != "inprocess":
-        expected = f"{_several(workers, 'worker')} busy for {seen.workers_busy:.0%} of the time"
-        texts.append(
-            expected
-            if runtime.workers
-            else f"enough for {_several(max(1, most // CLIENTS_PER_BUSY_WORKER), 'busy worker')}"
-        )
+    if expected.staleness:
+        texts.append(f"staleness {expected.staleness:.1f} in the mean")
+    for share, fate in ((expected.lost, "lost"), (expected.discarded, "discarded")):
+        if share:
+            texts.append(f"{share:.0%} of the jobs {fate}")
+    if runtime.name == "inprocess":
+        return "; ".join(texts)
+    if runtime.workers:
+        busy = f"{expected.workers_busy:.0%}"
+        texts.append(f"{_count(workers, 'worker')} busy for {busy} of the time")
+    else:
+        busy_workers = max(1, concurrency // CLIENTS_PER_BUSY_WORKER)
+        texts.append(f"enough for {_count(busy_workers, 'busy worker')}")
     return "; ".join(texts)
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
-    """Which weights the run starts from; "" where all are drawn."""
+    """Return the file of the initial weights and what it lacks; "" if all weights are drawn."""
     init, weights = experiment.spec.settings.init, experiment.spec.weights
     if weights is None:
         return ""
     personal = {entry.name for entry in (*layout.entries, *layout.counters) if entry.personal}
     drawn = weights.drawn(networks, personal)
-    rest = "all tensors"
+    tensors = "all tensors"
     if drawn:
-        rest = f"all tensors but {', '.join(drawn[:3])}{f' and {len(drawn) - 3} more' if len(drawn) > 3 else ''}"
-    return f"{rest} from {init.file} (sha256 {init.sha256:.12})"
+        tensors += f" but {', '.join(drawn[:3])}"
+    if len(drawn) > 3:
+        tensors += f" and {len(drawn) - 3} more"
+    return f"{tensors} from {init.file} (sha256 {init.sha256:.12})"
 
 
 def _best(experiment: Experiment) -> str:
-    """What the model of the best round is chosen by."""
     column = best_criterion(experiment.spec).column
-    why = (
-        ", as the split has no validation samples (partition.validation_fraction)"
-        if column == "train_loss"
-        else ""
-    )
-    return f"best.safetensors keeps the model of the round with the best {column}{why}"
-
-
-def _unseen(numbers: Mapping[str, Any]) -> str:
-    """How many clients are never trained; "" where all may be."""
-    count = numbers["unseen_clients"]
-    return (
-        f"{count} of {numbers['clients']} clients are never trained, and scored (evaluate.unseen)"
-        if count
-        else ""
-    )
-
-
-def _attackers(experiment: Experiment) -> str:
-    """How many clients attack, and how; "" where none does."""
-    attackers, counts = experiment.spec.attackers, experiment.spec.data.partition.train.counts
-    how = attackers.attack.kind
-    return (
-        ""
-        if how == "none"
-        else f"{len(attackers.clients)} of {_several(len(counts), 'client')}: {how}"
-    )
-
-
-def _extra(experiment: Experiment, declarations: Declarations) -> list[str]:
-    """Evaluation that costs more than scoring, and how much."""
-    evaluation, texts = evaluation_of(experiment.spec, declarations), []
-    if epochs := evaluation.finetune.epochs:
-        when = (
-            "after the last round"
-            if evaluation.finetune.last
-            else f"every {evaluation.every} rounds"
-        )
-        texts.append(f"fine-tuning of {evaluation.clients} clients for {epochs} epochs {when}")
-    if evaluation.decompose:
-        m, counts = experiment.schedule.concurrency, experiment.spec.data.partition.train.counts
-        each = np.minimum(counts[counts > 0], evaluation.decompose_rows).mean()
-        texts.append(
-            f"loss decomposition every {evaluation.decompose} rounds: {m} x {m} + {m} evaluations, "
-            f"{(m + 1) * m * each:,.0f} forward passes"
-        )
-    return texts
-
-
-def hook_names(cls: type[Method]) -> list[str]:
-    """The slots that a method fills; its checks of the settings are none."""
-    return [
-        hook
-        for hook in HOOKS
-        if hook != "settings" and getattr(cls, hook) is not getattr(Method, hook)
-    ]
-
-
-def _parameters(networks: Mapping[str, nn.Module]) -> str:
-    counts = {
-        name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()
-    }
-    more = "".join(f", {count:,} in {name}" for name, count in counts.items() if name != "model")
-    return f"{counts['model']:,} parameters{more}"
-
-
-def _local(local: Local) -> str:
-    amount = _several(local.epochs, "epoch") if local.epochs else _several(local.steps or 0, "step")
-    return f"{amount} of batch {local.batch}, {local.optimizer} lr {local.lr:g}"
-
-
-def _several(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' if count != 1 else ''}"
-
-
-def _span(low: int, high: int, things: str) -> str:
-    """What each of some clients has, between the least and the most."""
-    return f"{low} {things} each" if low == high else f"{low} to {high} {things}"
+    text = f"best.safetensors keeps the model of the round with the best {column}"
+    if column == "train_loss":
+        text += ", as the split has no validation samples (partition.validation_fraction)"
+    return text
 
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
-    """What happens to the running statistics and the weights of BatchNorm; "" without such layers."""
-    networks_by_text: dict[str, list[str]] = {}  # networks by what happens there
+    """Return whether BatchNorm's parameters and statistics are personal; "" without BatchNorm."""
+    networks_by_text: dict[str, list[str]] = {}
     for network, module in networks.items():
-        kinds: dict[str, list[str]] = {"parameters": [], "statistics": []}
-        for path, layer in module.named_modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                kinds["parameters"] += [
-                    f"{network}.{path}.{name}" for name, _ in layer.named_parameters()
-                ]
-                kinds["statistics"] += [
-                    f"{network}.{path}.{name}"
-                    for name, b in layer.named_buffers()
-                    if b.is_floating_point()
-                ]
-        text = ", ".join(
-            f"{kind} {'personal' if set(names) <= personal else 'shared'}"
-            for kind, names in kinds.items()
-            if names
-        )
-        if text:
-            networks_by_text.setdefault(text, []).append(network)
+        parameters, statistics = _batchnorm_names(network, module)
+        texts = []
+        for kind, names in (("parameters", parameters), ("statistics", statistics)):
+            if names:
+                texts.append(f"{kind} {'personal' if set(names) <= personal else 'shared'}")
+        if texts:
+            networks_by_text.setdefault(", ".join(texts), []).append(network)
     if len(networks_by_text) == 1:
         return next(iter(networks_by_text))
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in networks_by_text.items())
 
 
+def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the full names of the parameters and the running statistics of BatchNorm layers."""
+    parameters, statistics = [], []
+    for path, layer in module.named_modules():
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        parameters += [f"{network}.{path}.{name}" for name, _ in layer.named_parameters()]
+        for name, buffer in layer.named_buffers():
+            if buffer.is_floating_point():
+                statistics.append(f"{network}.{path}.{name}")
+    return parameters, statistics
+
+
+def _extra_evaluation(experiment: Experiment, declarations: Declarations) -> list[str]:
+    """Return the kinds of evaluation that cost more than scoring, with their costs."""
+    evaluation = evaluation_of(experiment.spec, declarations)
+    texts = []
+    finetune = evaluation.finetune
+    if finetune.epochs:
+        when = "after the last round" if finetune.last else f"every {evaluation.every} rounds"
+        texts.append(
+            f"fine-tuning of {evaluation.clients} clients for {finetune.epochs} epochs {when}"
+        )
+    if evaluation.decompose:
+        m, counts = experiment.schedule.concurrency, experiment.spec.data.partition.train.counts
+        rows = np.minimum(counts[counts > 0], evaluation.decompose_rows).mean()
+        texts.append(
+            f"loss decomposition every {evaluation.decompose} rounds: {m} x {m} + {m} evaluations, "
+            f"{(m + 1) * m * rows:,.0f} forward passes"
+        )
+    return texts
+
+
+def _workers(experiment: Experiment) -> str:
+    spec, runtime = experiment.spec, experiment.execution.runtime
+    workers = f"{runtime.workers or 'as many workers as fit'} ({runtime.name})"
+    if runtime.name == "inprocess":
+        workers = "in this process"
+    lanes = "one client at a time"
+    if spec.lanes > 1:
+        lanes = f"{spec.lanes} clients at once (runtime.lanes)"
+    texts = [f"{workers}, {_count(spec.threads, 'thread')} each", f"device {spec.device}", lanes]
+    if spec.graph:
+        texts.append("steps recorded and replayed (runtime.graph)")
+    if spec.precision != "float32":
+        texts.append(f"products in {spec.precision} (runtime.precision)")
+    return ", ".join(texts)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' if number != 1 else ''}"
+
+
+def _span(low: int, high: int, things: str) -> str:
+    return f"{low} {things} each" if low == high else f"{low} to {high} {things}"
+
+
+# --- facts for files ------------------------------------------------------------------------------
+def split_facts(data: FederatedData) -> dict[str, object]:
+    """Return the numbers of the split for summary.json."""
+    numbers: Any = statistics(data)
+    keys = ["clients", "empty_clients", "samples", "sizes", "pooled_entropy"]
+    facts = {key: numbers[key] for key in keys}
+    if numbers["unseen_clients"]:
+        facts["unseen_clients"] = numbers["unseen_clients"]
+    facts |= numbers["heterogeneity"]
+    if data.users is not None and len(data.users) <= MAX_LISTED_USERS:
+        facts["users"] = data.users.to_pylist()  # by the number of the client
+    return facts
+
+
 def identity(experiment: Experiment) -> dict[str, object]:
-    """What the bits of a run depend on besides its methods and data."""
+    """Return what the bits of a run depend on besides its methods and data."""
     spec = experiment.spec
     device = spec.device
-    return {
-        "device": torch.cuda.get_device_name(device)
-        if device.startswith("cuda") and torch.cuda.is_available()
-        else device,
+    if device.startswith("cuda") and torch.cuda.is_available():
+        device = torch.cuda.get_device_name(device)
+    facts: dict[str, object] = {
+        "device": device,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "threads": spec.threads,
@@ -278,16 +288,20 @@ def identity(experiment: Experiment) -> dict[str, object]:
         "precision": spec.precision,
         "seed": spec.settings.seed,
         "summation": spec.settings.summation,
-        **({"init_sha256": spec.settings.init.sha256} if spec.settings.init.file else {}),
-        "python": platform.python_version(),
-        # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
-        "libraries": {"raysim": __version__}
-        | {name: found for name in LIBRARIES if (found := _version(name))},
     }
+    if spec.settings.init.file:
+        facts["init_sha256"] = spec.settings.init.sha256
+    facts["python"] = platform.python_version()
+    facts["libraries"] = _library_versions()
+    return facts
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _library_versions() -> dict[str, str]:
+    # A folder that was sent to a cluster is installed nowhere: raysim's own version is in its code.
+    versions = {"raysim": __version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -65,9 +65,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rounds
 
 
-def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(
-    fails: list[int], tmp_path: Path
-) -> None:
+def test_lost_process_restarts_from_checkpoint(fails: list[int], tmp_path: Path) -> None:
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [1, 3, 3, 5]
     console, waited = Console(file=(out := io.StringIO()), width=999), Waited()
@@ -78,14 +76,14 @@ def test_a_lost_process_is_rolled_back_to_the_last_checkpoint(
     assert out.getvalue().count("a node is gone. The run restarts from its last checkpoint") == 4
 
 
-def test_one_that_gets_no_further_gives_up(fails: list[int], tmp_path: Path) -> None:
+def test_restarts_without_progress_end(fails: list[int], tmp_path: Path) -> None:
     fails += [3] * 9
     with pytest.raises(ProcessLostError, match="a node is gone; resume=latest"):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
 
 
-def test_after_a_node_is_lost_as_many_workers_as_fit_go_on_and_before_it_too_many_are_refused(
+def test_restart_uses_as_many_workers_as_fit(
     fails: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -123,7 +121,7 @@ def test_after_a_node_is_lost_as_many_workers_as_fit_go_on_and_before_it_too_man
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
-def test_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", *QUICK, f"out={tmp_path / 'a'}", "--auto-resume", "--quiet"]
     assert cli.call([word.replace("rounds=5", "rounds=2") for word in words]) == 0
     assert cli.call(words) == 0

@@ -40,7 +40,7 @@ def run(where: str | None = None, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["memory://runs/a", "apart"])
-def test_a_run_whose_folder_is_gone_goes_on_from_where_its_checkpoints_are(where: str) -> None:
+def test_run_continues_from_checkpoint_folder_alone(where: str) -> None:
     straight = run(out="straight", rounds=6)
     run(where, out="a", rounds=4)
     assert not Path("a/checkpoints").exists()
@@ -59,7 +59,7 @@ def test_a_run_whose_folder_is_gone_goes_on_from_where_its_checkpoints_are(where
     assert raysim.load("b").client_model(0) is not None
 
 
-def test_a_run_may_change_where_its_checkpoints_go() -> None:
+def test_checkpoint_folder_may_change_on_resume() -> None:
     run(out="a", rounds=2)
     run("memory://runs/a", out="a", rounds=4, resume="latest")
     assert checkpoint.version_of(checkpoint.find_latest("memory://runs/a")) == 4
@@ -70,9 +70,7 @@ def test_a_run_may_change_where_its_checkpoints_go() -> None:
     ("where", "place"),
     [("/dev/null", "/dev/null"), ("letter/a", "letter"), ("file://letter", "letter")],
 )
-def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_written(
-    where: str, place: str
-) -> None:
+def test_impossible_checkpoint_folder_is_refused_first(where: str, place: str) -> None:
     Path("letter").touch()
     with pytest.raises(Refused, match=rf"^checkpoint.folder=.*{place} is a file"):
         run(where, out="a", rounds=2)
@@ -81,7 +79,7 @@ def test_checkpoints_where_no_folder_can_be_are_refused_before_anything_is_writt
         run(out="letter/a", rounds=2)
 
 
-def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
+def test_checkpoint_folder_of_another_run_is_refused() -> None:
     run(where := "memory://runs/a", out="a", rounds=2)
     before = open_store(where).names()
     with pytest.raises(Refused, match=f"^checkpoint.folder={where}"):
@@ -91,7 +89,7 @@ def test_two_runs_never_keep_their_checkpoints_in_one_place() -> None:
     assert open_store(where).names() == before and not Path("b").exists()
 
 
-def test_two_processes_never_keep_their_checkpoints_in_one_folder() -> None:
+def test_checkpoint_folder_in_use_is_refused() -> None:
     Path("apart").mkdir()
     with (
         lock_folder(Path("apart")),
@@ -102,13 +100,13 @@ def test_two_processes_never_keep_their_checkpoints_in_one_folder() -> None:
 
 
 @pytest.mark.parametrize("where", ["nosuch://runs/a", "s3://bucket/a"])
-def test_what_fsspec_cannot_reach_is_one_sentence(where: str) -> None:
+def test_unreachable_url_is_refused(where: str) -> None:
     with pytest.raises(Refused, match=f"{where} cannot be used"):
         run(where, out="a")
     assert not Path("a").exists()
 
 
-def test_a_damaged_file_behind_a_url_is_one_sentence() -> None:
+def test_damaged_remote_file_is_refused() -> None:
     run(where := "memory://runs/a", out="a", rounds=4)
     files = fsspec.filesystem("memory")
     name = max(files.ls("/runs/a/log", detail=False))
@@ -120,9 +118,7 @@ def test_a_damaged_file_behind_a_url_is_one_sentence() -> None:
         run(where, out="a", rounds=6, resume="latest")
 
 
-def test_a_search_has_no_one_place_for_its_trials_and_each_run_of_a_study_has_one_of_its_own() -> (
-    None
-):
+def test_checkpoint_folders_of_sweeps_and_studies() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(Refused, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)

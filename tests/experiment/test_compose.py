@@ -46,7 +46,7 @@ def options(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", options("method"))
-def test_a_methods_file_says_what_its_constructors_say(name: str) -> None:
+def test_method_file_equals_class_defaults(name: str) -> None:
     parts = node(f"method=[{name}]")["method"]
     for key, values in parts.items():
         cls = resolve(values.pop(TARGET), key)
@@ -62,14 +62,14 @@ def test_a_methods_file_says_what_its_constructors_say(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["schedule", "fleet", "data", "partition", "model"])
-def test_an_options_file_has_exactly_the_keys_of_its_class(group: str) -> None:
+def test_option_file_has_the_keys_of_its_class(group: str) -> None:
     for name in options(group):
         values = node(f"{group}={name}", "experiment=default")[group]
         assert set(defaults(resolve(values.pop(TARGET), group))) == set(values), name
 
 
 @pytest.mark.parametrize("group", ["schedule", "fleet", "data"])
-def test_what_a_class_has_a_default_for_stands_in_its_file(group: str) -> None:
+def test_option_file_has_the_defaults_of_its_class(group: str) -> None:
     # of a data set
     own = {
         "mean",
@@ -101,20 +101,20 @@ def test_what_a_class_has_a_default_for_stands_in_its_file(group: str) -> None:
         ("checkpoint", Checkpoint),
     ],
 )
-def test_groups_without_classes_agree_with_their_dataclasses(group: str, cls: type) -> None:
+def test_groups_equal_their_dataclasses(group: str, cls: type) -> None:
     values = node()[group]
     expected = defaults(cls)
     assert values == {key: expected[key] for key in values}
 
 
-def test_the_primary_file_agrees_with_its_dataclasses() -> None:
+def test_primary_file_equals_its_dataclasses() -> None:
     values = node()
     for key, value in (defaults(RunSettings) | defaults(ExecutionOptions)).items():
         assert isinstance(value, dict) or values[key] == value, key
     assert values["faults"] == defaults(Faults)
 
 
-def test_local_training_agrees_with_its_dataclass_apart_from_the_default_study(
+def test_local_group_equals_its_dataclass(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -122,13 +122,13 @@ def test_local_training_agrees_with_its_dataclass_apart_from_the_default_study(
     assert to_dict(compose(["experiment=bare"], [tmp_path]))["local"] == defaults(Local)
 
 
-def test_every_preset_composes_and_names_its_groups() -> None:
+def test_presets_compose() -> None:
     assert {"default", "fedbr/rotated_mnist", "fedbr/cifar10"} <= set(options("experiment"))
     for name in options("experiment"):
         assert node(f"experiment={name}")["choices"]["experiment"] == name
 
 
-def test_the_preset_of_fedbr_has_the_papers_settings() -> None:
+def test_fedbr_preset_has_the_papers_settings() -> None:
     values = node("experiment=fedbr/rotated_mnist")
     assert list(values["method"]) == ["fedbr"]
     assert values["choices"]["model"] == "mnist_cnn"
@@ -143,7 +143,7 @@ def test_the_preset_of_fedbr_has_the_papers_settings() -> None:
 
 
 # --- overrides ----------------------------------------------------------------------------------------------------
-def test_methods_keep_the_order_of_the_list() -> None:
+def test_methods_keep_their_order() -> None:
     assert list(node("method=[mixup,fedprox]")["method"]) == ["mixup", "fedprox"]
     assert list(node("method=fedprox")["method"]) == ["fedprox"]
     assert node()["method"] == {}
@@ -161,11 +161,11 @@ def test_methods_keep_the_order_of_the_list() -> None:
         ("data.augment=crop+flip", "data.augment=[crop,flip]"),
     ],
 )
-def test_a_list_needs_no_brackets(word: str, quoted: str) -> None:
+def test_override_list_needs_no_brackets(word: str, quoted: str) -> None:
     assert node(word) == node(quoted)
 
 
-def test_a_path_is_never_split() -> None:
+def test_path_is_never_split() -> None:
     assert node("out=a+b/c")["out"] == "a+b/c"
     assert node("data=mnist", "data.root=a+b")["data"]["root"] == "a+b"
 
@@ -185,12 +185,12 @@ def test_a_path_is_never_split() -> None:
         ("method=[],[fedbr,mixup]", ["[]", "[fedbr,mixup]"]),
     ],
 )
-def test_a_word_of_a_study_stands_for_its_values(word: str, values: list[str]) -> None:
+def test_override_of_a_study_expands(word: str, values: list[str]) -> None:
     key = word.partition("=")[0]
     assert expand_override(word) == (key, [f"{key}={value}" for value in values])
 
 
-def test_resources_of_a_cluster_have_any_name() -> None:
+def test_resources_may_have_any_name() -> None:
     config = to_dict(compose(["runtime.resources.slot=2", "runtime.resources.tape=0.5"]))
     assert config["runtime"]["resources"] == {"slot": 2, "tape": 0.5}
     with pytest.raises(Refused, match=r"runtime.resorces does not exist: did you mean resources\?"):
@@ -198,12 +198,12 @@ def test_resources_of_a_cluster_have_any_name() -> None:
 
 
 @pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
-def test_counting_is_upwards_and_ends(word: str) -> None:
+def test_counts_go_up_to_a_limit(word: str) -> None:
     with pytest.raises(Refused, match="10,000 values at most"):
         expand_override(word)
 
 
-def test_no_option_of_ones_own_takes_the_name_of_an_empty_list(tmp_path: Path) -> None:
+def test_option_named_as_empty_list_is_refused(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "fedavg.yaml").write_text(
         "fedavg:\n  _target_: raysim.methods.fedprox.FedProx\n"
@@ -212,7 +212,7 @@ def test_no_option_of_ones_own_takes_the_name_of_an_empty_list(tmp_path: Path) -
         compose([], [tmp_path])
 
 
-def test_an_empty_list_undoes_a_presets_methods_wherever_it_stands() -> None:
+def test_empty_list_replaces_methods_of_preset() -> None:
     for words in (
         ["experiment=fedbr/rotated_mnist", "method=fedavg"],
         ["method=[]", "experiment=fedbr/rotated_mnist"],
@@ -222,7 +222,7 @@ def test_an_empty_list_undoes_a_presets_methods_wherever_it_stands() -> None:
         assert values["choices"]["method"] == []
 
 
-def test_a_chosen_option_keeps_only_those_keys_of_a_preset_that_it_has() -> None:
+def test_chosen_option_keeps_its_keys_of_preset() -> None:
     values = node("experiment=fedbr/rotated_mnist", "partition=iid")["partition"]
     assert values["clients"] == 10
     assert "concentration" not in values
@@ -231,19 +231,19 @@ def test_a_chosen_option_keeps_only_those_keys_of_a_preset_that_it_has() -> None
 @pytest.mark.parametrize(
     "word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"]
 )
-def test_a_chosen_option_keeps_only_those_keys_of_the_default_study_that_it_has(word: str) -> None:
+def test_chosen_option_has_only_its_keys(word: str) -> None:
     group = word.partition("=")[0]
     values = node(word)[group]
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
 
 
-def test_giving_steps_empties_epochs_and_the_other_way_round() -> None:
+def test_steps_and_epochs_empty_each_other() -> None:
     assert node("local.steps=7")["local"]["epochs"] is None
     assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
     assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")
 
 
-def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
+def test_user_folder_adds_options(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "soft.yaml").write_text(
         "soft:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n"
@@ -260,7 +260,7 @@ def test_values_reach_the_objects() -> None:
     assert experiment.spec.settings.evaluate.clients == 3
 
 
-def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() -> None:
+def test_default_weighting() -> None:
     assert build(QUICK).spec.settings.weighting == "samples"
     assert build([*QUICK, "method=[scaffold]"]).spec.settings.weighting == "uniform"
     assert (
@@ -436,15 +436,13 @@ def test_weighting_is_by_samples_unless_a_method_or_the_user_asks_otherwise() ->
         " ".join(value)[:40] if isinstance(value, list) and "=" in " ".join(value) else ""
     ),
 )
-def test_a_wrong_word_is_answered_in_one_sentence(words: list[str], parts: list[str]) -> None:
+def test_wrong_override_is_refused(words: list[str], parts: list[str]) -> None:
     text = sentence(*words)
     for part in parts:
         assert part in text
 
 
-def test_folders_that_vanish_while_options_are_looked_for_are_passed_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vanishing_folders_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("method/deep/mine.yaml", "method/fleeting/other.yaml", "gone/any.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine: {_target_: raysim.methods.fedprox.FedProx}\n")
@@ -465,7 +463,7 @@ def test_folders_that_vanish_while_options_are_looked_for_are_passed_by(
 @pytest.mark.parametrize(
     "path", ["~nosuchuser", "~nosuchuser/x", "a\0b", "/dev/full", "loop", "a/b"]
 )
-def test_what_is_no_folder_or_file_of_configuration_is_refused(
+def test_wrong_configuration_path_is_refused(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -490,9 +488,7 @@ def test_what_is_no_folder_or_file_of_configuration_is_refused(
         b"&a [*a]",
     ],
 )
-def test_options_of_ones_own_that_cannot_be_read_are_refused(
-    content: bytes, tmp_path: Path
-) -> None:
+def test_unreadable_option_is_refused(content: bytes, tmp_path: Path) -> None:
     for group in ("method", "data", "schedule"):
         (tmp_path / group).mkdir()
         (tmp_path / group / "mine.yaml").write_bytes(content)
@@ -501,7 +497,7 @@ def test_options_of_ones_own_that_cannot_be_read_are_refused(
             build(compose([*QUICK, f"{group}={chosen}"], [tmp_path]))
 
 
-def test_a_folder_or_a_pipe_called_like_an_option_is_refused(tmp_path: Path) -> None:
+def test_option_that_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data/mine.yaml").mkdir(parents=True)
     (tmp_path / "method").mkdir()
     os.mkfifo(tmp_path / "method/pipe.yaml")
@@ -512,13 +508,13 @@ def test_a_folder_or_a_pipe_called_like_an_option_is_refused(tmp_path: Path) -> 
             compose([word], [tmp_path])
 
 
-def test_a_group_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+def test_broken_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "method").symlink_to("method")
     with pytest.raises(Refused, match=f"{tmp_path}/method"):
         compose([], [tmp_path])
 
 
-def test_what_composes_is_kept_only_while_its_files_are_as_they_were(tmp_path: Path) -> None:
+def test_changed_option_file_is_composed_again(tmp_path: Path) -> None:
     (path := tmp_path / "method/mine.yaml").parent.mkdir()
     for value in (0.5, 0.25):
         path.write_text(f"mine: {{_target_: raysim.methods.fedprox.FedProx, mu: {value}}}\n")
@@ -544,13 +540,13 @@ def test_what_composes_is_kept_only_while_its_files_are_as_they_were(tmp_path: P
         "choices: {data: 3}",
     ],
 )
-def test_a_stored_configuration_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+def test_wrong_stored_configuration_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(Refused):
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
-def test_no_file_copies_the_environment_into_what_is_stored(
+def test_reference_to_environment_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
@@ -571,9 +567,7 @@ def test_no_file_copies_the_environment_into_what_is_stored(
 @pytest.mark.parametrize(
     "choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}]
 )
-def test_a_stored_configuration_with_other_choices_is_refused(
-    choices: dict[str, Any], tmp_path: Path
-) -> None:
+def test_stored_configuration_with_wrong_choices(choices: dict[str, Any], tmp_path: Path) -> None:
     content = to_dict(compose(QUICK))
     content["choices"] = {
         key: value for key, value in (content["choices"] | choices).items() if value is not None
@@ -583,7 +577,7 @@ def test_a_stored_configuration_with_other_choices_is_refused(
         compose([], stored=tmp_path / "config.yaml")
 
 
-def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(
+def test_stored_configuration_without_the_key(
     tmp_path: Path,
 ) -> None:
     content = to_dict(compose(QUICK)) | {"local": [1, 2]}
@@ -592,7 +586,7 @@ def test_a_stored_configuration_without_a_place_for_what_is_named_is_refused(
         compose(["local.epochs=1"], stored=tmp_path / "config.yaml")
 
 
-def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_too_long_path_is_refused(tmp_path: Path) -> None:
     for given in ({"folders": ["x" * 5000]}, {"stored": "x" * 5000}):
         with pytest.raises(Refused, match="is no path: File name too long"):
             compose([], **given)
@@ -605,7 +599,7 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "1.5", None]
 )
-def test_a_stored_configuration_with_another_value_runs_or_is_refused(
+def test_changed_stored_value_runs_or_is_refused(
     key: str, value: str | None, tmp_path: Path
 ) -> None:
     stored = to_yaml(to_dict(compose(QUICK)))
@@ -619,14 +613,12 @@ def test_a_stored_configuration_with_another_value_runs_or_is_refused(
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
-def test_a_missing_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_missing_user_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="does not exist"):
         compose([], [tmp_path / "nowhere"])
 
 
-def test_a_target_of_ones_own_needs_permission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_target_needs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs.py").write_text(
         "from raysim.methods.fedprox import FedProx\nclass Mine(FedProx):\n    name = 'fedprox'\n"
     )
@@ -637,7 +629,7 @@ def test_a_target_of_ones_own_needs_permission(
     assert type(build(words, allow=["theirs"]).spec.methods[0]).__name__ == "Mine"
 
 
-def test_a_constructor_is_called_with_checked_values_only() -> None:
+def test_constructor_gets_checked_values() -> None:
     assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(
         2, "all"
     )
@@ -645,11 +637,11 @@ def test_a_constructor_is_called_with_checked_values_only() -> None:
         build_object(Evaluation, {"every": None}, "evaluate")
 
 
-def test_the_configuration_files_are_found() -> None:
+def test_conf_folder_exists() -> None:
     assert (conf_folder() / "config.yaml").is_file()
 
 
-def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(
+def test_resume_keeps_stored_settings(
     tmp_path: Path,
 ) -> None:
     stored = compose(
@@ -672,6 +664,6 @@ def test_a_run_is_continued_with_its_own_settings_and_only_named_ones_are_new(
 
 
 @pytest.mark.parametrize("key", ["runtime.hosts"])
-def test_renamed_key_error_names_the_new_key(key: str) -> None:
+def test_renamed_key_error_names_new_key(key: str) -> None:
     with pytest.raises(Refused, match=key.replace("hosts", "workers")):
         compose([f"{key}=2"])

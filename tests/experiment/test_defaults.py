@@ -47,7 +47,7 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_class_has_the_defaults_of_its_file(path: Path) -> None:
+def test_class_defaults_equal_those_of_its_file(path: Path) -> None:
     for node in objects(values(path)):
         for name, parameter in parameters(node[TARGET]).items():
             default = (
@@ -62,7 +62,7 @@ def test_a_class_has_the_defaults_of_its_file(path: Path) -> None:
                 assert node[name] == default, name
 
 
-def test_a_methods_functions_have_the_defaults_of_its_classes() -> None:
+def test_function_defaults_equal_those_of_the_class() -> None:
     """None is no default of a value: it says that the caller has none."""
     found = 0
     for module in (
@@ -91,7 +91,7 @@ def test_a_methods_functions_have_the_defaults_of_its_classes() -> None:
 
 
 @pytest.mark.parametrize("name", ["adagrad", "adam", "yogi"])
-def test_a_servers_step_has_the_defaults_of_its_method(name: str) -> None:
+def test_server_step_defaults_equal_those_of_the_method(name: str) -> None:
     method = parameters(f"raysim.methods.fedopt.Fed{name.capitalize()}")
     step = parameters(f"raysim.methods.fedopt.fed{name}_step")
     shared = {key for key in ("beta1", "beta2", "tau") if key in step}

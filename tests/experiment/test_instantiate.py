@@ -12,7 +12,7 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.version import __version__
 
 
-def test_class_of_earlier_version_is_refused_with_the_version() -> None:
+def test_missing_class_error_names_version() -> None:
     with pytest.raises(
         Refused, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
     ):
@@ -28,10 +28,10 @@ def test_class_of_earlier_version_is_refused_with_the_version() -> None:
         ("a+b", str | list[str] | None, "a+b"),  # a path
     ],
 )
-def test_a_list_without_brackets_is_one(text: str, kind: Any, value: object) -> None:
+def test_list_needs_no_brackets(text: str, kind: Any, value: object) -> None:
     assert convert(text, kind, "key") == value
 
 
-def test_an_item_that_does_not_fit_is_named() -> None:
+def test_wrong_item_is_named_by_index() -> None:
     with pytest.raises(Refused, match=r"key\[1\]=x must be an integer"):
         convert("1+x", list[int], "key")

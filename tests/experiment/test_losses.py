@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("ownlosses/conf/loss/halved.yaml").write_text("_target_: ownlosses.halved\nby: 2.0\n")
 
 
-def test_the_losses_are_those_of_pytorch() -> None:
+def test_losses_equal_those_of_pytorch() -> None:
     outputs, classes, values = torch.randn(6, 3), torch.arange(6) % 3, torch.randn(6, 3)
     assert torch.equal(
         Smoothed(0.2)(outputs, classes),
@@ -62,7 +62,7 @@ def test_the_losses_are_those_of_pytorch() -> None:
     assert torch.allclose(Focal(2.0)(outputs, classes), (1 - right) ** 2 * usual, atol=1e-6)
 
 
-def test_a_function_of_ones_own_is_descended_scored_stored_and_resumed() -> None:
+def test_custom_loss_trains_scores_and_resumes() -> None:
     """Half the loss at twice the rate ends at the usual model; what is reported is half as large."""
     usual = raysim.run(**SMALL, local={"lr": 0.1}, out="usual")
     halved = importlib.import_module("ownlosses").halved
@@ -107,7 +107,7 @@ def test_a_function_of_ones_own_is_descended_scored_stored_and_resumed() -> None
         ({"loss": "focl"}, "loss=focl does not exist: did you mean focal"),
     ],
 )
-def test_a_loss_that_does_not_fit_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_loss_that_does_not_fit_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(Refused, match=sentence) as refused:
         raysim.run(**SMALL, **given)
     assert "\n" not in str(refused.value)

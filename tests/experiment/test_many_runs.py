@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from raysim.experiment.many_runs import (
-    is_resume_requested,
     check_free,
     dated_folder,
+    is_resume_requested,
     last_score,
     mean_row,
     score,
@@ -23,17 +23,17 @@ from raysim.primitives.errors import Refused, first_line
 from raysim.results.history import Row, summarise
 
 
-def test_names_are_as_short_as_they_can_be_told_apart() -> None:
+def test_short_names_are_unique() -> None:
     keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
     assert short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
 
 
-def test_a_value_is_shown_as_a_person_reads_it() -> None:
+def test_value_labels() -> None:
     values: list[object] = [[], ["fedprox", "moon"], 0.123456, 3]
     assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
 
 
-def test_two_folders_of_one_second_have_different_names(
+def test_dated_folders_of_one_second_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda text: "now")
@@ -45,7 +45,7 @@ def test_two_folders_of_one_second_have_different_names(
     assert dated_folder(tmp_path).name == "now"
 
 
-def test_a_folder_that_exists_is_not_written_into_unless_it_is_continued(tmp_path: Path) -> None:
+def test_existing_folder_is_refused(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
     with pytest.raises(
         Refused, match="exists already: choose another folder, or continue it with resume=latest"
@@ -53,7 +53,7 @@ def test_a_folder_that_exists_is_not_written_into_unless_it_is_continued(tmp_pat
         check_free(tmp_path)
 
 
-def test_what_is_continued_is_named_by_its_folder_alone() -> None:
+def test_resume_needs_out_and_latest() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (
@@ -77,14 +77,14 @@ def test_what_is_continued_is_named_by_its_folder_alone() -> None:
         ({"best5_mean": float("nan")}, "best5_mean", None),
     ],
 )
-def test_a_metric_is_a_number_of_the_summary(
+def test_score_is_a_number_of_the_summary(
     summary: dict[str, Any], metric: str, value: float | None
 ) -> None:
     assert score(summary, metric) == value
 
 
 @pytest.mark.parametrize("column", ["accuracy_global", "loss_global", "mine"])
-def test_the_score_of_a_history_is_that_of_its_summary(column: str) -> None:
+def test_last_score_equals_that_of_the_summary(column: str) -> None:
     rows: list[Row] = [
         {"round": 1, "accuracy_global": 0.5, "mine": 2.0},
         {"round": 2, "accuracy_global": 0.6, "mine": None},
@@ -92,13 +92,13 @@ def test_the_score_of_a_history_is_that_of_its_summary(column: str) -> None:
     assert last_score(rows, column) == (score(summarise(rows), column), None)
 
 
-def test_the_score_of_several_seeds_is_their_mean_with_its_deviation() -> None:
+def test_mean_row_has_means_and_deviation() -> None:
     rows = [mean_row([{"round": 1, "x": 1.0, "y": 4}, {"round": 1, "x": 2.0, "y": None}], "x")]
     assert rows == [{"round": 1, "x": 1.5, "y": 4.0, "x_std": pytest.approx(0.5**0.5)}]
     assert last_score([*rows, {"round": 2, "x": None}], "x") == (1.5, rows[0]["x_std"])
 
 
-def test_the_first_line_of_an_error_is_that_of_its_cause_in_another_process() -> None:
+def test_first_line_of_an_error_from_a_process() -> None:
     error, other = ValueError("\nas it arrived"), RuntimeError("as it was raised\nthere")
     error.cause = other  # type: ignore[attr-defined]
     assert first_line(error) == "as it was raised"
@@ -115,7 +115,7 @@ def test_the_first_line_of_an_error_is_that_of_its_cause_in_another_process() ->
         "raysim.commands.submit.job_server",
     ],
 )
-def test_words_are_read_without_torch(module: str) -> None:
+def test_overrides_are_read_without_torch(module: str) -> None:
     program = f"import {module}, sys; print('torch' in sys.modules)"
     assert (
         subprocess.run(

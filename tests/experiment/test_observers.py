@@ -82,7 +82,7 @@ class Diary(Observer):
 
 
 # --- a user's own -------------------------------------------------------------------------------------------------
-def test_a_function_gets_the_row_of_each_round_and_cannot_change_the_history() -> None:
+def test_on_round_gets_a_copy_of_each_row() -> None:
     seen: list[dict[str, Any]] = []
 
     def spoil(row: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def test_a_function_gets_the_row_of_each_round_and_cannot_change_the_history() -
     assert [row["round"] for row in seen] == [1, 2, 3, 4, 5]  # those of before are not told again
 
 
-def test_an_observer_is_told_every_moment_of_a_run_and_of_its_continuation() -> None:
+def test_observer_gets_all_events() -> None:
     diary = Diary()
     raysim.run([*QUICK, "out=a", "rounds=3"], quiet=True, observers=[diary])
     assert diary.pages == [
@@ -108,9 +108,7 @@ def test_an_observer_is_told_every_moment_of_a_run_and_of_its_continuation() -> 
     assert never.pages == []  # the run had finished
 
 
-def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_the_same_bits() -> (
-    None
-):
+def test_error_in_on_round_names_it_and_run_resumes() -> None:
     def picky(row: dict[str, Any]) -> None:
         if row["round"] == 3:
             raise ZeroDivisionError("nothing to divide by")
@@ -131,7 +129,7 @@ def test_an_error_in_a_users_function_names_it_and_the_run_can_be_continued_to_t
     assert repaired.summary["model_sha256"] == straight.summary["model_sha256"]
 
 
-def test_an_observer_that_fails_at_the_end_leaves_a_finished_run() -> None:
+def test_observer_failing_at_end_leaves_finished_run() -> None:
     with pytest.raises(
         ObserverError, match=r"your observer Diary .*in on_finish.*The run itself had finished"
     ):
@@ -139,7 +137,7 @@ def test_an_observer_that_fails_at_the_end_leaves_a_finished_run() -> None:
     assert json.loads(Path("a/summary.json").read_text())["rounds"] == 1
 
 
-def test_an_interrupt_in_a_users_function_is_an_interrupt_of_the_run() -> None:
+def test_interrupt_in_on_round_interrupts_run() -> None:
     def stop(row: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 
@@ -149,7 +147,7 @@ def test_an_interrupt_in_a_users_function_is_an_interrupt_of_the_run() -> None:
     assert rounds("a") == [1]
 
 
-def test_what_cannot_follow_a_run_is_refused_before_anything_is_written() -> None:
+def test_wrong_observer_is_refused_first() -> None:
     with pytest.raises(Refused, match="an object of a subclass of"):
         raysim.run([*QUICK, "out=a"], quiet=True, observers=[Diary])  # type: ignore[list-item]
     with pytest.raises(Refused, match="cannot be called"):
@@ -182,7 +180,7 @@ def jobs(folder: str) -> list[dict[str, Any]]:
     return list(pq.read_table(Path(folder, "jobs.parquet")).to_pylist())
 
 
-def test_a_run_leaves_its_jobs_and_a_timeline_however_often_it_is_stopped_and_continued() -> None:
+def test_job_files_are_same_after_resumes() -> None:
     def stop(row: dict[str, Any]) -> None:
         if row["round"] == 7:
             raise KeyboardInterrupt
@@ -199,7 +197,7 @@ def test_a_run_leaves_its_jobs_and_a_timeline_however_often_it_is_stopped_and_co
     assert jobs("a") == jobs("straight")
 
 
-def test_a_run_from_before_there_were_files_of_jobs_goes_on_without_one() -> None:
+def test_run_without_job_files_continues() -> None:
     raysim.run([*ASYNCHRONOUS, "out=a", "rounds=2"], quiet=True)
     shutil.rmtree("a/jobs.parquet")
     Path("a/timeline.png").unlink()
@@ -208,7 +206,7 @@ def test_a_run_from_before_there_were_files_of_jobs_goes_on_without_one() -> Non
     assert not Path("a/jobs.parquet").exists() and not Path("a/timeline.png").exists()
 
 
-def test_rounds_of_equal_clients_have_no_timeline_and_the_summary_no_jobs() -> None:
+def test_equal_clients_have_no_timeline() -> None:
     result = raysim.run([*QUICK, "out=a"], quiet=True)
     assert len(jobs("a")) == 12 and not Path("a/timeline.png").exists()
     assert "jobs" not in result.summary and result.summary["model_sha256"]
@@ -225,7 +223,7 @@ def played(count: int, lasts: bool = True) -> Iterator[Event]:
     yield Finished("m", "s", 1)
 
 
-def test_observers_are_told_in_their_order(tmp_path: Path) -> None:
+def test_observers_are_called_in_order(tmp_path: Path) -> None:
     pages: list[str] = []
     follower = Follower(
         CurrentRun(tmp_path, 2), played(2), [Diary(pages=pages, name=name) for name in ("a ", "b ")]
@@ -236,16 +234,16 @@ def test_observers_are_told_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_is_followed_only_as_far_as_it_is_asked_for(tmp_path: Path) -> None:
+def test_run_is_followed_as_far_as_requested(tmp_path: Path) -> None:
     follower = Follower(CurrentRun(tmp_path, 9), played(9), [diary := Diary()])
-    assert follower.until(2) == {"round": 2}
+    assert follower.follow_until(2) == {"round": 2}
     assert diary.pages == ["start at 0", "round 1", "round 2"]
-    follower.next_event()
-    assert follower.until(1) == {"round": 1}
+    follower.follow_event()
+    assert follower.follow_until(1) == {"round": 1}
     assert diary.pages[3:] == ["round 3"]
 
 
-def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second_one_does(
+def test_history_is_written_if_observers_fail(
     tmp_path: Path,
 ) -> None:
     others = [Diary("stop by RuntimeError"), HistoryFile(), last := Diary()]
@@ -256,7 +254,7 @@ def test_the_history_is_written_whichever_observer_fails_and_also_where_a_second
     assert last.pages[-1] == "stop by RuntimeError"
 
 
-def test_the_history_of_a_long_run_is_not_written_anew_at_every_checkpoint(
+def test_history_is_not_rewritten_at_each_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
@@ -267,8 +265,10 @@ def test_the_history_of_a_long_run_is_not_written_anew_at_every_checkpoint(
     for number in range(1, 10_001):
         run.rows.append({"round": number})
         observer.on_checkpoint(run, Saved(number, ""))
-    assert written[: observer.LONG] == list(range(1, observer.LONG + 1)), "a short one is"
-    assert sum(written[observer.LONG :]) < 12 * len(run.rows), (
+    assert written[: observer.LONG_RUN_ROUNDS] == list(range(1, observer.LONG_RUN_ROUNDS + 1)), (
+        "a short one is"
+    )
+    assert sum(written[observer.LONG_RUN_ROUNDS :]) < 12 * len(run.rows), (
         "rows are written a dozen times at most, later on"
     )
     observer.on_finish(run, Finished("", "", 0))
@@ -283,7 +283,7 @@ def test_the_history_of_a_long_run_is_not_written_anew_at_every_checkpoint(
         ("finish", [False, True, True]),
     ],
 )
-def test_only_who_has_started_and_not_finished_is_told_of_a_stop(
+def test_stop_reaches_started_unfinished_observers(
     tmp_path: Path, fails: str, told: list[bool]
 ) -> None:
     observers = [Diary(), Diary(fails), Diary()]
@@ -296,9 +296,7 @@ def test_only_who_has_started_and_not_finished_is_told_of_a_stop(
 @pytest.mark.parametrize(
     ("deaths", "text"), [(0, ""), (1, "1 worker process died and was"), (2, "2 worker processes")]
 )
-def test_the_death_of_a_worker_is_said_with_why_it_does_no_harm(
-    tmp_path: Path, deaths: int, text: str
-) -> None:
+def test_worker_death_is_reported(tmp_path: Path, deaths: int, text: str) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=400)
     WorkerDeaths(console.print).on_round(
@@ -309,7 +307,7 @@ def test_the_death_of_a_worker_is_said_with_why_it_does_no_harm(
     assert ("no result changes" in said and said.startswith("round 3: ")) == bool(deaths)
 
 
-def test_a_method_warns_once_while_a_run_goes_on(tmp_path: Path) -> None:
+def test_round_warning_is_shown_once(tmp_path: Path) -> None:
     class Wary(Method):
         name, paper = "wary", "a test"
 
@@ -324,7 +322,7 @@ def test_a_method_warns_once_while_a_run_goes_on(tmp_path: Path) -> None:
     assert said == ["round 2: too far"]
 
 
-def test_summary_says_how_unlike_clients_are() -> None:
+def test_summary_has_heterogeneity() -> None:
     result = raysim.run([*QUICK, "out=a"], quiet=True)
     split = result.summary["split"]
     assert split["clients"] == 10 and 0 < split["label_entropy"] <= split["pooled_entropy"]

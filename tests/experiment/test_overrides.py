@@ -40,7 +40,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("key", ["out", "data.root"])
-def test_text_needs_no_quotes_inside_of_the_shells(key: str, text: str) -> None:
+def test_text_needs_only_the_shells_quotes(key: str, text: str) -> None:
     expected = text.replace("\\=", "=")  # an escape that Hydra's grammar knows
     assert read_override(f"{key}={text}").value == expected
     config = compose(["data=mnist", f"{key}={text}"])
@@ -105,7 +105,7 @@ def test_options_and_files_of_any_language(tmp_path: Path) -> None:
         "+out=ü",
     ],
 )
-def test_refused_override_is_shown_as_it_was_written(text: str) -> None:
+def test_error_shows_override_as_written(text: str) -> None:
     with pytest.raises(Refused) as refused:
         compose([text])
     sentence = str(refused.value)
@@ -113,7 +113,7 @@ def test_refused_override_is_shown_as_it_was_written(text: str) -> None:
     assert "Zq" not in sentence
 
 
-def test_comma_in_a_path_is_refused_with_the_quotes_that_it_needs() -> None:
+def test_comma_in_path_error_shows_quotes() -> None:
     with pytest.raises(Refused, match=r"data\.root=\"a,b\""):
         single_override("data.root=/home/a,/b")
     assert single_override('data.root="/home/a,b"').value == "/home/a,b"

@@ -65,7 +65,7 @@ def composed(words: list[str]) -> Any:
     return compose(words, folders=["conf"])
 
 
-def test_a_class_and_a_function_are_models_by_their_names(package: str) -> None:
+def test_classes_and_functions_are_models(package: str) -> None:
     found = []
     for name in ("Net", "make"):
         words = option(name.lower(), f"_target_: {package}.{name}\nwidth: 6\nhead: fc\n")
@@ -92,12 +92,12 @@ def test_a_class_and_a_function_are_models_by_their_names(package: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(package: str, text: str, sentence: str) -> None:
+def test_object_that_does_not_fit_is_refused(package: str, text: str, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         raysim.build(composed(option("mine", text)), allow=[package])
 
 
-def test_a_module_from_python_is_where_training_starts_and_what_a_result_gives_back(
+def test_module_is_trained_and_returned(
     package: str,
 ) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -116,7 +116,7 @@ def test_a_module_from_python_is_where_training_starts_and_what_a_result_gives_b
     )
 
 
-def test_values_are_learnt_from_python(package: str) -> None:
+def test_regression_values_are_learnt(package: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(60, 4, generator=rng)
     words = [

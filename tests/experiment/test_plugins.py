@@ -73,7 +73,7 @@ def install(package: Path) -> None:
     sys.path.insert(0, str(package.parent))
 
 
-def test_an_installed_package_needs_no_option(
+def test_installed_package_needs_no_allow(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(package)
@@ -94,7 +94,7 @@ def test_an_installed_package_needs_no_option(
         (["method=fedprox"], None, False),
     ],
 )
-def test_a_job_takes_the_installed_packages_along_that_it_names(
+def test_submitted_job_packs_named_packages(
     words: list[str], config: str | None, packed: bool, package: Path
 ) -> None:
     install(package)
@@ -108,7 +108,7 @@ def test_a_job_takes_the_installed_packages_along_that_it_names(
     assert (again.words, same) == (command.words, extra), "what is named already comes once"
 
 
-def test_a_package_that_is_not_installed_is_allowed_for_a_command(
+def test_package_is_allowed_for_one_command(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["run", "method=quiet", *SMALL]) == 2
@@ -123,7 +123,7 @@ def test_a_package_that_is_not_installed_is_allowed_for_a_command(
     assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
 
 
-def test_what_is_no_package_brings_nothing(package: Path) -> None:
+def test_missing_packages_have_no_options(package: Path) -> None:
     (package.parent / "single.py").write_text("")
     sys.path.insert(0, str(package.parent))
     assert conf_folders_of(["nowhere", "single", "..", ""]) == []
@@ -131,7 +131,7 @@ def test_what_is_no_package_brings_nothing(package: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["method=quiet", "method=fedprox+quiet", "method=quiet,fedprox"])
-def test_a_forgotten_option_names_the_package_that_is_here(
+def test_unknown_option_error_names_local_package(
     words: str, package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["study" if "," in words else "run", words]) == 2
@@ -146,9 +146,7 @@ def test_a_forgotten_option_names_the_package_that_is_here(
     )
 
 
-def test_a_package_that_is_nowhere_is_named(
-    package: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_is_refused(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2
     assert capsys.readouterr().err.startswith("raysim: allow=quitely")
     with pytest.raises(Refused, match=r"^allow=quitely\.parts"):
@@ -158,7 +156,7 @@ def test_a_package_that_is_nowhere_is_named(
     assert conf_folders_of(["quitely"]) == [], "a job is told by the nodes, which may have it"
 
 
-def test_a_package_is_allowed_from_the_current_folder_in_python_too(
+def test_package_in_current_folder_is_allowed(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     around = package.parent / "around" / "quietly"
@@ -192,9 +190,7 @@ def test_a_package_is_allowed_from_the_current_folder_in_python_too(
         ),
     ],
 )
-def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(
-    text: str, said: str, package: Path
-) -> None:
+def test_broken_option_file_is_refused_when_used(text: str, said: str, package: Path) -> None:
     (package / "conf" / "method" / "bad.yaml").write_text(text)
     assert build(["method=quiet", *SMALL], allow=["quietly"]).spec.methods
     with pytest.raises(Refused, match=said):
@@ -203,7 +199,7 @@ def test_a_file_that_is_no_option_is_refused_where_it_is_asked_for(
         find_methods(["quiet"], [str(package / "conf")], ["quietly"])
 
 
-def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -> None:
+def test_installed_option_with_taken_name_is_refused(package: Path) -> None:
     (package / "conf" / "method" / "fedprox.yaml").write_text(
         "fedprox: {_target_: quietly.Quiet}\n"
     )
@@ -215,7 +211,7 @@ def test_an_installed_package_cannot_take_the_name_of_an_option(package: Path) -
         compose(["method=[]"])
 
 
-def test_of_two_folders_with_one_option_the_later_one_counts(tmp_path: Path) -> None:
+def test_later_folder_replaces_option(tmp_path: Path) -> None:
     for name, speed in (("one", 11.0), ("two", 12.0)):
         (folder := tmp_path / name / "fleet").mkdir(parents=True)
         (folder / "ideal.yaml").write_text(
@@ -231,7 +227,7 @@ def test_of_two_folders_with_one_option_the_later_one_counts(tmp_path: Path) -> 
     )
 
 
-def test_a_class_may_be_named_where_its_package_is_installed_or_allowed(package: Path) -> None:
+def test_target_needs_installed_or_allowed_package(package: Path) -> None:
     with pytest.raises(Refused, match="allow its code to run with --allow quietly"):
         resolve("quietly.Quiet", "method.quiet")
     install(package)
@@ -240,7 +236,7 @@ def test_a_class_may_be_named_where_its_package_is_installed_or_allowed(package:
 
 
 # --- observers --------------------------------------------------------------------------------------------------------
-def test_an_observer_by_its_name_follows_the_run_and_its_continuation(
+def test_observer_option_follows_run_and_resume(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (package / "conf" / "observer").mkdir()

@@ -45,11 +45,11 @@ def ran(*methods: Method, **given: Any) -> raysim.Result:
 
 
 @pytest.mark.parametrize("check", checks(Steady(mu=0.5)), ids=str)
-def test_it_keeps_to_what_every_method_must(check: Any) -> None:
+def test_remembering_method_conforms(check: Any) -> None:
     check()
 
 
-def test_it_is_drawn_to_where_it_was_and_reports_how_far_it_went() -> None:
+def test_remembering_method_pulls_and_reports() -> None:
     found, free = ran(Steady(mu=0.5)), ran(Steady(mu=0.0), out="b")
     assert (
         free.summary["model_sha256"]
@@ -59,7 +59,7 @@ def test_it_is_drawn_to_where_it_was_and_reports_how_far_it_went() -> None:
     assert (found.history["steady.moved"] > 0).all()
 
 
-def test_what_clients_keep_is_told_by_name_of_those_that_never_trained_too() -> None:
+def test_client_state_of_all_clients_by_name() -> None:
     found = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
     by_participation: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
     for client in range(20):
@@ -78,9 +78,7 @@ def test_what_clients_keep_is_told_by_name_of_those_that_never_trained_too() -> 
         found.client_state(20)
 
 
-def test_clients_without_a_memory_keep_nothing_and_one_that_no_checkpoint_holds_is_refused() -> (
-    None
-):
+def test_client_state_is_empty_or_needs_checkpoint() -> None:
     assert ran().client_state(0) == {}
     with pytest.raises(Refused, match=r"set checkpoint\.every above 0"):
         ran(Scaffold(), out="b", checkpoint={"every": 0}).client_state(0)

@@ -36,7 +36,7 @@ def refused(*words: str, **parts: Any) -> str:
 
 
 class TestUnknownKeys:
-    def test_option_without_settings_says_so_and_names_those_that_have_it(self) -> None:
+    def test_error_of_option_without_settings(self) -> None:
         sentence = refused("loss.gamma=2")
         assert "loss=usual has no settings" in sentence
         assert "loss=focal has it" in sentence
@@ -75,13 +75,13 @@ class TestPartitions:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 
-    def test_users_that_are_too_small_are_refused_by_the_key_that_leaves_them_out(self) -> None:
+    def test_small_users_error_names_minimum(self) -> None:
         users = np.arange(30)
         sentence = refused("partition=natural", data=(*DATA, users))
         assert "partition.minimum=2" in sentence
         assert "partition.clients" not in sentence
 
-    def test_too_many_users_are_refused_by_the_key_that_asks_for_them(self) -> None:
+    def test_too_many_users_error_names_clients(self) -> None:
         sentence = refused(
             "partition=natural", "partition.clients=9", data=(*DATA, np.arange(30) % 3)
         )
@@ -124,7 +124,7 @@ class TestData:
         assert not any("partition.clients" in text for text in warnings)
 
 
-def test_network_without_batchnorm_is_not_told_to_set_a_key_that_it_lacks() -> None:
+def test_warning_names_no_key_that_the_model_lacks() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     warnings = build(
         [*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}

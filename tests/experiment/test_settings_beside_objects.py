@@ -209,7 +209,7 @@ def test_setting_without_effect_is_refused_by_key(word: str, parts: dict[str, An
             built(**parts, **arguments)
 
 
-def test_object_next_to_whole_configuration_takes_the_place_of_its_part() -> None:
+def test_object_replaces_part_of_whole_configuration() -> None:
     whole = compose([*WORDS, "partition=iid", "partition.clients=3", "model=mlp"])
     assert build(whole, data=PARTS["data"]).config["choices"]["data"] == "arrays"
 

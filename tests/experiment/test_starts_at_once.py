@@ -72,7 +72,7 @@ def _run_command(command: list[str], folder: str, barrier: Any, queue: Any, numb
         _report(lambda: cli.call(command), barrier, queue, number)
 
 
-def test_dated_folders_that_are_made_at_once_differ() -> None:
+def test_dated_folders_made_at_once_differ() -> None:
     def create() -> str:
         with new_folder(Path("root/now"), dated=True) as folder:
             (folder / "content").touch()
@@ -81,7 +81,7 @@ def test_dated_folders_that_are_made_at_once_differ() -> None:
     assert sorted(at_once(create)) == ["now", *(f"now-{number}" for number in range(2, COUNT + 1))]
 
 
-def test_named_folder_is_made_by_one_process_alone() -> None:
+def test_named_folder_is_made_by_one_process() -> None:
     def create() -> str:
         try:
             with new_folder(Path("root/mine"), dated=False) as folder:
@@ -97,7 +97,7 @@ def test_named_folder_is_made_by_one_process_alone() -> None:
     assert sorted(at_once(create)) == ["made"] + ["refused"] * (COUNT - 1)
 
 
-def test_folder_without_content_is_removed_with_its_parents() -> None:
+def test_empty_folder_is_removed_with_parents() -> None:
     Path("kept").mkdir()
     with new_folder(Path("kept/a/b"), dated=False) as folder:
         assert folder.is_dir()
@@ -109,7 +109,7 @@ def test_folder_without_content_is_removed_with_its_parents() -> None:
     assert Path("kept/a/b/content").is_file()
 
 
-def test_folder_below_a_file_is_an_error_and_not_a_search_without_end() -> None:
+def test_folder_below_a_file_is_an_error() -> None:
     Path("file").touch()
     with pytest.raises(OSError), new_folder(Path("file/now"), dated=True):
         pass
@@ -131,7 +131,7 @@ def test_sweep_knows_whether_its_folder_is_dated() -> None:
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
-def test_package_is_written_by_one_process_alone() -> None:
+def test_package_is_written_by_one_process() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))
@@ -155,7 +155,7 @@ def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "command", [["run"], ["study", "method=fedavg,fedprox"]], ids=["run", "study"]
 )
-def test_commands_that_start_at_once_all_finish(command: list[str], tmp_path: Path) -> None:
+def test_commands_started_at_once_all_finish(command: list[str], tmp_path: Path) -> None:
     # Processes that train are not forked: a fork of a process with threads may wait for ever.
     context: Any = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(COUNT), context.SimpleQueue()

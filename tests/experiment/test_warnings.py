@@ -32,7 +32,7 @@ def warnings(*overrides: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER, ONE_BY_ONE, ONE_CLIENT])
-def test_fedasync_warns_of_rounds_in_which_the_last_result_counts_most(
+def test_warning_of_fedasync_in_rounds(
     schedule: Sequence[str],
 ) -> None:
     found = warnings("method=[fedasync]", *schedule)
@@ -41,7 +41,7 @@ def test_fedasync_warns_of_rounds_in_which_the_last_result_counts_most(
 
 
 @pytest.mark.parametrize("name", ["ca2fl", "ace"])
-def test_a_cache_beside_scaffold_corrects_one_bias_twice(name: str) -> None:
+def test_warning_of_a_cache_with_scaffold(name: str) -> None:
     (sentence,) = warnings(f"method=[{name},scaffold]", *BUFFER)
     assert "'scaffold'" in sentence and f"'{name}'" in sentence and "twice" in sentence
     assert warnings(f"method=[{name}]", *BUFFER) == ()
@@ -57,9 +57,7 @@ def test_a_cache_beside_scaffold_corrects_one_bias_twice(name: str) -> None:
         ("fedpac", ("local.epochs=2",)),
     ],
 )
-def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(
-    name: str, local: Sequence[str]
-) -> None:
+def test_warning_of_one_update_for_comparing_methods(name: str, local: Sequence[str]) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):
         (sentence,) = warnings(f"method=[{name}]", *local, *schedule)
         assert sentence.startswith(f"method '{name}' compares the updates of an aggregation")
@@ -67,9 +65,7 @@ def test_a_method_that_compares_results_warns_where_an_aggregation_has_one(
 
 
 @pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
-def test_fedbuff_warns_where_other_weights_change_the_length_of_the_step(
-    normalization: str, count: int
-) -> None:
+def test_warning_of_fedbuff_with_other_weights(normalization: str, count: int) -> None:
     for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
         found = warnings(
             f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER
@@ -82,7 +78,7 @@ def test_fedbuff_warns_where_other_weights_change_the_length_of_the_step(
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(
+def test_methods_see_list_and_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx
@@ -97,14 +93,14 @@ def test_a_method_sees_the_whole_list_and_what_the_schedule_aggregates(
     }
 
 
-def test_client_state_with_the_name_of_a_private_tensor_is_refused() -> None:
+def test_client_state_named_as_a_tensor_is_refused() -> None:
     private = own("first", setup=lambda self, run: run.private_parameters(["model.head.bias"]))
     clash = own("model", setup=lambda self, run: run.client_state("head.bias", run.zeros))
     with pytest.raises(Refused, match=r"method 'model' keeps 'model\.head\.bias'"):
         build([*DATA, *ROUNDS], methods=[private, clash])
 
 
-def test_the_median_of_two_is_told_to_be_their_mean() -> None:
+def test_warning_of_a_median_of_two() -> None:
     def of(cohort: int) -> tuple[str, ...]:
         return warnings(
             "method=[coordinate_median]", "schedule=synchronous", f"schedule.cohort={cohort}"
@@ -115,7 +111,7 @@ def test_the_median_of_two_is_told_to_be_their_mean() -> None:
     assert of(3) == ()
 
 
-def test_krum_warns_below_the_number_of_updates_that_its_promise_needs() -> None:
+def test_warning_of_krum_with_few_updates() -> None:
     def of(cohort: int) -> tuple[str, ...]:
         words = (
             "method=[krum]",
@@ -161,14 +157,12 @@ def own(name: str = "mine", **attributes: Any) -> Method:
         ),
     ],
 )
-def test_a_hook_that_cannot_be_called_is_refused_before_anything_starts(
-    method: Method, sentence: str
-) -> None:
+def test_hook_with_wrong_arguments_is_refused(method: Method, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         build([*DATA, *ROUNDS], methods=[method])
 
 
-def test_a_hook_may_take_more_than_it_is_given() -> None:
+def test_hook_may_have_optional_arguments() -> None:
     fine = own(gradient=lambda self, job, grad, at, scale=2.0: None, end=lambda *given: None)
     assert not [
         text for text in build([*DATA, *ROUNDS], methods=[fine]).warnings if "'mine'" in text
@@ -176,9 +170,7 @@ def test_a_hook_may_take_more_than_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(("step", "sentences"), [(1, 0), (2, 0), (10, 1)])
-def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(
-    step: int, sentences: int
-) -> None:
+def test_warning_of_missing_classes(step: int, sentences: int) -> None:
     data = (np.zeros((80, 3), np.float32), np.arange(80) % 4 * step)
     found = [
         text
@@ -203,9 +195,7 @@ def test_labels_most_of_whose_classes_do_not_occur_are_pointed_at(
         ((16, 8, 3), np.int64, 0),  # tokens
     ],
 )
-def test_images_whose_channels_are_last_are_pointed_at(
-    shape: Sequence[int], dtype: type, sentences: int
-) -> None:
+def test_warning_of_channels_last(shape: Sequence[int], dtype: type, sentences: int) -> None:
     data = (np.ones((80, *shape), dtype), np.arange(80) % 4)
     model = type(
         "Flat", (torch.nn.Flatten,), {"forward": lambda self, x: x.flatten(1)[:, :4] * 1.0}
@@ -221,7 +211,7 @@ def test_images_whose_channels_are_last_are_pointed_at(
     )
 
 
-def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> None:
+def test_warning_of_a_run_without_scores() -> None:
     def of(*words: str, test: bool = False) -> list[str]:
         half = (np.zeros((40, 3), np.float32), np.arange(40) % 4)
         words = (*DATA[:2], "partition=iid", "model=mlp", *ROUNDS, *words)
@@ -237,7 +227,7 @@ def test_a_run_of_which_nothing_will_be_scored_says_so_before_it_starts() -> Non
     assert of("partition.clients=10", test=True) == []
 
 
-def test_a_function_with_nearly_the_name_of_a_hook_is_pointed_at() -> None:
+def test_warning_of_a_misspelt_hook() -> None:
     def end(self: Any, job: Any) -> None:
         self.gradients(job)
 

@@ -26,14 +26,12 @@ def git(*words: str) -> str:
     return subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_a_submitted_job_knows_the_commit_that_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitted_job_has_packed_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SOURCE, '{"commit": "abc", "dirty": "true"}')
     assert source_commit() == {"commit": "abc", "dirty": "true"}
 
 
-def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_differ_from_it() -> (
-    None
-):
+def test_commands_tag_the_commit() -> None:
     git("init", "-q")
     Path("a.py").write_text("1\n")
     git("add", "a.py")
@@ -50,6 +48,6 @@ def test_runs_studies_and_searches_are_tagged_with_the_commit_and_whether_files_
     assert source_tags()["mlflow.source.git.dirty"] == "true"
 
 
-def test_outside_of_git_nothing_is_said_of_it() -> None:
+def test_commit_outside_git_is_empty() -> None:
     assert source_commit() == {}
     assert not any("git" in key for key in source_tags())

@@ -37,7 +37,7 @@ from raysim.primitives.files import user_path, without_password
         ),
     ],
 )
-def test_no_secret_of_an_address_is_left(text: str, bare: str) -> None:
+def test_secrets_are_removed(text: str, bare: str) -> None:
     assert without_password(text) == bare
     assert without_password(f"uri: {text} and more") == f"uri: {bare} and more"
 
@@ -52,11 +52,11 @@ def test_no_secret_of_an_address_is_left(text: str, bare: str) -> None:
         "mail a@b.c",
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_other_parts_of_addresses_stay(text: str) -> None:
     assert without_password(text) == text
 
 
-def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
+def test_short_wait_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(files, "SILENT_WAIT_S", 1e9)
@@ -71,6 +71,6 @@ def test_a_wait_for_one_who_is_quick_is_not_spoken_of(
     assert capsys.readouterr().err == ""
 
 
-def test_path_that_is_no_text_is_refused() -> None:
+def test_path_outside_utf_8_is_refused() -> None:
     with pytest.raises(Refused, match="UTF-8"):
         user_path("runs/\udcff")

@@ -17,7 +17,7 @@ def put(there: Store, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     "where", ["{}", "file://{}", "memory:/{}"], ids=["folder", "file URL", "other URL"]
 )
-def test_a_store_keeps_files(where: str, tmp_path: Path) -> None:
+def test_store_holds_files(where: str, tmp_path: Path) -> None:
     there = open_store(where.format(tmp_path / "store"))
     assert there.names() == there.names("log") == []
     put(there, "log/a.json", "1")
@@ -44,13 +44,13 @@ def test_a_store_keeps_files(where: str, tmp_path: Path) -> None:
     ("url", "why"),
     [("nosuch://bucket/run", "Protocol not known"), ("s3://bucket/run", "s3fs")],
 )
-def test_a_url_that_cannot_be_used_is_named_without_its_password(url: str, why: str) -> None:
+def test_unusable_url_error_has_no_password(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
         open_store(url.replace("://", "://me:secret@"))
     assert "secret" not in str(error.value)
 
 
-def test_an_address_is_taken_apart() -> None:
+def test_split_address() -> None:
     assert split_address("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
     assert split_address(Path("a/b/round-000010")) == ("a/b", "round-000010")
     assert split_address("round-000010") == (".", "round-000010")

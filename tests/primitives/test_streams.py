@@ -35,13 +35,13 @@ SEEDERS = {
 }
 
 
-def test_a_name_gives_the_same_numbers_in_every_process() -> None:
+def test_stream_is_equal_in_all_processes() -> None:
     # Python's own hash of a string would differ from one process to the next.
     assert stream(0, "cohort", 3).integers(1000, size=4).tolist() == [57, 924, 209, 607]
     assert torch_seed(0, "torch", 1, 2) == 8558902436788059806
 
 
-def test_streams_of_different_names_differ() -> None:
+def test_streams_of_other_names_differ() -> None:
     names = [
         (0, "a", 0),
         (1, "a", 0),
@@ -55,7 +55,7 @@ def test_streams_of_different_names_differ() -> None:
     assert len(np.unique(draws)) == draws.size
 
 
-def test_a_stream_does_not_depend_on_what_others_drew() -> None:
+def test_streams_are_independent() -> None:
     first = stream(5, "x", 1)
     stream(5, "y", 1).random(100)
     assert first.random() == stream(5, "x", 1).random()
@@ -101,7 +101,7 @@ def seedings(tree: ast.AST) -> int:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_nothing_draws_from_a_global_generator(path: Path) -> None:
+def test_package_uses_no_global_generator(path: Path) -> None:
     tree = ast.parse(path.read_text())
     name = path.relative_to(PACKAGE).as_posix()
     assert set(global_draws(tree)) == DRAWERS.get(name, set())
@@ -113,5 +113,5 @@ def test_nothing_draws_from_a_global_generator(path: Path) -> None:
     ["import random", "from random import choice", "np.random.rand(3)", "from numpy.random import default_rng",
      "torch.randn(2)", "np.random.seed(0)", "import random as r"],
 )  # fmt: skip
-def test_the_search_finds_what_it_looks_for(line: str) -> None:
+def test_search_for_global_generators_finds_them(line: str) -> None:
     assert list(global_draws(ast.parse(line)))
