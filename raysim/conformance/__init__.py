@@ -1,15 +1,15 @@
-"""What every part of a run must keep to, for tests of your own parts; raysim's own are tested with the same checks.
+"""Checks that every part of a run must pass, for tests of your own parts.
 
     import pytest
     from raysim.conformance import checks
 
     @pytest.mark.parametrize("check", [*checks(MyMethod(mu=0.1)), *checks(MyModel())], ids=str)
-    def test_it_keeps_what_every_part_must(check):
+    def test_part_passes_all_checks(check):
         check()
 
 `checks` takes a method, a model, a source of data, a partition, a schedule, a fleet or an observer.
-Each check makes a few tiny runs in this process, a fraction of a second each, and raises an
-AssertionError with one sentence.
+Each check makes a few tiny runs in this process, a fraction of a second each, and raises
+AssertionError with one sentence. raysim's own parts are tested with the same checks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Check", "Study", "checks"]
 
 @dataclass(frozen=True)
 class Check:
-    """Something that a part must keep to; called, it raises an AssertionError where the part does not."""
+    """One check of a part; a call raises AssertionError if the part fails it."""
 
     name: str
     run: Callable[[], object]
@@ -43,9 +43,9 @@ class Check:
 
 
 def checks(part: object, study: Study | None = None) -> list[Check]:
-    """All checks for a part. study: the tiny runs it is tried in, where the usual ones do not suit it.
+    """Return all checks for a part. Raises TypeError for an object that is no part of a run.
 
-    Raises TypeError for what is no part.
+    study: the tiny runs to try it in; None for the usual ones.
     """
     name = getattr(part, "name", type(part).__name__)
     return [Check(f"{name}: {text}", run) for text, run in _checks(part, study or Study())]
@@ -53,7 +53,7 @@ def checks(part: object, study: Study | None = None) -> list[Check]:
 
 def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     if not isinstance(part, Observer):
-        yield "a file can hold it", lambda: _stored(part)
+        yield "a file can hold it", lambda: _check_storable(part)
     if isinstance(part, Method):
         yield from methods.checks(part, study)
     elif isinstance(part, Observer):
@@ -67,17 +67,19 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
             "decide": parts.of_schedule,
             "devices": parts.of_fleet,
         }
-        found = [make for needed, make in kinds.items() if hasattr(part, needed)]
-        if len(found) != 1:
+        kinds_of_part = [make for function, make in kinds.items() if hasattr(part, function)]
+        if len(kinds_of_part) != 1:
             raise TypeError(
-                f"{part!r} is no part of a run: give a method, a model, data, a partition, a schedule, ..."
+                f"{part!r} is no part of a run. Give a method, a model, data, a partition, a schedule, "
+                "a fleet or an observer."
             )
-        yield from found[0](part, study)
+        yield from kinds_of_part[0](part, study)
 
 
-def _stored(part: object) -> None:
+def _check_storable(part: object) -> None:
     node = object_node(part)
     assert OBJECT not in node, (
-        f"{node['_target_']} cannot be written into a configuration: its class must be found by its name, and its "
-        "constructor must keep its arguments, plain values, under their own names and nothing more"
+        f"{node['_target_']} cannot be written into a configuration. Define its class in a module, "
+        "and let its constructor keep its arguments, which are plain values, under their own names "
+        "and nothing else."
     )

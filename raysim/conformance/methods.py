@@ -1,4 +1,4 @@
-"""What every method must keep to."""
+"""Checks that every method must pass."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import declare_run
 
-LEAST = 8  # different bytes that a secret has; fewer are found anywhere by chance
+# Different bytes of a secret; fewer occur anywhere by chance.
+MIN_SECRET_BYTES = 8
 
 
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is checked of a method, and how."""
+    """Yield the checks of a method, each with its name."""
     for text, check in _checks(method, study):
-        yield text, partial(_asserted, check)
+        yield text, partial(_call_check, check)
 
 
-def _asserted(check: Callable[[], object]) -> None:
-    """What ends a run is what the check says."""
+def _call_check(check: Callable[[], object]) -> None:
+    """Call the check, and turn an error that ends a run into an AssertionError."""
     try:
         check()
     except (RunStoppedError, Refused) as error:
@@ -43,31 +44,31 @@ def _asserted(check: Callable[[], object]) -> None:
 
 def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     study = replace(study, methods=(*study.methods, method))
-    yield "it has a name and arguments of its own", partial(named, method)
-    yield "its hooks and what it keeps have names that fit", partial(fits, study.spec)
+    yield "it has a name and arguments of its own", partial(check_arguments, method)
+    yield "its hooks and what it keeps have names that fit", partial(check_declarations, study.spec)
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (
             f"the same bits on one worker and on two, {under}",
-            partial(agreement.on_workers, study.spec, schedule, fleet),
+            partial(agreement.check_workers, study.spec, schedule, fleet),
         )
         yield (
             f"the same bits straight and resumed, {under}",
-            partial(agreement.resumed, study.spec, schedule, fleet),
+            partial(agreement.check_resumed, study.spec, schedule, fleet),
         )
         yield (
             f"what travels is declared and is not what clients keep, {under}",
-            partial(travels, study.spec, schedule, fleet),
+            partial(check_messages, study.spec, schedule, fleet),
         )
     exact = partial(study.spec, torch.float64)
     yield (
         "the same numbers from recorded steps, or a refusal",
-        partial(agreement.recorded, exact, rounds=3),
+        partial(agreement.check_recorded, exact, rounds=3),
     )
 
 
-def named(method: Method) -> None:
-    """Its attributes are its arguments, and none has the name of a hook."""
+def check_arguments(method: Method) -> None:
+    """Check that the attributes are the arguments, and none has the name of a hook."""
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}
     assert not taken, (
@@ -75,21 +76,22 @@ def named(method: Method) -> None:
     )
 
 
-def fits(make: Make) -> None:
-    """Its functions are hooks, or something calls them, and what clients keep bears its name."""
+def check_declarations(make: Make) -> None:
+    """Check that all functions are hooks or called, and that the declarations are accepted."""
     spec = make()
     try:
         check_names(spec.methods)
         declare_run(spec)
     except ValueError as error:
         raise AssertionError(str(error)) from None
-    assert not (doubt := next(suspicious_methods(spec.methods), "")), doubt
+    warning = next(suspicious_methods(spec.methods), "")
+    assert not warning, warning
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Seen:
-    """What a run's messages carried."""
+    """The content of the messages of a run."""
 
     run: FinishedRun
     spy: Spy
@@ -100,16 +102,16 @@ class Seen:
     ]  # what clients keep, with its name, and never send by its own name
 
 
-def travels(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
-    """What passes between coordinator and worker is what methods declare, and nothing of what clients keep."""
-    seen = _watched(make, schedule, fleet)
+def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
+    """Check that messages hold what methods declare, and no client state; return what was seen."""
+    seen = _watch(make, schedule, fleet)
     methods = make().methods
-    _keeps(seen, {method.name for method in methods})
-    _costs(seen, pooled=any(method.pools for method in methods))
+    _check_secrets(seen, {method.name for method in methods})
+    _check_costs(seen, pooled=any(method.pools for method in methods))
     return seen
 
 
-def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
+def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     spec = make()
     spy = Spy(spec)
     found = run_to_end(coordinate(spec, schedule, fleet, runtime=spy, rounds=5))
@@ -130,7 +132,11 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
         _bytes(update.delta) for update in spy.updates if update.delta is not None
     ]  # as every run sends
     moved += [_bytes(total) for result in spy.trained for total in result.sums.values()]
-    secrets = [(key, value) for key, value in kept if len(set(value)) > LEAST and value not in sent]
+    secrets = [
+        (key, value)
+        for key, value in kept
+        if len(set(value)) > MIN_SECRET_BYTES and value not in sent
+    ]
     secrets = [
         (key, value)
         for key, value in secrets
@@ -139,8 +145,8 @@ def _watched(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
     return Seen(found, spy, uploads, personal, secrets)
 
 
-def _keeps(seen: Seen, names: set[str]) -> None:
-    """Neither personal parameters nor client state are in an update; what is sent bears its method's name."""
+def _check_secrets(seen: Seen, names: set[str]) -> None:
+    """Check that no update holds personal parameters or client state, and that names fit."""
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     for name in seen.uploads:
@@ -163,13 +169,13 @@ def _keeps(seen: Seen, names: set[str]) -> None:
         if key := next((key for key, secret in seen.secrets if secret in message), ""):
             secrets = [secret for name, secret in seen.secrets if name == key]
             raise AssertionError(
-                f"{key!r}, which a client keeps, is in {_place(trained, secrets)} of a message, byte for byte: keep it "
-                "out of there, or send it by its name with `ctx.upload`"
+                f"{key!r} is client state, and {_part_with_secret(trained, secrets)} of a message holds it byte "
+                "for byte. Keep it out of there, or declare it with run.upload."
             )
 
 
-def _place(result: TrainingResult, secrets: list[bytes]) -> str:
-    """The part of a message that holds one of the secrets."""
+def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
+    """Return the part of a message that holds one of the secrets."""
     for part in (*map(vars, result.updates), {"sums": result.sums}):
         for name, value in part.items():
             if any(secret in pickle.dumps(value) for secret in secrets):
@@ -178,7 +184,7 @@ def _place(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(kept: bytes, update: bytes) -> bool:
-    """Whether this is the update itself, perhaps without its last tensors: a short part of it would be a leak."""
+    """Return True if the state is the update itself, or most of it: a short part would be a leak."""
     return update.startswith(kept) and 2 * len(kept) > len(update)
 
 
@@ -186,8 +192,8 @@ def _bytes(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def _costs(seen: Seen, pooled: bool) -> None:
-    """The floats that the history counts, which follow from what methods declare, are those that messages carry."""
+def _check_costs(seen: Seen, pooled: bool) -> None:
+    """Check that the floats that the history counts are those that messages hold."""
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None
@@ -197,19 +203,21 @@ def _costs(seen: Seen, pooled: bool) -> None:
     for job, published in spy.sent:
         first = once if job.participation == 0 else 0
         received = published.floats + sum(map(np.size, job.extras.values())) + first
-        _told("receives", job.number, planned[job.number].down, received)
-    _told("receive", -1, int(row["floats_down"] or 0), sum(job.down for job in planned.values()))
+        _check_floats("receives", job.number, planned[job.number].down, received)
+    _check_floats(
+        "receive", -1, int(row["floats_down"] or 0), sum(job.down for job in planned.values())
+    )
     shared = seen.run.coordinator.layout.shared
     for update in spy.updates:
-        _told("sends", update.job, planned[update.job].up, shared + update.floats)
+        _check_floats("sends", update.job, planned[update.job].up, shared + update.floats)
     running = seen.run.coordinator.planner.running
     before = sum(array.size for part in spy.contributed for array in part.values())
     up = sum(job.up for job in planned.values() if job.number not in running)
-    _told("send", -1, int(row["floats_up"] or 0), before + up)
+    _check_floats("send", -1, int(row["floats_up"] or 0), before + up)
 
 
-def _told(what: str, number: int, declared: int, moved: int) -> None:
+def _check_floats(what: str, number: int, declared: int, moved: int) -> None:
     who = f"job {number} {what}" if number >= 0 else f"all jobs together {what}"
     assert declared == moved, (
-        f"{who} {moved} floats, and {declared} are declared: correct the method's `cost`"
+        f"{who} {moved} floats, and {declared} are declared. Correct the sizes in the method's setup."
     )

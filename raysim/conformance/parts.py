@@ -1,4 +1,4 @@
-"""What every model, source of data, partition, schedule, fleet and observer must keep to."""
+"""Checks that every model, source, partition, schedule, fleet and observer must pass."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _runs(study: Study) -> Checks:
-    """What a run must keep to with any part."""
+    """Yield the checks of a run with any part."""
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (
             f"the same bits on one worker and on two, {under}",
-            partial(agreement.on_workers, study.spec, schedule, fleet),
+            partial(agreement.check_workers, study.spec, schedule, fleet),
         )
         yield (
             f"the same bits straight and resumed, {under}",
-            partial(agreement.resumed, study.spec, schedule, fleet),
+            partial(agreement.check_resumed, study.spec, schedule, fleet),
         )
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ------------------------------------------------------------------------------------
 def of_model(model: ModelRecipe, study: Study) -> Checks:
-    """A recipe for networks."""
+    """Yield the checks of a recipe for networks."""
     study = replace(study, model=model)
-    yield "a seed gives the same values, another one others", partial(_seeded, study)
-    yield "features and a head make the outputs", partial(_split, study)
+    yield "a seed gives the same values, another one others", partial(_check_seeds, study)
+    yield "features and a head make the outputs", partial(_check_head, study)
     yield from _runs(study)
     exact = partial(study.spec, torch.float64)
     yield (
         "the same numbers from recorded steps, or a refusal",
-        partial(agreement.recorded, exact, rounds=3),
+        partial(agreement.check_recorded, exact, rounds=3),
     )
 
 
@@ -63,11 +63,11 @@ def _network(study: Study, seed: int = SEED) -> nn.Module:
     return build_networks(replace(spec, settings=replace(spec.settings, seed=seed)))[0]["model"]
 
 
-def _seeded(study: Study) -> None:
+def _check_seeds(study: Study) -> None:
     values = []
     with torch.random.fork_rng(devices=[]):
         for seed, elsewhere in ((1, 0), (1, 1), (2, 0)):
-            torch.manual_seed(elsewhere)  # whoever draws from it is found
+            torch.manual_seed(elsewhere)  # a network that draws from it differs
             values.append(_network(study, seed).state_dict())
     one, again, other = values
     assert one.keys() == again.keys() == other.keys(), (
@@ -81,7 +81,7 @@ def _seeded(study: Study) -> None:
     )
 
 
-def _split(study: Study) -> None:
+def _check_head(study: Study) -> None:
     task, model = study.spec().task, cast(Classifier, _network(study).eval())
     inputs = task.example(4)
     with torch.no_grad():
@@ -99,16 +99,16 @@ def _split(study: Study) -> None:
     assert torch.equal(made, logits), "the head makes other outputs of the features than the model"
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data --------------------------------------------------------------------------------------
 def of_data(data: Source, study: Study) -> Checks:
-    """A source of samples."""
-    yield "it reads the same samples twice", partial(_read_twice, data)
-    yield "labels and domains name what there is", partial(_labelled, data)
+    """Yield the checks of a source of samples."""
+    yield "it reads the same samples twice", partial(_check_read_twice, data)
+    yield "labels and domains name what there is", partial(_check_labels, data)
     yield from _runs(replace(study, data=data))
 
 
-def _read_twice(data: Source) -> None:
-    np.random.seed(0)  # noqa: NPY002 (whoever draws from it is found)
+def _check_read_twice(data: Source) -> None:
+    np.random.seed(0)  # noqa: NPY002 (a source that draws from it differs)
     one = data.read()
     np.random.seed(1)  # noqa: NPY002
     other = data.read()
@@ -119,7 +119,7 @@ def _read_twice(data: Source) -> None:
             )
 
 
-def _labelled(data: Source) -> None:
+def _check_labels(data: Source) -> None:
     found = data.build()
     assert 0 < found.train_rows <= len(found), (
         f"{found.train_rows} of {len(found)} rows are for training"
@@ -134,13 +134,13 @@ def _labelled(data: Source) -> None:
             )
 
 
-# --- partitions -------------------------------------------------------------------------------------------------------
+# --- partitions --------------------------------------------------------------------------------
 def of_partition(partition: Partitioner, study: Study) -> Checks:
-    """A way to share samples out."""
-    yield "a seed gives the same split", partial(_split_twice, partition, study)
+    """Yield the checks of a partition."""
+    yield "a seed gives the same split", partial(_check_split_seeds, partition, study)
     yield (
         "no sample belongs to two clients, or to training and test",
-        partial(_disjoint, partition, study),
+        partial(_check_disjoint, partition, study),
     )
     yield from _runs(replace(study, partition=partition))
 
@@ -151,7 +151,7 @@ def _parts(partition: Partitioner, study: Study) -> Partition:
     return partition.split(groups[:rows], data.domains[:rows], len(names), SEED)
 
 
-def _split_twice(partition: Partitioner, study: Study) -> None:
+def _check_split_seeds(partition: Partitioner, study: Study) -> None:
     np.random.seed(0)  # noqa: NPY002
     one = _parts(partition, study)
     np.random.seed(1)  # noqa: NPY002
@@ -164,7 +164,7 @@ def _split_twice(partition: Partitioner, study: Study) -> None:
         assert same, f"one seed gives two splits of the {name} samples"
 
 
-def _disjoint(partition: Partitioner, study: Study) -> None:
+def _check_disjoint(partition: Partitioner, study: Study) -> None:
     parts, rows = _parts(partition, study), study.data.build().train_rows
     assert len(parts.train) == len(parts.test) > 0, (
         "training and test rows must be of the same clients"
@@ -172,7 +172,9 @@ def _disjoint(partition: Partitioner, study: Study) -> None:
     for name, part in (("train", parts.train), ("test", parts.test)):
         _check_rows(part, name, rows)
     used = np.concatenate([parts.train.indices, parts.test.indices])
-    assert len(np.unique(used)) == len(used), "a sample is given out twice"
+    assert len(np.unique(used)) == len(used), (
+        "a sample belongs to two clients, or to training and test"
+    )
     assert parts.train.counts.any(), "no client has a training sample"
 
 
@@ -188,43 +190,46 @@ def _check_rows(part: CSR, name: str, rows: int) -> None:
     assert inside, f"{name}: a row is not one of 0 to {rows - 1}"
 
 
-# --- schedules --------------------------------------------------------------------------------------------------------
+# --- schedules ---------------------------------------------------------------------------------
 def of_schedule(schedule: Schedule, study: Study) -> Checks:
-    """When to dispatch, and when to aggregate."""
+    """Yield the checks of a schedule."""
     study = replace(study, schedules=(schedule,))
-    yield "it keeps to what it says, and keeps nothing", partial(_kept_to, schedule, study)
+    yield "it keeps its promises, and keeps no state", partial(_check_promises, schedule, study)
     yield from _runs(study)
 
 
-def _kept_to(schedule: Schedule, study: Study) -> None:
+def _check_promises(schedule: Schedule, study: Study) -> None:
     before = copy.deepcopy(schedule)
     found = run(study.spec(), schedule, study.fleet, rounds=8)
     assert vars(schedule) == vars(before), (
-        "the schedule has changed: what it decides must follow from what it sees"
+        "the schedule has changed. Let its decisions follow from what it sees."
     )
     jobs = [job for job in (*found.jobs, *found.finished.jobs) if math.isfinite(job.finish)]
     most = max(sum(other.start <= job.start < other.finish for other in jobs) for job in jobs)
     assert most <= schedule.concurrency, (
-        f"{most} jobs are under way at once, concurrency={schedule.concurrency}"
+        f"{most} jobs are in flight at once, concurrency={schedule.concurrency}"
     )
     if not schedule.stale:
         assert not any(job.staleness for job in jobs), (
-            "a result is stale, and the schedule says that none ever is"
+            "an update is stale, and the schedule says that none ever is"
         )
     if (limit := schedule.max_staleness) is not None:
         worst = max(job.staleness for job in jobs)
-        assert worst <= limit, f"a result has missed {worst} aggregations, max_staleness={limit}"
+        assert worst <= limit, f"the staleness of an update is {worst}, max_staleness={limit}"
 
 
-# --- fleets -----------------------------------------------------------------------------------------------------------
+# --- fleets ------------------------------------------------------------------------------------
 def of_fleet(fleet: Fleet, study: Study) -> Checks:
-    """Devices on the virtual clock."""
+    """Yield the checks of a fleet."""
     study = replace(study, fleet=fleet)
-    yield "a seed gives the same devices, and time goes on", partial(_timed, fleet, study)
+    yield (
+        "a seed gives the same devices, and no job takes negative time",
+        partial(_check_devices, fleet, study),
+    )
     yield from _runs(study)
 
 
-def _timed(fleet: Fleet, study: Study) -> None:
+def _check_devices(fleet: Fleet, study: Study) -> None:
     clients = len(study.federated.partition.train)
     spec = study.spec()
     one, other = (fleet.devices(SEED, clients, partial(sample_flops, spec)) for _ in range(2))
@@ -234,7 +239,7 @@ def _timed(fleet: Fleet, study: Study) -> None:
             f"client {client} takes another time with one seed"
         )
         assert 5.0 <= trip.finish < math.inf, (
-            f"client {client} starts at 5 s and is back at {trip.finish} s"
+            f"client {client} starts at 5 s and finishes at {trip.finish} s"
         )
     seconds = one.seconds(np.full(clients, 20.0), 1000, 1000)
     assert seconds.shape == (clients,) and (seconds >= 0).all(), (
@@ -242,16 +247,16 @@ def _timed(fleet: Fleet, study: Study) -> None:
     )
 
 
-# --- observers --------------------------------------------------------------------------------------------------------
+# --- observers ---------------------------------------------------------------------------------
 def of_observer(observer: Observer, study: Study) -> Checks:
-    """Something that follows a run."""
+    """Yield the checks of an observer."""
     yield (
-        "it follows a run to its end, and changes nothing of it",
-        partial(_followed, observer, study),
+        "it follows a run to its end and changes nothing",
+        partial(_check_follows, observer, study),
     )
 
 
-def _followed(observer: Observer, study: Study) -> None:
+def _check_follows(observer: Observer, study: Study) -> None:
     schedule = study.schedules[0]
     alone = run(study.spec(), schedule, study.fleet)
     with tempfile.TemporaryDirectory() as folder:

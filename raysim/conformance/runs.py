@@ -1,4 +1,4 @@
-"""Tiny federated runs from objects, a fraction of a second each, in this process; and ways to look into a run."""
+"""Tiny federated runs in this process, a fraction of a second each, and views into them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NormedMlp(ModelRecipe):
     width: int = 12
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """See `ModelRecipe`."""
+        """Return the network up to the features, and their number."""
         layers = [
             nn.Flatten(),
             nn.Linear(math.prod(input_shape), self.width),
@@ -58,7 +58,7 @@ BUFFER = Buffered(concurrency=4, size=2)
 
 @functools.cache
 def tiny_data(clients: int = 6, samples: int = 150) -> FederatedData:
-    """Images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
+    """Return images of 8 x 8 pixels in 5 classes on clients of unequal sizes."""
     source = Synthetic(samples=samples, test_samples=20, classes=5, mean=[0.5], std=[0.3])
     return federate(source, Dirichlet(clients=clients, alpha=2.0, minimum=5), SEED)
 
@@ -71,7 +71,10 @@ def run_spec(
     seed: int = SEED,
     **others: Any,
 ) -> RunSpec:
-    """A tiny run: 3 rounds, without checkpoints. others: fields of `RunSpec`; `changed` gives it other settings."""
+    """Return a tiny run: 3 rounds, without checkpoints.
+
+    others: fields of `RunSpec`. `with_settings` gives the run other settings.
+    """
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
     return RunSpec(model, methods, data or tiny_data(), settings, **others)
 
@@ -84,7 +87,11 @@ def with_settings(
     state_budget: float = math.inf,
     **settings: Any,
 ) -> RunSpec:
-    """The same run with other settings; short words for those in a group of their own. state_budget: in bytes."""
+    """Return the same run with other settings.
+
+    Short names stand for settings in a group: checkpoint_every, tolerate, and state_budget in
+    bytes.
+    """
     if checkpoint_every is not None:
         settings["checkpoint"] = Checkpoint(checkpoint_every)
     if tolerate is not None:
@@ -94,7 +101,7 @@ def with_settings(
     return replace(spec, settings=replace(spec.settings, **settings))
 
 
-# Columns that depend on clocks, and on where workers sum.
+# Columns that depend on wall time, or on the place where updates are summed.
 MEASURED = (
     "wall_seconds",
     "worker_seconds",
@@ -109,7 +116,7 @@ MEASURED = (
 
 @dataclass
 class FinishedRun:
-    """What a run left behind."""
+    """A finished run, with its coordinator, events and history."""
 
     coordinator: Coordinator
     finished: Finished
@@ -120,29 +127,29 @@ class FinishedRun:
 
     @property
     def participations(self) -> dict[int, int]:
-        """By client that was ever sent off: how often."""
+        """The number of dispatches of each client that was ever dispatched."""
         counts = self.coordinator.planner.participations
         return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
 
     @property
     def in_flight(self) -> set[int]:
-        """Numbers of the jobs that had not ended when the run did."""
+        """The numbers of the jobs that had not ended when the run did."""
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}
 
     @property
     def bits(self) -> tuple[str, str]:
-        """The two checksums that say whether two runs ended alike."""
+        """The checksums of the model and of the states; equal if two runs ended alike."""
         return self.finished.model_sha256, self.finished.state_sha256
 
     @property
     def history(self) -> list[Row]:
-        """The rows without what a clock on the wall measured."""
+        """The rows of the history without measurements of wall time."""
         return [{key: row[key] for key in row if key not in MEASURED} for row in self.rows]
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:
-        """The final shared tensors by name."""
+        """The final shared tensors, by name."""
         server = self.coordinator.server
         return {
             k: v.numpy()
@@ -151,7 +158,7 @@ class FinishedRun:
 
     @property
     def private(self) -> dict[str, np.ndarray]:
-        """Every tensor of the clients' accepted client states: "client/name"."""
+        """Each tensor of the accepted client states, by "client/name"."""
         states = self.coordinator.client_states.named()
         return {
             f"{client}/{name}": array
@@ -160,7 +167,7 @@ class FinishedRun:
         }
 
     def state(self, client: int) -> StoredState:
-        """A client's accepted client state."""
+        """Return the accepted client state of a client."""
         return self.coordinator.client_states.accepted_state(client)
 
 
@@ -173,7 +180,10 @@ def coordinate(
     resume: str = "",
     **settings: Any,
 ) -> Coordinator:
-    """A coordinator in this process, of a worker in this process unless a runtime is given; settings: see `changed`."""
+    """Return a coordinator in this process.
+
+    runtime: None for one worker in this process. settings: see `with_settings`.
+    """
     spec = with_settings(spec, **settings)
     return Coordinator(
         spec, schedule, fleet or Lognormal(), runtime or InProcess(Worker(spec)), folder, resume
@@ -181,7 +191,7 @@ def coordinate(
 
 
 def run_to_end(coordinator: Coordinator) -> FinishedRun:
-    """Run to the end."""
+    """Run to the end and return the finished run."""
     aggregations: list[PlannedAggregation] = []
     plan = coordinator.planner.next_aggregation
 
@@ -201,12 +211,12 @@ def run_to_end(coordinator: Coordinator) -> FinishedRun:
 def run(
     spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
 ) -> FinishedRun:
-    """Run in this process; see `coordinate`."""
+    """Run in this process, with the arguments of `coordinate`, to the end."""
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 
 
 class Spy(InProcess):
-    """A runtime that keeps everything that passes between coordinator and worker."""
+    """A runtime that keeps all messages between coordinator and worker."""
 
     def __init__(self, spec: RunSpec):
         super().__init__(Worker(spec))
@@ -217,7 +227,7 @@ class Spy(InProcess):
         self.kept: Mapping[str, np.ndarray] = {}
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """See `InProcess`."""
+        """Call a worker as `InProcess` does, and keep the messages."""
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":
             published = {each.version: each for each in args[3 : 3 + args[2]]}
@@ -242,12 +252,12 @@ class Spy(InProcess):
 
 
 def several_workers(spec: RunSpec, count: int) -> InProcess:
-    """Some workers in this process, to see what moves between them without starting others."""
+    """Return a runtime of some workers in this process."""
     return InProcess(*(Worker(spec, f"worker-{index}") for index in range(count)))
 
 
 def same_arrays(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
-    """Whether two sets of named arrays have the same names and the same bits."""
+    """Return True if two sets of named arrays have the same names and bits."""
     return left.keys() == right.keys() and all(
         _bits(left[key]) == _bits(right[key]) for key in left
     )

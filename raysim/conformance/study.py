@@ -1,4 +1,4 @@
-"""The tiny runs that a part is tried in."""
+"""The tiny runs in which a part is tried."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """What surrounds the part under test: small images on six clients of unequal sizes, a small network, four at work.
+    """The run around the part under test.
 
-    schedules: it runs under each of them.
+    By default small images on six clients of unequal sizes, a small network, and four clients that
+    train at once. The part runs under each of the schedules.
     """
 
     methods: tuple[Method, ...] = ()
@@ -41,17 +42,17 @@ class Study:
 
     @cached_property
     def federated(self) -> FederatedData:
-        """The data, split."""
+        """The data, split over the clients."""
         return federate(self.data, self.partition, SEED)
 
     def spec(self, dtype: torch.dtype = torch.float32) -> RunSpec:
-        """Three rounds, with methods of their own."""
+        """Return a run of three rounds, with copies of the methods."""
         methods = copy.deepcopy(self.methods)
         return run_spec(
             *methods, model=self.model, local=self.local, data=self.federated, dtype=dtype
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:
-        """Every schedule, on the fleet."""
+        """Yield each schedule with the fleet."""
         for schedule in self.schedules:
             yield schedule, self.fleet

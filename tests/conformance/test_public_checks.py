@@ -1,4 +1,4 @@
-"""The checks for parts of a user's own: a good part passes all, a bad one is caught by the check that is meant."""
+"""Checks for users' own parts: a good part passes all, a bad one fails the right check."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from raysim.simulation.fleet import Ideal, Speeds
 from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
 
 
-def failed(part: object, study: Study | None = None) -> dict[str, str]:
-    """By name, the checks that a part does not pass, and what they say."""
-    found = {}
+def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
+    """Return the messages of the checks that a part does not pass, by name."""
+    messages = {}
     for check in checks(part, study):
         try:
             check()
         except AssertionError as error:
-            found[str(check).partition(": ")[2]] = str(error)
-    return found
+            messages[str(check).partition(": ")[2]] = str(error)
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def failed(part: object, study: Study | None = None) -> dict[str, str]:
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_raysims_own_parts_pass(part: object) -> None:
-    assert failed(part) == {}
+def test_parts_of_raysim_pass(part: object) -> None:
+    assert failed_checks(part) == {}
 
 
-def test_what_is_no_part_is_refused() -> None:
-    with pytest.raises(TypeError, match="3 is no part of a run"):
+def test_object_that_is_no_part_is_refused() -> None:
+    with pytest.raises(TypeError, match="3 is no part"):
         checks(3)
 
 
-# --- methods ----------------------------------------------------------------------------------------------------------
+# --- methods -----------------------------------------------------------------------------------
 class Counting(FedProx):
-    """Remembers, outside its declared state, how often it trained."""
+    """Count its batches outside of its declared state."""
 
     name = "counting"
 
@@ -71,7 +71,7 @@ class Counting(FedProx):
 
 
 class Greedy(FedProx):
-    """Uploads what it does not declare."""
+    """Upload what it does not declare."""
 
     name = "greedy"
 
@@ -80,14 +80,14 @@ class Greedy(FedProx):
 
 
 class Understating(Greedy):
-    """Uploads more floats than it declares."""
+    """Upload more floats than it declares."""
 
     def setup(self, run: Any) -> None:
         run.upload("mean", 2)
 
 
 class Hooked(Method):
-    """Has an argument with the name of a hook."""
+    """Have an argument with the name of a hook."""
 
     name = "hooked"
     paper = "a test"
@@ -99,20 +99,20 @@ class Hooked(Method):
 ROUNDS = Study(schedules=(Synchronous(4),))
 
 
-def test_a_method_that_remembers_on_its_own_ends_at_other_bits() -> None:
-    found = failed(Counting(), ROUNDS)
-    assert "the same bits on one worker and on two, under synchronous" in found
-    assert "the same bits straight and resumed, under synchronous" in found
+def test_method_with_undeclared_state_has_other_bits() -> None:
+    messages = failed_checks(Counting(), ROUNDS)
+    assert "the same bits on one worker and on two, under synchronous" in messages
+    assert "the same bits straight and resumed, under synchronous" in messages
 
 
 @pytest.mark.parametrize("method", [Greedy(), Understating()])
 def test_upload_beyond_the_declaration_is_caught(method: Method) -> None:
     name = "what travels is declared and is not what clients keep, under synchronous"
-    assert "upload['mean']" in failed(method, ROUNDS)[name]
+    assert "upload['mean']" in failed_checks(method, ROUNDS)[name]
 
 
 class Remembering(FedProx):
-    """Keeps its last update, which it sends as every method does."""
+    """Keep its last update, which it sends as every method does."""
 
     name = "remembering"
 
@@ -125,7 +125,7 @@ class Remembering(FedProx):
 
 
 class Telling(FedProx):
-    """Sends what it keeps in its report."""
+    """Send its client state in its report."""
 
     name = "telling"
 
@@ -139,7 +139,7 @@ class Telling(FedProx):
 
 
 class Hoarding(FedProx):
-    """Keeps a small part of its update, which nobody could tell from a secret in it."""
+    """Keep a small part of its update, which looks like a secret in it."""
 
     name = "hoarding"
 
@@ -154,88 +154,95 @@ class Hoarding(FedProx):
 TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
-def test_the_update_that_is_sent_anyway_may_be_kept_and_other_state_that_travels_is_named() -> None:
-    assert failed(Remembering(), Study(schedules=(Synchronous(4), Buffered(4, 1)))) == {}
-    found = failed(Hoarding(), Study(schedules=(Buffered(4, 1),)))
-    assert any(
-        "'hoarding.part', which a client keeps, is in `delta`" in said for said in found.values()
-    )
-    said = failed(Telling(), ROUNDS)[f"{TRAVELS}synchronous"]
-    assert (
-        "'telling.secret', which a client keeps, is in `report` of a message, byte for byte" in said
-    )
+def test_update_may_be_client_state() -> None:
+    assert failed_checks(Remembering(), Study(schedules=(Synchronous(4), Buffered(4, 1)))) == {}
 
 
-def test_an_argument_with_the_name_of_a_hook_is_named() -> None:
+@pytest.mark.parametrize(
+    ("method", "schedule", "state", "place"),
+    [
+        (Hoarding(), Buffered(4, 1), "hoarding.part", "`delta`"),
+        (Telling(), Synchronous(4), "telling.secret", "`report`"),
+    ],
+    ids=["update", "report"],
+)
+def test_client_state_in_a_message_is_caught(
+    method: Method, schedule: Any, state: str, place: str
+) -> None:
+    study = Study(schedules=(schedule,))
+    message = failed_checks(method, study)[f"{TRAVELS}{type(schedule).__name__.lower()}"]
+    assert state in message and place in message
+
+
+def test_argument_with_the_name_of_a_hook_is_caught() -> None:
     check = next(check for check in checks(Hooked()) if "arguments of its own" in str(check))
-    with pytest.raises(AssertionError, match="an argument with the name of a hook: weigh"):
+    with pytest.raises(AssertionError, match=r"hooked.*weigh"):
         check()
 
 
-def own(**attributes: Any) -> Method:
-    """A method of a class of the user's own, with these hooks."""
+def users_method(**attributes: Any) -> Method:
+    """Return a method of a user's class with these hooks."""
     return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
 
 
 def failed_in_runs(method: Method) -> dict[str, str]:
-    """The checks that it does not pass, but for that of a file, which cannot hold a class of a function."""
-    return {
-        name: said for name, said in failed(method, ROUNDS).items() if name != "a file can hold it"
-    }
+    """Return the messages of failed checks, except that of a file.
+
+    A file cannot hold a class that a function defines.
+    """
+    messages = failed_checks(method, ROUNDS)
+    messages.pop("a file can hold it", None)
+    return messages
 
 
 NAMES = "its hooks and what it keeps have names that fit"
 
 
 @pytest.mark.parametrize(
-    ("method", "sentence"),
+    ("method", "text"),
     [
         (
-            own(gradiant=lambda self, job, grad, at: None),
-            "a function 'gradiant' that nothing calls: is the hook",
+            users_method(gradiant=lambda self, job, grad, at: None),
+            "'gradiant'",
         ),
-        (own(), "method 'mine' fills no hook and does nothing"),
-        (own(end=lambda self: None), "def end(self, job)"),
-        (own(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
+        (users_method(), "method 'mine' fills no hook"),
+        (users_method(end=lambda self: None), "def end(self, job)"),
+        (users_method(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
     ],
 )
-def test_a_misspelt_hook_or_name_is_caught(method: Method, sentence: str) -> None:
+def test_misspelt_hook_is_caught(method: Method, text: str) -> None:
     check = next(check for check in checks(method) if NAMES in str(check))
-    with pytest.raises(AssertionError) as said:
+    with pytest.raises(AssertionError) as error:
         check()
-    assert sentence in str(said.value)
+    assert text in str(error.value)
 
 
-def test_a_hook_that_returns_nothing_is_named_by_every_check_that_runs_it() -> None:
-    found = failed_in_runs(own(combine=lambda self, aggregation, server: None))
-    assert len(found) == 4
-    assert all(
-        "method 'mine' returns nothing from combine: return a tensor" in said
-        for said in found.values()
-    )
+def test_hook_that_returns_nothing_is_named() -> None:
+    method = users_method(combine=lambda self, aggregation, server: None)
+    messages = failed_in_runs(method)
+    assert len(messages) == 4
+    assert all("'mine' returns nothing from combine" in text for text in messages.values())
 
 
-def test_state_that_is_nowhere_declared_is_caught() -> None:
+def test_undeclared_client_state_is_caught() -> None:
     def end(self: Any, job: Any) -> None:
         job.state["last"] = torch.zeros(2)
 
-    found = failed_in_runs(own(end=end))
-    assert len(found) == 4
-    assert all(
-        "job.state['last'] of method 'mine' is not declared" in said for said in found.values()
-    )
+    messages = failed_in_runs(users_method(end=end))
+    assert len(messages) == 4
+    assert all("job.state['last'] of method 'mine'" in text for text in messages.values())
 
 
-def test_a_method_needs_no_paper() -> None:
+def test_method_needs_no_paper() -> None:
     def loss(self: Any, job: Any, out: Any, loss: Any) -> Any:
         return loss + 0.1 * out.logits.square().mean()
 
-    assert failed_in_runs(own(loss=loss)) == {}
+    assert failed_in_runs(users_method(loss=loss)) == {}
 
 
-# --- the other parts --------------------------------------------------------------------------------------------------
-def only(part: object, name: str) -> str:
-    """What one check says; "" if it passes."""
+# --- the other parts ---------------------------------------------------------------------------
+def message_of(part: object, name: str) -> str:
+    """Return the message of one check, or "" if the part passes it."""
     check = next(check for check in checks(part) if name in str(check))
     try:
         check()
@@ -245,7 +252,7 @@ def only(part: object, name: str) -> str:
 
 
 class Loose(ModelRecipe):
-    """Networks whose values nobody seeds."""
+    """Networks whose values have no seed."""
 
     def extractor(self, input_shape: Any) -> tuple[nn.Module, int]:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), 4
@@ -257,7 +264,7 @@ class Loose(ModelRecipe):
 
 
 class Wide(ModelRecipe):
-    """Says another number of features than it makes."""
+    """Networks with another `feature_dim` than features."""
 
     def extractor(self, input_shape: Any) -> tuple[nn.Module, int]:
         return nn.Sequential(nn.Flatten(), nn.LazyLinear(4)), 4
@@ -268,9 +275,9 @@ class Wide(ModelRecipe):
         return model
 
 
-def test_a_model_whose_values_no_seed_decides_is_caught() -> None:
-    assert "one seed gives two networks" in only(Loose(), "a seed gives the same values")
-    assert "must be [4, feature_dim]" in only(Wide(), "features and a head")
+def test_unseeded_model_or_wrong_features_are_caught() -> None:
+    assert "one seed gives two networks" in message_of(Loose(), "a seed gives the same values")
+    assert "must be [4, feature_dim]" in message_of(Wide(), "features and a head")
 
 
 @dataclass(frozen=True)
@@ -282,14 +289,14 @@ class Drawing(Source):
         return Raw(images, np.arange(30) % 3, 25, ["a", "b"])
 
 
-def test_data_that_nobody_can_read_twice_or_name_are_caught() -> None:
-    assert "differ when the data are read again" in only(Drawing(), "the same samples twice")
-    assert "a label has no name: there are 2" in only(Drawing(), "labels and domains")
+def test_unstable_or_unnamed_data_are_caught() -> None:
+    assert "differ when the data are read again" in message_of(Drawing(), "the same samples twice")
+    assert "a label has no name: there are 2" in message_of(Drawing(), "labels and domains")
 
 
 @dataclass(frozen=True)
 class Doubling(Partitioner):
-    """Gives every client the same rows, in an order that no seed decides."""
+    """Give every client the same rows, in an order without a seed."""
 
     def split(self, labels: Any, domains: Any, num_classes: int, seed: int) -> Partition:
         rows = np.random.permutation(len(labels))[:20]  # noqa: NPY002
@@ -297,13 +304,13 @@ class Doubling(Partitioner):
         return Partition(part, CSR(np.empty(0, np.int64), np.zeros(3, np.int64)))
 
 
-def test_a_partition_that_gives_a_sample_out_twice_is_caught() -> None:
-    assert "one seed gives two splits" in only(Doubling(), "the same split")
-    assert "a sample is given out twice" in only(Doubling(), "no sample belongs")
+def test_partition_with_shared_samples_is_caught() -> None:
+    assert "one seed gives two splits" in message_of(Doubling(), "the same split")
+    assert "belongs to two clients" in message_of(Doubling(), "no sample belongs")
 
 
 class Forgetful(Synchronous):
-    """Sends more off than it says, and keeps a count."""
+    """Dispatch more jobs than `concurrency`, and keep a count."""
 
     def decide(self, view: Any) -> Any:
         object.__setattr__(self, "asked", getattr(self, "asked", 0) + 1)
@@ -312,31 +319,33 @@ class Forgetful(Synchronous):
         return super().decide(view) if not view.running else Wait()
 
 
-def test_a_schedule_that_keeps_something_is_caught() -> None:
-    assert "the schedule has changed" in only(Forgetful(3), "it keeps to what it says")
+def test_schedule_with_state_is_caught() -> None:
+    assert "the schedule has changed" in message_of(Forgetful(3), "it keeps its promises")
 
 
 @dataclass(frozen=True)
 class Random(Fleet):
-    """Speeds that no seed decides."""
+    """Speeds without a seed."""
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
         each = np.random.uniform(1, 2, clients)  # noqa: NPY002
         return Speeds(each, each, each)
 
 
-def test_a_fleet_that_no_seed_decides_is_caught() -> None:
-    assert "takes another time with one seed" in only(Random(), "a seed gives the same devices")
+def test_unseeded_fleet_is_caught() -> None:
+    assert "takes another time with one seed" in message_of(
+        Random(), "a seed gives the same devices"
+    )
 
 
 class Failing(Observer):
-    """Fails in the second round."""
+    """Fail in the second round."""
 
     def on_round(self, run: Any, event: Any) -> None:
         assert event.row["round"] < 2, "no ink"
 
 
-def test_an_observer_that_fails_is_named() -> None:
+def test_failing_observer_is_named() -> None:
     with pytest.raises(
         RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
     ):

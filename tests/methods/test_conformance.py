@@ -41,7 +41,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.setup import MethodDeclaration, Setup
 from raysim.conformance import agreement
-from raysim.conformance.methods import named, travels
+from raysim.conformance.methods import check_arguments, check_messages
 from raysim.methods.ace import ACE
 from raysim.methods.afl import AFL
 from raysim.methods.apfl import APFL
@@ -438,7 +438,7 @@ def test_every_method_has_a_row_in_the_table() -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_a_method_has_a_name_a_paper_and_no_parameter_with_the_name_of_a_hook(name: str) -> None:
     method = TABLE[name].make()
-    named(method)
+    check_arguments(method)
     assert method.paper
 
 
@@ -483,7 +483,7 @@ def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
 def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
     name: str, schedule: Any
 ) -> None:
-    agreement.resumed(fresh(name), schedule)
+    agreement.check_resumed(fresh(name), schedule)
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
@@ -491,7 +491,7 @@ def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
 def test_on_two_ray_workers_a_method_has_the_bits_and_the_history_of_a_run_in_process(
     name: str, schedule: Any, workers: Workers
 ) -> None:
-    agreement.on_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
+    agreement.check_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
 
 
 # --- staleness ----------------------------------------------------------------------------------------------------
@@ -566,7 +566,7 @@ FREIGHT: dict[str, Callable[[], Method]] = {
 @pytest.mark.parametrize("name", FREIGHT)
 def test_what_travels_is_declared_and_is_not_what_clients_keep(name: str, schedule: Any) -> None:
     row = TABLE[name.partition(" ")[0]]
-    seen = travels(lambda: study(FREIGHT[name](), model=row.model), schedule)
+    seen = check_messages(lambda: study(FREIGHT[name](), model=row.model), schedule)
     assert seen.uploads == {*row.uploads}
     assert bool(seen.personal) == row.personal
     assert bool(seen.secrets) == row.private, "otherwise this test sees nothing"
@@ -579,7 +579,7 @@ def test_nor_does_it_beside_personal_parameters(name: str) -> None:
     names = list(dict.fromkeys([name, "fedbn"]))
     if len(names) > 1 and clash(*names):
         return
-    seen, rows = travels(fresh(*names), ROUNDS), [TABLE[each] for each in names]
+    seen, rows = check_messages(fresh(*names), ROUNDS), [TABLE[each] for each in names]
     assert seen.uploads == {upload for row in rows for upload in row.uploads}
     assert bool(seen.personal)
     assert bool(seen.secrets)
