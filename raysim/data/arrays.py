@@ -219,7 +219,10 @@ def _concatenate(
     """Join a column of training rows and of test rows."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if not arrays:
-        return [row for part in parts for row in part]
+        rows: LabelLists = []
+        for part in parts:
+            rows += part
+        return rows
     if len(arrays) < len(parts):
         raise ValueError(
             f"data: {name} are lists for one of training and test, and an array for the other. "

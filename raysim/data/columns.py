@@ -219,8 +219,11 @@ def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> 
 
 def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Tokens]:
     if settings.tokenizer is None:
-        byte_rows = [[byte + 1 for byte in row.encode()[: settings.length]] for row in rows]
-        return pad_tokens(byte_rows, settings.length)[0], UTF8_TOKENS
+        byte_rows = []
+        for row in rows:
+            byte_rows.append([byte + 1 for byte in row.encode()[: settings.length]])
+        padded, _ = pad_tokens(byte_rows, settings.length)
+        return padded, UTF8_TOKENS
     transformers = import_optional("transformers", f"data.tokenizer={settings.tokenizer}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(settings.tokenizer)

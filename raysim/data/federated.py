@@ -258,7 +258,9 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
             "partition.test_fraction above 0."
         )
     trained = _remove_rows(train, unseen)
-    unseen_rows = [part.rows(client) for part in (train, partition.test) for client in unseen]
+    unseen_rows = []
+    for client in unseen.tolist():
+        unseen_rows += [train.rows(client), partition.test.rows(client)]
     if np.isin(np.concatenate(unseen_rows), trained.indices).any():
         raise ValueError(
             f"evaluate.unseen={share:g}: clients share samples in this partition, so that trained "

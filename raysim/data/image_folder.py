@@ -92,7 +92,9 @@ def _read_split_file(path: Path) -> list[PictureFile]:
             missing = sorted(set(CSV_COLUMNS) - set(reader.fieldnames or ()))
             if missing:
                 raise ValueError(f"it lacks the column {missing[0]}")
-            rows = [[row[column] for column in CSV_COLUMNS] for row in reader]
+            rows = []
+            for values in reader:
+                rows.append([values[column] for column in CSV_COLUMNS])
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(
             f"{path} is no table of path, domain, class and split ({error}). Correct it."

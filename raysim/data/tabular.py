@@ -215,7 +215,10 @@ def _concatenate(
                     f"{place}: {key} of {first_name} has rows of shape {list(shape)} and of {name} "
                     f"{list(other_shape)}. Give them one shape."
                 )
-    return {key: np.concatenate([archive[key] for archive in archives]) for key in first}
+    joined = {}
+    for key in first:
+        joined[key] = np.concatenate([archive[key] for archive in archives])
+    return joined
 
 
 def _value_kind(key: str, dtype: np.dtype[Any]) -> str:
