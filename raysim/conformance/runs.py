@@ -159,7 +159,7 @@ class FinishedRun:
     @property
     def private(self) -> dict[str, np.ndarray]:
         """Each tensor of the accepted client states, by "client/name"."""
-        states = self.coordinator.client_states.named()
+        states = self.coordinator.client_states.named_tensors()
         return {
             f"{client}/{name}": array
             for client, state in states.items()

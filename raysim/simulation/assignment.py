@@ -19,7 +19,7 @@ from raysim.api.messages import Job
 MAX_SLOWDOWN = 1.1
 
 
-class Home(NamedTuple):
+class StateHome(NamedTuple):
     """The worker that has a client's state.
 
     is_pending: whether the job that makes the state has not ended.
@@ -64,7 +64,7 @@ def assign_units(
     units: Sequence[Sequence[Job]],
     loads: Sequence[float],
     nodes: Sequence[int],
-    home_of: Callable[[int], Home | None],
+    home_of: Callable[[int], StateHome | None],
 ) -> list[int]:
     """Return a worker per unit: the least loaded, or the one with the client's state if fair.
 

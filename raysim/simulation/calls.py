@@ -78,7 +78,7 @@ class WorkerCalls:
         """Return the calls that a worker has not answered yet, in order."""
         return self._unanswered[worker]
 
-    def greet(self) -> None:
+    def call_all(self) -> None:
         """Call every worker once. Until its first answer a worker has more time."""
         for worker in range(self.workers):
             self.call(worker, "ready")
@@ -105,11 +105,11 @@ class WorkerCalls:
     # --- waiting ----------------------------------------------------------------------------------
     def wait(self, call: Call) -> Any:
         """Wait for a call, and return its value."""
-        for _ in self.awaited([call]):
+        for _ in self.wait_with_events([call]):
             pass
         return call.value
 
-    def awaited(self, calls: Iterable[Call]) -> Iterator[Waiting]:
+    def wait_with_events(self, calls: Iterable[Call]) -> Iterator[Waiting]:
         """Wait for these calls; yield an event whenever there is no answer for long."""
         for call in calls:
             while not call.is_answered:

@@ -153,8 +153,8 @@ class Checkpoints:
                 self._remove_leftovers()
                 raise
         earlier = sorted(known for known in self._manifests if known <= version)
-        kept = earlier[-self.keep :]
-        self._remove([known for known in self._manifests if known not in kept])
+        last = earlier[-self.keep :]
+        self._remove([known for known in self._manifests if known not in last])
         return f"{self.where}/{_folder(version)}"
 
     def _write(self, place: Store, version: int, snapshot: Snapshot) -> None:

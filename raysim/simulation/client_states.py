@@ -271,7 +271,7 @@ class ClientStates:
         return self.accepted_state(client) if client in self._accepted else None
 
     # --- checkpoints ------------------------------------------------------------------------------
-    def named(self) -> Mapping[int, Arrays]:
+    def named_tensors(self) -> Mapping[int, Arrays]:
         """Return each client's accepted state as tensors by name, read when accessed; waits.
 
         Names are such as "model.bn1.weight" and "method.name".
@@ -281,7 +281,7 @@ class ClientStates:
         )
 
     def restore(self, accepted: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
-        """Continue from a checkpoint's `accepted_jobs` and `named`.
+        """Continue from a checkpoint's `accepted_jobs` and `named_tensors`.
 
         Jobs that were in flight are dispatched again.
         """

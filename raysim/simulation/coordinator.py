@@ -111,7 +111,7 @@ class Coordinator:
         self.history.start()
         if self.profile:
             self.profile.watch(self.server, self.evaluator, self.saver)
-        self.calls.greet()
+        self.calls.call_all()
         if not self.saver.restore():
             collect_contributions(self.declarations, self.server, self.planner, self.calls)
             # Before anything is written: it raises for an impossible fleet or schedule.
@@ -145,7 +145,7 @@ class Coordinator:
         )
         yield from self.reports.report()
         self.jobs.look_ahead()
-        yield from self.calls.awaited(self.dispatcher.calls_of(jobs))
+        yield from self.calls.wait_with_events(self.dispatcher.calls_of(jobs))
         pending = self._aggregate(aggregation, jobs)
         self._publish()
         self._evaluate(pending)

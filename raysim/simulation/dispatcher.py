@@ -18,7 +18,7 @@ import numpy as np
 
 from raysim.api.messages import Failure, GroupSums, Job, TrainingResult, Update
 from raysim.simulation.assignment import (
-    Home,
+    StateHome,
     assign_groups_to_nodes,
     assign_units,
     summable_groups,
@@ -155,10 +155,10 @@ class Dispatcher:
         size = len(jobs) if jobs[0].number in group_of else self._max_jobs
         yield from (jobs[start : start + size] for start in range(0, len(jobs), size))
 
-    def _home(self, client: int) -> Home | None:
+    def _home(self, client: int) -> StateHome | None:
         """Return the worker that has a client's state."""
         place = self._client_states.place(client)
-        return None if place is None else Home(place[0], place[1] in self._unanswered)
+        return None if place is None else StateHome(place[0], place[1] in self._unanswered)
 
     def _fill_workers(self) -> None:
         """Send jobs from the queue to workers that have time."""

@@ -37,16 +37,18 @@ def add_up_on_nodes(
 
     sums: in the order of acceptance, at least one. floats: of a sum.
     """
-    links = chain([each.worker for each in sums], runtime.nodes)
+    links = group_by_node([group_sum.worker for group_sum in sums], runtime.nodes)
     pieces = split_range(0, floats, PART_FLOATS)
     latest: list[Call | None] = [None] * len(pieces)  # by piece: the call that added to it last
-    for place, index in turns(len(links), len(pieces)):
-        link, piece, before = links[place], pieces[index], latest[index]
-        if before is not None:
-            calls.wait(before)
+    for place, index in pipeline_order(len(links), len(pieces)):
+        link, piece, previous = links[place], pieces[index], latest[index]
+        previous_sum = None
+        if previous is not None:
+            calls.wait(previous)
+            previous_sum = previous.remote_refs[0]
         worker = sums[link[index % len(link)]].worker
-        sum_before = before and before.remote_refs[0]
-        args = piece.start, piece.stop, sum_before, *(sums[member].ref for member in link)
+        refs = [sums[member].ref for member in link]
+        args = (piece.start, piece.stop, previous_sum, *refs)
         latest[index] = calls.start(Call(worker, "combine", args, remote_values=1))
     totals: list[np.ndarray] = []
     for call in latest:
@@ -56,21 +58,23 @@ def add_up_on_nodes(
         if total is None:
             return {}
         totals.append(total)
-    return {tuple(number for each in sums for number in each.jobs): join(totals)}
+    jobs: list[int] = []
+    for group_sum in sums:
+        jobs.extend(group_sum.jobs)
+    return {tuple(jobs): join(totals)}
 
 
-def chain(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
+def group_by_node(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
     """Return the positions of sums, node after node.
 
     workers: of each sum, in the order of acceptance.
     """
-    return [
-        list(link)
-        for _, link in groupby(range(len(workers)), key=lambda place: nodes[workers[place]])
-    ]
+    positions = range(len(workers))
+    groups = groupby(positions, key=lambda position: nodes[workers[position]])
+    return [list(group) for _, group in groups]
 
 
-def turns(links: int, pieces: int) -> Iterator[tuple[int, int]]:
+def pipeline_order(links: int, pieces: int) -> Iterator[tuple[int, int]]:
     """Yield (link, piece) in an order in which all links can work on different pieces."""
     for turn in range(links + pieces - 1):
         yield from ((link, turn - link) for link in range(links) if 0 <= turn - link < pieces)

@@ -33,16 +33,14 @@ class Loads:
         layout = declarations.layout
         self._local, self._counts = spec.settings.local, counts
         self._costs = [hook for _, hook in declarations.hooks_of("cost")]
-        self._down = [
-            traffic for each in declarations.methods for traffic in _downloads(each, layout)
-        ]
-        uploads = [
-            number_of_floats(floats, layout)
-            for each in declarations.methods
-            for floats in each.uploads.values()
-        ]
-        self._floats_down, self._floats_up = layout.shared, layout.shared + sum(uploads)
-        hooks = frozenset(hook for each in declarations.methods for hook in each.hooks)
+        self._down: list[_Traffic] = []
+        floats_up = layout.shared
+        for declared in declarations.methods:
+            self._down += _downloads(declared, layout)
+            for floats in declared.uploads.values():
+                floats_up += number_of_floats(floats, layout)
+        self._floats_down, self._floats_up = layout.shared, floats_up
+        hooks = frozenset(hook for declared in declarations.methods for hook in declared.hooks)
         clients = int(np.count_nonzero(counts))
         self._run = RunFacts(spec.task, spec.settings.local, layout, clients, hooks)
         self._plain: dict[int, Load] = {}  # by samples, where no method adds anything

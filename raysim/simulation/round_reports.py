@@ -46,7 +46,7 @@ class RoundReports:
         """Wait for the scores of the pending rounds, and report them."""
         for pending in self._pending:
             for scoring in pending.scorings:
-                yield from self._calls.awaited(scoring.calls)
+                yield from self._calls.wait_with_events(scoring.calls)
                 pending.row |= self._evaluator.columns(scoring)
             if pending.scored is not None:
                 self._best_model.take(pending.row, *pending.scored)

@@ -72,7 +72,9 @@ def take(run: RunState) -> Snapshot:
         "wall": history.wall_seconds,
         "rows": history.rows,
     }
-    return Snapshot(numbers, arrays, run.client_states.named(), run.client_states.accepted_jobs)
+    return Snapshot(
+        numbers, arrays, run.client_states.named_tensors(), run.client_states.accepted_jobs
+    )
 
 
 def restore(snapshot: Snapshot, run: RunState) -> None:

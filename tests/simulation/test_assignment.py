@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from raysim.api.messages import Job
 from raysim.simulation.assignment import (
     MAX_SLOWDOWN,
-    Home,
+    StateHome,
     assign_groups_to_nodes,
     assign_units,
     makespan,
@@ -35,21 +35,23 @@ def test_unit_goes_to_the_least_loaded_worker() -> None:
 
 
 def test_client_stays_at_home_only_if_that_is_fair() -> None:
-    def home_of(client: int) -> Home:
-        return Home(1, is_pending=False)
+    def home_of(client: int) -> StateHome:
+        return StateHome(1, is_pending=False)
 
     assert assign_units(units_of(1, 1), [0.0, 0.0], [0, 0], home_of) == [1, 0]
 
 
 def test_client_stays_at_home_while_its_state_is_pending() -> None:
     assert assign_units(
-        units_of(1), [0.0, 99.0], [0, 0], lambda client: Home(1, is_pending=True)
+        units_of(1), [0.0, 99.0], [0, 0], lambda client: StateHome(1, is_pending=True)
     ) == [1]
 
 
 def test_client_moves_to_a_worker_of_the_same_node() -> None:
     loads, nodes = [0.0, 9.0, 1.0], [0, 1, 1]
-    assert assign_units(units_of(1), loads, nodes, lambda client: Home(1, is_pending=False)) == [2]
+    assert assign_units(
+        units_of(1), loads, nodes, lambda client: StateHome(1, is_pending=False)
+    ) == [2]
 
 
 def test_units_by_client_keep_the_order_of_dispatch() -> None:

@@ -148,7 +148,7 @@ def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
     path = write(tmp_path, 4, Snapshot({"rows": [{"round": 1}, {"round": 2}]}, {}, {}, {}))
     (tmp_path / "log/rows-00000001.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"rows-00000001\.json does not have the checksum"):
+    with pytest.raises(ValueError, match=r"rows-00000001\.json"):
         checkpoint.read(path)
 
 

@@ -83,9 +83,7 @@ def test_sample_flops_are_forward_and_backward() -> None:
 
 
 def test_model_without_flops_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"FLOPs of the model=0\.0 must be above 0: choose fleet=lognormal"
-    ):
+    with pytest.raises(ValueError, match=r"FLOPs of the model=0\.0"):
         devices(DeviceClasses(), flops=0.0)
 
 

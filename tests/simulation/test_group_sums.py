@@ -25,7 +25,7 @@ from raysim.runtime.inprocess import InProcess
 from raysim.simulation import group_sums
 from raysim.simulation.assignment import assign_to_nodes
 from raysim.simulation.fleet import Ideal
-from raysim.simulation.group_sums import chain, turns
+from raysim.simulation.group_sums import group_by_node, pipeline_order
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSpec
 
@@ -39,7 +39,7 @@ COHORT = Synchronous(28)
 )
 def test_nodes_get_consecutive_groups(works: list[int], nodes: list[int]) -> None:
     workers = assign_to_nodes(works, nodes)
-    seen = [nodes[workers[link[0]]] for link in chain(workers, nodes)]
+    seen = [nodes[workers[link[0]]] for link in group_by_node(workers, nodes)]
     assert len(workers) == len(works) and len(set(seen)) == len(seen), "a node comes once"
     assert 0 not in seen[:-1]
     if len(works) >= len(nodes) and len(set(works)) == 1:
@@ -48,7 +48,7 @@ def test_nodes_get_consecutive_groups(works: list[int], nodes: list[int]) -> Non
 
 
 def test_parts_pass_through_the_nodes_in_turn() -> None:
-    order = list(turns(3, 4))
+    order = list(pipeline_order(3, 4))
     assert sorted(order) == [(link, part) for link in range(3) for part in range(4)]
     assert order.index((0, 1)) < order.index((1, 0)) < order.index((2, 0)) < order.index((1, 2))
 

@@ -448,7 +448,7 @@ def test_wrong_number_of_files_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert cli.call(["fleet", "convert", "one"]) == 2
     assert "fleet convert: " in capsys.readouterr().err
     assert cli.call(["fleet", "check", "one", "two"]) == 2
-    assert "fleet check takes 1" in capsys.readouterr().err
+    assert "fleet check: " in capsys.readouterr().err
 
 
 def test_pipe_as_fedscale_file_does_not_block(
