@@ -1,10 +1,12 @@
-"""Schedules and asynchronous algorithms on one heavy-tailed fleet: the study of docs/studies/asynchrony.md.
+"""Compare schedules and asynchronous algorithms on one heavy-tailed fleet.
 
-    python jobs/asynchrony_study.py run runs/asynchrony          48 runs, which go on where they stopped
+It makes the page docs/studies/asynchrony.md:
+
+    python jobs/asynchrony_study.py run runs/asynchrony          48 runs; continues if it was stopped
     python jobs/asynchrony_study.py collect runs/asynchrony      docs/studies/asynchrony.json from their folders
     python jobs/asynchrony_study.py page                         docs/studies/asynchrony.md and .png from that
 
-Words behind the folder of `run` go to every run, such as `data.root=DIR`.
+Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 PAGE = Path(__file__).parents[1] / "docs" / "studies" / "asynchrony.md"
 STORE = PAGE.with_suffix(".json")
 TARGETS = (0.70, 0.75, 0.80)
-RESULTS = 1500  # client results that a run aggregates, but for those that a deadline cuts
+RESULTS = 1500  # updates that a run aggregates, except for those that a deadline cuts off
 SETTING = [
     "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet", "partition.alpha=0.3",
     "partition.test_fraction=0.2", "partition.clients=100", "local.epochs=1", "local.batch=50", "local.lr=0.1",
@@ -32,7 +34,7 @@ SETTING = [
 FEDBR = ["method.fedbr.pseudo_batch=20"]
 BUFFERED = ["schedule=buffered", "schedule.concurrency=20", "schedule.size=5"]
 IMMEDIATE = ["schedule=immediate", "schedule.concurrency=20"]
-# Name: what is said of it, its words, its method, and how many results an aggregation takes.
+# Name: description, overrides, methods, and the number of updates per aggregation.
 ALGORITHMS: dict[str, tuple[str, list[str], list[str], int]] = {
     "synchronous": ("waits for all 20", ["schedule.cohort=20"], [], 20),
     "over-selection": (
@@ -53,7 +55,7 @@ LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
 
 # --- runs -----------------------------------------------------------------------------------------------------------
 def words(algorithm: str, local: str, seed: int) -> list[str]:
-    """What one run of the study is given on the command line."""
+    """Return the overrides of one run of the study."""
     _, own, methods, size = ALGORITHMS[algorithm]
     chosen = [*methods, *LOCAL[local]]
     rounds, every = RESULTS // size, 60 // size
@@ -64,7 +66,7 @@ def words(algorithm: str, local: str, seed: int) -> list[str]:
 
 
 def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
-    """Run what is missing, one seed after another."""
+    """Make the missing runs, one seed after another."""
     import raysim
 
     for seed, local, algorithm in product(seeds, LOCAL, ALGORITHMS):
@@ -76,7 +78,7 @@ def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) 
 
 # --- what they did --------------------------------------------------------------------------------------------------
 def measured(folder: Path) -> dict[str, Any]:
-    """The numbers of one finished run."""
+    """Return the numbers of one finished run."""
     import pyarrow.parquet as pq
 
     rows = pq.read_table(folder / "history.parquet").to_pylist()
@@ -114,7 +116,7 @@ def _megabytes(row: dict[str, Any]) -> float:
 
 
 def collect(folder: Path) -> None:
-    """Write the store: every finished run of the folder."""
+    """Write the numbers of every finished run of the folder to the page's JSON file."""
     found: dict[str, Any] = {}
     for algorithm, local, seed in product(ALGORITHMS, LOCAL, range(100)):
         if (out := folder / f"{algorithm}-{local}-{seed}").joinpath("summary.json").exists():
@@ -125,7 +127,7 @@ def collect(folder: Path) -> None:
 
 # --- the page -------------------------------------------------------------------------------------------------------
 def mean(values: Sequence[float | None], form: str) -> str:
-    """Mean and deviation; where some runs never got there, how many did."""
+    """Return mean and deviation, and how many runs have a value if not all do."""
     reached = [value for value in values if value is not None]
     if not reached:
         return "never"
@@ -136,7 +138,7 @@ def mean(values: Sequence[float | None], form: str) -> str:
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """One row an algorithm, over its seeds."""
+    """Return a table with a row for each algorithm, over its seeds."""
     heads = [
         "algorithm",
         "schedule",
@@ -172,7 +174,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def page_text(store: dict[str, Any]) -> str:
-    """The page, of the store alone."""
+    """Return the page, made only from the stored numbers."""
     tables = []
     for local, runs in store.items():
         seeds = sorted({seed for by_seed in runs.values() for seed in by_seed}, key=int)
@@ -215,7 +217,7 @@ python jobs/asynchrony_study.py page
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Accuracy against virtual time: the mean over seeds, and a band from the lowest to the highest."""
+    """Draw accuracy against virtual time: the mean over seeds, a band from lowest to highest."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
@@ -247,7 +249,7 @@ def draw(store: dict[str, Any], path: Path) -> None:
 
 
 def main(given: Sequence[str]) -> None:
-    """See the top."""
+    """Run the command that the first argument names."""
     command, *rest = given or ["help"]
     if command == "run" and rest:
         run_all(Path(rest[0]), rest[1:])

@@ -1,4 +1,4 @@
-"""How a program of this folder is run: with the environment and the exit status of `raysim`."""
+"""Run a program of this folder with the environment and the exit status of `raysim`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published table with our runs beside it: matched by their stored configurations, printed as text."""
+"""Print a published table with our runs, which are matched by their stored configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysim.results.history import column
 from raysim.results.report import Run, chosen_option, flat_settings
 from raysim.results.tables import MISSING, Column, format_table, number_column
 
-# Keys, or all keys below them, that may differ without making a run another one than the paper's.
+# Keys, with all keys below them, that may differ from the paper's setting.
 FREE = (
     *("seed", "device", "runtime", "checkpoint", "faults", "state", "thresholds", "summation"),
     *("data.root", "data.cache", "data.download"),
@@ -270,7 +270,7 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
-    """The keys by which the rows of a paper differ: there a run must have the row's value."""
+    """Return the keys by which rows of a paper differ; a run must have the value of its row."""
     commands = [
         paper_runs.command(table, cell) for table in tables(paper).values() for cell in table.cells
     ]
@@ -291,7 +291,7 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _preset(command: Command) -> dict[str, str]:
-    """Every value of the preset with these methods, by its dotted key; the chosen options by their groups."""
+    """Return every value of the preset by its dotted key, and the options by their groups."""
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict
 
@@ -330,12 +330,12 @@ def _is_free(key: str) -> bool:
 
 
 def plainly(text: str) -> str:
-    """10.0 and 10 are one setting."""
+    """Write 10.0 as 10, because both are one setting."""
     return re.sub(r"(?<==)(-?\d+)\.0\b", r"\1", text)
 
 
 def is_equal(one: str, other: str) -> bool:
-    """Whether two values are the same as numbers, or else as texts."""
+    """Tell whether two values are equal as numbers, or else as texts."""
     try:
         return float(one) == float(other)
     except ValueError:
@@ -343,7 +343,7 @@ def is_equal(one: str, other: str) -> bool:
 
 
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Where a run stands and how it differs from the paper's setting."""
+    """Yield the rows of a run and how it differs from the paper's setting."""
     if not labels:
         what = f"experiment={chosen_option(run.config, 'experiment')}, method {chosen_option(run.config, 'method')}"
         yield f"{run.folder} belongs to no row of this table (it has {what})"
@@ -397,14 +397,14 @@ def _digits(number: Decimal) -> int:
 
 
 def _round(run: Run, name: str, threshold: float) -> int | None:
-    """The first round whose value reaches the threshold; not every round need have been evaluated."""
+    """Return the first evaluated round whose value reaches the threshold, or None."""
     reached = (row["round"] for row in run.rows if (row.get(name) or -math.inf) >= threshold)
     first = next(reached, None)
     return None if first is None else int(first)
 
 
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """0.8 of "0.80"; of a FedAvg threshold the last accuracy of our own FedAvg runs, None without any."""
+    """Return 0.8 for "0.80"; for FedAvg's threshold the last accuracy of our FedAvg runs, or None."""
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
     of_fedavg = [
@@ -418,7 +418,7 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
-    """Mean over the runs of a cell; a dash where one of them never got there."""
+    """Return the mean over the runs of a cell; a dash if one of them never reached it."""
     if (threshold := _threshold(key, entry, entries)) is None:
         return MISSING
     rounds = [_round(run, entry.score.column, threshold) for run in entry.runs]

@@ -1,6 +1,6 @@
-"""Which run of ours stands beside a printed number: the command that makes it, and what of its history is compared.
+"""Map each printed number to the command of our run and to the score that is compared.
 
-A paper is added with one `PaperRuns`: a function from a cell to its `Command`, and one to its `Score`.
+To add a paper, add a `PaperRuns`: a function from a cell to its `Command`, and one to its `Score`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raysim.results.history import Row, best_mean, column, last_mean_std
 
 @dataclass(frozen=True)
 class Command:
-    """A run: preset, methods and what differs from the preset. `places` has no default and is the user's to fill in."""
+    """A run: preset, methods and overrides; `places` are overrides that the user must fill in."""
 
     experiment: str
     methods: tuple[str, ...]
@@ -25,7 +25,7 @@ class Command:
     places: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
-        """As `raysim run` takes them."""
+        """Return the arguments of `raysim run`."""
         settings = [f"{key}={format_value(value)}" for key, value in self.overrides.items()]
         methods = "+".join(self.methods) or "fedavg"
         return [f"experiment={self.experiment}", f"method={methods}", *settings, *self.places]
@@ -36,7 +36,12 @@ class Command:
 
 @dataclass(frozen=True)
 class Score:
-    """What of a history is compared: `summary` of its rows; rounds to a threshold are those of `column`."""
+    """A score of a run.
+
+    column: of the history; also used for rounds to a threshold. summary: computes the score from
+    the rows. spread: the deviation within a single run. beside: other scores that are shown, as
+    title and column.
+    """
 
     column: str
     summary: Callable[[Sequence[Row], str], float | None]
@@ -55,7 +60,7 @@ class PaperRuns:
 
     command: Callable[[Table, Cell], Command]
     score: Callable[[Table, Cell], Score]
-    # Beginnings of keys: where the rows of a paper differ in such a key, a run must have the value of its row.
+    # Beginnings of keys by which rows of a table differ: a run must have the value of its row.
     row_prefixes: tuple[str, ...] = ("method.",)
     notes: Mapping[str, str] = field(
         default_factory=dict
@@ -68,17 +73,17 @@ class PaperRuns:
 
 
 def best_five(rows: Sequence[Row], name: str) -> float | None:
-    """Mean of the five best rounds."""
+    """Return the mean of the five best rounds."""
     return best_mean(column(rows, name))
 
 
-def each(rows: Sequence[Row], name: str) -> float | None:
-    """Of a column that every row has anew: per participation of a client."""
+def per_participation(rows: Sequence[Row], name: str) -> float | None:
+    """Return the sum of a column divided by the number of jobs."""
     return _divided(finite_values(column(rows, name)), rows)
 
 
-def each_of_total(rows: Sequence[Row], name: str) -> float | None:
-    """Of a column that counts up from the start of the run: per participation of a client."""
+def total_per_participation(rows: Sequence[Row], name: str) -> float | None:
+    """Return the last value of a cumulative column divided by the number of jobs."""
     return _divided(finite_values(column(rows, name))[-1:], rows)
 
 
@@ -88,7 +93,8 @@ def _divided(values: Sequence[float], rows: Sequence[Row]) -> float | None:
 
 
 # --- FedBR ----------------------------------------------------------------------------------------------------------
-# Key and value of a variant to what it sets; pseudo_data is the batch that the presets have anyway.
+# Map each key of a variant to a function from its value to overrides; the presets' batch is
+# already that of pseudo_data.
 FEDBR: dict[str, Callable[[object], dict[str, object]]] = {
     "virtual_data": lambda value: {"method.vhl.virtual": value},
     "pseudo_data": lambda value: {},
@@ -106,7 +112,7 @@ PROBE = 10  # rounds between looks at local models, which the paper does not sta
 
 
 def fedbr_command(table: Table, cell: Cell) -> Command:
-    """A row of FedBR's tables."""
+    """Return the command of a cell of FedBR's tables."""
     variant = dict(cell.variant)
     if variant.pop(
         "added", None
@@ -115,7 +121,9 @@ def fedbr_command(table: Table, cell: Cell) -> Command:
             "removed": "max step"
         }
     overrides = {
-        key: value for name, said in variant.items() for key, value in FEDBR[name](said).items()
+        key: value
+        for name, setting in variant.items()
+        for key, value in FEDBR[name](setting).items()
     }
     if "fedcm" in cell.methods and table.momentum.get(cell.dataset):
         overrides["local.momentum"] = 0  # FedCM is the momentum
@@ -142,11 +150,14 @@ FEDBR_BESIDE = {
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
-    """See `FEDBR_SCORED`; floats are those that come down: the paper's count for FedCM, twice FedAvg's, is one-way."""
+    """Return the score of a cell, see `FEDBR_SCORED`.
+
+    Floats are those that a client receives: the paper's count for FedCM, twice FedAvg's, is one-way.
+    """
     if cell.unit == "million parameters":
-        return Score("floats_down", each_of_total, 1e-6)
+        return Score("floats_down", total_per_participation, 1e-6)
     if cell.unit == "seconds":
-        return Score("worker_seconds", each)
+        return Score("worker_seconds", per_participation)
     if table.name == "fedbr/table14":
         worst = "accuracy_worst" if cell.dataset == "pacs" else "accuracy_worst_domain"
         return Score(worst, best_five, 100, beside=FEDBR_BESIDE)
@@ -165,7 +176,10 @@ FEDBSS: dict[str, Callable[[float], dict[str, object]]] = {
 
 
 def fedbss_command(table: Table, cell: Cell) -> Command:
-    """A row of FedBSS's tables; its columns are splits of the data, or shares of wrong labels."""
+    """Return the command of a cell of FedBSS's tables.
+
+    Columns are splits of the data, or shares of wrong labels.
+    """
     kind, value = cell.column.split()
     return Command(f"fedbss/{cell.dataset}", cell.methods, FEDBSS[kind](float(value)))
 
@@ -192,7 +206,7 @@ def fedbss_score(table: Table, cell: Cell) -> Score:
 
 
 # --- FRAug ----------------------------------------------------------------------------------------------------------
-# The marks of Table 3 are lost: which printed row lacks which parts is our guess, but for the last, the whole method.
+# The marks of Table 3 are lost: which parts rows 1 to 6 lack is our guess; row 7 is the whole method.
 FRAUG_ROWS: dict[object, dict[str, object]] = {
     1: {"use_rtnet": False, "prototype_weight": 1, "residual": 1},
     2: {"use_generator": False, "prototype_weight": 1, "residual": 1},
@@ -202,7 +216,8 @@ FRAUG_ROWS: dict[object, dict[str, object]] = {
     6: {"use_rtnet": False},
     7: {},
 }
-FRAUG_DOMAINS = {  # the printed letters of domains to what the folders' names begin with
+# Map the printed letters of domains to the beginnings of the folders' names.
+FRAUG_DOMAINS = {
     "office_home": {"A": "Art", "C": "Clipart", "P": "Product", "R": "Real"},
     "pacs": {"A": "art", "C": "cartoon", "P": "photo", "S": "sketch"},
     "digits": {"MT": "mnist", "MM": "mnist_m", "SV": "svhn", "UP": "usps"},
@@ -218,7 +233,7 @@ FRAUG_NOTES = {
 
 
 def fraug_command(table: Table, cell: Cell) -> Command:
-    """A row of FRAug's tables."""
+    """Return the command of a cell of FRAug's tables."""
     overrides: dict[str, object] = {
         f"method.fraug.{key}": value
         for key, value in FRAUG_ROWS.get(cell.variant.get("row"), {}).items()
@@ -241,9 +256,13 @@ FRAUG_SCORED = (
 
 
 def fraug_score(table: Table, cell: Cell) -> Score:
-    """See `FRAUG_SCORED`; models with a head of their own are scored once, in the end; pFedAvg's in the run's mode."""
+    """Return the score of a cell, see `FRAUG_SCORED`.
+
+    Models with a fine-tuned head are scored once, at the end.
+    """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
-    if (letter := cell.column) in ("Avg", "avg"):
+    letter = cell.column
+    if letter in ("Avg", "avg"):
         return Score(
             kind,
             last,
@@ -257,12 +276,12 @@ def fraug_score(table: Table, cell: Cell) -> Score:
 
 
 def last(rows: Sequence[Row], name: str) -> float | None:
-    """The last known value."""
+    """Return the last value of a column, or None."""
     return next(reversed(finite_values(column(rows, name))), None)
 
 
 def last_of_domain(rows: Sequence[Row], name: str) -> float | None:
-    """The last known value of the column of that name, however the rest of the domain is written."""
+    """Return the last value of the column that starts with a name, ignoring case and separators."""
     wanted = _simple(name)
     names = dict.fromkeys(key for row in rows for key in row if _simple(key).startswith(wanted))
     return last(rows, min(names, key=len)) if names else None
@@ -289,7 +308,7 @@ FEDLD_NOTES = {
 
 
 def fedld_command(table: Table, cell: Cell) -> Command:
-    """A row of FedLD's tables."""
+    """Return the command of a cell of FedLD's tables."""
     methods = tuple(part for name in cell.methods for part in FEDLD_NAMES.get(name, (name,)))
     methods = tuple(name for name in methods if cell.variant.get(name.removeprefix("fedld_"), True))
     overrides: dict[str, object] = dict(FEDLD_SPLITS.get(cell.column, {}))
@@ -315,7 +334,7 @@ def fedld_score(table: Table, cell: Cell) -> Score:
 
 
 def last_central(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value, or that of the clients' own models where they were scored on the central test set."""
+    """Return the last central score: of the clients' own models if they have one, else of the shared."""
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own
 

@@ -1,7 +1,7 @@
-"""Runs that are kept beside the papers' tables: a small JSON file each, with what made it and what came of it.
+"""Keep finished runs for the papers' tables: one small JSON file for each, with command and results.
 
-`uv run python -m jobs.papers.results RUN...` keeps finished runs; `jobs.papers.report` and the pages of `docs/papers`
-read what is kept.
+`uv run python -m jobs.papers.results RUN...` keeps finished runs; `jobs.papers.report` and
+`jobs.papers.pages` read them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raysim.results.history import column, summarise, write_json
 from raysim.results.report import Run, chosen_option, find_runs, flat_settings, load_run
 
 KEPT = Path(__file__).parent / "results"
-# Columns of a history that a table may ask for, by their beginnings.
+# Beginnings of the columns that are kept, besides the names of the run's methods.
 COLUMNS = (
     "accuracy",
     "local_accuracy",
@@ -35,7 +35,7 @@ COLUMNS = (
     "clients",
     "worker_seconds",
     "decomposition.",
-)  # and those that begin with the name of one of the run's methods
+)
 FACTS = (
     "rounds",
     "wall_seconds",
@@ -44,7 +44,7 @@ FACTS = (
     "identity",
     "split",
 )  # of summary.json
-# Keys that say where a run lay and how it was carried out, not what it is.
+# Groups of settings that say where and how a run was executed, not what it computes.
 PLACES = (
     "out",
     "resume",
@@ -59,7 +59,7 @@ PLACES = (
 
 
 def kept(paper: str) -> list[Run]:
-    """The runs that are kept of a paper's presets."""
+    """Return the kept runs of a paper's presets."""
     return [_read(path) for path in sorted((KEPT / paper).glob("*.json"))]
 
 
@@ -79,7 +79,10 @@ def _read(path: Path) -> Run:
 
 
 def keep(folder: Path) -> Path:
-    """Write the file of a finished run of a paper's preset; returns its path. Raises Refused."""
+    """Write the file of a finished run of a paper's preset and return its path.
+
+    Raises `Refused` for any other run.
+    """
     run = load_run(folder)
     experiment = chosen_option(run.config, "experiment")
     if not run.finished or "/" not in experiment:
@@ -108,7 +111,7 @@ def keep(folder: Path) -> Path:
 
 
 def command(config: Mapping[str, object]) -> str:
-    """The command that makes a run of this configuration: its preset, its methods, and what it has otherwise."""
+    """Return the command that makes a run: its preset, its methods and the differing settings."""
     choices, methods = config["choices"], config.get("method") or {}
     assert isinstance(choices, Mapping) and isinstance(methods, Mapping)
     words = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
@@ -129,11 +132,11 @@ def command(config: Mapping[str, object]) -> str:
         if (key, before[key]) not in OPEN
     ]
     places = ["data.root=DIR"] if "data.root" in now else []
-    return " ".join(["raysim run", *words, *groups, *more, *_carried_out(config), *places])
+    return " ".join(["raysim run", *words, *groups, *more, *_execution(config), *places])
 
 
-def _carried_out(config: Mapping[str, object]) -> list[str]:
-    """How, as far as bits depend on it and it is not as usual on a CPU."""
+def _execution(config: Mapping[str, object]) -> list[str]:
+    """Return the overrides of execution that change bits, if they differ from the CPU's defaults."""
     usual = {"lanes": 1, "graph": False, "precision": "float32"}
     runtime = config.get("runtime") or {}
     assert isinstance(runtime, Mapping)
@@ -146,7 +149,7 @@ def _carried_out(config: Mapping[str, object]) -> list[str]:
 
 
 def hardware(device: str = "cpu") -> str:
-    """What a run computed on, in a few words: its GPU by name, or this machine."""
+    """Describe the hardware of a run in a few words: its GPU by name, or this machine."""
     if device != "cpu":
         return device
     name = platform.processor() or platform.machine()
@@ -161,7 +164,7 @@ def hardware(device: str = "cpu") -> str:
 
 
 def _columns(run: Run) -> list[str]:
-    """Return the columns that are kept: scores and costs, and what the methods report of themselves."""
+    """Return the columns that are kept: scores, costs, and the numbers that methods report."""
     methods = run.config.get("method") or {}
     assert isinstance(methods, Mapping)
     beginnings = (*COLUMNS, *(f"{name}." for name in methods))

@@ -1,4 +1,4 @@
-"""The published tables, one JSON file per paper; no other file holds a number of theirs."""
+"""Read the published tables: one JSON file for each paper, the only place of its numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed number. `methods` without FedAvg, the backbone of all; `mean` with the digits that were printed."""
+    """One printed number.
+
+    methods: without FedAvg, which all of them extend. mean: with the printed digits.
+    """
 
     methods: tuple[str, ...]
     variant: Mapping[str, object]
@@ -30,17 +33,17 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The row's label; the parameters of a row that is printed without one."""
-        said = {
+        """The row's printed label, or else its parameters."""
+        values = {
             key: "+".join(map(str, value)) if isinstance(value, list) else value
             for key, value in self.variant.items()
         }
-        return self.printed or ", ".join(f"{key} {value}" for key, value in said.items())
+        return self.printed or ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: its cells in the order of the paper, what they are, and what could not be told from the text."""
+    """One table: its cells in the order of the paper, their meaning, and open questions as notes."""
 
     name: str  # as `find` takes it
     title: str
@@ -53,7 +56,10 @@ class Table:
 
 
 def tables(paper: str) -> dict[str, Table]:
-    """All tables of a paper by their names, such as "fedbr/table1". Raises Refused for an unknown paper."""
+    """Return all tables of a paper by name, such as "fedbr/table1".
+
+    Raises `Refused` for an unknown paper.
+    """
     if paper not in PAPERS:
         raise Refused(f"{paper}: this paper does not exist: {suggest(paper, PAPERS)}")
     content = json.loads(
@@ -66,7 +72,7 @@ def tables(paper: str) -> dict[str, Table]:
 
 
 def find(name: str) -> Table:
-    """The table of a name such as "fedbr/table1". Raises Refused with the nearest one."""
+    """Return the table of a name such as "fedbr/table1"; raise `Refused` with the nearest name."""
     known = tables(name.partition("/")[0])
     if name not in known:
         raise Refused(f"{name}: this table does not exist: {suggest(name, known)}")
@@ -74,7 +80,7 @@ def find(name: str) -> Table:
 
 
 def listing(paper: str) -> str:
-    """The tables of a paper with their captions, a line each."""
+    """Return a line for each table of a paper: its name and its caption."""
     known = tables(paper)
     width = max(map(len, known))
     return "\n".join(f"{name:<{width}}  {table.caption}" for name, table in known.items())

@@ -25,7 +25,7 @@ def study() -> ModuleType:
     return module
 
 
-def test_every_run_is_one_that_raysim_knows_and_does_as_much_work(study: ModuleType) -> None:
+def test_runs_are_valid_and_do_equal_work(study: ModuleType) -> None:
     for algorithm, local in product(study.ALGORITHMS, study.LOCAL):
         config = compose(study.words(algorithm, local, seed=1))
         assert config.seed == 1 and config.rounds * study.ALGORITHMS[algorithm][3] == study.RESULTS

@@ -71,7 +71,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: sorted(values.items()) for tag, values in found.items()}
 
 
-def test_tensorboard_has_every_finite_number_of_every_round_and_the_scores(tmp_path: Path) -> None:
+def test_tensorboard_has_finite_numbers_of_rounds_and_scores(tmp_path: Path) -> None:
     observer = TensorBoard()
     observer.on_finish(follow(observer, tmp_path / "run", 1, 3), END)
     found = scalars(tmp_path / "run/tensorboard")

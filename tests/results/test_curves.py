@@ -22,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.parametrize(
     "scores", [[0.5], [None, None], [0.1, None, 0.5], [0.5, math.nan, math.inf]]
 )
-def test_a_run_is_drawn_whatever_its_history_lacks(
+def test_run_is_drawn_with_missing_values(
     tmp_path: Path, scores: list[float | None], virtual: float
 ) -> None:
     paths = curves.draw_run(history(scores, virtual), tmp_path, "a $title_ with <odd> signs")
@@ -36,7 +36,7 @@ def test_curves_are_drawn_against_bytes() -> None:
     assert read({"floats_down": None, "floats_up": None}) == 0
 
 
-def test_a_mean_curve_has_the_rounds_that_all_seeds_measured() -> None:
+def test_mean_curve_has_rounds_of_all_seeds() -> None:
     each = [history([0.5, None, 0.5]), history([0.25, 0.5, 1.0]), history([0.75, 0.5, 0.75, 0.75])]
     found = curves.mean_curve("x", each, "accuracy", 9)
     assert [(row["round"], y) for row, y in found.points] == [(1, 0.5), (3, 0.75)]
@@ -46,17 +46,17 @@ def test_a_mean_curve_has_the_rounds_that_all_seeds_measured() -> None:
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_a_band_needs_three_seeds(seeds: int) -> None:
+def test_band_needs_three_seeds(seeds: int) -> None:
     assert curves.mean_curve("x", [history([0.5, 0.75])] * seeds, "accuracy", 0).deviations == []
 
 
-def test_a_long_history_becomes_a_curve_of_few_points_with_its_ends() -> None:
+def test_long_history_is_thinned_and_keeps_its_ends() -> None:
     found = curves.mean_curve("x", [history([0.5] * 5000)], "accuracy", 0)
     assert len(found.points) == curves.MAX_POINTS
     assert [found.points[place][0]["round"] for place in (0, -1)] == [1, 5000]
 
 
-def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> None:
+def test_panels_show_used_axes_in_colours_of_the_page() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
@@ -86,7 +86,7 @@ def test_a_page_shows_the_axes_that_say_something_in_the_pages_own_colours() -> 
         ),
     ],
 )
-def test_an_axis_tells_more_where_some_need_more_of_it_for_a_round(
+def test_axis_is_informative_if_use_per_round_differs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
     """But wall time, which is a machine's, never does; nor what nobody would see."""
@@ -103,7 +103,7 @@ def test_an_axis_tells_more_where_some_need_more_of_it_for_a_round(
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
-def test_curves_without_a_common_round_are_shown_against_all_that_was_used() -> None:
+def test_curves_without_common_round_have_all_used_axes() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
     drawn = curves.panels(
         [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"
@@ -137,7 +137,7 @@ def limits(
     return seen[: 4 if len(scores) > 2 else 2]
 
 
-def test_shares_are_drawn_between_nothing_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     far = [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     for name in ("accuracy", "accuracy worst", "f1 global"):
         assert limits(name, far, monkeypatch) == [0.0, 1.0, 0.0, 1.0]
@@ -151,7 +151,7 @@ def test_shares_are_drawn_between_nothing_and_all(monkeypatch: pytest.MonkeyPatc
     assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
-def test_numbers_that_are_none_are_at_the_start_of_an_axis() -> None:
+def test_missing_axis_values_count_as_0() -> None:
     rows = [
         row | {"virtual_seconds": value}
         for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)
@@ -160,14 +160,14 @@ def test_numbers_that_are_none_are_at_the_start_of_an_axis() -> None:
     assert [row["virtual_seconds"] for row, _ in found.points] == [0, 0, 2]
 
 
-def test_a_loss_that_falls_far_has_plain_numbers_at_its_axis() -> None:
+def test_log_axis_of_loss_has_plain_numbers() -> None:
     # Text is not read as mathematics, so powers of ten would be shown as they are written.
     falling = [history([1.0, 0.1, 0.01, 0.001])]
     drawn = curves.panels([curves.mean_curve("x", falling, "accuracy", 0)], "train loss")
     assert drawn and all(">0.01<" in text and "mathdefault" not in text for _, text, _ in drawn)
 
 
-def test_a_curve_that_lies_on_another_is_dashed() -> None:
+def test_curve_on_another_is_dashed() -> None:
     """So is one that is the first part of another."""
     for second, dashed in (
         ([0.5, 0.75, 0.7], True),

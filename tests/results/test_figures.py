@@ -25,7 +25,7 @@ def size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_features_are_drawn_and_the_same_probes_give_the_same_picture(tmp_path: Path) -> None:
+def test_same_probes_give_the_same_feature_picture(tmp_path: Path) -> None:
     probes = [make(client, rows=6) for client in range(6)]
     for name in ("one.png", "two.png"):
         figures.draw_features(probes, tmp_path / name, "a $title$ with_signs")
@@ -35,7 +35,7 @@ def test_features_are_drawn_and_the_same_probes_give_the_same_picture(tmp_path: 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
 @pytest.mark.parametrize("features", [1, 5])
-def test_features_of_any_width_and_scale_can_be_drawn(
+def test_features_of_any_width_and_scale_are_drawn(
     tmp_path: Path, features: int, scale: float
 ) -> None:
     probe = make(rows=1, features=features)
@@ -45,7 +45,7 @@ def test_features_of_any_width_and_scale_can_be_drawn(
     assert size(tmp_path / "features.png") == (1560, 897)
 
 
-def test_clients_are_compared_which_received_the_version_that_most_did() -> None:
+def test_features_compare_clients_of_the_commonest_version() -> None:
     probes = [
         make(0, 9),
         make(1, 4),
@@ -62,13 +62,13 @@ def test_clients_are_compared_which_received_the_version_that_most_did() -> None
     ] == [1]
 
 
-def test_a_picture_shows_about_150_rows_balanced_over_ten_classes() -> None:
+def test_features_show_150_rows_balanced_over_10_classes() -> None:
     labels = np.arange(5000) % 100
     rows = figures._shown_rows(labels)
     assert np.bincount(labels[rows]).tolist() == [15] * 10
 
 
-def test_models_without_finite_features_leave_a_sentence_instead_of_a_picture(
+def test_features_that_are_not_finite_give_a_sentence(
     tmp_path: Path,
 ) -> None:
     probe = make()
@@ -88,12 +88,12 @@ def test_outputs_are_drawn_for_up_to_six_clients(
     assert size(tmp_path / "outputs.png") == pixels
 
 
-def test_clients_that_have_seen_every_class_leave_a_sentence(tmp_path: Path) -> None:
+def test_outputs_without_unseen_classes_give_a_sentence(tmp_path: Path) -> None:
     figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == (910, 390)
 
 
-def test_bars_of_every_client_fit_the_common_axis() -> None:
+def test_output_bars_fit_the_common_axis() -> None:
     from matplotlib.figure import Figure
 
     panels = Figure().subplots(1, 2, sharey=True)
@@ -103,7 +103,7 @@ def test_bars_of_every_client_fit_the_common_axis() -> None:
     assert panels[0].get_ylim()[0] == 0
 
 
-def test_bias_is_drawn_over_the_rounds_that_have_probes(tmp_path: Path) -> None:
+def test_bias_is_drawn_over_probed_rounds(tmp_path: Path) -> None:
     probed = summarise_probes([make(0), make(1)])
     everything_seen = summarise_probes([make(seen=3)])
     rows: list[Row] = [
@@ -116,14 +116,14 @@ def test_bias_is_drawn_over_the_rounds_that_have_probes(tmp_path: Path) -> None:
         assert size(tmp_path / f"{name}.png") == (1820, 650)
 
 
-def test_a_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
+def test_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
     rows: list[Row] = [{"round": 1, "accuracy_global": 0.5}, {"round": 2, **summarise_probes([])}]
     assert not figures.draw_bias(rows, tmp_path / "bias.png", "bias")
     assert not figures.draw_bias([], tmp_path / "bias.png", "bias")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reports_domains_and_decomposition_have_pictures_of_their_own(tmp_path: Path) -> None:
+def test_reports_domains_and_decomposition_are_drawn(tmp_path: Path) -> None:
     rows: list[Row] = [
         {
             "round": number,
@@ -149,9 +149,7 @@ def test_reports_domains_and_decomposition_have_pictures_of_their_own(tmp_path: 
         assert size(tmp_path / f"{name}.png")[0] > 500
 
 
-def test_each_of_40_domains_has_its_own_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_domains_have_40_different_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
     styles: list[tuple[object, object]] = []

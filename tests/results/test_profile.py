@@ -44,7 +44,7 @@ def test_a_second_counts_for_the_innermost_span(spans: tuple[Spans, list[float]]
     assert found.take("worker-0") == Track("worker-0", {})
 
 
-def test_between_calls_a_worker_waits_to_be_called_and_then_for_the_message() -> None:
+def test_time_between_calls_is_waiting_and_messages() -> None:
     found = WorkerTrack(Track("worker-0", {"steps": 4.0}), [(2.0, 4.0), (4.5, 6.5)])
     track = add_idle_time(
         found, [1.5, 3.0], 0.0, 10.0

@@ -20,21 +20,21 @@ def seen(terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_a_log_has_a_line_for_each_thing_that_starts() -> None:
+def test_log_has_a_line_for_each_activity() -> None:
     assert seen(False).splitlines()[:2] == [
         f"{'':<10}waiting for Ray",
         f"{'':<10}waiting for the workers",
     ]
 
 
-def test_a_terminal_shows_what_is_waited_for_until_it_is_there() -> None:
+def test_terminal_shows_activity_with_seconds() -> None:
     text = seen(True)
     assert "waiting for the workers" in text and "0:00:00" in text, "with the seconds of it"
     assert "first round" in text.rpartition("waiting for the workers")[2]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: bool) -> None:
+def test_terminal_shows_how_far_an_activity_is(terminal: bool) -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=80)
     with waiting_line(console) as shows:
         shows("under way: fedavg_seed-0")
@@ -48,20 +48,20 @@ def test_how_far_something_is_stands_behind_it_in_a_terminal_alone(terminal: boo
     )
 
 
-def test_a_quiet_console_says_nothing() -> None:
+def test_quiet_console_prints_nothing() -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=True, quiet=True)
     with waiting_line(console) as waits_for:
         waits_for("waiting for Ray")
     assert out.getvalue() == ""
 
 
-def test_what_goes_on_after_the_last_round_is_said() -> None:
+def test_activity_after_last_round_is_shown() -> None:
     console = Console(file=(out := io.StringIO()), force_terminal=False, width=80)
     with activity_line(console, "drawing pictures"):
         assert out.getvalue() == f"{'':<10}drawing pictures\n", "before it is done"
 
 
-def test_the_line_names_whom_everyone_waits_for_until_the_next_round() -> None:
+def test_line_names_silent_worker_until_next_round() -> None:
     progress = Progress(3, console=Console(file=(out := io.StringIO()), width=99))
     progress.wait(1, ["4", "17"], 35.0)
     assert out.getvalue() == progress.line() + "\n", "a log has it at once"

@@ -8,7 +8,7 @@ from pathlib import Path
 from raysim.results.rerun import rerun_command
 
 
-def test_packages_of_the_users_own_are_named_once_wherever_the_configuration_names_them() -> None:
+def test_rerun_command_allows_each_user_package_once() -> None:
     config = {
         "method": [
             {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -14,7 +14,7 @@ def test_the_deviation_has_the_divisor_of_a_sample() -> None:
     assert mean_deviation([]) == (None, None)
 
 
-def test_three_pairs_give_the_interval_and_p_of_a_table_of_students_t() -> None:
+def test_three_pairs_give_interval_and_p_of_student() -> None:
     found = compare_pairs([1.1, 1.2, 1.3], [0.1, -0.8, -1.7])  # differences 1, 2, 3
     assert (found.pairs, found.note) == (3, "")
     assert found.mean == pytest.approx(2.0)
@@ -53,9 +53,7 @@ def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
         ([0.8, 0.9, 1.0], "no test: every pair differs alike"),
     ],
 )
-def test_differences_without_a_deviation_but_that_of_rounding_are_not_tested(
-    left: list[float], note: str
-) -> None:
+def test_differences_equal_up_to_rounding_are_not_tested(left: list[float], note: str) -> None:
     found = compare_pairs(left, [0.7, 0.8, 0.9])
     assert (found.note, found.p, found.low) == (note, None, None)
 

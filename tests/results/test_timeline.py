@@ -77,7 +77,7 @@ def test_equal_clients_in_rounds_need_no_timeline() -> None:
 
 
 @pytest.mark.parametrize("fate", ["lost", "discarded", "failed"])
-def test_whatever_went_wrong_needs_a_timeline(fate: str) -> None:
+def test_unused_jobs_need_a_timeline(fate: str) -> None:
     assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 0), (1, 0.0, 1.0, fate, 0)))
 
 
@@ -93,7 +93,7 @@ def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
 
 
 # --- clients ------------------------------------------------------------------------------------------------------
-def test_a_bar_is_a_job_in_the_row_of_its_client_with_the_colour_of_its_staleness() -> None:
+def test_bar_of_job_has_row_of_client_and_staleness_colour() -> None:
     ax = drawn()[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "7",
@@ -147,7 +147,7 @@ def test_the_axes_of_the_timeline_say_seconds_and_versions() -> None:
     assert spans(boxes(panels[0])[0]) == [(0, 2, 0), (1, 4, 1), (4, 7, 1)]
 
 
-def test_of_many_clients_the_fastest_some_random_and_the_slowest_are_shown() -> None:
+def test_sample_has_fastest_random_and_slowest_clients() -> None:
     many = made(
         *[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)]
     )
@@ -165,7 +165,7 @@ def test_of_many_clients_the_fastest_some_random_and_the_slowest_are_shown() -> 
     assert "36 of 100 clients" in drawn(many)[0].get_title()
 
 
-def test_a_client_whose_jobs_are_lost_early_is_not_taken_for_a_fast_one() -> None:
+def test_client_with_lost_jobs_does_not_count_as_fast() -> None:
     jobs = made(
         (0, 0.0, 0.1, "lost", 0), (0, 1.0, 9.0, "aggregated", 0),
         (1, 0.0, 2.0, "aggregated", 0), (2, 0.0, 3.0, "lost", 0),
@@ -173,7 +173,7 @@ def test_a_client_whose_jobs_are_lost_early_is_not_taken_for_a_fast_one() -> Non
     assert timeline.sample_clients(jobs)[0][1].tolist() == [1, 2, 0]
 
 
-def test_of_a_long_run_a_part_is_shown_in_which_bars_are_wide_enough() -> None:
+def test_long_run_shows_a_part_with_wide_bars() -> None:
     long = made(*[(k % 5, float(k), k + 1.0, "aggregated", 0) for k in range(1000)])
     assert timeline.shown_window(long, 1000.0) == (420.0, 580.0)
     assert timeline.shown_window(long[np.arange(100)], 100.0) == (0.0, 100.0)
@@ -237,7 +237,7 @@ def test_a_run_without_staleness_has_no_histogram() -> None:
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
-def test_the_picture_is_drawn_for_light_and_dark_pages_and_only_where_it_says_something(
+def test_timeline_has_light_and_dark_version(
     tmp_path: Path,
 ) -> None:
     assert timeline.draw_timeline(JOBS, ROWS, tmp_path / "timeline.png", "a $title$")

@@ -150,7 +150,7 @@ def test_records_that_a_crash_or_a_hand_damaged_are_none(content: str, tmp_path:
     assert read_backlog(tmp_path)[-1] == {"round": 3}
 
 
-def test_every_row_arrives_in_a_call_of_its_own_when_the_server_keeps_up(tmp_path: Path) -> None:
+def test_fast_server_gets_one_call_per_row(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     made = tracker(tmp_path, shelf, said)
     begin(made, shelf)
@@ -160,7 +160,7 @@ def test_every_row_arrives_in_a_call_of_its_own_when_the_server_keeps_up(tmp_pat
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_a_slow_server_does_not_hold_up_the_run_and_gets_what_waited_together(
+def test_slow_server_gets_waiting_rows_in_one_call(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -175,7 +175,7 @@ def test_a_slow_server_does_not_hold_up_the_run_and_gets_what_waited_together(
     assert len(shelf.calls) <= 2
 
 
-def test_an_outage_is_said_once_and_its_rows_are_on_disk_until_the_server_is_back(
+def test_outage_is_reported_once_and_rows_are_stored(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -193,7 +193,7 @@ def test_an_outage_is_said_once_and_its_rows_are_on_disk_until_the_server_is_bac
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_them(
+def test_replay_sends_rows_of_a_lost_server(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -220,7 +220,7 @@ def test_a_server_that_stays_away_leaves_all_rows_on_disk_and_a_replay_sends_the
     assert shelf.closed == 1
 
 
-def test_a_server_that_hangs_is_left_after_the_patience_with_the_rows_on_disk(
+def test_hanging_server_is_left_after_patience(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -251,7 +251,7 @@ def test_a_row_whose_answer_got_lost_is_not_sent_twice(tmp_path: Path) -> None:
     assert shelf.steps == [1, 2]
 
 
-def test_a_resumed_run_continues_its_mlflow_run_without_gap_or_duplicate(tmp_path: Path) -> None:
+def test_resumed_run_has_no_gap_and_no_duplicate(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     killed = tracker(tmp_path, shelf, said)
     begin(killed, shelf)
@@ -303,9 +303,7 @@ def test_whatever_the_server_raises_the_run_goes_on(tmp_path: Path) -> None:
     assert len((tmp_path / BACKLOG).read_text().splitlines()) == 3
 
 
-def test_a_model_that_is_not_sent_has_the_reason_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsent_model_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(error: Exception) -> str:
         def fail(*_: object) -> None:
             raise error
@@ -440,7 +438,7 @@ def test_an_experiment_of_an_older_version_becomes_one_of_models(tmp_path: Path)
     )
 
 
-def test_a_logged_run_says_everything_once_and_its_model_predicts_on_raw_inputs(
+def test_logged_run_is_complete_and_its_model_predicts(
     tmp_path: Path,
 ) -> None:
     import mlflow
@@ -509,7 +507,7 @@ def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_recurrent_network_is_saved_without_a_word_and_predicts(
+def test_recurrent_network_is_saved_without_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     import mlflow
@@ -566,7 +564,7 @@ def test_mlflow_without_the_run_gets_all_of_it_from_the_history(
 
 
 @pytest.mark.slow
-def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said_than_who_waits(
+def test_concurrent_runs_make_one_database(
     tmp_path: Path,
 ) -> None:
     code = (
@@ -597,12 +595,12 @@ def test_runs_that_begin_side_by_side_make_one_database_and_nothing_else_is_said
     assert all([path.name for path in folder.iterdir()] == [RECORD] for folder in folders)
 
 
-def test_mlflow_prints_no_traceback_of_its_own_for_a_database_that_fails(tmp_path: Path) -> None:
+def test_failing_database_prints_no_traceback(tmp_path: Path) -> None:
     Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert not logging.getLogger("mlflow.store.db.utils").isEnabledFor(logging.ERROR)
 
 
-def test_mlflow_prints_no_traceback_for_a_database_locked_during_the_connection(
+def test_locked_database_prints_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
@@ -623,7 +621,7 @@ def test_mlflow_prints_no_traceback_for_a_database_locked_during_the_connection(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_experiment_that_another_process_creates_at_this_moment_is_used(
+def test_experiment_of_another_process_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Mlflow(f"sqlite:///{tmp_path / 'mlflow.db'}")

@@ -108,9 +108,7 @@ def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store
     assert again == before
 
 
-def test_two_seeds_are_two_files_and_what_is_no_result_is_refused(
-    tmp_path: Path, store: Path
-) -> None:
+def test_keep_writes_a_file_per_seed_and_refuses_no_result(tmp_path: Path, store: Path) -> None:
     for seed in (0, 1):
         results.keep(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
     assert len(results.kept("fedbr")) == 2 and results.kept("fraug") == []
@@ -266,7 +264,7 @@ def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.Mon
     return pages.page("fedbr", runs)
 
 
-def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
+def test_page_has_every_scale_and_a_cause_per_difference(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
@@ -297,7 +295,7 @@ def test_a_page_has_each_of_our_scales_and_a_cause_for_every_difference(
     )
 
 
-def test_every_printed_number_of_a_paper_is_on_its_page_with_a_command() -> None:
+def test_page_has_every_printed_number_with_a_command() -> None:
     for paper in PAPERS:
         text = pages.page(paper, [])
         assert text.count("## Table ") == len(tables(paper))
@@ -322,7 +320,7 @@ def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: fl
 FEDBR = PAPER_RUNS["fedbr"]
 
 
-def test_a_method_is_compared_with_fedavg_on_the_seeds_that_both_have() -> None:
+def test_gains_use_the_seeds_that_both_methods_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each side.
     gained = [
         stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true")
@@ -387,7 +385,7 @@ def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
-def test_terms_of_the_loss_are_compared_and_a_run_without_own_tests_is_scored_centrally() -> None:
+def test_gains_compare_terms_and_central_scores() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [{"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value} for value in
                            (9.0, shift - 0.1, shift - 0.1, shift, shift + 0.1, shift + 0.1)]  # fmt: skip
@@ -467,7 +465,7 @@ def test_a_picture_shows_means_intervals_and_splits(
     )
 
 
-def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:
+def test_gains_need_enough_seeds_of_one_setting() -> None:
     fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
     assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)], FEDBR))
     assert not list(
@@ -476,9 +474,7 @@ def test_too_few_shared_seeds_and_other_settings_are_not_compared() -> None:
     assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
-def test_a_run_on_a_gpu_is_kept_with_its_name_and_what_its_bits_depend_on(
-    tmp_path: Path, store: Path
-) -> None:
+def test_keep_stores_gpu_and_execution_options(tmp_path: Path, store: Path) -> None:
     words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
     folder = finished(tmp_path / "a", words, scores(0.5))
     summary = json.loads((folder / "summary.json").read_text())

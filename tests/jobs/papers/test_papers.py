@@ -64,7 +64,7 @@ def test_published_numbers_are_unchanged(paper: str, shared: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for paper in PAPERS for name in tables(paper)])
-def test_every_table_prints_each_of_its_numbers_as_it_was_printed(name: str) -> None:
+def test_tables_print_numbers_as_in_the_paper(name: str) -> None:
     text = compare(name)
     for cell in find(name).cells:
         number = f"{cell.mean}" if cell.deviation is None else f"{cell.mean} ± {cell.deviation}"
@@ -77,7 +77,7 @@ def test_digits_that_were_printed_stay() -> None:
     assert "43.7" in compare("fedbr/table9") and "43.70" not in compare("fedbr/table9")
 
 
-def test_a_paper_lists_its_tables_and_a_wrong_name_gets_the_nearest() -> None:
+def test_listing_has_tables_and_wrong_name_gets_suggestion() -> None:
     assert len(listing("fedbr").splitlines()) == 14
     assert "fedbr/table5   Accuracy with 100 clients on CIFAR10" in listing("fedbr")
     for name, near in (
@@ -198,7 +198,7 @@ def test_fedavgs_own_last_accuracy_is_a_threshold(tmp_path: Path) -> None:
     assert "824 / –" in line(compare("fedbr/table13", [moon], WIDE), "FedProx")
 
 
-def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: Path) -> None:
+def test_worst_domain_and_local_models_have_columns(tmp_path: Path) -> None:
     lowest = rows([0.9], accuracy_worst_domain=0.4)
     run = make(tmp_path / "a", [*MNIST, "method=[]"], lowest)
     assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(
@@ -215,7 +215,7 @@ def test_the_worst_domain_and_local_models_have_columns_of_their_own(tmp_path: P
     ]
 
 
-def test_clients_that_share_nothing_are_scored_by_their_local_models(tmp_path: Path) -> None:
+def test_method_local_is_scored_by_local_models(tmp_path: Path) -> None:
     run = make(tmp_path / "a", [*MNIST, "method=[local]"], rows([None], local_accuracy=0.15))
     assert line(compare("fedbr/table1", [run], WIDE), "Local").startswith(
         "Local 14.67 15.00 +0.33 – / –"
@@ -237,7 +237,7 @@ def test_every_paper_has_presets() -> None:
     assert set(PAPER_RUNS) == set(PAPERS)
 
 
-def test_a_run_of_fedbss_stands_in_the_column_of_its_split_with_its_deviation_over_the_last_ten_rounds(
+def test_fedbss_run_has_column_of_split_and_deviation(
     tmp_path: Path,
 ) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition.alpha=0.3"]

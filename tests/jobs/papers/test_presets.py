@@ -57,7 +57,7 @@ def of(value: Any, dataset: str) -> Any:
 
 # --- every cell -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", FEDBR)
-def test_every_printed_number_has_a_command_with_the_settings_of_its_table(name: str) -> None:
+def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
     asked = setting(name)
     for cell in FEDBR[name].cells:
         node = composed(*command(FEDBR[name], cell).words())
@@ -121,7 +121,7 @@ FEDBSS = tables("fedbss")
 
 
 @pytest.mark.parametrize("name", FEDBSS)
-def test_every_printed_number_of_fedbss_has_a_command_with_the_settings_of_its_table(
+def test_fedbss_numbers_have_commands_of_their_table(
     name: str,
 ) -> None:
     asked, cells = setting(name), FEDBSS[name].cells
@@ -287,9 +287,7 @@ def split_of(*words: str) -> FederatedData:
     return partition([*words, *images, "data.classes=7"])
 
 
-def test_on_pacs_fedbr_trains_on_all_training_images_and_tests_each_client_on_its_own_of_the_others() -> (
-    None
-):
+def test_fedbr_on_pacs_uses_the_split_of_the_paper() -> None:
     parts = split_of("experiment=fedbr/pacs")
     assert len(parts.partition.train.indices) == 2800 and len(parts.partition) == 8
     assert sorted(parts.partition.test.indices.tolist()) == parts.central.tolist()
@@ -313,7 +311,7 @@ def test_a_client_of_retina_has_ten_samples_at_least() -> None:
 
 
 # --- which of a preset's methods a run takes ------------------------------------------------------------------------
-def test_a_run_takes_the_presets_own_list_of_methods_unless_another_is_chosen() -> None:
+def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
     node = composed("experiment=fedbr/rotated_mnist")
     assert list(node["method"]) == node["choices"]["method"] == ["fedbr"]
     node = composed("experiment=fedbr/rotated_mnist", "method=[fedprox]")
@@ -323,7 +321,7 @@ def test_a_run_takes_the_presets_own_list_of_methods_unless_another_is_chosen() 
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_later(
+def test_part_without_class_in_own_file_is_refused(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "method").mkdir()
@@ -332,7 +330,7 @@ def test_a_part_without_a_class_in_a_file_of_ones_own_is_kept_and_so_refused_lat
     assert list(node["method"]) == ["mine"]
 
 
-def test_a_preset_that_speaks_of_a_method_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_preset_with_unknown_method_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "own.yaml").write_text(
         "# @package _global_\nmethod:\n  fedprx:\n    mu: 2.0\n"
@@ -343,7 +341,7 @@ def test_a_preset_that_speaks_of_a_method_that_does_not_exist_is_refused(tmp_pat
         compose(["experiment=own"], [tmp_path])
 
 
-def test_a_preset_of_ones_own_may_choose_several_methods_and_keeps_their_order(
+def test_own_preset_keeps_order_of_methods(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -396,7 +394,7 @@ FRAUG_CODE = {
 
 
 @pytest.mark.parametrize("name", FRAUG)
-def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> None:
+def test_fraug_numbers_have_command_and_column(name: str) -> None:
     for cell in FRAUG[name].cells:
         words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).words()
         score = PAPER_RUNS["fraug"].score(FRAUG[name], cell)
@@ -462,7 +460,7 @@ def test_every_printed_number_of_fraug_has_a_command_and_a_column(name: str) -> 
             )
 
 
-def test_the_ablation_of_fraug_lacks_a_part_in_every_row_but_the_last() -> None:
+def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     fraug = PAPER_RUNS["fraug"]
     found = {
         cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).words())[
@@ -479,7 +477,7 @@ FEDLD = tables("fedld")
 
 
 @pytest.mark.parametrize("name", FEDLD)
-def test_every_printed_number_of_fedld_has_a_command_with_the_settings_of_its_table(
+def test_fedld_numbers_have_commands_of_their_table(
     name: str,
 ) -> None:
     asked = setting(name)

@@ -51,7 +51,7 @@ def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
 
 @pytest.mark.slow
-def test_every_stored_study_can_be_planned_and_all_kept_runs_are_of_one(tmp_path: Path) -> None:
+def test_kept_runs_belong_to_plannable_studies(tmp_path: Path) -> None:
     names = ["rotated_mnist", "small", "fedbss", "fraug", "fedld", "combinations"]
     for name in names:
         started(tmp_path, name)
