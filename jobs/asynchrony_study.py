@@ -38,16 +38,16 @@ IMMEDIATE = ["schedule=immediate", "schedule.concurrency=20"]
 ALGORITHMS: dict[str, tuple[str, list[str], list[str], int]] = {
     "synchronous": ("waits for all 20", ["schedule.cohort=20"], [], 20),
     "over-selection": (
-        "sends 26, takes the first 20", ["schedule=oversample", "schedule.cohort=20", "schedule.factor=1.3"], [], 20
+        "dispatches 26, aggregates the first 20", ["schedule=oversample", "schedule.cohort=20", "schedule.factor=1.3"], [], 20
     ),
     "deadline": (
-        "sends 26, waits 2 s, takes late ones later",
+        "dispatches 26, waits 2 s, aggregates late updates later",
         ["schedule=deadline", "schedule.cohort=26", "schedule.seconds=2", "schedule.max_staleness=10"], [], 20,
     ),
-    "FedBuff": ("20 at work, buffer of 5", BUFFERED, ["fedbuff"], 5),
+    "FedBuff": ("20 in flight, buffer of 5", BUFFERED, ["fedbuff"], 5),
     "CA2FL": ("as FedBuff", [*BUFFERED, "method.ca2fl.server_lr=0.5"], ["ca2fl"], 5),
     "FADAS": ("as FedBuff", [*BUFFERED, "method.fadas.server_lr=0.003"], ["fadas"], 5),
-    "FedAsync": ("20 at work, each result at once", IMMEDIATE, ["fedasync"], 1),
+    "FedAsync": ("20 in flight, each update at once", IMMEDIATE, ["fedasync"], 1),
     "ACE": ("as FedAsync", IMMEDIATE, ["ace"], 1),
 }  # fmt: skip
 LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
@@ -188,25 +188,26 @@ def page_text(store: dict[str, Any]) -> str:
 
 TEXT = """# Schedules and asynchronous algorithms on a heavy-tailed fleet
 
-Fashion-MNIST, 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one local epoch. Speeds are log-normal with
-sigma 1.2, a tenth of the jobs is lost on its way. Every run aggregates {results} client results (with a deadline:
-about as many), so the work is the same and time, traffic and staleness differ. Twenty clients are at work at a time;
-over-selection and the deadline send 26. Numbers are means over seeds ± the sample's standard deviation; accuracy is on
-the central test set, the final one the mean of the last three scorings. *Staleness* is the mean over results, in
-aggregations (in brackets the most); *unused* jobs were lost or thrown away; *workers busy* is the share of wall time in
-which the two workers trained. A job with FedBR passes its samples more often and sends means of data as well, so it
-takes longer on the virtual clock. The server rates of CA2FL (0.5) and FADAS (0.003) were chosen by
-hand on one run each.
+This study compares schedules and asynchronous algorithms on devices of very different speeds.
 
-Waiting for everybody costs most: the schedules that do not wait reach 80 % in a fraction of the synchronous time, and
-send about as much for it; the deadline, which takes late results later, is close to them. ACE takes the mean of every
-client's last change, however old it is, and at its usual server rate it stays below the others.
+The task is Fashion-MNIST on 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one local epoch. Speeds are
+log-normal with sigma 1.2; a tenth of the jobs is lost. Every run aggregates {results} updates (with a deadline: about as
+many), so the work is the same, and time, traffic and staleness differ. Twenty clients train at a time; over-selection and
+the deadline dispatch 26. Numbers are means over seeds ± sample deviation. Accuracy is on the central test set; the final
+accuracy is the mean of the last three evaluations. *Staleness* is the mean over updates, in aggregations (in brackets the
+highest). *Unused* jobs were lost or discarded. *Workers busy* is the share of wall time in which the two workers trained. A
+job with FedBR uses its samples more often and also sends means of data, so it takes longer on the virtual clock. The server
+learning rates of CA2FL (0.5) and FADAS (0.003) were chosen by hand on one run each.
+
+Waiting for all clients costs most: the schedules that do not wait reach 80 % in a fraction of the synchronous time, with
+about the same traffic. The deadline, which aggregates late updates later, is close to them. ACE takes the mean of every
+client's last update, however old it is, and at its usual server learning rate it stays below the others.
 
 ![Accuracy against virtual time](asynchrony.png)
 
 {tables}
 
-All runs share `{setting}`; each run's words and digest stand in `asynchrony.json`. To repeat:
+All runs share `{setting}`; the overrides and the digest of each run are in `asynchrony.json`. To repeat:
 
 ```bash
 python jobs/asynchrony_study.py run runs/asynchrony
