@@ -38,7 +38,8 @@ IMMEDIATE = ["schedule=immediate", "schedule.concurrency=20"]
 ALGORITHMS: dict[str, tuple[str, list[str], list[str], int]] = {
     "synchronous": ("waits for all 20", ["schedule.cohort=20"], [], 20),
     "over-selection": (
-        "dispatches 26, aggregates the first 20", ["schedule=oversample", "schedule.cohort=20", "schedule.factor=1.3"], [], 20
+        "dispatches 26, aggregates the first 20",
+        ["schedule=oversample", "schedule.cohort=20", "schedule.factor=1.3"], [], 20,
     ),
     "deadline": (
         "dispatches 26, waits 2 s, aggregates late updates later",
@@ -190,18 +191,21 @@ TEXT = """# Schedules and asynchronous algorithms on a heavy-tailed fleet
 
 This study compares schedules and asynchronous algorithms on devices of very different speeds.
 
-The task is Fashion-MNIST on 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one local epoch. Speeds are
-log-normal with sigma 1.2; a tenth of the jobs is lost. Every run aggregates {results} updates (with a deadline: about as
-many), so the work is the same, and time, traffic and staleness differ. Twenty clients train at a time; over-selection and
-the deadline dispatch 26. Numbers are means over seeds ± sample deviation. Accuracy is on the central test set; the final
-accuracy is the mean of the last three evaluations. *Staleness* is the mean over updates, in aggregations (in brackets the
-highest). *Unused* jobs were lost or discarded. *Workers busy* is the share of wall time in which the two workers trained. A
-job with FedBR uses its samples more often and also sends means of data, so it takes longer on the virtual clock. The server
-learning rates of CA2FL (0.5) and FADAS (0.003) were chosen by hand on one run each.
+The task is Fashion-MNIST on 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one
+local epoch. Speeds are log-normal with sigma 1.2; a tenth of the jobs is lost. Every run
+aggregates {results} updates (with a deadline: about as many), so the work is the same, and time,
+traffic and staleness differ. Twenty clients train at a time; over-selection and the deadline
+dispatch 26. Numbers are means over seeds ± sample deviation. Accuracy is on the central test set;
+the final accuracy is the mean of the last three evaluations. *Staleness* is the mean over
+updates, in aggregations (in brackets the highest). *Unused* jobs were lost or discarded. *Workers
+busy* is the share of wall time in which the two workers trained. A job with FedBR uses its
+samples more often and also sends means of data, so it takes longer on the virtual clock. The
+server learning rates of CA2FL (0.5) and FADAS (0.003) were chosen by hand on one run each.
 
-Waiting for all clients costs most: the schedules that do not wait reach 80 % in a fraction of the synchronous time, with
-about the same traffic. The deadline, which aggregates late updates later, is close to them. ACE takes the mean of every
-client's last update, however old it is, and at its usual server learning rate it stays below the others.
+Waiting for all clients costs most: the schedules that do not wait reach 80 % in a fraction of the
+synchronous time, with about the same traffic. The deadline, which aggregates late updates later,
+is close to them. ACE takes the mean of every client's last update, however old it is, and at its
+usual server learning rate it stays below the others.
 
 ![Accuracy against virtual time](asynchrony.png)
 
