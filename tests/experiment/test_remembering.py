@@ -1,4 +1,4 @@
-"""A method that remembers, as docs/extending.md has it, and what its clients have kept in the end."""
+"""The method with client state of docs/extending.md, and the state of its clients after a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysim.primitives.errors import Refused
 TEXT = (
     (Path(__file__).parents[2] / "docs" / "extending.md")
     .read_text()
-    .partition("## A method that remembers")[2]
+    .partition("## A method with client state")[2]
 )
 NAMES: dict[str, Any] = {"__name__": __name__}
 exec(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0], NAMES)

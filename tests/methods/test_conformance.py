@@ -436,7 +436,7 @@ def test_every_method_has_a_row_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_method_has_a_name_a_paper_and_no_parameter_with_the_name_of_a_hook(name: str) -> None:
+def test_method_has_a_name_a_paper_and_its_own_arguments(name: str) -> None:
     method = TABLE[name].make()
     check_arguments(method)
     assert method.paper
@@ -454,7 +454,7 @@ def references() -> Iterable[Any]:
 
 
 @pytest.mark.parametrize("plain", references())
-def test_a_method_is_fedavg_bit_for_bit_where_its_spec_says_so(plain: Plain) -> None:
+def test_method_is_fedavg_at_reference_settings(plain: Plain) -> None:
     others = {"local": LOCAL, "model": NORMED} | plain.study
     # On ideal devices: elsewhere what a method sends changes when its clients arrive, and so the order of the sum.
     found = run(study(plain.make(), **others), fleet=Ideal(), **plain.run)
@@ -464,7 +464,7 @@ def test_a_method_is_fedavg_bit_for_bit_where_its_spec_says_so(plain: Plain) -> 
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
+def test_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
     # FedBuff differs where updates are stale only.
     schedule = BUFFER if name == "fedbuff" else ROUNDS
     row = TABLE[name]
@@ -480,23 +480,19 @@ def test_a_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", ["fedavg", *TABLE])
-def test_a_resumed_run_ends_in_the_bits_and_the_history_of_a_straight_one(
-    name: str, schedule: Any
-) -> None:
+def test_resumed_run_equals_a_straight_one(name: str, schedule: Any) -> None:
     agreement.check_resumed(fresh(name), schedule)
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", TABLE)
-def test_on_two_ray_workers_a_method_has_the_bits_and_the_history_of_a_run_in_process(
-    name: str, schedule: Any, workers: Workers
-) -> None:
+def test_two_ray_workers_equal_one_process(name: str, schedule: Any, workers: Workers) -> None:
     agreement.check_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
 
 
 # --- staleness ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
-def test_of_a_client_that_is_late_or_lost_the_state_of_its_last_accepted_job_counts(
+def test_state_of_the_last_accepted_job_counts(
     name: str,
 ) -> None:
     spec = study(TABLE[name].make(), model=TABLE[name].model)
@@ -538,7 +534,7 @@ class Failing(Method):
 @pytest.mark.parametrize(
     "name", ["fedavg", "scaffold", "fedbr", "fedbss", "fraug", "fedpac", "fedcm", "fedcda", "moon"]
 )
-def test_no_result_of_training_moves_the_clock(name: str) -> None:
+def test_training_results_do_not_move_the_clock(name: str) -> None:
     whole, failing = (
         run(study(*made(name), *more), BUFFER, rounds=6, tolerate=1.0) for more in ([], [Failing()])
     )
@@ -564,7 +560,7 @@ FREIGHT: dict[str, Callable[[], Method]] = {
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("name", FREIGHT)
-def test_what_travels_is_declared_and_is_not_what_clients_keep(name: str, schedule: Any) -> None:
+def test_messages_hold_declared_values_and_no_client_state(name: str, schedule: Any) -> None:
     row = TABLE[name.partition(" ")[0]]
     seen = check_messages(lambda: study(FREIGHT[name](), model=row.model), schedule)
     assert seen.uploads == {*row.uploads}
@@ -575,7 +571,7 @@ def test_what_travels_is_declared_and_is_not_what_clients_keep(name: str, schedu
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_nor_does_it_beside_personal_parameters(name: str) -> None:
+def test_messages_with_fedbn_hold_no_client_state(name: str) -> None:
     names = list(dict.fromkeys([name, "fedbn"]))
     if len(names) > 1 and clash(*names):
         return
@@ -585,7 +581,7 @@ def test_nor_does_it_beside_personal_parameters(name: str) -> None:
     assert bool(seen.secrets)
 
 
-def test_pseudo_data_drawn_once_is_counted_once_per_client() -> None:
+def test_pseudo_data_drawn_once_counts_once_per_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
     found = run_to_end(coordinate(spied, runtime=spy, rounds=5))
@@ -628,7 +624,7 @@ def clash(first: str, second: str) -> bool:
 
 
 @pytest.mark.parametrize("first", list(TABLE)[:-1])
-def test_two_methods_that_clash_are_both_named(first: str) -> None:
+def test_error_names_both_methods_that_clash(first: str) -> None:
     names = list(TABLE)
     for second in names[names.index(first) + 1 :]:
         if clash(first, second):
@@ -667,13 +663,13 @@ def covering(
 COVERING = covering(list(TABLE), legal())
 
 
-def test_each_legal_pair_is_in_a_list_that_is_trained() -> None:
+def test_each_legal_pair_is_trained() -> None:
     assert {frozenset(pair) for names in COVERING for pair in pairs(names)} == legal()
     assert all(3 <= len(names) <= 6 for names in COVERING)
 
 
 @pytest.mark.parametrize("names", COVERING, ids="-".join)
-def test_methods_that_form_a_list_train_together(names: list[str]) -> None:
+def test_methods_of_a_list_train_together(names: list[str]) -> None:
     methods = [TABLE[name].make() for name in names]
     found = run(study(*methods), rounds=2)
     assert not found.failures
@@ -789,7 +785,7 @@ ALTERNATIVES = [
 ]
 
 
-def test_methods_exclude_each_other_only_where_they_own_one_slot() -> None:
+def test_only_alternatives_exclude_each_other() -> None:
     refused = {frozenset(each) for each in pairs(list(TABLE)) if clash(*each)}
     assert refused == {frozenset(each) for group in ALTERNATIVES for each in pairs(group)}
 
@@ -801,7 +797,7 @@ class KeepsHead(Method):
         run.private_parameters(["model.head.weight"])
 
 
-def test_a_users_method_that_keeps_parameters_is_refused_beside_ifca_and_both_are_named() -> None:
+def test_ifca_refuses_users_method_that_keeps_parameters() -> None:
     with pytest.raises(ValueError, match=r"method 'keeps_head' .*method 'ifca'.* on the client"):
         declare_run(study(KeepsHead(), IFCA()))
 
@@ -814,6 +810,6 @@ def test_three_methods_run_together() -> None:
     )
 
 
-def test_a_method_that_appears_twice_is_refused() -> None:
+def test_method_twice_in_a_list_is_refused() -> None:
     with pytest.raises(ValueError, match="method 'fedprox' appears 2 times"):
         check_names([FedProx(), FedProx(0.5)])

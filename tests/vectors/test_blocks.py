@@ -21,7 +21,7 @@ from raysim.vectors.blocks import compile_function, fold_groups, in_blocks, spli
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
-def test_blocks_cover_the_entries_once_and_results_keep_their_order(length: int) -> None:
+def test_blocks_cover_entries_once_and_in_order(length: int) -> None:
     parts = in_blocks(length, lambda part: part, 8)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(length))
     assert all(part.stop - part.start <= 8 for part in parts)
@@ -37,7 +37,7 @@ def test_threads_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks._pool.cache_clear()
 
 
-def test_an_error_in_a_block_is_raised() -> None:
+def test_error_in_a_block_is_raised() -> None:
     def work(part: slice) -> None:
         if part.start == 16:
             raise ValueError("block 2")
@@ -46,7 +46,7 @@ def test_an_error_in_a_block_is_raised() -> None:
         in_blocks(100, work, 8)
 
 
-def test_a_sum_may_have_a_place_and_what_a_worker_has_summed_enters_as_it_is() -> None:
+def test_sum_into_a_tensor_uses_workers_sums_unchanged() -> None:
     rows = [np.random.default_rng(i).standard_normal(50, np.float32) for i in range(4)]
     place = torch.zeros(50)
     whole = fold_groups(split_into_groups(rows, [1.0, 2.0, 3.0, 4.0], 2))
@@ -56,9 +56,7 @@ def test_a_sum_may_have_a_place_and_what_a_worker_has_summed_enters_as_it_is() -
     assert again is place and torch.equal(again, whole)
 
 
-def test_a_run_in_this_process_multiplies_on_one_thread_and_leaves_numpys_threads_as_they_were() -> (
-    None
-):
+def test_run_multiplies_on_one_thread_and_restores_numpys() -> None:
     def threads() -> set[int]:
         return {library["num_threads"] for library in openblas_threads().info()}
 
@@ -107,7 +105,7 @@ def test_machine_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 1)
 
 
-def test_machine_code_of_an_older_source_is_never_taken_even_where_the_file_looks_the_same(
+def test_machine_code_of_another_source_is_not_used(
     tmp_path: Path,
 ) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
@@ -132,7 +130,7 @@ def test_without_a_place_on_disk_every_process_compiles(
     assert [result(compile_function(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
 
 
-def test_two_that_find_nothing_keep_code_for_different_types_apart(tmp_path: Path) -> None:
+def test_code_for_different_types_is_kept_apart(tmp_path: Path) -> None:
     made = [compile_function(rule(tmp_path)) for _ in range(2)]
     for kind, each in zip((np.float32, np.float64), made, strict=True):
         each(np.zeros(1, kind), np.ones(1, kind))

@@ -82,9 +82,7 @@ def unchanged(products: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 7, 32, 70])
 @pytest.mark.parametrize("length", [1, 100, 8191, 8192, 50_001])
-def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(
-    length: int, count: int
-) -> None:
+def test_gram_matrix_is_symmetric_and_close_to_float64(length: int, count: int) -> None:
     rows = normal(count, length).pow(3)
     got, exact = gram_matrix(rows.unbind()), rows.double() @ rows.double().T
     assert got.dtype == torch.float64 and torch.equal(got, got.T)
@@ -93,7 +91,7 @@ def test_a_gram_matrix_is_symmetric_and_close_to_the_one_in_double_precision(
     assert gap.max() < (1e-14 if length < 8192 else 1e-6)
 
 
-def test_a_gram_matrix_of_doubles_is_in_double_precision_at_any_length() -> None:
+def test_gram_matrix_of_float64_is_exact_at_any_length() -> None:
     rows = normal(4, 50_001).double()
     assert torch.allclose(gram_matrix(rows.unbind()), rows @ rows.T, rtol=1e-13, atol=1e-10)
 
@@ -104,7 +102,7 @@ def test_vectors_without_entries_have_products_of_zero() -> None:
 
 
 @pytest.mark.parametrize("length", [100_003, 400_000])
-def test_a_gram_matrix_has_the_same_bits_on_one_thread_and_on_three(
+def test_gram_matrix_does_not_depend_on_threads(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = normal(21, length).unbind()
@@ -127,7 +125,7 @@ def test_unchanged_updates_give_the_bits_of_the_weighted_mean(group: int) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_long_sum_in_blocks_has_the_bits_of_a_sum_of_whole_vectors(
+def test_sum_in_blocks_has_the_bits_of_a_whole_sum(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]
@@ -189,7 +187,7 @@ def test_buffers_are_averaged_whatever_becomes_of_the_parameters(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_divisor_of_another_method_scales_the_step(rule: Callable[[], Method]) -> None:
+def test_divisor_of_another_method_scales_the_step(rule: Callable[[], Method]) -> None:
     rows = normal(5, LAYOUT.shared)
     plain, buffered = (
         server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),))

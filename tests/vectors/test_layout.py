@@ -27,7 +27,7 @@ def flat(nets: dict[str, nn.Module], *personal: str) -> Vector:
     return Vector(nets, plan_layout(nets, personal), torch.device("cpu"), torch.float32)
 
 
-def test_shared_parameters_come_first_then_shared_buffers_then_what_is_personal() -> None:
+def test_shared_tensors_come_before_personal_ones() -> None:
     layout = plan_layout(
         networks(), ("model.1.weight", "model.1.running_var", "model.1.num_batches_tracked")
     )
@@ -52,13 +52,13 @@ def test_integer_buffers_have_a_vector_of_their_own() -> None:
     assert (layout.shared_counters, layout.total_counters, layout.personal) == (1, 1, 0)
 
 
-def test_a_network_of_personal_tensors_alone_shares_nothing() -> None:
+def test_network_of_personal_tensors_shares_nothing() -> None:
     nets = {"model": nn.Linear(2, 2)}
     layout = plan_layout(nets, ("model.weight", "model.bias"))
     assert (layout.trained, layout.shared, layout.total) == (0, 0, 6)
 
 
-def test_a_personal_tensor_that_does_not_exist_is_refused_by_name() -> None:
+def test_unknown_personal_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.9\.weight"):
         plan_layout(networks(), ("model.9.weight",))
 
@@ -80,7 +80,7 @@ def test_values_survive_the_move_into_the_vector() -> None:
     )
 
 
-def test_modules_see_what_is_written_to_the_vector_and_the_vector_what_modules_learn() -> None:
+def test_modules_and_vector_see_the_same_values() -> None:
     nets = networks()
     vector = flat(nets)
     vector.data.fill_(0.5)
@@ -92,7 +92,7 @@ def test_modules_see_what_is_written_to_the_vector_and_the_vector_what_modules_l
     assert named["model.1.num_batches_tracked"] == 1
 
 
-def test_a_backward_pass_works_through_the_views() -> None:
+def test_backward_pass_works_through_views() -> None:
     nets = networks()
     vector = flat(nets)
     loss = nets["model"](torch.ones(4, 3)).square().sum()
@@ -100,7 +100,7 @@ def test_a_backward_pass_works_through_the_views() -> None:
     assert grad.shape == (2, 2)
 
 
-def test_what_travels_is_the_prefix() -> None:
+def test_shared_part_is_the_front() -> None:
     vector = flat(networks(), *BN)
     assert len(vector.shared) == vector.layout.shared == 15
     assert len(vector.personal) == vector.layout.personal == 8
@@ -120,7 +120,7 @@ def test_entries_are_found_by_network_or_module() -> None:
     assert len(layout.entries_in(["model"])) == 4
 
 
-def test_neighbours_merge_into_one_stretch_but_not_across_the_border_of_what_is_shared() -> None:
+def test_stretches_end_at_the_border_of_shared_tensors() -> None:
     nets = {
         "model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     }  # without buffers both parts touch

@@ -14,13 +14,13 @@ from raysim.vectors.optimizer import (
 
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
-def test_a_setting_of_zero_is_taken_and_one_below_is_refused(key: str) -> None:
+def test_setting_below_zero_is_refused(key: str) -> None:
     OptimizerSettings(**{key: 0.0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"local\.{key}=-0\.01 must be at least 0"):
         OptimizerSettings(**{key: -0.01})  # type: ignore[arg-type]
 
 
-def test_the_optimisers_of_many_clients_start_from_zeros() -> None:
+def test_stacked_optimizers_start_at_zero() -> None:
     for kind in ("sgd", "adam", "adamw"):
         stacked = StackedOptimizer(
             OptimizerSettings(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
@@ -69,7 +69,7 @@ def test_stacked_rows_step_as_single_clients(settings: OptimizerSettings) -> Non
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_recorded_optimizer_steps_as_the_loops(settings: OptimizerSettings) -> None:
+def test_recorded_optimizer_steps_like_the_loop(settings: OptimizerSettings) -> None:
     row, rate = torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
     recorded = RecordedOptimizer(settings, [row])
     recorded.step([row], [gradient(7)[1]], rate)

@@ -43,7 +43,7 @@ def filled(place: cache.Place, count: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_a_cache_starts_empty_and_keeps_its_rows_as_it_grows(place: cache.Place) -> None:
+def test_cache_keeps_its_rows_when_it_grows(place: cache.Place) -> None:
     assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
     rows = filled(place)
     rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(
@@ -60,7 +60,7 @@ def test_no_more_rows_fit_than_were_reserved() -> None:
         extend_rows(filled("disk"), 6)
 
 
-def test_a_cache_on_disk_lies_in_a_file_that_has_no_name_any_more(folder: Path) -> None:
+def test_file_of_a_cache_has_no_name(folder: Path) -> None:
     rows = filled("disk")
     assert in_file(rows.data_ptr())
     assert not list(folder.iterdir())
@@ -68,7 +68,7 @@ def test_a_cache_on_disk_lies_in_a_file_that_has_no_name_any_more(folder: Path) 
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_rows_of_a_checkpoint_move_into_a_new_room_and_own_rows_stay(place: cache.Place) -> None:
+def test_restored_rows_move_into_a_new_room(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)
@@ -77,7 +77,7 @@ def test_rows_of_a_checkpoint_move_into_a_new_room_and_own_rows_stay(place: cach
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_rows_of_a_checkpoint_that_would_fill_the_room_move_to_disk_too() -> None:
+def test_restored_rows_that_fill_the_room_move_to_disk() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 
@@ -92,7 +92,7 @@ def test_rows_may_be_empty(place: cache.Place) -> None:
     )
 
 
-def test_a_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
     with pytest.raises(
         ValueError, match=f"1 GiB does not fit into {folder}, where 0.5 GiB are free: set TMPDIR"
@@ -100,7 +100,7 @@ def test_a_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.Monkey
         reserve((2, 2**27), torch.float32, "disk")
 
 
-def test_a_checkpoint_writes_a_cache_from_its_file_and_maps_it_back(tmp_path: Path) -> None:
+def test_checkpoint_writes_and_restores_a_cache(tmp_path: Path) -> None:
     rows = extend_rows(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(
         generator=torch.manual_seed(0)
     )  # 4 MB
