@@ -3,12 +3,15 @@
     import raysim
     result = raysim.run("method=fedprox", rounds=20, runtime="inprocess")
     result.history, result.clients, result.predictions().classes
-    raysim.run(methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid")
+    raysim.run(
+        methods=[MyMethod()], model=MyModel(), data=((x, y), (x_test, y_test)), partition="iid"
+    )
     raysim.load("runs/first").model()
 
-`run` and `load` give a `Result`, `sweep` a `SweepResult`; `build` checks a run without starting it. What you
-write yourself extends `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
-`Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks them.
+`run` and `load` return a `Result`, `sweep` returns a `SweepResult`; `build` checks a run without
+starting it. Your own parts extend `Method`, `ModelRecipe`, `Source` (it reads a `Raw`),
+`Partitioner`, `Schedule`, `Fleet` or `Observer`; `raysim new NAME` writes a package with one of
+each, and `raysim.conformance` checks them.
 """
 
 from __future__ import annotations
@@ -87,13 +90,14 @@ _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: `import raysim` itself imports neither PyTorch nor Hydra nor Ray."""
+    """Import a public name when it is used: `import raysim` imports no PyTorch, Hydra or Ray."""
     if name not in _MODULES:
         raise AttributeError(f"module 'raysim' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return found
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    """The public names, imported yet or not, as completion and `dir` want to know."""
+    """Return the public names, also those that are not imported yet."""
     return sorted(__all__)

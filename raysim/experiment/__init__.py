@@ -1,1 +1,1 @@
-"""From words to a run: configuration, objects, the run's folder."""
+"""Overrides become a configuration, a configuration becomes objects, objects become a run."""

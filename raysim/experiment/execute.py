@@ -70,7 +70,10 @@ def run(
 
         raysim.run("method=fedprox", rounds=20, runtime="inprocess")
         raysim.run(
-            methods=[FedProx(mu=0.1)], data=((x, y), (x_test, y_test)), rounds=20, local={"lr": 0.05}
+            methods=[FedProx(mu=0.1)],
+            data=((x, y), (x_test, y_test)),
+            rounds=20,
+            local={"lr": 0.05},
         )
 
     config: overrides as on the command line, in one text or a list; or what `compose` or `build`

@@ -380,10 +380,10 @@ def _is_importable(cls: Any) -> bool:
 
 def _are_equal(one: object, other: object) -> bool:
     """Return whether two objects have equal attributes; lists and tuples count as equal."""
-    mine, others = _attributes(one), _attributes(other)
-    if mine.keys() != others.keys():
+    values, other_values = _attributes(one), _attributes(other)
+    if values.keys() != other_values.keys():
         return False
-    return all(_are_equal_values(mine[name], others[name]) for name in mine)
+    return all(_are_equal_values(values[name], other_values[name]) for name in values)
 
 
 def _attributes(part: object) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Result:
         """Return the run, built and checked."""
         return self.source if isinstance(self.source, Experiment) else self.source()
 
-    # --- tables ------------------------------------------------------------------------------------------------------
+    # --- tables -----------------------------------------------------------------------------------
     @property
     def history(self) -> pd.DataFrame:
         """Return a row per aggregation, as in history.parquet; nan where nothing was measured."""
@@ -95,7 +95,7 @@ class Result:
 
     @property
     def clients(self) -> pd.DataFrame:
-        """Return a row per client, by its number: its samples and the scores of the last evaluation."""
+        """Return a row per client, by its number: samples, and scores of the last evaluation."""
         import pandas as pd
 
         path = self.folder / "clients.parquet"
@@ -106,7 +106,7 @@ class Result:
             )
         return pd.read_parquet(path).set_index("client")
 
-    # --- models ------------------------------------------------------------------------------------------------------
+    # --- models -----------------------------------------------------------------------------------
     def model(self, best: bool = False) -> nn.Module:
         """Return the shared model with the final weights, in eval mode on the CPU.
 

@@ -1,1 +1,1 @@
-"""What every room may use: errors, files, random streams, checks of numbers."""
+"""Errors, files, random streams and checks of numbers that all rooms use."""

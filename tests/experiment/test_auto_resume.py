@@ -1,4 +1,4 @@
-"""A run that lost a process goes on by itself, and the same command goes on where an earlier one stopped."""
+"""A run restarts after it lost a process, and the same command continues a stopped run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUICK = [
 
 
 class Waited(Observer):
-    """Counts how often it is told to wait."""
+    """An observer that counts the waits."""
 
     times = 0
 
@@ -50,7 +50,7 @@ class Waited(Observer):
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rounds after which a process of the run is lost, one for each try."""
+    """Return the rounds after which the run loses a process, one for each attempt."""
     whole, rounds = inprocess.run, list[int]()
 
     def run(*parts: Any) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""Checkpoints apart from the run's folder: behind a URL or in a folder of their own, from where a run goes on."""
+"""Checkpoints outside the run's folder: behind a URL, or in a folder of their own."""
 
 from __future__ import annotations
 

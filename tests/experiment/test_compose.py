@@ -1,4 +1,4 @@
-"""The configuration: what the files say, what overrides may do, and the sentence that answers a wrong one."""
+"""The configuration: the files of conf, overrides, and errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sentence(*overrides: str) -> str:
     return text
 
 
-# --- the files ----------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 def options(group: str) -> list[str]:
     return list(find_groups().files[group])
 
@@ -142,7 +142,7 @@ def test_fedbr_preset_has_the_papers_settings() -> None:
     assert (values["partition"]["clients"], values["partition"]["alpha"]) == (10, 0.1)
 
 
-# --- overrides ----------------------------------------------------------------------------------------------------
+# --- overrides ------------------------------------------------------------------------------------
 def test_methods_keep_their_order() -> None:
     assert list(node("method=[mixup,fedprox]")["method"]) == ["mixup", "fedprox"]
     assert list(node("method=fedprox")["method"]) == ["fedprox"]
@@ -269,7 +269,7 @@ def test_default_weighting() -> None:
     )
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

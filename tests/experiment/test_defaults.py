@@ -1,4 +1,4 @@
-"""What a class does by itself is what its file in `conf` says."""
+"""Classes have the same defaults as their files in `conf`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glo
 
 
 def values(path: Path) -> dict[str, Any]:
-    """Of a file, and of those beside it that it begins with."""
+    """Return the values of a file and of the files in its list of defaults."""
     node = load_yaml(path)
     before = [each for each in node.pop("defaults", []) if each != "_self_"]
     found: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def objects(node: Any) -> Iterator[dict[str, Any]]:
-    """Nodes that name a class."""
+    """Yield the nodes that name a class."""
     if isinstance(node, dict):
         if TARGET in node:
             yield node
@@ -41,7 +41,7 @@ def objects(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    """Of a class's constructor."""
+    """Return the parameters of a class's constructor."""
     found: Any = import_target(target, "conf")
     return inspect.signature(found).parameters
 
@@ -63,7 +63,7 @@ def test_class_defaults_equal_those_of_its_file(path: Path) -> None:
 
 
 def test_function_defaults_equal_those_of_the_class() -> None:
-    """None is no default of a value: it says that the caller has none."""
+    """Compare the defaults, except for None, which means a missing value."""
     found = 0
     for module in (
         importlib.import_module(f"raysim.methods.{each.name}")

@@ -29,7 +29,7 @@ SMALL = [
 
 
 def lines(*words: str) -> dict[str, str]:
-    """The overview of a run, by the first word of each line."""
+    """Return the overview of a run by the first word of each line."""
     text = overview(build([*SMALL, *words]), Path("somewhere"))
     return {line[:10].strip(): line[10:] for line in text.splitlines()}
 
@@ -146,7 +146,7 @@ def test_fleet_without_clients_is_refused_first(
 
 
 def test_version_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the nodes of a cluster, to which `raysim submit` sends it."""
+    """The package is not installed on the nodes to which `raysim submit` sends it."""
 
     def nothing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -1,4 +1,4 @@
-"""Saved weights to start from: whole or by part, refused by name where they do not fit, and part of the identity."""
+"""Saved weights to start from: all or parts of them, and errors of those that do not fit."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ NORMED = [*WORDS, "model=small_cnn", "model.norm=batch", "data.samples=200"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("runs") / "mine"
     raysim.run([*MLP, f"out={folder}", "checkpoint.every=1"], quiet=True)
     return folder
 
 
 def start(experiment: Experiment) -> dict[str, Tensor]:
-    """Every tensor at which a run starts, by full name."""
+    """Return all initial tensors of a run, by full name."""
     networks, _ = build_networks(experiment.spec)
     return {
         f"{name}.{path}": t
@@ -71,7 +71,7 @@ class Net(nn.Module):
         return out
 
 
-# --- whole ------------------------------------------------------------------------------------------------------------
+# --- whole ----------------------------------------------------------------------------------------
 def test_run_starts_from_model_of_another(trained: Path) -> None:
     stored = load_file(trained / "model.safetensors")
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}"])
@@ -80,7 +80,7 @@ def test_run_starts_from_model_of_another(trained: Path) -> None:
 
 
 def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
-    """With a rate of almost nothing the model stays where it started."""
+    """With a rate of almost 0 the model stays at its initial weights."""
     file = trained / "model.safetensors"
     result = raysim.run(
         [*MLP, "local.lr=1e-30", f"init={file}", f"out={tmp_path / 'run'}"], quiet=True
@@ -174,7 +174,7 @@ def test_model_of_plain_run_starts_method_with_more_networks(trained: Path) -> N
     assert_starts(experiment, others)
 
 
-# --- by part ----------------------------------------------------------------------------------------------------------
+# --- by part --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]]
 )
@@ -202,7 +202,7 @@ def test_head_of_other_classes_is_redrawn(trained: Path, tmp_path: Path) -> None
         build(words)
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 def written(tmp_path: Path, change: Callable[[dict[str, Tensor]], object], trained: Path) -> Path:
     stored = load_file(trained / "model.safetensors")
     change(stored)
@@ -297,7 +297,7 @@ def test_loaded_pickle_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
-# --- identity ---------------------------------------------------------------------------------------------------------
+# --- identity -------------------------------------------------------------------------------------
 def test_resumed_run_ends_alike(trained: Path, tmp_path: Path) -> None:
     words = [*MLP, "method=fedbn", "checkpoint.every=1", f"init={trained / 'model.safetensors'}"]
     straight = raysim.run([*words, "rounds=4", f"out={tmp_path / 'straight'}"], quiet=True)

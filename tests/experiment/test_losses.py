@@ -1,4 +1,4 @@
-"""Losses in place of the usual one: by a word, by a function of the user's own, as an object."""
+"""Losses by name, by the user's own function, and as objects."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_losses_equal_those_of_pytorch() -> None:
 
 
 def test_custom_loss_trains_scores_and_resumes() -> None:
-    """Half the loss at twice the rate ends at the usual model; what is reported is half as large."""
+    """Half the loss at twice the rate gives the same model; the reported loss is half."""
     usual = raysim.run(**SMALL, local={"lr": 0.1}, out="usual")
     halved = importlib.import_module("ownlosses").halved
     half = SMALL | {"local": {"lr": 0.2}, "allow": ["ownlosses"]}

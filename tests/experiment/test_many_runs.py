@@ -1,4 +1,4 @@
-"""What a study and a search do alike with many runs: names, folders, scores."""
+"""Names, folders and scores that studies and sweeps share."""
 
 from __future__ import annotations
 

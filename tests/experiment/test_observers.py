@@ -1,4 +1,4 @@
-"""What follows a run: who is told what, in which order, and what an error of a user's own observer does."""
+"""Observers of a run: their events, their order, and errors in them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rounds(folder: str) -> list[object]:
 
 
 class Diary(Observer):
-    """Writes down what it is told; fails at one of the moments if asked to."""
+    """An observer that records its calls, and may fail at one of them."""
 
     def __init__(self, fails: str = "", pages: list[str] | None = None, name: str = ""):
         self.pages, self._fails, self._name = [] if pages is None else pages, fails, name
@@ -81,7 +81,7 @@ class Diary(Observer):
         self._told(f"stop by {type(error).__name__}")
 
 
-# --- a user's own -------------------------------------------------------------------------------------------------
+# --- a user's own ---------------------------------------------------------------------------------
 def test_on_round_gets_a_copy_of_each_row() -> None:
     seen: list[dict[str, Any]] = []
 
@@ -155,7 +155,7 @@ def test_wrong_observer_is_refused_first() -> None:
     assert not Path("a").exists()
 
 
-# --- jobs ---------------------------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------
 ASYNCHRONOUS = (
     *(
         "runtime=inprocess",
@@ -212,9 +212,9 @@ def test_equal_clients_have_no_timeline() -> None:
     assert "jobs" not in result.summary and result.summary["model_sha256"]
 
 
-# --- following ----------------------------------------------------------------------------------------------------
+# --- following ------------------------------------------------------------------------------------
 def played(count: int, lasts: bool = True) -> Iterator[Event]:
-    """The events of a made-up run; one that does not last ends in an error."""
+    """Yield the events of an artificial run; without `lasts` it ends in an error."""
     yield Started([])
     for number in range(1, count + 1):
         yield Round({"round": number}, ())
@@ -292,7 +292,7 @@ def test_stop_reaches_started_unfinished_observers(
     assert ["stop by ZeroDivisionError" in each.pages for each in observers] == told
 
 
-# --- what is said -------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("deaths", "text"), [(0, ""), (1, "1 worker process died and was"), (2, "2 worker processes")]
 )

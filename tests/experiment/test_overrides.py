@@ -1,4 +1,4 @@
-"""Overrides as a shell hands them over: letters of any language, and signs that Hydra's grammar does not know."""
+"""Overrides with letters of any language, and with signs that Hydra's grammar does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks of the user's own: by the name of a class or a function in a file, and as objects from Python."""
+"""The user's own networks, by the name of a class or function, and as objects from Python."""
 
 from __future__ import annotations
 

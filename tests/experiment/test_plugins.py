@@ -1,4 +1,4 @@
-"""Packages of a user's own: by an entry point or by --allow their options are words, and their classes may be named."""
+"""The user's own packages, installed or allowed by --allow: their options and classes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SMALL = (
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a package `quietly` that brings a method, in the current folder."""
+    """Make a package `quietly` with a method in the current folder, and return its folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     place = tmp_path / "quietly"
@@ -65,7 +65,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def install(package: Path) -> None:
-    """What an installer leaves behind of a package with an entry point."""
+    """Write the files by which an installer registers a package with an entry point."""
     folder = package.parent / "quietly-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: quietly\nVersion: 1.0\n")
@@ -235,7 +235,7 @@ def test_target_needs_installed_or_allowed_package(package: Path) -> None:
     assert resolve("quietly.Quiet", "method.quiet").__name__ == "Quiet"
 
 
-# --- observers --------------------------------------------------------------------------------------------------------
+# --- observers ------------------------------------------------------------------------------------
 def test_observer_option_follows_run_and_resume(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

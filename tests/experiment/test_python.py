@@ -1,4 +1,4 @@
-"""A run from Python: parts as objects, what the folder keeps of them, and what a result gives."""
+"""A run from Python: parts as objects, what is stored of them, and its result."""
 
 from __future__ import annotations
 
@@ -63,23 +63,23 @@ def ran(out: str = "a", **given: Any) -> raysim.Result:
 
 
 class Twice(FedProx):
-    """Its argument is not what it keeps."""
+    """A method whose attribute differs from its argument."""
 
     def __init__(self, mu: float = 0.1):
         super().__init__(2 * mu)
 
 
 class Nameless(Method):
-    """Has no name."""
+    """A method without a name."""
 
 
 class Numbered(Method):
-    """Has a number for a name."""
+    """A method with a number as its name."""
 
     name = 7  # type: ignore[assignment]
 
 
-# --- objects and the stored configuration ---------------------------------------------------------------------------
+# --- objects and the stored configuration ---------------------------------------------------------
 def test_objects_run_as_their_stored_options() -> None:
     parts: dict[str, Any] = {
         "data": Synthetic(samples=60, test_samples=12, classes=3),
@@ -157,7 +157,7 @@ def test_object_with_plain_values_is_stored_by_class(part: object) -> None:
 
 @dataclass(frozen=True)
 class Holding(NormedMlp):
-    """Has what no file can hold."""
+    """A model with an argument that no file can hold."""
 
     what: object = None
 
@@ -339,7 +339,7 @@ def test_repr_of_an_experiment_is_one_line() -> None:
     assert repr(built) == "Experiment(fedavg-arrays: 4 clients, rounds=2, Synchronous(cohort=2))"
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 def test_arrays_tensors_and_data_sets_are_the_same() -> None:
     tensors = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
     halves = (
@@ -423,7 +423,7 @@ def test_kinds_of_inputs_and_labels() -> None:
     assert task(tokens, np.arange(40) % 4).tokens.size == tokens.max() + 1
 
 
-# --- networks of the user's own ---------------------------------------------------------------------------------------
+# --- networks of the user's own -------------------------------------------------------------------
 class Flat(nn.Module):
     """A network that knows nothing of raysim."""
 
@@ -437,14 +437,14 @@ class Flat(nn.Module):
 
 
 def flat(num_classes: int, width: int = 7) -> nn.Module:
-    """One that lies here."""
+    """A network of this module."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes)
     )
 
 
 def passing(num_classes: int, **more: int) -> nn.Module:
-    """One that hands on what it is given."""
+    """A function that passes its arguments on."""
     return flat(num_classes, **more)
 
 
@@ -490,7 +490,7 @@ def test_module_keeps_its_values_and_is_given_again() -> None:
     assert again.summary["model_sha256"] == ran("b", model=module).summary["model_sha256"]
 
 
-# --- a result ---------------------------------------------------------------------------------------------------------
+# --- a result -------------------------------------------------------------------------------------
 def test_tables_of_a_result_are_data_frames() -> None:
     found = ran()
     assert list(found.history["round"]) == [1, 2]
@@ -588,7 +588,7 @@ def test_results_preserve_torch_settings() -> None:
     assert torch.get_num_threads() == 2 and not torch.are_deterministic_algorithms_enabled()
 
 
-# --- the package ------------------------------------------------------------------------------------------------------
+# --- the package ----------------------------------------------------------------------------------
 def test_public_names_have_docstrings() -> None:
     code = "import raysim; print(*sorted({*raysim.__all__} - {*dir(raysim)}))"
     assert (

@@ -1,4 +1,4 @@
-"""Errors name keys that exist, that the user can set, and the part that is there."""
+"""Errors name keys that exist and that the user can set."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestPartitions:
 
 
 class Empty(Source):
-    """Delivers no training rows."""
+    """A source without training rows."""
 
     def read(self) -> Raw:
         return Raw(INPUTS, DATA[1], 0, ["a", "b", "c"])

@@ -1,4 +1,4 @@
-"""Several processes start at the same moment in the same folder; none of them loses its work."""
+"""Several processes start at the same moment in the same folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Everything happens in one second of the clock, in an empty folder."""
+    """Stop the clock at one second, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
 

@@ -1,4 +1,4 @@
-"""Clients are numbered in the users' natural order, and a user's name stands next to the client's number."""
+"""Clients are numbered in the users' natural order, and keep the users' names."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def trained(*words: str, **parts: Any) -> raysim.Result:
 
 
 class Failing(Method):
-    """Fails for one user."""
+    """A method that fails for one user."""
 
     name = "failing"
     paper = "none"

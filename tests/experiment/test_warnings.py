@@ -1,4 +1,4 @@
-"""What methods say before a run starts about the schedule and about each other."""
+"""Warnings of methods about the schedule and about each other."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_warning_of_krum_with_few_updates() -> None:
     assert of(5) == ()
 
 
-# --- hooks of a user's own methods ------------------------------------------------------------------------------------
+# --- hooks of a user's own methods ----------------------------------------------------------------
 def own(name: str = "mine", **attributes: Any) -> Method:
     """A method of a class of the user's own."""
     return cast(

@@ -1,4 +1,4 @@
-"""Checks of what a user gave: what passes comes back, what does not is answered with what is allowed."""
+"""Checks of values that a user gave."""
 
 from __future__ import annotations
 

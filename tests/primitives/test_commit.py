@@ -1,4 +1,4 @@
-"""Which commit a run was started at, as its summary and MLflow say it."""
+"""The commit that a run was started at, in its summary and in MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files lie in a local folder or behind a URL, and appear there as a whole."""
+"""Stores of files in a local folder or behind a URL."""
 
 from __future__ import annotations
 

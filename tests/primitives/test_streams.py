@@ -1,4 +1,4 @@
-"""Randomness has names, and nothing under raysim/ draws from a generator that has none."""
+"""Random streams have names, and no other generators are used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def sources() -> list[Path]:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` as text, "" for what is no plain chain of names."""
+    """Return `a.b.c` as text, "" for anything but a chain of names."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value)
         return before and f"{before}.{node.attr}"
@@ -76,7 +76,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def global_draws(tree: ast.AST) -> Iterator[str]:
-    """Uses of generators without an owner: NumPy's and Python's module functions, torch's functions."""
+    """Return the uses of global generators of NumPy, Python and torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(
             alias.name.partition(".")[0] == "random" for alias in node.names
@@ -95,7 +95,7 @@ def global_draws(tree: ast.AST) -> Iterator[str]:
 
 
 def seedings(tree: ast.AST) -> int:
-    """How often torch's own generator is seeded."""
+    """Count the calls that seed torch's global generator."""
     names = [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return sum(name.startswith("torch.") and name.endswith("manual_seed") for name in names)
 
