@@ -1,4 +1,4 @@
-"""Disturbs runs and compares what they end in, once resumed, with the undisturbed ones.
+"""Disturb runs, resume them, and compare their results with those of undisturbed runs.
 
     uv run python tests/tools/faults.py --count 300 --log faults.jsonl
                                                 in process; goes on where it stopped
@@ -86,14 +86,14 @@ PATIENT = {
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
 }  # on a busy machine
-PATIENCE = 600  # seconds for a run of a few
+RUN_TIMEOUT_S = 600  # seconds for a run of a few
 MARK = "RAYSIM_FAULTS"  # in the environment of all processes of a case
 TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run, what is done to it, and when (as a share of the undisturbed run's time)."""
+    """A run, a fault, and the moment of the fault as a share of the undisturbed run's time."""
 
     method: str
     schedule: str
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def words(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         tracking = "mlflow" if self.fault in DATABASE else "none"
         parts = (*BASE, *METHODS[self.method], *SCHEDULES[self.schedule], *RUNTIMES[self.runtime])
         return ["run", *parts, f"tracking={tracking}"]
@@ -130,7 +130,7 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 
 
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
-    """So many, always the same ones for a seed."""
+    """Return so many cases; they depend only on the seed."""
     rng = random.Random(seed)
     faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
     victims = list(VICTIMS) if runtime == "local" else ["driver"]
@@ -172,7 +172,7 @@ FORKS.set_forkserver_preload(
 
 
 def _command(words: list[str], folder: str, mark: str) -> None:
-    """`raysim` with these words."""
+    """Return the command that runs `raysim` with these arguments."""
     os.setsid()
     os.chdir(folder)
     os.environ.update(PATIENT, **{MARK: mark})
@@ -184,14 +184,14 @@ def _command(words: list[str], folder: str, mark: str) -> None:
 
 
 def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
-    """A run in a session of its own, with a mark in its environment by which its processes are known."""
+    """A run in its own session; a mark in the environment identifies its processes."""
     run = FORKS.Process(target=_command, args=(words, str(folder), mark))
     run.start()
     return run
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes that it started, and theirs."""
+    """Return all descendants of the process."""
     found = []
     with contextlib.suppress(OSError):  # it may end while it is looked at
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -201,7 +201,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def named(pid: int) -> str:
-    """How it was started."""
+    """Return the command line of a process."""
     with contextlib.suppress(OSError):
         return (
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -210,7 +210,7 @@ def named(pid: int) -> str:
 
 
 def worked(pid: int) -> float:
-    """Seconds of CPU time of a process and its descendants, those that have ended included."""
+    """Return the CPU seconds of a process and its descendants, ended ones included."""
     seconds = 0.0
     for each in [pid, *descendants(pid)]:
         with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ def worked(pid: int) -> float:
 
 
 def processes(run: ForkServerProcess, victim: str) -> list[int]:
-    """Those of a run that are of a kind."""
+    """Return the processes of a run that have a kind."""
     assert run.pid is not None
     if not (place := VICTIMS[victim]):
         return [run.pid]
@@ -228,7 +228,7 @@ def processes(run: ForkServerProcess, victim: str) -> list[int]:
 
 
 def await_moment(run: ForkServerProcess, seconds: float) -> bool:
-    """Until a run has worked for so long; whether it still goes on then."""
+    """Wait until a run has worked for so long; return whether it is still running."""
     assert run.pid is not None
     while run.is_alive():
         if worked(run.pid) >= seconds:
@@ -238,7 +238,7 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals. Who was stopped is killed a little later, for nobody goes on with it; a worker is replaced."""
+    """Send the signals. A stopped process is killed later, except a worker, which is replaced."""
     if not (found := processes(run, case.victim)):
         return
     victim = rng.choice(found)
@@ -252,7 +252,7 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
 
 
 def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
-    """From now on those that write results can write no file beyond a size, in bytes; on Ray, once Ray has started."""
+    """Limit the size of the files that the run can write, in bytes; on Ray after its start."""
     coordinators: list[int] = []
     while runtime == "local" and run.is_alive() and not coordinators:
         coordinators = processes(run, "coordinator")
@@ -263,8 +263,8 @@ def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
 
 
 def finish(run: ForkServerProcess) -> int:
-    """Its status; one that does not end in time, and all that it leaves, is killed."""
-    run.join(PATIENCE)
+    """Return the exit status; kill a run that does not end in time, and its processes."""
+    run.join(RUN_TIMEOUT_S)
     if run.exitcode is not None:
         return run.exitcode
     assert run.pid is not None
@@ -279,7 +279,7 @@ HANGS = -99
 
 
 def leftover(mark: str) -> list[str]:
-    """Processes of a case, none of whose runs goes on; those that are about to end are waited for."""
+    """Return processes that are left after all runs of a case, except those that end soon."""
     for _ in range(60):
         if not (found := [named(pid) for pid in _marked(mark)]):
             break
@@ -296,7 +296,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 # --- what must be the same ------------------------------------------------------------------------------------------
 def result(folder: Path) -> tuple[Any, ...]:
-    """The digests and the history of a finished run."""
+    """Return the digests and the history of a finished run."""
     summary = json.loads((folder / "out/summary.json").read_text())
     rows = [
         {k: v for k, v in row.items() if k not in MEASURED}
@@ -307,7 +307,7 @@ def result(folder: Path) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a run ends in, the CPU seconds that it takes, and the size of its largest file."""
+    """The results of a run, its CPU seconds, and the size of its largest file."""
 
     result: tuple[Any, ...]
     seconds: float
@@ -318,7 +318,7 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """The run of a case when nothing happens to it."""
+    """Return the undisturbed run of a case."""
     if (key := tuple(case.words)) not in UNDISTURBED:
         with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
             folder, seconds = Path(text), 0.0
@@ -338,7 +338,7 @@ def undisturbed(case: Case) -> Undisturbed:
 
 @functools.cache
 def _database() -> bytes:
-    """One that MLflow has made."""
+    """Make a database as MLflow does."""
     with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
         assert (
             finish(
@@ -350,7 +350,7 @@ def _database() -> bytes:
 
 
 def carry_out(case: Case, seed: int) -> str:
-    """ "same", "same, too late" where the run had ended before its fault, or what is wrong."""
+    """Return "same", "same, too late" if the run ended before its fault, or the problem."""
     expected = undisturbed(case)
     rng, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
@@ -375,7 +375,7 @@ def carry_out(case: Case, seed: int) -> str:
 
 
 def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
-    """How the end differs from that of the undisturbed run; "" where it does not."""
+    """Describe how the results differ from those of the undisturbed run; "" if they are equal."""
     errors = (folder / "err").read_text()
     if statuses[-1] == HANGS:
         return "hangs"
@@ -414,7 +414,7 @@ LONG = (
 
 
 def cost(pairs: int) -> None:
-    """Print the wall seconds of runs in which a worker is killed after five seconds, and of undisturbed ones.
+    """Print the wall seconds of runs with a worker killed after 5 s, and of undisturbed runs.
 
     The two of a pair come one after the other, first one, then the other of them.
     """
@@ -450,7 +450,7 @@ def cost(pairs: int) -> None:
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
-    """Cases that the log has left out, of one fault or all; the status is 1 where one did not end as undisturbed."""
+    """Run the cases that are not in the log; return 1 if one ended differently."""
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {(line["seed"], line["case"]["runtime"], line["number"]) for line in lines}
     for number, case in enumerate(cases(count, seed, runtime)):

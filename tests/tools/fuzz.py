@@ -1,4 +1,6 @@
-"""Throws random command lines, configurations and damaged files at raysim: a run, or one sentence and status 2.
+"""Run raysim with random command lines, configurations and damaged files.
+
+Each case has to run, or to be refused with one sentence and status 2.
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
                                     all kinds of input; the counts of each, and what broke; goes on where it stopped
@@ -69,7 +71,7 @@ STATEFUL = (
     "method=scaffold",
     "schedule.cohort=5",
 )  # every client keeps something, so that checkpoints have a log
-PATIENCE = 60  # seconds of work, or of waiting
+CASE_TIMEOUT_S = 60  # of work, or of waiting
 LOOK = 6  # seconds between two looks at whether a case still works
 MEMORY = 1 << 30  # bytes by which a case may raise the peak of those before it
 LIMIT = 8 << 30  # bytes that this process may have, so that no case takes the machine with it
@@ -84,12 +86,15 @@ SLOW = {
 
 
 class Hang(BaseException):
-    """Nothing came back."""
+    """A command gave no result in time."""
 
 
 @dataclass
 class Findings:
-    """Cases by kind and outcome, and the broken ones. strict: the first broken one ends the search, made small."""
+    """Cases by kind and outcome, and the broken ones.
+
+    strict: stop at the first broken case, and make it small.
+    """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
@@ -102,7 +107,7 @@ FOUND = Findings()
 # --- one case -------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Ends what works for too long, and what waits for too long: a busy machine makes neither of a case."""
+    """End a command that works or waits for too long, however busy the machine is."""
     start = worked = time.process_time()
     idle = 0
 
@@ -110,7 +115,7 @@ def _limited() -> Iterator[None]:
         nonlocal worked, idle
         before, worked = worked, time.process_time()
         idle = idle + LOOK if worked - before < 1e-3 * LOOK else 0
-        if max(idle, worked - start) >= PATIENCE:
+        if max(idle, worked - start) >= CASE_TIMEOUT_S:
             raise Hang
 
     before = signal.signal(signal.SIGALRM, look)
@@ -123,7 +128,7 @@ def _limited() -> Iterator[None]:
 
 
 def outcome(words: list[str]) -> str:
-    """ "run", "refused" or "failed", as a command ends; else what is wrong with its end."""
+    """Return "run", "refused" or "failed" for the end of a command, or the problem."""
     out, err = io.StringIO(), io.StringIO()
     try:
         with _limited(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -149,14 +154,14 @@ def outcome(words: list[str]) -> str:
 
 
 def files(folder: Path) -> set[str]:
-    """All that lies there, without caches of data."""
+    """Return all files in a folder, without caches of data."""
     return {
         str(path) for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts[:1]
     }
 
 
 def case(kind: str, words: list[str], folder: Path) -> None:
-    """Carry out and judge one command in a folder of its own."""
+    """Run one command in its own folder, and judge its end."""
     before, here, peak = files(folder), os.getcwd(), peak_memory_bytes()
     os.chdir(folder)
     try:
@@ -176,7 +181,7 @@ def case(kind: str, words: list[str], folder: Path) -> None:
 
 
 def keep(folder: Path) -> None:
-    """What broke, as files, where RAYSIM_FUZZ_KEEP names a folder for it."""
+    """Keep the files of a broken case in the folder that RAYSIM_FUZZ_KEEP names."""
     if place := os.environ.get("RAYSIM_FUZZ_KEEP"):
         target = Path(place, f"{len(list(Path(place).glob('*')))}")
         subprocess.run(
@@ -186,7 +191,7 @@ def keep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def somewhere() -> Iterator[Path]:
-    """An empty folder, and a cache of data in it."""
+    """Make an empty folder with a cache of data."""
     before = os.environ.get("RAYSIM_CACHE")
     with tempfile.TemporaryDirectory(prefix="raysim-fuzz-") as text:
         os.environ["RAYSIM_CACHE"] = f"{text}/cache"
@@ -267,7 +272,7 @@ NODES = st.recursive(
 
 @cache
 def keys() -> list[str]:
-    """Every key of a run with a few methods, and every group."""
+    """Return every key of a run with a few methods, and every group."""
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
     return [*names, *config["choices"], "nothing", "method.fedprox", "data.rotation", "local"]
@@ -292,14 +297,14 @@ OVERRIDES = st.one_of(
 
 
 def _rest(given: list[str]) -> list[str]:
-    """The quick run without what is given."""
+    """Return the overrides of the quick run, except those that are given."""
     return [
         word for word in QUICK if word.split("=")[0] not in {each.split("=")[0] for each in given}
     ]
 
 
 def command_lines(data: Any) -> None:
-    """One or two settings of a run, as a user might mistype them."""
+    """Draw one or two settings of a run as a user might mistype them."""
     given_words = [
         word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=2)) for word in words
     ]
@@ -325,7 +330,7 @@ COMMANDS: Mapping[
 
 
 def other_commands(data: Any) -> None:
-    """One to three words after those that a command needs."""
+    """Draw one to three arguments after those that a command needs."""
     name = data.draw(st.sampled_from(sorted(COMMANDS)))
     words = [
         word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=3)) for word in words
@@ -336,7 +341,7 @@ def other_commands(data: Any) -> None:
 
 
 def stored_configurations(data: Any) -> None:
-    """The configuration of another run in which one value is another one or missing, or a few characters are."""
+    """Draw a stored configuration with a changed or missing value, or with changed characters."""
     config: Any = to_dict(compose([*QUICK, "out=out"]))
     if data.draw(st.booleans()):
         path = data.draw(st.sampled_from(sorted(flatten(config)))).split(".")
@@ -359,7 +364,7 @@ def stored_configurations(data: Any) -> None:
 
 
 def mutated(data: Any, content: bytes) -> bytes:
-    """Some bytes changed, cut off, doubled or inserted."""
+    """Return content with some bytes changed, cut off, doubled or inserted."""
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(changed)))
@@ -378,7 +383,7 @@ def mutated(data: Any, content: bytes) -> bytes:
 
 
 def damage(data: Any, path: Path) -> None:
-    """Another content, or something that is no file."""
+    """Replace a file by other content, or by something that is no file."""
     kind = data.draw(
         st.sampled_from(["bytes"] * 8 + ["pipe", "folder", "loop", "missing", "empty", "device"])
     )
@@ -400,7 +405,7 @@ def damage(data: Any, path: Path) -> None:
 
 @cache
 def prepared(kind: str) -> Path:
-    """A folder with what a kind of case damages: made once, copied for each."""
+    """Make a folder with the files that a kind of case damages; each case gets a copy."""
     root = Path(tempfile.mkdtemp(prefix="raysim-fuzz-"))
     names = [f"{index}.png" for index in range(8)]
     if kind == "parquet":
@@ -477,7 +482,7 @@ def _write_leaf(folder: Path) -> None:
 
 
 def _reading(*words: str) -> list[str]:
-    """A run on data that lie in the folder data."""
+    """Draw a run on data in the folder `data`."""
     return [
         "run",
         *(word for word in QUICK if not word.startswith("data")),
@@ -519,7 +524,7 @@ READERS: Mapping[
 
 
 def damaged_files(data: Any) -> None:
-    """One file of those that a command reads."""
+    """Draw one of the files that a command reads."""
     kind = data.draw(st.sampled_from(sorted(READERS)))
     pattern, words = READERS[kind]
     with somewhere() as folder:
@@ -536,7 +541,7 @@ LABELS = st.one_of(
 
 
 def odd_labels(data: Any) -> None:
-    """Labels of every type that a Parquet file can hold, also lists of them, another one in the test file at times."""
+    """Draw labels of a type that a Parquet file can hold, sometimes another type in the test file."""
     kinds = st.sampled_from(
         [LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)]
     )
@@ -568,7 +573,7 @@ TARGETS: Mapping[str, Callable[[Any], None]] = {
 
 
 def fuzz(target: str, cases: int, start: int = 0) -> None:
-    """So many cases of one kind, always the same ones for a start."""
+    """Run so many cases of one kind; they depend only on the first number."""
     check = [
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
@@ -587,7 +592,7 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 
 
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
-    """So many cases of each kind, those that the log has left out; the status is 1 where something broke."""
+    """Run so many cases of each kind that are not in the log; return 1 if one broke."""
     FOUND.strict = False
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     Pictures.on_finish = lambda *_: None  # type: ignore[method-assign]  # they are half of the time

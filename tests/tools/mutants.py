@@ -1,4 +1,4 @@
-"""Change one thing in the source at a time and see whether any test notices. What survives is what nobody checks.
+"""Change one thing in the source at a time, and report the changes that no test notices.
 
     RAYSIM_SHARED=DIR uv run python tests/tools/mutants.py --count 700 --seed 0 --jobs 2 --out mutants.json
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0   # again, all tests
@@ -72,7 +72,7 @@ MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 
 
 def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """So many mutants, spread evenly over files by how many places they have, and over the lines of a file."""
+    """Return so many mutants, spread evenly over the places of all files and over their lines."""
     rng = random.Random(seed)
     files = sorted({str(path.relative_to(root)) for room in ROOMS for path in root.glob(room)})
     chosen_files = [
@@ -159,7 +159,7 @@ class Mapper:
             self.failed.append(report.nodeid)
 
     def result(self) -> dict[str, Any]:
-        """Seconds of every test, those that failed, and the tests of every line."""
+        """Return the seconds of every test, the failed tests, and the tests of every line."""
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
         bit = {test: 1 << index for index, test in enumerate(self.seconds)}
@@ -217,7 +217,7 @@ class Map:
         )
 
     def of(self, mutant: Mutant) -> list[str]:
-        """The tests that run its statement; where that runs at import, those that run what is around it."""
+        """Return the tests that run a statement; if it runs at import, those of the code around it."""
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
             bits = functools.reduce(
@@ -276,7 +276,7 @@ WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datase
 
 @dataclasses.dataclass
 class Asked:
-    """Tests (or whole files) for a child to run in a copy."""
+    """Tests, or whole files, that a child process runs in a copy."""
 
     tests: Sequence[str]
     limit: float
@@ -308,7 +308,7 @@ class Judge:
 
 
 def warm() -> None:
-    """Import what is slow and is not ours; leave no thread behind that a fork would lose."""
+    """Import slow packages, and leave no thread that a fork would lose."""
     for name in WARM.split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -365,14 +365,14 @@ def child(copy: Path, asked: Asked) -> NoReturn:
 
 
 def stop(pid: int) -> None:
-    """End a child and what it started."""
+    """End a child process and its descendants."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory of a process."""
+    """Return the bytes of memory of a process."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -430,7 +430,7 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
 
 
 def copied(folder: Path, number: int) -> Path:
-    """A copy of the working tree: what git tracks or would."""
+    """Copy the working tree without files that git ignores."""
     copy, listed = (
         folder / f"copy{number}",
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -445,7 +445,7 @@ def copied(folder: Path, number: int) -> Path:
 
 
 def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
-    """Every test file once, in a process of its own."""
+    """Run every test file once in its own process."""
     found = {
         f
         for path in paths
@@ -531,7 +531,7 @@ def judged(
 
 # --- telling ----------------------------------------------------------------------------------------------------------
 def progress(text: str) -> None:
-    """One line that is written over on a terminal."""
+    """Write a line over the previous one on a terminal."""
     print(
         f"\r\033[K{text}" if sys.stdout.isatty() else text,
         end="" if sys.stdout.isatty() else "\n",
@@ -540,7 +540,7 @@ def progress(text: str) -> None:
 
 
 def shown(one: dict[str, Any]) -> str:
-    """A survivor as a small diff."""
+    """Return a survivor as a small diff."""
     ran = f"{one['tests']} of {one['covering']} tests" if one["covering"] else "no test runs it"
     texts = [
         f"{sign} {line}"
@@ -554,7 +554,7 @@ def shown(one: dict[str, Any]) -> str:
 
 
 def told(results: Sequence[dict[str, Any]]) -> None:
-    """A table by file, and the survivors."""
+    """Return a table by file, and the survivors."""
     rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for one in results:
         rows[one["file"]][one["verdict"]] += 1
@@ -583,7 +583,7 @@ def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
 
 
 def listed(mutants: dict[int, Mutant]) -> None:
-    """Print them, without a run."""
+    """Print the mutants without running tests."""
     for number, mutant in mutants.items():
         before, after = mutant.texts((ROOT / mutant.file).read_bytes())
         print(f"[{number}] {mutant.file} {mutant.kind}\n- {before}\n+ {after}")
@@ -591,7 +591,7 @@ def listed(mutants: dict[int, Mutant]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--count", type=int, default=700, help="mutants, about")
@@ -632,7 +632,7 @@ def main() -> None:
     new, started = list[dict[str, Any]](), time.monotonic()
 
     def stored() -> list[dict[str, Any]]:
-        """What is known so far, in --out."""
+        """Write the results so far to --out."""
         ordered = [results[number] for number in sorted(results)]
         settings = {"count": args.count, "seed": args.seed, "only": args.only, "cap": args.cap}
         args.out.write_text(json.dumps({**settings, "mutants": ordered}, indent=1))
@@ -678,7 +678,7 @@ def main() -> None:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Mutants that no test can tell from the source, with reasons."""
+    """Return the mutants that behave like the source, with reasons."""
     return list(tomllib.loads((TOOLS / "equivalent_mutants.toml").read_text())["mutant"])
 
 

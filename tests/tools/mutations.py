@@ -50,7 +50,7 @@ class Mutant:
     scopes: tuple[tuple[int, int], ...]  # of functions and classes around it, innermost first
 
     def texts(self, source: bytes) -> tuple[str, str]:
-        """The lines that change, before and after."""
+        """Return the changed lines, before and after."""
         first = source.rfind(b"\n", 0, self.start) + 1
         last = source.find(b"\n", self.end)
         before, after = (
@@ -61,7 +61,7 @@ class Mutant:
 
 
 class Places:
-    """All mutants of a source text."""
+    """Return all mutants of a source text."""
 
     def __init__(self, file: str, source: bytes):
         self.file, self.source, self.found = file, source, list[Mutant]()
@@ -71,18 +71,18 @@ class Places:
         self.block(tree.body)
 
     def at(self, node: Any) -> tuple[int, int]:
-        """The bytes of a node."""
+        """Return the bytes of a node."""
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[
             node.end_lineno - 1
         ] + node.end_col_offset
 
     def text(self, node: ast.AST) -> bytes:
-        """What is written there."""
+        """Return the source text of a node."""
         start, end = self.at(node)
         return self.source[start:end]
 
     def add(self, kind: str, start: int, end: int, new: bytes | str) -> None:
-        """Note a mutant."""
+        """Add a mutant."""
         new = new.encode() if isinstance(new, str) else new
         self.found.append(Mutant(self.file, kind, start, end, new, self.lines, self.scopes))
 
@@ -97,7 +97,7 @@ class Places:
                 self.add(kind, start + match.start(), start + match.end(), other)
 
     def swap(self, kind: str, one: ast.AST, two: ast.AST) -> None:
-        """Let two neighbours change places."""
+        """Swap two neighbours."""
         (a, b), (c, d) = self.at(one), self.at(two)
         self.add(kind, a, d, self.source[c:d] + self.source[b:c] + self.source[a:b])
 
@@ -255,7 +255,7 @@ class Places:
         )
 
     def call(self, node: ast.Call, func: ast.expr) -> None:
-        """Another name of the same kind, and two arguments swapped."""
+        """Use another name of the same kind, and swap two arguments."""
         name = (
             func.attr
             if isinstance(func, ast.Attribute)
@@ -289,7 +289,7 @@ def crashing(side: ast.expr) -> bool:
 
 
 def first_bound(scope: ast.AST) -> dict[str, int]:
-    """Where each name of a function is bound first."""
+    """Map each name of a function to its first binding."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg) or (
@@ -322,7 +322,7 @@ def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def changes(mutant: Mutant, source: bytes) -> bool:
-    """Whether the result is Python, and another program."""
+    """Return whether a mutant is valid Python and another program."""
     try:
         new = ast.parse(source[: mutant.start] + mutant.new + source[mutant.end :])
     except SyntaxError:
