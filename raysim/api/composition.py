@@ -275,8 +275,8 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
             )
         if step_parts(declared):
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{owner.method}': it takes "
-                f"part in the steps ({step_parts(declared)[0]}), which '{owner.method}' replaces. "
+                f"method '{declared.method}' does not combine with method '{owner.method}': it "
+                f"takes part in the steps ({step_parts(declared)[0]}), which '{owner.method}' replaces. "
                 "Keep one of them."
             )
         if not owner.has_gradients and "gradients" in declared.needs:
@@ -286,8 +286,8 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
             )
         if declared.keeps_optimizer:
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{owner.method}': it keeps "
-                f"raysim's optimizer, which '{owner.method}' does not use. Keep one of them."
+                f"method '{declared.method}' does not combine with method '{owner.method}': it "
+                f"keeps raysim's optimizer, which '{owner.method}' does not use. Keep one of them."
             )
 
 
@@ -304,8 +304,8 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
         keeps_a_model = declared.keeps_parameters or declared.has_hook("personalise")
         if keeps_a_model or declared.finetune is not None:
             raise ValueError(
-                f"method '{declared.method}' does not combine with method '{pooling}': it gives every "
-                "client a model of its own, where pooled data have one for all. Keep one of them."
+                f"method '{declared.method}' does not combine with method '{pooling}': it gives "
+                "every client a model of its own, where pooled data have one for all. Keep one of them."
             )
 
 

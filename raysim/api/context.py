@@ -221,7 +221,7 @@ def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
 
 
 class Outputs:
-    """What the model makes of a batch; each value is computed once, however many methods read it."""
+    """Features and outputs for a batch, each computed once for all methods."""
 
     __slots__ = ("_kept", "batch", "ctx")
 

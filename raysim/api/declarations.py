@@ -51,7 +51,7 @@ class Task:
 
     @property
     def metric(self) -> Metric:
-        """The metric that models are scored with. Raises ValueError if the kind has no such metric."""
+        """The metric of scores. Raises ValueError if the kind has no metric of that name."""
         return self.objective.metric(self.scored_by, self.kind)
 
     @property

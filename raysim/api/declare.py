@@ -71,7 +71,7 @@ class Declarations:
 
     @property
     def fixed_parameters(self) -> dict[str, str]:
-        """The fixed parameters, see `Setup.fixed_parameters`, each with the method that fixes it."""
+        """The parameters that methods fix, each with its method; see `Setup.fixed_parameters`."""
         return {
             name: declared.method for declared in self.methods for name in declared.fixed_parameters
         }

@@ -204,7 +204,7 @@ class LocalJob:
         return self.context.data()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return all training samples of the client, normalised: inputs [n, ...], labels [n, ...]."""
+        """Return all training samples of the client: normalised inputs [n, ...], labels [n]."""
         return self.gather(self.rows)
 
     def dataset(self) -> TensorDataset:

@@ -62,7 +62,7 @@ class Aggregation:
         weights: Sequence[float],
         normaliser: Callable[[Sequence[float]], float] | None = None,
     ) -> Aggregation:
-        """Return the same updates with other weights, and another divisor if `normaliser` is given."""
+        """Return the same updates with other weights, and with another normaliser unless None."""
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:
@@ -165,7 +165,7 @@ class ServerView:
 
     @property
     def sample_ends(self) -> np.ndarray:
-        """float64 [clients with samples] the end of each client's share of [0, 1), by its samples."""
+        """float64 [clients_with_samples] the end of each client's share of [0, 1), by samples."""
         return self._server.sample_ends  # type: ignore[no-any-return]
 
     def stream(self, purpose: str) -> np.random.Generator:

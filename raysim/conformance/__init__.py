@@ -70,8 +70,8 @@ def _checks(part: object, study: Study) -> Iterator[tuple[str, Callable[[], obje
         kinds_of_part = [make for function, make in kinds.items() if hasattr(part, function)]
         if len(kinds_of_part) != 1:
             raise TypeError(
-                f"{part!r} is no part of a run. Give a method, a model, data, a partition, a schedule, "
-                "a fleet or an observer."
+                f"{part!r} is no part of a run. Give a method, a model, data, a partition, a "
+                "schedule, a fleet or an observer."
             )
         yield from kinds_of_part[0](part, study)
 

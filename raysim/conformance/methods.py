@@ -169,8 +169,8 @@ def _check_secrets(seen: Seen, names: set[str]) -> None:
         if key := next((key for key, secret in seen.secrets if secret in message), ""):
             secrets = [secret for name, secret in seen.secrets if name == key]
             raise AssertionError(
-                f"{key!r} is client state, and {_part_with_secret(trained, secrets)} of a message holds it byte "
-                "for byte. Keep it out of there, or declare it with run.upload."
+                f"{key!r} is client state, and {_part_with_secret(trained, secrets)} of a message "
+                "holds it byte for byte. Keep it out of there, or declare it with run.upload."
             )
 
 
@@ -184,7 +184,7 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(kept: bytes, update: bytes) -> bool:
-    """Return True if the state is the update itself, or most of it: a short part would be a leak."""
+    """Return True if the state is most of the update; a short part would be a leak."""
     return update.startswith(kept) and 2 * len(kept) > len(update)
 
 
@@ -219,5 +219,6 @@ def _check_costs(seen: Seen, pooled: bool) -> None:
 def _check_floats(what: str, number: int, declared: int, moved: int) -> None:
     who = f"job {number} {what}" if number >= 0 else f"all jobs together {what}"
     assert declared == moved, (
-        f"{who} {moved} floats, and {declared} are declared. Correct the sizes in the method's setup."
+        f"{who} {moved} floats, and {declared} are declared. "
+        "Correct the sizes in the method's setup."
     )

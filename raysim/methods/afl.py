@@ -61,7 +61,8 @@ class AFL(Method):
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
             f"method.afl: {run.clients_with_samples} clients have training samples, and AFL "
-            f"projects a weight of each in every round. Use at most {MAX_CLIENTS} clients, or another method.",
+            f"projects a weight of each in every round. Use at most {MAX_CLIENTS} clients, or "
+            "another method.",
         )
         run.warn_if_single("its weights change nothing")
         for other in ("fedasync", "fedcda", "ca2fl", "ace"):

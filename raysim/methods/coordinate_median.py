@@ -42,8 +42,8 @@ class CoordinateMedian(Method):
         """Warn of aggregations of two updates, whose median is their mean."""
         if run.max_updates <= 2:
             run.warn(
-                f"method 'coordinate_median' is the mean: an aggregation has at most {run.max_updates} "
-                "updates. Aggregate three or more at once."
+                "method 'coordinate_median' is the mean: an aggregation has at most "
+                f"{run.max_updates} updates. Aggregate three or more at once."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

@@ -1,4 +1,4 @@
-"""DP-FedAvg: clipped updates and noise hide each client; the clipping bound adapts.
+"""DP-FedAvg: clipped updates and noise hide each client, and the bound adapts.
 
 McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models" (ICLR
 2018), Algorithm 1 with flat clipping and a fixed denominator; the bound C follows Andrew, Thakkar,

@@ -1,4 +1,4 @@
-"""FedALA: each client learns, weight by weight, how much of the received model to take.
+"""FedALA: each client learns for each weight how much of the received model to take.
 
 Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for Personalized
 Federated Learning" (AAAI 2023), Algorithm 1. x is the received model, y' what the client trained

@@ -52,8 +52,8 @@ def weight_total(weights: Tensor) -> float:
     total = math.fsum(values)
     if not (math.isfinite(total) and min(values, default=0.0) >= 0.0 and total > 0.0):
         raise ValueError(
-            f"the clients' weights {values} define no mean. Give every client a finite weight of at "
-            "least 0, and one of them a positive weight; with weighting=samples, a client with "
+            f"the clients' weights {values} define no mean. Give every client a finite weight of "
+            "at least 0, and one of them a positive weight; with weighting=samples, a client with "
             "training samples."
         )
     return total

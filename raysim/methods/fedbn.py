@@ -57,7 +57,7 @@ def split_parameter_names(
 def reestimate_statistics(
     *, model: nn.Module, layers: Sequence[nn.Module], batches: Iterable[tuple[Tensor, Tensor]]
 ) -> None:
-    """Replace the running statistics of `layers` by the mean over the batches, by their sizes.
+    """Replace running statistics by the mean over the batches, weighted by their sizes.
 
     These layers normalise with each batch meanwhile, the others as they did; modes and momenta are
     as before afterwards. Batches of one sample have no variance and are left out.
@@ -71,7 +71,8 @@ def reestimate_statistics(
                     continue
                 seen += len(inputs)
                 for layer in layers:
-                    layer.training, layer.momentum = True, len(inputs) / seen  # type: ignore[assignment]
+                    layer.training = True
+                    layer.momentum = len(inputs) / seen  # type: ignore[assignment]
                 model(inputs)
     finally:
         for layer, training, momentum in before:

@@ -1,4 +1,4 @@
-"""FedBR: reduce the bias of local learning with a small shared set of unlabelled pseudo-data.
+"""FedBR: reduce the bias of local learning with a small shared set of pseudo-data.
 
 Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
 Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. With s+ = cos(P(z_p), P(z_g)) and s- =

@@ -6,7 +6,7 @@ the received model:
     S_i = -log p_{i, y_i}                                 (3)   the order: ascending loss
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   the other b samples are biased
-    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e = 1..E adds the nearest a_e b
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e adds the nearest a_e b
 
 Choices where the paper is silent or inconsistent
 - a_e is the fraction of the biased samples that take part, nearest to the split first, not a weight
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 KINDS = ("cosine", "linear", "filter", "all")
 
 
-class Split(TypedDict):
+class SampleSplit(TypedDict):
     """A client's samples by ascending loss.
 
     order: int64 [N] positions. num_unbiased: the first so many are the easy ones.
@@ -59,7 +59,7 @@ def uncertainty(*, probabilities: Tensor) -> Tensor:
     return 1.0 - (probabilities.amax(dim=-1) - probabilities.amin(dim=-1))
 
 
-def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> Split:
+def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSplit:
     """Order the samples by loss and split at the most uncertain one, eqs. (3) and (5).
 
     losses, uncertainties: [N].
@@ -113,9 +113,9 @@ def selected_indices(
 class FedBSS(Method):
     """warmup_rounds: versions before stage 2. kind: of a_e, see `inclusion_fraction`.
 
-    refresh: losses and uncertainties, which are client state, are computed again in every so-many-th
-    job of stage 2. A job is in stage 2 if the version it received is at least `warmup_rounds`, however late it
-    arrives.
+    refresh: number of jobs of stage 2 between two computations of losses and uncertainties, which
+    are client state. A job is in stage 2 if its base version is at least `warmup_rounds`, however
+    late it arrives.
     """
 
     name = "fedbss"

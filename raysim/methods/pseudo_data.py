@@ -110,7 +110,7 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _ends(partition: CSR, is_uniform: bool) -> np.ndarray:
-    """Return the end of each client's share of [0, 1), float64 [clients]; made once for all jobs."""
+    """Return the end of each client's share of [0, 1), float64 [clients]; cached."""
     chances = (partition.counts > 0) if is_uniform else partition.counts
     ends = (chances / chances.sum()).cumsum()
     return np.asarray(ends / ends[-1])

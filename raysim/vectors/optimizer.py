@@ -43,7 +43,7 @@ class OptimizerSettings:
 
     @property
     def is_adam(self) -> bool:
-        """Whether the optimizer keeps Adam's moments."""
+        """True if the optimizer keeps Adam's moments."""
         return self.kind != "sgd"
 
 

@@ -33,8 +33,8 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
     size, folder = math.prod(shape) * dtype.itemsize, tempfile.gettempdir()
     if size > (free := shutil.disk_usage(folder).free):
         raise ValueError(
-            f"a cache of {size / GIB:.3g} GiB does not fit into {folder}, where {free / GIB:.3g} GiB are free: "
-            "set TMPDIR to a folder with more room"
+            f"a cache needs {size / GIB:.3g} GiB, {free / GIB:.3g} GiB are free in {folder}. Set "
+            "TMPDIR to a folder with more space."
         )
     handle, path = tempfile.mkstemp(prefix="raysim-cache-", dir=folder)
     try:
@@ -79,11 +79,14 @@ def check_budget(
     GiB. what: the kind of rows, for the text. less: another setting that would fit
     ("method.fedcda.memory=2"), or "".
     """
-    if (most := clients * size / GIB) > budget:
-        raise ValueError(
-            f"{key} may keep {most:.3g} GiB of {what} of {clients} clients, more than {key}.budget={budget:g}: "
-            f"set {f'{less}, or set ' if less else ''}{key}.budget={math.ceil(100 * most) / 100:g}"
-        )
+    needed = clients * size / GIB
+    if needed <= budget:
+        return
+    alternative = f"{less}, or set " if less else ""
+    raise ValueError(
+        f"{key}.budget={budget:g} GiB is less than the {needed:.3g} GiB of {what} of {clients} "
+        f"clients. Set {alternative}{key}.budget={math.ceil(100 * needed) / 100:g}."
+    )
 
 
 def claim_rows(

@@ -94,9 +94,7 @@ def test_rows_may_be_empty(place: cache.Place) -> None:
 
 def test_disk_without_room_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
-    with pytest.raises(
-        ValueError, match=f"1 GiB does not fit into {folder}, where 0.5 GiB are free: set TMPDIR"
-    ):
+    with pytest.raises(ValueError, match="TMPDIR"):
         reserve((2, 2**27), torch.float32, "disk")
 
 
