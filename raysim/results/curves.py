@@ -1,4 +1,4 @@
-"""Draw metrics of runs against rounds, traffic, virtual time and wall time, with bands over seeds."""
+"""Draw metrics against rounds, traffic, virtual time and wall time, with bands over seeds."""
 
 from __future__ import annotations
 

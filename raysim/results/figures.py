@@ -100,7 +100,7 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 
 
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
-    """Return probes of one version on the same rows: the version with most probes, or the newest."""
+    """Return probes on the same rows, of the version with most probes, or the newest of these."""
     finite = []
     for probe in probes:
         if np.isfinite(probe.features).all() and np.isfinite(probe.received).all():

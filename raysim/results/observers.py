@@ -171,8 +171,8 @@ class WorkerDeaths(Observer):
         if count == 1:
             deaths = "1 worker process died and was"
         self._note(
-            f"round {event.row['round']}: {deaths} replaced; lost jobs of clients are trained again "
-            "from the same states with the same random numbers, so no result changes"
+            f"round {event.row['round']}: {deaths} replaced; lost jobs of clients are trained "
+            "again from the same states with the same random numbers, so no result changes"
         )
 
 
@@ -326,8 +326,8 @@ class FailureFile(Observer):
         path = run.folder / FAILURES
         if path.exists():
             lines = path.read_text().splitlines()
-            kept = [line for line in lines if _round_of(line) <= len(run.rows)]
-            replace_file(path, "".join(line + "\n" for line in kept).encode())
+            earlier = [line for line in lines if _round_of(line) <= len(run.rows)]
+            replace_file(path, "".join(line + "\n" for line in earlier).encode())
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Append the failures of this round; print the first failure of a run."""

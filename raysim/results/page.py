@@ -239,8 +239,10 @@ def _curves(groups: Sequence[RunGroup], folder: Path) -> PagePart:
         draw_comparison(curves, folder / f"comparison_{key}.png", about, ylabel)
         title = about[0].upper() + about[1:]
         drawn = panels(curves, ylabel)
-        rows.append(_row_of_plots([_plot(svg) for _, svg, more in drawn if more], title, "row"))
-        folded = [(axis, svg) for axis, svg, more in drawn if not more]
+        rows.append(
+            _row_of_plots([_plot(svg) for _, svg, is_shown in drawn if is_shown], title, "row")
+        )
+        folded = [(axis, svg) for axis, svg, is_shown in drawn if not is_shown]
         if folded:
             folded_rows.append(_row_of_plots([_plot(svg) for _, svg in folded], title, "row"))
             folded_axes.update(dict.fromkeys(axis for axis, _ in folded))
@@ -288,7 +290,10 @@ def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
         scores.append(values)
         test_samples.append(median_tests)
     if not any(len(values) for values in scores):
-        note = f"No run stores the scores of single clients ({CLIENTS_FILE}): it is older, or unfinished."
+        note = (
+            f"No run stores the scores of single clients ({CLIENTS_FILE}): it is older, or "
+            "unfinished."
+        )
         return PagePart(title, notes=[note])
     metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
 
@@ -474,7 +479,7 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Draw clients x classes: the deeper the colour, the larger a class's share of a client.
+    """Draw clients x classes; a deeper colour is a larger share of the client's samples.
 
     The depth is the square root of the share, or small shares could not be told from none.
     """

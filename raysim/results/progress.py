@@ -168,8 +168,8 @@ class Progress:
         who = f"worker {worker}"
         if clients:
             names = ", ".join(clients[:MAX_NAMED_CLIENTS])
-            more = ", ..." if len(clients) > MAX_NAMED_CLIENTS else ""
-            who += f" with client{'s' if len(clients) > 1 else ''} {names}{more}"
+            ellipsis = ", ..." if len(clients) > MAX_NAMED_CLIENTS else ""
+            who += f" with client{'s' if len(clients) > 1 else ''} {names}{ellipsis}"
         self._wait_text = f"{who} has not answered for {format_duration(seconds)}"
         self._show(is_line_due=True)
 

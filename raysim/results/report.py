@@ -394,7 +394,7 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Map "metric on tests" of the runs' scores to whether some runs have central scores as well."""
+    """Map "metric on tests" of the scores to whether some runs have central scores as well."""
     kinds: dict[str, bool] = {}
     for run in runs:
         metric = metric_of(run.rows)

@@ -1,4 +1,4 @@
-"""Load the model that all clients share so that it predicts on inputs as the data set stores them."""
+"""Load the model that all clients share; it takes inputs as the data set stores them."""
 
 from __future__ import annotations
 

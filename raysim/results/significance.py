@@ -1,4 +1,4 @@
-"""Compare methods over seeds: means, paired differences with intervals and tests, Holm's correction.
+"""Compare methods over seeds: means, paired differences, intervals, tests, Holm's correction.
 
 Pure functions of numbers. A pair is two runs of one seed: they share data, split, starting model
 and cohorts, so a paired test sees the difference of two methods without the scatter of the seeds.
@@ -43,7 +43,7 @@ def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
-    """Compare values of the same seeds: Student's paired t-test with interval, and Wilcoxon's test."""
+    """Compare values of the same seeds by Student's paired t-test and Wilcoxon's test."""
     from scipy import stats
 
     differences = np.asarray(left, float) - np.asarray(right, float)

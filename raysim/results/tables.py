@@ -18,7 +18,7 @@ BEST_RULE = "where it is ahead of the next by more than the deviation of either"
 
 
 class FormatNumber(Protocol):
-    """Format a number; `like` is the mean of a deviation, which gets the mean's unit and decimals."""
+    """Format a number; a deviation gets the unit and the decimals of its mean, `like`."""
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
 
@@ -94,10 +94,10 @@ def format_table(columns: Sequence[Column], width: int = 0) -> str:
     width: the longest line; columns that do not fit go into a block below, after the first column.
     0: no limit.
     """
-    label, *others = [_padded(column) for column in columns]
+    label, *rest = [_padded(column) for column in columns]
     blocks = [[label]]
     limit = width or math.inf
-    for texts in others:
+    for texts in rest:
         used = sum(len(column[0]) + len(GAP) for column in blocks[-1])
         if len(blocks[-1]) > 1 and used + len(texts[0]) > limit:
             blocks.append([label])

@@ -1,4 +1,4 @@
-"""Draw a run on virtual time: jobs of clients, their staleness, and how busy fleet and workers are."""
+"""Draw a run on virtual time: jobs of clients, staleness, active clients and busy workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bo
 
 
 def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = False) -> bytes:
-    """Return a PNG: the jobs of some clients; below them active clients, busy workers, staleness."""
+    """Return a PNG with jobs of some clients, active clients, busy workers and staleness."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

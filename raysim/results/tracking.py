@@ -315,7 +315,7 @@ class Mlflow:
             self._log(batch)
 
     def _time(self, row: Mapping[str, object]) -> int:
-        """Return the time of a row in ms, by the run's clock: the same if it is sent late or twice."""
+        """Return the time of a row in ms by the run's clock, the same if it is sent twice."""
         return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
 
     def _log(self, batch: Sequence[Metric]) -> None:
@@ -569,7 +569,7 @@ class Tracker:
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Write the rows that are not in the backlog file yet to it, and report the first problem."""
+        """Add missing rows to the backlog file, and report the first problem."""
         with self._wake:
             if self._is_abandoned:
                 return
@@ -635,13 +635,15 @@ def replay(
     except Exception as problem:
         say(
             f"MLflow at {without_password(uri)} cannot be used ({short_reason(problem)}):"
-            f" the run's rows stay in {folder}, and `raysim run out={folder} resume=latest` tries again."
+            f" the run's rows stay in {folder}, and `raysim run out={folder} resume=latest`"
+            " tries again."
         )
         return False
     write_json(record, folder / RECORD)
     (folder / BACKLOG).unlink(missing_ok=True)
     say(
-        f"sent to MLflow at {without_password(uri)}, which has all {len(rows)} rounds of {folder} now"
+        f"sent to MLflow at {without_password(uri)}, which has all {len(rows)} rounds of"
+        f" {folder} now"
     )
     return True
 
