@@ -34,8 +34,8 @@ RAY_TIMEOUTS = {
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment of this process and of all processes that it starts."""
     os.environ.update(RAY_TIMEOUTS)
-    # Without stored byte code each process compiles torch and Ray again, which takes half of the time
-    # of a slow test.
+    # Without stored byte code each process compiles torch and Ray again, which takes half of the
+    # time of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # The data sets that tests make are for subprocesses and Ray's workers, too. Some tests make them
     # when their module is imported.
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Use two processes for quick tests and one for slow tests, so that one Ray exists at a time."""
+    """Use two processes for quick tests and one for slow tests, which share one Ray."""
     return 2 if config.getoption("markexpr") == "not slow" else 0
 
 
@@ -75,7 +75,10 @@ def freeze_existing_objects() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Remove the cache; end a process of pytest-xdist without a last collection, which takes seconds."""
+    """Remove the cache, and end processes of pytest-xdist without a last garbage collection.
+
+    That collection takes seconds.
+    """
     shutil.rmtree(os.environ["RAYSIM_CACHE"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os._exit(0)

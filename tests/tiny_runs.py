@@ -59,7 +59,7 @@ from raysim.vectors.layout import Layout, Vector
 
 
 class BiasFreeMlp(NormedMlp):
-    """The same network, made without a bias in its head."""
+    """The same network without a bias in its head."""
 
     def build(self, input_shape: Shape, num_classes: int, seed: int) -> Classifier:
         model = super().build(input_shape, num_classes, seed)
@@ -96,7 +96,7 @@ class Blocks(ModelRecipe):
         return nn.Sequential(parts), 4 * self.channels
 
 
-# Where other processes find the modules of the tests, for PYTHONPATH.
+# The folders of the tests' modules, for PYTHONPATH of other processes.
 FOLDERS = os.pathsep.join(
     map(str, [Path(__file__).parent, *sorted(Path(__file__).parent.glob("[a-z]*/"))])
 )
@@ -106,14 +106,14 @@ BLOCKS = Blocks()
 
 @functools.cache
 def equal_clients(clients: int = 6, samples: int = 150) -> FederatedData:
-    """The same images on clients of equal sizes, which finish together where devices are equal."""
+    """Return data on clients of equal sizes, which finish together on equal devices."""
     return federate(
         Synthetic(samples=samples, test_samples=20, classes=5), IID(clients=clients), SEED
     )
 
 
 def clients_of_sizes(counts: Sequence[int]) -> FederatedData:
-    """Clients of given sizes, without test samples of their own: for tests that train nothing."""
+    """Return clients of given sizes without test samples, for tests that train nothing."""
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     train, test = (
         CSR(np.zeros(offsets[-1], np.int64), offsets),
@@ -187,7 +187,7 @@ def method_views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
 
 
 def method_state(methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
-    """A client state in which only methods keep something."""
+    """Return a client state that holds only what methods keep."""
     return ClientState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
 
 
@@ -202,7 +202,7 @@ def participation_facts(
     version: int = 0,
     accepted: int = 0,
 ) -> Participation:
-    """What a method's `cost` is asked of, in a run (None: in one whose facts do not matter)."""
+    """Return the argument of a method's `cost`. spec: the run; None: any run."""
     spec = spec or run_spec()
     declarations = declare_run(spec)
     filled = frozenset(hook for each in declarations.methods for hook in each.hooks)
@@ -217,7 +217,7 @@ def participation_facts(
 
 
 class UntrainedRuntime(InProcess):
-    """A runtime that trains nothing: every update is zero, every evaluation empty. For the order of events."""
+    """A runtime that trains nothing, for the order of events: updates are zero, reports empty."""
 
     def __init__(self, shared: int, counts: np.ndarray):
         super().__init__(None)
@@ -225,7 +225,7 @@ class UntrainedRuntime(InProcess):
         self.jobs: list[Job] = []
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """What a worker would return if clients learnt nothing."""
+        """Return what a worker returns if clients learn nothing."""
         if method != "train":
             return [[]]
         jobs, groups = args[:2]
@@ -252,7 +252,7 @@ class UntrainedRuntime(InProcess):
 
 @dataclass(frozen=True)
 class TimedFleet(Fleet):
-    """A fleet whose client k needs `seconds[k]`, however much it has to do."""
+    """A fleet whose client k needs `seconds[k]` for every job."""
 
     seconds: tuple[float, ...] = field(kw_only=False, default=())
 
@@ -278,7 +278,7 @@ class TimedDevices(Fixed):
 
 
 class AggregationLog(Method):
-    """Write down which updates are combined, in their order; no weight changes."""
+    """Record which updates are aggregated, in their order, and change nothing."""
 
     name = "ledger"
     paper = "a test"
@@ -294,7 +294,7 @@ class AggregationLog(Method):
 
 
 class ShiftedGradient(Method):
-    """Take the gradient at a shifted point, in every stage, and remember both."""
+    """Take the gradient at shifted parameters, and record both gradients."""
 
     name = "asking"
     paper = "a test"
@@ -322,7 +322,7 @@ def untrained_run(
     seed: int = SEED,
     **settings: Any,
 ) -> tuple[Coordinator, AggregationLog, UntrainedRuntime]:
-    """A coordinator whose clients learn nothing, and what it combined and dispatched."""
+    """Return a coordinator whose clients learn nothing, its aggregations and its runtime."""
     ledger = AggregationLog()
     spec = run_spec(ledger, model=Mlp((1,)), data=clients_of_sizes(counts), seed=seed)
     runtime = UntrainedRuntime(0, np.asarray(counts))
@@ -333,6 +333,6 @@ def untrained_run(
 
 
 def pairs(items: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every two of them."""
+    """Yield every pair of items."""
     for index, first in enumerate(items):
         yield from ((first, second) for second in items[index + 1 :])
