@@ -16,19 +16,30 @@ PACKAGE = Path(raysim.__file__).parent
 NUMPY = {"Generator", "PCG64", "SeedSequence", "BitGenerator"}
 TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
          "bernoulli", "multinomial", "poisson"}  # fmt: skip
-# The one exception: dropout and initial values draw from torch's generator, which these seed.
-# FedSR's noise, inside a forward pass as dropout's is; a job, and the building of networks, seed torch's generator.
+# Uses of global generators that are intended, by file.
 DRAWERS = {
+    # Inside a forward pass, as dropout; a job seeds torch's generator.
     "methods/fedsr.py": {"torch.randn", "torch.randn_like"},
-    "models/split.py": {
-        "torch.randn",
-        "torch.randint",
-    },  # inputs for trying a network out, of a generator of their own
-    "conformance/parts.py": {"np.random.seed"},  # so that a part which draws from it is found
-    "commands/bench/gpu.py": {"torch.randperm"},  # of a generator of its own, on the device
+    # Inputs for trying a network out, of a generator of their own.
+    "models/split.py": {"torch.randn", "torch.randint"},
+    # A part that draws from a global generator is found so.
+    "conformance/parts.py": {"np.random.seed"},
+    # Of a generator of its own, on the device.
+    "commands/bench/gpu.py": {"torch.randperm"},
+    # The seed of the initial values, from torch's generator as those of any model.
+    "api/learner.py": {"np.random.default_rng", "torch.randint"},
+    # The user's own training may draw from global generators; they are seeded and restored.
+    "training/own_training.py": {
+        "import random",
+        "np.random.get_state",
+        "np.random.seed",
+        "np.random.set_state",
+    },
 }
+# Calls that seed torch's generator, for dropout and initial values.
 SEEDERS = {
     "training/trainer.py": 2,
+    "training/own_training.py": 1,
     "api/declare.py": 2,
     "models/classifier.py": 1,
     "conformance/parts.py": 1,
