@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raysim.api.learner import Learner
     from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
+    from raysim.commands.study.session import StudyResult, study
     from raysim.commands.sweep.results import SweepResult
     from raysim.commands.sweep.session import sweep
     from raysim.data.partition import CSR, Partition, Partitioner
@@ -58,12 +59,14 @@ __all__ = [
     "Result",
     "Schedule",
     "Source",
+    "StudyResult",
     "SweepResult",
     "TooManyFailuresError",
     "__version__",
     "build",
     "load",
     "run",
+    "study",
     "sweep",
 ]
 
@@ -71,6 +74,7 @@ _PLACES = {
     "raysim.api.learner": ("Learner",),
     "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),
+    "raysim.commands.study.session": ("StudyResult", "study"),
     "raysim.commands.sweep.results": ("SweepResult",),
     "raysim.commands.sweep.session": ("sweep",),
     "raysim.data.partition": ("CSR", "Partition", "Partitioner"),

@@ -14,12 +14,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 from raysim.primitives.errors import Refused, errors_as_refusals, on_one_line, suggest
-from raysim.primitives.files import is_disk_full, lock_folder, make_folder, user_path
+from raysim.primitives.files import is_disk_full, make_folder, user_path
 from raysim.primitives.output import lossy_output
 from raysim.results.tables import terminal_width
 
@@ -697,48 +696,17 @@ def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
 
 
 def _study(arguments: argparse.Namespace) -> int:
-    from raysim.commands.study.plan import move, plan
+    from raysim.commands.study.plan import plan
 
-    parallel = arguments.parallel
-    if parallel < 1:
-        raise Refused(f"--parallel {parallel}: it must be at least 1. Change it")
-    study = plan(arguments.overrides, arguments.conf)  # before torch is imported
-    from rich.console import Console
+    planned = plan(arguments.overrides, arguments.conf)  # before torch is imported
+    from raysim.commands.study.session import study
 
-    from raysim.commands.study.report import check_metrics, report
-    from raysim.commands.study.runner import check, make_runs, store
-    from raysim.commands.study.tracking import track
-    from raysim.experiment.many_runs import new_folder
-    from raysim.results.progress import waiting_line
-
-    check_metrics(arguments.metric)
-    study = check(study, arguments.allow, parallel)
-    with ExitStack() as stack:
-        with errors_as_refusals():
-            if study.is_new:
-                folder = stack.enter_context(new_folder(study.folder, study.is_dated))
-            else:
-                folder = make_folder(study.folder)
-                stack.enter_context(lock_folder(folder))
-        if folder != study.folder:  # another study that began in the same second has the name
-            study = check(move(study, folder), arguments.allow, parallel)
-        print("\n".join([str(study), *study.warnings]), flush=True)
-        with errors_as_refusals():
-            store(study)
-
-        def say(text: str) -> None:
-            print(text, flush=True)
-
-        with track(study, say):
-            with waiting_line(Console()) as show:
-                failures = make_runs(
-                    study, parallel=parallel, allow=arguments.allow, say=say, show=show
-                )
-            with errors_as_refusals():
-                print(f"\n{report(study, arguments.metric, failures, terminal_width())}")
-    for name, sentence in failures.items():
+    result = study(
+        planned, parallel=arguments.parallel, metrics=arguments.metric, allow=arguments.allow
+    )
+    for name, sentence in result.failures.items():
         sys.stderr.write(f"raysim: run {name} failed: {sentence}\n")
-    return 1 if failures else 0
+    return 1 if result.failures else 0
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,119 @@
+"""`raysim study` from its overrides to its tables: plan, check, make the runs, report."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raysim.commands.study.plan import StudyPlan, move, plan
+from raysim.commands.study.report import check_metrics, report
+from raysim.commands.study.runner import check, make_runs, store
+from raysim.commands.study.tracking import track
+from raysim.experiment.many_runs import new_folder
+from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.files import lock_folder, make_folder
+from raysim.results.progress import waiting_line
+from raysim.results.tables import terminal_width
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """The runs of a study and their comparison.
+
+    folder: the study's folder. failures: the sentence that says why a run failed, by its name.
+    """
+
+    folder: Path
+    failures: Mapping[str, str]
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """Return a row for each run: its settings, seed and scores."""
+        return self._table("study.csv")
+
+    @property
+    def differences(self) -> pd.DataFrame:
+        """Return a row for each comparison with the first setting, with interval and p-value."""
+        return self._table("differences.csv")
+
+    def _table(self, name: str) -> pd.DataFrame:
+        import pandas as pd
+
+        path = self.folder / name
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path}: the study has no such table, because too few runs ended"
+            )
+        return pd.read_csv(path)
+
+
+def study(
+    overrides: str | Sequence[str] | StudyPlan,
+    *,
+    parallel: int = 1,
+    metrics: Sequence[str] = (),
+    conf: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    quiet: bool = False,
+) -> StudyResult:
+    """Make the runs of a study, as `raysim study` does; return their comparison.
+
+        result = raysim.study("method=fedavg,fedprox seed=0..4 rounds=20 out=studies/mine")
+        result.runs, result.differences
+
+    overrides: those after `raysim study` on the command line, in one text or a list. parallel: runs
+    at a time. metrics: the compared columns; () for the usual ones. conf, allow: your own folders of
+    options, and the packages whose classes they name. quiet: print nothing.
+
+    Raise `Refused` for a study that cannot be made (nothing was written), and `Interrupted`.
+    """
+    if parallel < 1:
+        raise Refused(f"--parallel {parallel}: it must be at least 1. Change it")
+    if isinstance(overrides, StudyPlan):
+        planned = overrides
+    else:
+        texts = shlex.split(overrides) if isinstance(overrides, str) else overrides
+        planned = plan(texts, conf)
+    check_metrics(metrics)
+    planned = check(planned, allow, parallel)
+    with ExitStack() as stack:
+        with errors_as_refusals():
+            if planned.is_new:
+                folder = stack.enter_context(new_folder(planned.folder, planned.is_dated))
+            else:
+                folder = make_folder(planned.folder)
+                stack.enter_context(lock_folder(folder))
+        if folder != planned.folder:  # another study that began in the same second has the name
+            planned = check(move(planned, folder), allow, parallel)
+        failures = _make_and_report(planned, parallel, metrics, allow, quiet)
+    return StudyResult(planned.folder, failures)
+
+
+def _make_and_report(
+    planned: StudyPlan, parallel: int, metrics: Sequence[str], allow: Sequence[str], quiet: bool
+) -> dict[str, str]:
+    """Make the runs and print the tables; return why runs failed."""
+    from rich.console import Console
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, flush=True)
+
+    say("\n".join([str(planned), *planned.warnings]))
+    with errors_as_refusals():
+        store(planned)
+    console = Console(file=io.StringIO()) if quiet else Console()
+    with track(planned, say):
+        with waiting_line(console) as show:
+            failures = make_runs(planned, parallel=parallel, allow=allow, say=say, show=show)
+        with errors_as_refusals():
+            say(f"\n{report(planned, metrics, failures, terminal_width())}")
+    return failures

@@ -1,0 +1,28 @@
+"""`raysim.study`: a study from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import raysim
+
+OVERRIDES = (
+    "method=fedavg,fedprox seed=0..2 rounds=1 data=synthetic model=mlp partition.clients=3 "
+    "schedule.cohort=2 runtime=inprocess tracking=none"
+)
+
+
+def test_study_returns_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = raysim.study(f"{OVERRIDES} out={tmp_path / 'study'}", quiet=True)
+    assert result.folder == tmp_path / "study" and not result.failures
+    assert sorted(result.runs["seed"].unique()) == [0, 1, 2] and len(result.runs) == 6
+    assert len(result.differences) > 0
+    assert raysim.load(result.folder / "runs" / "fedprox_seed-1").summary["rounds"] == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_study_refuses_a_wrong_key(tmp_path: Path) -> None:
+    with pytest.raises(raysim.Refused, match=r"local\.lr"):
+        raysim.study(f"{OVERRIDES} locl.lr=1 out={tmp_path / 'study'}")
