@@ -25,6 +25,7 @@ from raysim.experiment.adjustments import (
 )
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import Node, drop_set_keys, to_dict
+from raysim.experiment.model_warnings import output_warnings
 from raysim.experiment.objects import UserObjects, describe_objects, separate_objects
 from raysim.experiment.parts import (
     build_list,
@@ -195,7 +196,7 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
         *data_warnings(data),
         *client_warnings,
         *declarations.warnings,
-        *user_objects.warnings(),
+        *output_warnings(spec, declarations.networks["model"]),
     )
     return Experiment(
         {**node, "runtime": runtime_node},
@@ -205,7 +206,7 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
         execution,
         warnings,
         observers,
-        changes,
+        (*changes, *user_objects.notes()),
         tuple(round_warnings),
     )
 

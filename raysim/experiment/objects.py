@@ -72,8 +72,8 @@ class UserObjects:
             config["choices"][group] = [*config["choices"][group], name]
         return config
 
-    def warnings(self) -> list[str]:
-        """Return a warning for each part that has to be given again to continue the run."""
+    def notes(self) -> list[str]:
+        """Return a note for each part that has to be given again to continue the run."""
         return [
             f"{_argument(place)}: config.yaml cannot hold this object; {_give_again(place)}"
             for place, node in self.nodes.items()

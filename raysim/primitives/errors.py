@@ -15,6 +15,10 @@ MAX_LISTED_NAMES = 20
 class Refused(ValueError):
     """A request that cannot be carried out: the key with its value, what is wrong, what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows in place of a traceback through raysim."""
+        return [f"Refused: {self}"]
+
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:

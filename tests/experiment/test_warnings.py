@@ -8,7 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import raysim
 from raysim.api.method import Method
 from raysim.experiment.build import build
 from raysim.primitives.errors import Refused
@@ -248,3 +250,14 @@ def test_warning_of_a_misspelt_hook() -> None:
         for text in build([*DATA, *ROUNDS], methods=[own(weighting="uniform")]).warnings
         if "does nothing" in text
     ]
+
+
+@pytest.mark.parametrize("ends_in_softmax", [True, False])
+def test_warning_of_a_network_that_ends_in_a_softmax(ends_in_softmax: bool) -> None:
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(64, 10)]
+    if ends_in_softmax:
+        layers.append(nn.Softmax(dim=1))
+    experiment = raysim.build(
+        "data=digits rounds=1 runtime=inprocess", model=nn.Sequential(*layers)
+    )
+    assert any("softmax" in warning for warning in experiment.warnings) == ends_in_softmax

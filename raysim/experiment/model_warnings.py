@@ -1,0 +1,31 @@
+"""Warn of a user's network whose outputs do not suit the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raysim.models.split import ExternalModel, example_inputs
+from raysim.training.run_spec import RunSpec
+
+
+def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
+    """Return a warning if a user's network for classes ends in a softmax.
+
+    The usual loss, cross-entropy, takes logits and applies a softmax itself.
+    """
+    task = spec.task
+    if not isinstance(spec.model, ExternalModel) or task.kind != "classification" or spec.loss:
+        return []
+    was_training = model.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outputs = model.eval()(example_inputs(task.shape, task.tokens).to(task.dtype))
+    model.train(was_training)
+    ones = torch.ones(len(outputs), dtype=outputs.dtype)
+    is_distribution = bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), ones, atol=1e-4)
+    if not is_distribution:
+        return []
+    return [
+        "model: the outputs of this network are probabilities (it ends in a softmax), and the loss "
+        "applies a softmax itself; remove the last layer, or set loss to one that takes probabilities"
+    ]
