@@ -51,7 +51,7 @@ examples:
                               continue where it stopped; finished runs stay
   raysim study out=studies/mine resume=latest seed=0..9 --metric best5_mean
                               more seeds, and another number to compare
-  raysim report studies/mine              each of its runs as a curve
+  raysim report studies/mine              a curve for each setting: the mean over its seeds
 
 The other methods are compared with the first one, seed by seed: mean difference, 95 % interval,
 paired t-test with Holm's correction, Wilcoxon's test from six seeds on. Where no method varies, the

@@ -28,11 +28,18 @@ def best_criterion(spec: RunSpec) -> Criterion:
 
     A test score is never used: the score of a model that was chosen by its tests would be too good.
     """
+    column = validation_column(spec)
+    if column is None:
+        return Criterion("train_loss", higher=False)
+    return Criterion(column, spec.task.metric.higher)
+
+
+def validation_column(spec: RunSpec) -> str | None:
+    """Return the history's column of the validation score; None without validation samples."""
     validation = spec.data.partition.validation
-    if validation is not None and validation.counts.any():
-        metric = spec.task.metric
-        return Criterion(f"{metric.name}_validation", metric.higher)
-    return Criterion("train_loss", higher=False)
+    if validation is None or not validation.counts.any():
+        return None
+    return f"{spec.task.metric.name}_validation"
 
 
 class BestModel:

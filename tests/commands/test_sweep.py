@@ -387,6 +387,30 @@ class TestSearch:
         with pytest.raises(ValueError, match=r"^metric=speed: "):
             result.get_best_result("speed")
 
+    @pytest.mark.parametrize(
+        ("overrides", "metric"),
+        [
+            (["partition.validation_fraction=0.2"], "accuracy_validation"),
+            (["partition.validation_fraction=0.0,0.2"], "accuracy_global"),
+            (["partition.validation_fraction=0.2", "sweep.metric=accuracy"], "accuracy"),
+        ],
+    )
+    def test_validation_score_ranks_trials(
+        self,
+        overrides: list[str],
+        metric: str,
+        ray_session: None,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        options = ["sweep.search=grid", "rounds=1", "out=s"]
+        result = raysim.sweep([*STUDY, LRS, *overrides, *options])
+        assert result.metric == metric
+        scores = [row[metric] for row in trials(Path("s"))]
+        best = result.get_best_result()
+        assert best.metrics[metric] == max(scores)
+        says_test = "partition.validation_fraction" in capsys.readouterr().out.partition("space")[0]
+        assert says_test == (metric == "accuracy_global")
+
     def test_trial_on_an_unequal_node_fails(
         self, ray_session: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:

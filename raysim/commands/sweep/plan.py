@@ -62,8 +62,9 @@ class SweepOptions:
     """`sweep.*`: how to search, and with what.
 
     trials: how many settings (null: all of a grid, else 16). metric: a column of the history, of
-    which the last value counts (null: accuracy_global where there is a central test set, else
-    accuracy, or the error of values, of which the least is best). seeds: runs of each setting,
+    which the last value counts (null: accuracy_validation if all trials have validation samples,
+    else accuracy_global if there is a central test set, else accuracy; for a task whose metric is
+    an error, the same with mae, and the least is best). seeds: runs of each setting,
     whose mean counts. concurrent: trials at a time (null: as many as fit). workers: of each trial's
     runs (0: they run in the trial's own process). grace, reduction: ASHA's first rung in rounds,
     and it lets a part of 1/reduction through. interval: rounds between PBT's exchanges. minutes:

@@ -32,6 +32,7 @@ from raysim.results.progress import format_duration
 from raysim.results.rerun import rerun_command
 from raysim.runtime import ray as cluster
 from raysim.runtime.placement import Resources, format_resources, worker_capacity, worker_resources
+from raysim.simulation.best_model import validation_column
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,7 @@ def sweep(
             else:
                 stack.enter_context(lock_folder(make_folder(folder)))
             store(request, folder)
-        plan = _choose_metric(request.plan, experiments[0])
+        plan = _choose_metric(request.plan, experiments, console)
         session = SweepSession(plan, folder, experiments, resources, slots, console, quiet)
         return session.run(allow, since)
 
@@ -138,14 +139,28 @@ def _room(
     )
 
 
-def _choose_metric(plan: SweepPlan, experiment: Experiment) -> SweepPlan:
-    """Return the plan with the metric that is compared, and whether its most or least is best."""
+def _choose_metric(
+    plan: SweepPlan, experiments: Sequence[Experiment], console: Console
+) -> SweepPlan:
+    """Return the plan with the metric that is compared, and whether its most or least is best.
+
+    The validation score ranks the trials if all of them have validation samples. Otherwise a test
+    score does, and a line says so.
+    """
     options = plan.options
     if options.metric is not None:
         return plan
-    metric = experiment.spec.task.metric
-    has_central_test = bool(len(experiment.spec.data.central))
-    name = f"{metric.name}_global" if has_central_test else metric.name
+    specs = [experiment.spec for experiment in experiments]
+    metric = specs[0].task.metric
+    columns = [validation_column(spec) for spec in specs]
+    name = columns[0]
+    if name is None or None in columns:
+        name = f"{metric.name}_global" if len(specs[0].data.central) else metric.name
+        say(
+            console,
+            f"sweep.metric: {name}, a test score, ranks the trials, so the best one looks too "
+            "good. Set partition.validation_fraction=0.1 to rank by validation samples.",
+        )
     mode = options.mode if metric.higher else "min"
     return replace(plan, options=replace(options, metric=name, mode=mode))
 
