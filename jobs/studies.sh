@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# The studies at a scale that two cores can decide, one line each. Every line starts its study or goes on with it
-# (resume=latest); what is finished is not made again.
-#   DATA=~/data OUT=studies bash jobs/studies.sh rotated_mnist      the studies whose names begin so; without: the list
-#   RUNTIME=inprocess keeps a study to one core and one process.
-# Afterwards: uv run python -m jobs.papers.results $OUT/NAME/runs/*    keeps the runs beside the papers' tables
-#             uv run python -m jobs.papers.pages docs/papers           makes the pages anew
-# The hours are CPU time of one core (AVX-512), from two to five rounds of these settings: 14.4 s a round for FedAvg
-# on RotatedMNIST, 1.0 s on Fashion-MNIST, 1.9 s for FedLD on X-rays, 17 s for FRAug; of other methods in proportion to
-# the steps that `raysim bench steps` measures, of the paper's network on Fashion-MNIST by those of its workload W1.
+# Studies of the papers' claims that are small enough for two cores, one line each. A line starts its study or continues
+# it (resume=latest); finished runs are not repeated.
+#   DATA=~/data OUT=studies bash jobs/studies.sh rotated_mnist   runs the studies whose names start with rotated_mnist
+#   bash jobs/studies.sh                                         lists the studies
+#   RUNTIME=inprocess                                            uses one core and one process for a study
+# Afterwards: uv run python -m jobs.papers.results $OUT/NAME/runs/*    stores the runs for the papers' tables
+#             uv run python -m jobs.papers.pages docs/papers           writes the pages again
+# The hours are CPU time of one core (AVX-512), estimated from two to five rounds of each setting: 14.4 s per round for
+# FedAvg on RotatedMNIST, 1.0 s on Fashion-MNIST, 1.9 s for FedLD on X-rays, 17 s for FRAug. Those of other methods are
+# scaled by the step times that `raysim bench steps` measures, those of the paper's network on Fashion-MNIST by the
+# step times of its workload W1.
 set -euo pipefail
 : "${DATA:=data}" "${OUT:=studies}" "${RUNTIME:=local}"
 
-study() { # name, hours of one core that it takes, words of raysim study
+study() { # name, hours of one core, arguments of raysim study
     local name=$1 hours=$2
     shift 2
     if [ -z "$asked" ]; then
@@ -23,19 +25,19 @@ study() { # name, hours of one core that it takes, words of raysim study
 }
 asked=${1:-}
 
-# 1. RotatedMNIST at 14 x 14 pixels. Each test image at one angle (spread): ten times cheaper than all at all angles.
+# 1. RotatedMNIST at 14 x 14 pixels. Each test image has one angle (spread), which is ten times cheaper than all angles.
 ROTATED=(experiment=fedbr/rotated_mnist data.pool=2 data.rotation.test=spread local.steps=20 local.lr=0.01 rounds=40)
 study rotated_mnist 5.0 "${ROTATED[@]}" method=fedavg,fedprox,moon,fedntd,fedbr seed=0..4
 study rotated_mnist-no_max_step 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.max_step=false seed=0..4
 study rotated_mnist-component_1 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.mu=0 seed=0..4
 study rotated_mnist-component_2 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.lam=0 seed=0..4
 study rotated_mnist-no_projection 1.4 "${ROTATED[@]}" method=fedbr method.fedbr.projection=none seed=0..4
-# Seeds are splits too. Mean label entropy of a client over seeds 0 to 39: 0.35 (0.15 to 0.65) nats.
+# Each seed also draws its own split. The mean label entropy of a client is 0.35 (0.15 to 0.65) nats over seeds 0 to 39.
 study rotated_mnist-entropy_low 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=13,39,7 # 0.15 0.17 0.18
 study rotated_mnist-entropy_middle 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=17,29,23 # 0.35 0.35 0.35
 study rotated_mnist-entropy_high 1.3 "${ROTATED[@]}" method=fedavg,fedbr seed=0,28,15 # 0.65 0.52 0.50
 
-# The same with a network of a tenth of the cost, in which all of it can be made.
+# The same with a network that costs a tenth, so that all of these studies are affordable.
 SMALL=("${ROTATED[@]}" model=small_cnn)
 study small-rotated_mnist 0.5 "${SMALL[@]}" method=fedavg,fedprox,moon,fedntd,fedbr seed=0..4
 study small-no_max_step 0.2 "${SMALL[@]}" method=fedbr method.fedbr.max_step=false seed=0..4
@@ -43,23 +45,24 @@ study small-component_1 0.1 "${SMALL[@]}" method=fedbr method.fedbr.mu=0 seed=0.
 study small-component_2 0.1 "${SMALL[@]}" method=fedbr method.fedbr.lam=0 seed=0..4
 study small-no_projection 0.2 "${SMALL[@]}" method=fedbr method.fedbr.projection=none seed=0..4
 
-# 2. FedBSS on Fashion-MNIST at alpha 0.1: 14 x 14 pixels, a small network and a fifth of the data allow all 200 rounds.
+# 2. FedBSS on Fashion-MNIST, alpha 0.1. With 14 x 14 pixels, a small network and a fifth of the data, 200 rounds are
+# affordable.
 FASHION=(experiment=fedbss/fashion_mnist partition.alpha=0.1)
 study fedbss-small 1.4 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fraction=0.2 \
     method=fedavg,fedlc,fedbss method.fedbss.kind=cosine,linear,filter seed=0..4
-# The paper's network on all data; the warm-up is a quarter of the rounds, as 50 is of the paper's 200.
+# The paper's network on all data. The warm-up is a quarter of the rounds, as in the paper (50 of 200).
 study fedbss-paper 1.1 "${FASHION[@]}" method=fedavg,fedbss method.fedbss.warmup_rounds=20 rounds=80 seed=0
-# What would give the printed deviations of 0.16: more clients a round, or a milder split.
+# Do more clients per round, or a more even split, give the paper's deviations of 0.16?
 DEVIATION=(experiment=fedbss/fashion_mnist data.pool=2 model=small_cnn partition.fraction=0.2 method=fedavg)
 study fedbss-deviation-split 0.2 "${DEVIATION[@]}" partition.alpha=0.1,100.0 rounds=100 seed=0..2
 study fedbss-deviation-cohort 0.1 "${DEVIATION[@]}" partition.alpha=0.1 rounds=30 schedule.cohort=100 seed=0
 
-# 3. FRAug on Digits with scikit-learn's digits in the place of SVHN. The ramps are those of 300 rounds.
+# 3. FRAug on Digits with scikit-learn's digits in place of SVHN. The ramps have the length for 300 rounds.
 DIGITS=(experiment=fraug/digits 'data.domains=[mnist,mnist_m,usps,digits]' data.size=16 rounds=100)
 study fraug 7.0 "${DIGITS[@]}" method=fedavg,fedbn,fraug method.fraug.ramp_rounds=300 \
     method.fraug.rtnet_lam=0.1,1.0,10.0 seed=0..2
 
-# 4. FedLD on chest X-rays and on a made-up shift of domains; the terms that its two parts claim to lower must fall.
+# 4. FedLD on chest X-rays and on a synthetic domain shift. The terms that its two parts should reduce must decrease.
 PARTS=method=fedavg,fedprox,fedld_margin,fedld_principal,fedld
 study fedld-chest 1.3 experiment=fedld/retina data=pneumonia_mnist model=small_cnn partition.alpha=0.5 rounds=100 \
     evaluate.decompose=5 $PARTS seed=0..4
@@ -67,8 +70,8 @@ study fedld-shift 0.2 experiment=fedld/retina data=synthetic data.domains=5 data
     data.samples=2000 data.test_samples=2000 partition=domain model=small_cnn rounds=100 evaluate.decompose=5 \
     $PARTS seed=0..4
 
-# 5. The combination tables at one setting each; not InCo, which needs the equal blocks of a ResNet.
-with() { # a method: the list of it alone and beside the others
+# 5. The combination tables, at one setting each, without InCo, which needs a ResNet's equal blocks.
+with() { # a method: list it alone and combined with each of the others
     echo "method=fedavg,$1,fedcm,$1+fedcm,feddecorr,$1+feddecorr,mixup,$1+mixup,fedexp,$1+fedexp"
 }
 study combinations-fedbr 1.2 "${SMALL[@]}" "$(with fedbr)" seed=0..4
