@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -31,6 +33,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        one_of("local.optimizer", self.kind, OPTIMIZERS)
         at_least("local.momentum", self.momentum, 0.0)
         at_least("local.weight_decay", self.weight_decay, 0.0)
         if self.nesterov and not self.momentum:
@@ -44,7 +47,7 @@ class OptimizerSettings:
     @property
     def is_adam(self) -> bool:
         """True if the optimizer keeps Adam's moments."""
-        return self.kind != "sgd"
+        return self.kind in ("adam", "adamw")
 
 
 class LocalOptimizer:

@@ -88,22 +88,22 @@ def test_custom_loss_trains_scores_and_resumes() -> None:
         ),
         (
             {"loss": cross_entropy},
-            r"loss=cross_entropy gives \[\] values of two samples: give one for each",
+            "loss=cross_entropy returns",
         ),
         ({"loss": Huber}, r"^loss=Huber is a class"),
         (
             {"loss": lambda outputs: outputs},
-            r"loss=<lambda> cannot take outputs \[2, 10\] and labels \[2\]",
+            "loss=<lambda> fails",
         ),
         (
             {"loss": lambda outputs, labels: None},
-            "loss=<lambda> returns nothing: give one value for each sample",
+            "loss=<lambda> returns nothing",
         ),
         (
             {"loss": lambda outputs, labels: 0.5},
-            "loss=<lambda> returns a float and no tensor: give one value for each",
+            "loss=<lambda> returns a float",
         ),
-        ({"loss": CrossEntropyLoss()}, r"loss=CrossEntropyLoss gives \[\] values of two samples"),
+        ({"loss": CrossEntropyLoss()}, "loss=CrossEntropyLoss returns"),
         ({"loss": "focl"}, "loss=focl does not exist: did you mean focal"),
     ],
 )

@@ -38,7 +38,7 @@ def test_warning_of_fedasync_in_rounds(
     schedule: Sequence[str],
 ) -> None:
     found = warnings("method=[fedasync]", *schedule)
-    assert [text for text in found if "the up to 3 models of a round" in text] == list(found)
+    assert [text for text in found if "'fedasync'" in text] == list(found)
     assert len(found) == (schedule is ROUNDS)
 
 
@@ -109,7 +109,7 @@ def test_warning_of_a_median_of_two() -> None:
         )
 
     (sentence,) = of(2)
-    assert "is the mean where an aggregation has no more than two updates" in sentence
+    assert "'coordinate_median'" in sentence
     assert of(3) == ()
 
 

@@ -89,7 +89,7 @@ def test_values_behind_the_rows_do_not_change() -> None:
     """Rows are mixed 64 at a time, and 100 is no multiple."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
-    inco.compiled(inco._mix)(rows[:100], sources[:100], 5.0, math.inf, 1e-7, False)
+    inco.compile_function(inco._mix)(rows[:100], sources[:100], 5.0, math.inf, 1e-7, False)
     assert np.array_equal(rows[100:], before[100:]) and not np.any(rows[:100] == before[:100])
 
 

@@ -200,7 +200,7 @@ ROWS = {
     "vhl of virtual contrast alone": of_vhl(alpha=0.0, gamma=0.0),
     "vhl on larger images": of_vhl(study={"data": larger()}),
     "vhl counting steps": of_vhl(
-        align_epochs=1, study={"local": Local(0.1, epochs=None, steps=3, batch=8)}
+        align_epochs=1, study={"local": Local(lr=0.1, epochs=None, steps=3, batch=8)}
     ),
     "vhl, mixup": of_vhl(Mixup),
     "vhl, mixup with BatchNorm": of_vhl(Mixup, study=NORMED, align_epochs=1),
