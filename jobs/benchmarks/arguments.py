@@ -1,4 +1,4 @@
-"""The options that all benchmarks have."""
+"""Parse the command-line options that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from raysim.primitives.files import user_path
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with `--blocks` and `--out`; the description is a module's docstring."""
+    """Return a parser with `--blocks` and `--out`; pass a module's docstring as description."""
     style = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=description, formatter_class=style)
-    made.add_argument("--blocks", type=int, default=7, help="measured blocks of each case (7)")
-    made.add_argument(
-        "--out", type=Path, default="bench.json", metavar="FILE", help="results (bench.json)"
+    arguments = argparse.ArgumentParser(description=description, formatter_class=style)
+    arguments.add_argument(
+        "--blocks", type=int, default=7, help="number of measured repetitions of each case (7)"
     )
-    return made
+    arguments.add_argument(
+        "--out",
+        type=Path,
+        default="bench.json",
+        metavar="FILE",
+        help="where to write the results (bench.json)",
+    )
+    return arguments
 
 
-def read(made: argparse.ArgumentParser) -> argparse.Namespace:
+def read(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line; a wrong value ends the process with status 2."""
-    given = made.parse_args()
-    if given.blocks < 1:
-        made.error(f"--blocks {given.blocks}: needs at least one block. Increase it.")
-    given.out = user_path(given.out)
-    return given
+    values = arguments.parse_args()
+    if values.blocks < 1:
+        arguments.error(f"--blocks {values.blocks}: must be at least 1. Increase it.")
+    values.out = user_path(values.out)
+    return values

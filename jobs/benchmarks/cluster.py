@@ -1,16 +1,18 @@
-"""Messages, bytes and the coordinator's time in a round, on a cluster.
+"""Measure the messages, the bytes and the coordinator's time of a round on a cluster.
 
     uv run python -m jobs.benchmarks.cluster --address auto
     uv run python -m jobs.benchmarks.cluster --nodes 2 --workers 4
 
-Runs the real coordinator, dispatcher and server with workers that train nothing, on a Ray cluster that runs already
-(`--address`), on several Ray nodes in this machine (`--nodes`), or on a local Ray. Every round has 8 clients for each
-worker; their updates come back as sums of two, as one sum of each node, and one by one. The behaviour of a large
-cluster follows from the times (docs/many_nodes.md).
+Runs the real coordinator, dispatcher and server with workers that do not train, on a running Ray
+cluster (`--address`), on several Ray nodes in this machine (`--nodes`), or on a local Ray. Each
+round has 8 clients for each worker. Their updates return in three ways: as sums of two updates, as
+one sum per node, and as single updates. docs/many_nodes.md estimates the time of a round on a large
+cluster from these measurements.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -26,7 +28,7 @@ import numpy as np
 
 from jobs.benchmarks import scale
 from jobs.benchmarks.arguments import parser, read
-from jobs.benchmarks.scale import Case as Load, Ready, spec_of
+from jobs.benchmarks.scale import Case, ReadyWorker, spec_of
 from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.api.messages import PublishedVersion, TrainingResult, Update
@@ -42,22 +44,20 @@ from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSettings, RunSpec
 
-GROUP, GROUPS = 2, 4  # updates to a sum, sums to a worker
+GROUP, GROUPS = 2, 4  # updates in a sum, sums per worker
 FLOATS = (1_210, 1_000_000, 11_000_000)
-WAYS = {
-    "sums": False,
-    "sums of nodes": True,
-    "updates": False,
-}  # what comes back; whether nodes add up
+# What workers return; True if each node adds up its sums.
+WAYS = {"sums": False, "sums of nodes": True, "updates": False}
 STAGES = ("dispatch", "wait", "add up", "step", "publish")
-_SKIP = 1  # rounds at the start that are not counted
+_SKIP = 1  # rounds at the start that are not measured
 
 
 @dataclass(frozen=True)
-class Options:
-    """address: of a Ray that runs. nodes: start so many in this machine instead. workers: in all; None: all that fit.
+class ClusterOptions:
+    """Where to run the benchmark, and with which models.
 
-    floats: of each model that is tried.
+    address: of a running Ray cluster. nodes: the number of Ray nodes to start in this machine
+    instead. workers: in total; None: as many as fit. floats: the parameters of each model.
     """
 
     address: str | None = None
@@ -67,57 +67,54 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "workers"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 at_least(f"--{name}", value, 1)
         for value in self.floats:
             at_least("--floats", value, 100)
         if self.address and self.nodes:
             raise ValueError(
-                "--address joins a cluster and --nodes starts one: leave one of them out"
+                "--address joins a running cluster and --nodes starts one. Remove one of them."
             )
 
 
-class Singly(Method):
-    """A method that reads every update by itself."""
+class SingleUpdates(Method):
+    """A method that reads single updates."""
 
-    name = "singly"
+    name = "single_updates"
 
     def setup(self, run: Setup) -> None:
-        """Ask for single updates."""
+        """Request single updates."""
         run.read_updates()
 
 
-class Idle(Ready):
-    """A worker that trains nothing, for a run that may have its updates one by one."""
+class IdleWorker(ReadyWorker):
+    """A worker that does not train and may return single updates."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0", content: Sequence[Any] = ()):
         super().__init__(spec, name)
 
     def evaluate(self, *_: Any) -> list[Any]:
-        """Nothing is scored."""
+        """Return no scores."""
         return []
 
 
-# --- what is counted ------------------------------------------------------------------------------------------------
-class Counted:
-    """A runtime of which calls, arrays and bytes are counted.
+# --- counting -------------------------------------------------------------------------------------
+class CountingRuntime:
+    """A runtime that counts its calls, the arrays, and the bytes between nodes.
 
-    Bytes that cross between nodes: a version once to every other node with workers, a small one with every call there
-    (`down`); what other nodes return and the coordinator takes (`up`); what they hand on to each other (`between`).
+    down: bytes to other nodes: a version once for each node with workers, or, if it is small, with
+    each call. up: bytes from other nodes to the coordinator. between: bytes among the other nodes.
     """
 
     def __init__(self, inner: Any):
-        self._inner, self.workers, self.nodes, self.combine_from = (
-            inner,
-            inner.workers,
-            inner.nodes,
-            inner.combine_from,
-        )
-        self.is_in_process = inner.is_in_process
+        self._inner = inner
+        self.workers, self.nodes = inner.workers, inner.nodes
+        self.combine_from, self.is_in_process = inner.combine_from, inner.is_in_process
         self.counts: Counter[str] = Counter()
-        self._homes: dict[
-            int, int
-        ] = {}  # by hash of a reference, which would keep its value: the node, if another one
+        # Map the hash of a reference to its node, if that is not the coordinator's. The reference
+        # itself would keep its value in memory.
+        self._homes: dict[int, int] = {}
 
     def put(self, value: object) -> Any:
         """See `Runtime`."""
@@ -129,10 +126,10 @@ class Counted:
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """See `Runtime`."""
         self.counts["calls"] += 1
-        if home := self.nodes[worker]:
-            self.counts["down"] += sum(
-                arg.nbytes for arg in args if isinstance(arg, PublishedVersion)
-            )
+        home = self.nodes[worker]
+        if home:
+            versions = [arg for arg in args if isinstance(arg, PublishedVersion)]
+            self.counts["down"] += sum(version.nbytes for version in versions)
         if method == "combine" and args[2] is not None and self._homes[hash(args[2])] != home:
             self.counts["between"] += 4 * (args[1] - args[0])
         refs = list(self._inner.call(worker, method, *args, returns=returns))
@@ -165,8 +162,12 @@ def _arrays(value: TrainingResult | np.ndarray) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """A round, medians. arrays: that came; bytes: see `Counted`; cpu, wall, stages: seconds of the coordinator."""
+class RoundCost:
+    """The median cost of a round.
+
+    arrays: received ones. down, up, between: bytes, see `CountingRuntime`. cpu, wall, stages:
+    seconds of the coordinator.
+    """
 
     floats: int
     way: str
@@ -182,14 +183,17 @@ class Cost:
     stages: Mapping[str, float]
 
 
-class Clock:
-    """Seconds spent in some functions."""
+class Stopwatch:
+    """A counter of the seconds that watched methods take."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
     def watch(self, owner: Any, name: str, stage: str, outer: str = "") -> None:
-        """Count the time of a method of this object; outer: a stage of which it is a part, and is taken off."""
+        """Add the time of an object's method to a stage.
+
+        outer: a stage that contains the method; the time is subtracted from it.
+        """
         inner = getattr(owner, name)
 
         @wraps(inner)
@@ -205,23 +209,23 @@ class Clock:
         setattr(owner, name, timed)
 
 
-# --- the measurement ------------------------------------------------------------------------------------------------
-def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> Cost:
-    """Some rounds with these workers."""
+# --- the measurement ------------------------------------------------------------------------------
+def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> RoundCost:
+    """Run `rounds` measured rounds with these workers and return the medians."""
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
-    counted, clock = Counted(runtime), Clock()
+    counting, stopwatch = CountingRuntime(runtime), Stopwatch()
     coordinator = Coordinator(
-        replace(spec, settings=settings), Synchronous(cohort), Ideal(), counted
+        replace(spec, settings=settings), Synchronous(cohort), Ideal(), counting
     )
-    clock.watch(coordinator, "_publish", "publish")
-    clock.watch(coordinator.dispatcher, "submit", "dispatch")
-    clock.watch(coordinator.dispatcher, "collect", "wait")
-    clock.watch(coordinator.dispatcher, "combine_sums", "add up", outer="wait")
-    clock.watch(coordinator.server, "step", "step")
+    stopwatch.watch(coordinator, "_publish", "publish")
+    stopwatch.watch(coordinator.dispatcher, "submit", "dispatch")
+    stopwatch.watch(coordinator.dispatcher, "collect", "wait")
+    stopwatch.watch(coordinator.dispatcher, "combine_sums", "add up", outer="wait")
+    stopwatch.watch(coordinator.server, "step", "step")
     marks = []
     for event in coordinator.run():
         if isinstance(event, Round):
-            row = {stage: clock.seconds[stage] for stage in STAGES} | dict(counted.counts)
+            row = {stage: stopwatch.seconds[stage] for stage in STAGES} | dict(counting.counts)
             marks.append({**row, "cpu": time.process_time(), "wall": time.perf_counter()})
     keys = (*STAGES, "calls", "arrays", "down", "up", "between", "cpu", "wall")
     steps = [
@@ -231,31 +235,35 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     middle = {key: statistics.median(step[key] for step in steps[_SKIP - 1 : -1]) for key in keys}
     numbers = {key: int(middle[key]) for key in ("calls", "arrays", "down", "up", "between")}
     stages = {stage: middle[stage] for stage in STAGES}
-    return Cost(
+    return RoundCost(
         coordinator.layout.shared, way, runtime.workers, len(set(runtime.nodes)), **numbers,
         cpu=middle["cpu"], wall=middle["wall"], stages=stages,
     )  # fmt: skip
 
 
 def run_of(floats: int, workers: int, way: str) -> RunSpec:
-    """A model of so many floats, nearly, and eight clients for each worker."""
-    load = Load(workers * GROUP * GROUPS, GROUP, (max(1, (floats - 10) // 75),))
-    spec = spec_of(load, RunSettings(summation=GROUP, evaluate=Evaluation(every=10**9)))
-    return replace(spec, methods=(Singly(),) if way == "updates" else ())
+    """Return a run whose model has about `floats` parameters, with eight clients per worker."""
+    case = Case(workers * GROUP * GROUPS, GROUP, (max(1, (floats - 10) // 75),))
+    spec = spec_of(case, RunSettings(summation=GROUP, evaluate=Evaluation(every=10**9)))
+    return replace(spec, methods=(SingleUpdates(),) if way == "updates" else ())
 
 
-def costs(options: Options, size: Size, rounds: int, say: Callable[[str], None]) -> Iterator[Cost]:
-    """Measure every model in every way that the cluster has, on the Ray that is connected."""
+def costs(
+    options: ClusterOptions, size: Size, rounds: int, say: Callable[[str], None]
+) -> Iterator[RoundCost]:
+    """Measure each model in each way that the connected cluster supports."""
     from raysim.runtime import ray as cluster
 
-    asked = RayOptions(workers=size.workers, strategy="SPREAD")
-    with cluster.reserve(cluster.run_bundles(size), "raysim-bench", asked, say) as group:
+    ray_options = RayOptions(workers=size.workers, strategy="SPREAD")
+    with cluster.reserve(cluster.run_bundles(size), "raysim-bench", ray_options, say) as group:
         for floats in options.floats:
             spec = run_of(floats, size.workers, "sums")
-            runtime = cluster.start_workers_in(group, size, f"bench-{floats}", asked, Idle, spec)
+            runtime = cluster.start_workers_in(
+                group, size, f"bench-{floats}", ray_options, IdleWorker, spec
+            )
             try:
                 for way, combine in WAYS.items():
-                    runtime.combine_from = replace(asked, combine=combine).combine_from
+                    runtime.combine_from = replace(ray_options, combine=combine).combine_from
                     if combine and not any(runtime.nodes):
                         continue
                     cohort = size.workers * GROUP * GROUPS
@@ -265,47 +273,46 @@ def costs(options: Options, size: Size, rounds: int, say: Callable[[str], None])
 
 
 @contextmanager
-def joined(options: Options) -> Iterator[Size]:
-    """Connect to the cluster, or start it; how many workers will be there."""
+def joined(options: ClusterOptions) -> Iterator[Size]:
+    """Connect to the cluster or start it, and yield the number and resources of its workers."""
     from raysim.runtime import ray as cluster
 
-    several = None
+    local_nodes = None
+    address = options.address
     if options.nodes:
-        several = cluster.start_local_nodes(
-            options.nodes, -(-(options.workers or 2 * options.nodes) // options.nodes)
-        )
-    asked = RayOptions(
-        workers=options.workers, address=several.address if several else options.address
-    )
-    mine = cluster.connect(asked)
+        workers = options.workers or 2 * options.nodes
+        local_nodes = cluster.start_local_nodes(options.nodes, math.ceil(workers / options.nodes))
+        address = local_nodes.address
+    ray_options = RayOptions(workers=options.workers, address=address)
+    is_connected_here = cluster.connect(ray_options)
     try:
-        yield choose_size(asked, {"CPU": 1.0}, cluster.node_resources(), most=64)
+        yield choose_size(ray_options, {"CPU": 1.0}, cluster.node_resources(), most=64)
     finally:
-        if mine:
+        if is_connected_here:
             cluster.disconnect()
-        if several:
-            several.shutdown()
+        if local_nodes:
+            local_nodes.shutdown()
 
 
-def bench(options: Options, out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
-    """Measure, print a table, write `out`."""
-    found = []
+def bench(
+    options: ClusterOptions, out: Path, rounds: int, say: Callable[[str], None]
+) -> list[RoundCost]:
+    """Measure, print a table and write the results to `out`."""
+    results = []
     with joined(options) as size:
         for cost in costs(options, size, rounds, say):
-            found.append(cost)
-            say(f"{cost.floats:,} floats, {cost.way}: {cost.wall * 1000:.1f} ms a round")
-    say(table(found))
-    write_json(
-        {"options": asdict(options), "rounds": rounds, "results": [asdict(cost) for cost in found]},
-        out,
-    )
-    return found
+            results.append(cost)
+            say(f"{cost.floats:,} floats, {cost.way}: {cost.wall * 1000:.1f} ms per round")
+    say(table(results))
+    rows = [asdict(cost) for cost in results]
+    write_json({"options": asdict(options), "rounds": rounds, "results": rows}, out)
+    return results
 
 
-def table(found: Sequence[Cost]) -> str:
-    """Return what the benchmark prints: a row for each model and way."""
+def table(results: Sequence[RoundCost]) -> str:
+    """Return the printed table: a row for each model and way."""
     rows = []
-    for cost in found:
+    for cost in results:
         counts = (f"{cost.floats:,}", cost.way, f"{cost.calls}", f"{cost.arrays}")
         megabytes = [f"{size / 1e6:.2f}" for size in (cost.down, cost.up, cost.between)]
         times = [
@@ -314,7 +321,7 @@ def table(found: Sequence[Cost]) -> str:
         rows.append((*counts, *megabytes, *times))
     head = (
         "floats",
-        "what comes",
+        "returned",
         "calls",
         "arrays",
         "MB down",
@@ -324,37 +331,39 @@ def table(found: Sequence[Cost]) -> str:
         *STAGES,
         "round",
     )
-    place = f"{found[0].workers} workers on {found[0].nodes} node(s)"
-    title = f"a round of {place}: counts, MB, and ms of the coordinator"
+    place = f"{results[0].workers} workers on {results[0].nodes} node(s)"
+    title = f"a round with {place}: counts, MB, and ms of the coordinator"
     return f"{title}\n{format_table(text_columns(head, rows), terminal_width())}"
 
 
 def main() -> None:
     """Run the benchmark with the options of the command line."""
-    options = parser(__doc__)
-    options.add_argument("--address", help="of a Ray cluster that runs; auto: on this machine")
-    options.add_argument("--nodes", type=int, help="start this number of Ray nodes in this machine")
-    options.add_argument("--workers", type=int, help="workers in all (as many as have a CPU)")
-    options.add_argument(
+    command_line = parser(__doc__)
+    command_line.add_argument(
+        "--address", help="address of a running Ray cluster; auto: on this machine"
+    )
+    command_line.add_argument(
+        "--nodes", type=int, help="number of Ray nodes to start in this machine"
+    )
+    command_line.add_argument("--workers", type=int, help="number of workers (one per CPU)")
+    command_line.add_argument(
         "--floats",
         type=int,
         nargs="+",
         default=FLOATS,
         metavar="N",
-        help="parameters of the models",
+        help="number of parameters of each model",
     )
-    given = read(options)
-    listen_on_loopback(RayOptions(address=given.address))  # before Ray is imported
+    arguments = read(command_line)
+    listen_on_loopback(RayOptions(address=arguments.address))  # before Ray is imported
 
     from ray import cloudpickle
 
-    cloudpickle.register_pickle_by_value(scale)  # the nodes may have raysim alone
-    bench(
-        Options(given.address, given.nodes, given.workers, given.floats),
-        given.out,
-        given.blocks,
-        print,
+    cloudpickle.register_pickle_by_value(scale)  # the nodes may have raysim without jobs
+    options = ClusterOptions(
+        arguments.address, arguments.nodes, arguments.workers, arguments.floats
     )
+    bench(options, arguments.out, arguments.blocks, print)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The cost of virtual time: events per second of the plan alone, and jobs per second of runs that train nothing.
+"""Measure virtual time: planned events per second, and jobs per second of a run without training.
 
     uv run python -m jobs.benchmarks.planner
 
-Both have a million clients, of which a thousand are in flight, for every schedule and fleet. Seconds are CPU time, so
-that other work on the machine counts little. `jobs.benchmarks.scale` runs this first.
+The population has a million clients, of which a thousand are in flight. Events are measured for
+every schedule and fleet. Seconds are CPU time, because other work on the machine changes it less.
+`jobs.benchmarks.scale` runs this benchmark first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.benchmarks.scale import Case, Ready, spec_of
+from jobs.benchmarks.scale import Case, ReadyWorker, spec_of
 from jobs.command import run
 from raysim.api.declarations import Evaluation
 from raysim.primitives.memory import peak_memory_bytes
@@ -43,14 +44,14 @@ from raysim.simulation.schedule import (
 from raysim.simulation.trace import Trace
 from raysim.training.run_spec import RunSettings
 
-CLIENTS, AT_WORK = 1_000_000, 1_000
+CLIENTS, IN_FLIGHT = 1_000_000, 1_000
 SCHEDULES: dict[str, Schedule] = {
-    "synchronous": Synchronous(AT_WORK),
-    "oversample": Oversample(AT_WORK),
-    "deadline": Deadline(AT_WORK, seconds=0.02),
-    "buffered": Buffered(AT_WORK, size=100),
-    "immediate": Immediate(AT_WORK),
-    "tiered": Tiered(5, AT_WORK // 5),
+    "synchronous": Synchronous(IN_FLIGHT),
+    "oversample": Oversample(IN_FLIGHT),
+    "deadline": Deadline(IN_FLIGHT, seconds=0.02),
+    "buffered": Buffered(IN_FLIGHT, size=100),
+    "immediate": Immediate(IN_FLIGHT),
+    "tiered": Tiered(5, IN_FLIGHT // 5),
 }
 FLEETS: dict[str, Fleet] = {
     "ideal": Ideal(),
@@ -58,38 +59,46 @@ FLEETS: dict[str, Fleet] = {
     "drop-outs": Lognormal(dropout=0.1),
     "diurnal": Lognormal(availability="diurnal"),
     "markov": Lognormal(availability="markov", on=600, off=600),
-    "night": Lognormal(availability="diurnal", hours=0.5),  # half of the time nobody is there
-    "scarce": Lognormal(availability="markov", on=600, off=6e6),  # a hundred of a million are there
+    "night": Lognormal(
+        availability="diurnal", hours=0.5
+    ),  # half of the time no client is available
+    "scarce": Lognormal(availability="markov", on=600, off=6e6),  # about 100 clients available
 }
-TRACE = (
-    "trace"  # another one, of clients that are there four times in two days, for 4 s in the mean
-)
+# A further fleet: each client is available four times in two days, for 4 s on average.
+TRACE = "trace"
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Of a schedule over a fleet. events: dispatches and ends a second of CPU; memory: bytes that the plan added."""
+    """The speed of the planner for a schedule and a fleet.
+
+    start: CPU seconds to the first aggregation. events: dispatched and finished jobs per CPU
+    second. memory: bytes that the planner added to the process.
+    """
 
     schedule: str
     fleet: str
-    start: float  # seconds of CPU to the first aggregation
+    start: float
     events: float
     memory: int
 
 
 def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
-    """Of the plan alone, each for so many seconds, and in a process of its own: so memory is what it added."""
-    found = []
+    """Measure the planner for `seconds` with each schedule and fleet.
+
+    Each measurement has a separate process, so that memory is that of its planner.
+    """
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         fleets = {**FLEETS, TRACE: Trace(file=_trace(Path(folder) / "trace.parquet"))}
         for name in SCHEDULES:
             for fleet, kind in fleets.items():
-                with multiprocessing.get_context("fork").Pool(1) as alone:
-                    found.append(alone.apply(_rate, (name, fleet, kind, seconds)))
-                say(
-                    f"{name} over {fleet}: {found[-1].events:,.0f} events a second, {found[-1].memory / 1e6:,.0f} MB"
-                )
-    return found
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    rate = pool.apply(_rate, (name, fleet, kind, seconds))
+                results.append(rate)
+                memory = f"{rate.memory / 1e6:,.0f} MB"
+                say(f"{name} with {fleet}: {rate.events:,.0f} events per second, {memory}")
+    return results
 
 
 def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
@@ -105,7 +114,7 @@ def _rate(name: str, fleet: str, kind: Fleet, seconds: float) -> Rate:
 
 
 def _trace(file: Path) -> str:
-    """Of as many clients, each with four intervals of its own."""
+    """Write a trace of all clients, with four available intervals for each; return its path."""
     generator, period = stream(0, "bench"), 172_800.0
     starts = np.sort(generator.random((CLIENTS, 4)), axis=1) * (period - 100)
     stops = np.append(starts[:, 1:], np.full((CLIENTS, 1), period), axis=1)
@@ -137,45 +146,48 @@ def _resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def whole(rounds: int) -> tuple[float, float]:
-    """Jobs a second of CPU, and seconds of it to start, of a run in this process, buffered by 100."""
+def whole_run(rounds: int) -> tuple[float, float]:
+    """Measure a run without training, with buffers of 100, in this process.
+
+    Return the jobs per CPU second, and the CPU seconds to the first aggregation.
+    """
     settings = RunSettings(rounds=rounds, evaluate=Evaluation(every=10**9))
     began = time.process_time()
     spec = spec_of(Case(CLIENTS // 2, 1), settings)
     coordinator = Coordinator(
-        spec, SCHEDULES["buffered"], FLEETS["drop-outs"], InProcess(Ready(spec))
+        spec, SCHEDULES["buffered"], FLEETS["drop-outs"], InProcess(ReadyWorker(spec))
     )
     marks = [time.process_time() for event in coordinator.run() if isinstance(event, Round)]
     return (len(marks) - 1) * SCHEDULES["buffered"].size / (marks[-1] - marks[0]), marks[0] - began
 
 
 def bench(say: Callable[[str], None]) -> dict[str, object]:
-    """Measure, print a table, and return the results as a file holds them."""
-    found = rates(2.0, say)
+    """Measure, print a table and return the results for a JSON file."""
+    results = rates(2.0, say)
     rows = []
     for name in SCHEDULES:
-        rows.append(
-            (name, *(f"{rate.events / 1e3:,.0f}" for rate in found if rate.schedule == name))
-        )
+        of_schedule = [rate for rate in results if rate.schedule == name]
+        rows.append((name, *(f"{rate.events / 1e3:,.0f}" for rate in of_schedule)))
     fleets = (*FLEETS, TRACE)
-    most = [max(rate.memory for rate in found if rate.fleet == fleet) for fleet in fleets]
+    most = [max(rate.memory for rate in results if rate.fleet == fleet) for fleet in fleets]
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
-    say(f"the plan alone: thousand events a second, {CLIENTS:,} clients, {AT_WORK:,} at work")
+    title = "the planner alone: thousand events per second"
+    say(f"{title}, {CLIENTS:,} clients, {IN_FLIGHT:,} in flight")
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
-    jobs, start = whole(100)
+    jobs, start = whole_run(100)
     say(
-        f"a whole run that trains nothing: {jobs:,.0f} jobs a second of CPU, {start:.1f} s to the first, at most "
-        f"{peak_memory_bytes() / 1e9:.2f} GB"
+        f"a whole run without training: {jobs:,.0f} jobs per CPU second, {start:.1f} s to the "
+        f"first aggregation, at most {peak_memory_bytes() / 1e9:.2f} GB"
     )
     return {
-        "planner": [asdict(rate) for rate in found],
+        "planner": [asdict(rate) for rate in results],
         "jobs_per_second": jobs,
         "start_seconds": start,
     }
 
 
 def main() -> None:
-    """Run the benchmark alone; its table is all that it leaves."""
+    """Run the benchmark alone and print its table; no file is written."""
     bench(print)
 
 

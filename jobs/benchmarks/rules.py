@@ -1,9 +1,9 @@
-"""The cost of the server's step of each rule compared with FedAvg's, the weighted mean.
+"""Compare the server step of each aggregation rule with FedAvg's weighted mean.
 
     uv run python -m jobs.benchmarks.rules
 
-The benchmark alternates a rule and FedAvg in one process and reports the median of the ratios. FedAvg itself is
-compared with a plain PyTorch loop that adds one update after the other.
+The benchmark alternates a rule and FedAvg in one process and reports the median of the ratios.
+FedAvg itself is compared with a plain PyTorch loop that adds one update after the other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COHORT = 10  # updates of ResNet-18, 11 million floats each
 
 
 def principal_and_loop() -> tuple[float, float]:
-    """Return the seconds of the principal-gradient sum of 50 updates of 10 M floats, and of a plain sum."""
+    """Time the principal-gradient sum of 50 updates of 10 M floats, and a plain sum of them."""
     task = Task((1, 28, 28), 10, 50)
     model = Mlp((3200, 2400)).build((1, 28, 28), 10, 0)
     declarations = declare([], task, model, _facts(50))
@@ -139,7 +139,7 @@ def _updates() -> list[Update]:
 
 
 def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure FedAvg and the loop in turn, each rule and FedAvg, and principal gradients last."""
+    """Measure FedAvg next to the loop, each rule next to FedAvg, and principal gradients last."""
     updates = _updates()
 
     def with_fedavg(make: Callable[[], Method]) -> Callable[[], tuple[float, float]]:
@@ -153,12 +153,13 @@ def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
 
 
 def main() -> None:
-    """Measure the rules, print a table, write a file of results."""
-    given = read(parser(__doc__))
+    """Measure the rules, print a table and write the results to a file."""
+    arguments = read(parser(__doc__))
     make_deterministic(1)
-    results = bench_rules(given.blocks, print)
-    title = f"the server's step on {num_threads()} threads: fedavg compared with a plain loop, rules with fedavg"
-    report(title, results, given.blocks, given.out)
+    results = bench_rules(arguments.blocks, print)
+    comparison = "fedavg compared with a plain loop, rules with fedavg"
+    title = f"the server's step on {num_threads()} threads: {comparison}"
+    report(title, results, arguments.blocks, arguments.out)
 
 
 if __name__ == "__main__":

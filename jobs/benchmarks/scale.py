@@ -1,10 +1,10 @@
-"""The coordinator's own cost of a round: a simulated fleet of workers returns ready-made sums at once.
+"""Measure the coordinator's cost of a round with simulated workers that return prepared sums.
 
     uv run python -m jobs.benchmarks.scale --blocks 3
 
-Measures the planner (`jobs.benchmarks.planner`), then runs the real coordinator, dispatcher and server, in one process
-and over Ray, and prints the seconds of a job, a summed float, a call and a byte. `jobs/README.md` says what follows
-from them for a large cluster.
+Measures the planner first (`jobs.benchmarks.planner`). Then runs the real coordinator, dispatcher
+and server, in one process and on Ray, and prints the time and memory of an aggregation.
+`jobs/README.md` derives from these numbers what limits a large cluster.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from raysim.simulation.schedule import Immediate, Synchronous
 from raysim.training.combiner import Combiner
 from raysim.training.run_spec import RunSettings, RunSpec, build_networks
 
-HOSTS = 64
-PER_HOST = 4  # groups that each worker sums, so that workers finish together
+WORKERS = 64
+SUMS_PER_WORKER = 4  # so that all workers finish at the same time
 SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
-DEFAULT = 5  # updates to a sum where `summation` is not set
+DEFAULT_SUMMATION = 5  # updates in a sum if `summation` is not set
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cohort, how many updates a worker sums into one, the model's widths, the fleet, and where workers are.
+    """A setting to measure.
 
-    alone: whether every result is an aggregation, and travels alone, with so many clients at work on two workers.
+    clients: in a cohort, or in flight if `alone`. group: updates in a sum. widths: of the model.
+    ray: the workers are actors instead of objects in this process. alone: aggregate each update as
+    soon as it arrives, from two workers.
     """
 
     clients: int
@@ -62,14 +64,17 @@ class Case:
 
     @property
     def jobs(self) -> int:
-        """In an aggregation."""
+        """The number of jobs in an aggregation."""
         return 1 if self.alone else self.clients
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of an aggregation. arrays: sums and updates of `floats` floats that came in a round; cpu: seconds of the
-    coordinator's process; memory: the peak of its resident set so far, in bytes."""
+class AggregationCost:
+    """The cost of an aggregation.
+
+    arrays: received sums and updates, of `floats` floats each. cpu: seconds of the coordinator's
+    process. memory: the peak of its resident set so far, bytes.
+    """
 
     case: Case
     floats: int
@@ -80,7 +85,7 @@ class Cost:
 
 
 def cases() -> list[Case]:
-    """Ascending in memory, so that a peak is that of its own row."""
+    """Return all cases, ascending in memory, so that each peak is that of its own case."""
     cohorts = {clients: summation(clients) for clients in (1_000, 10_000, 100_000)}
     cases = []
     for clients, group in cohorts.items():
@@ -89,26 +94,26 @@ def cases() -> list[Case]:
             Case(clients, group, fleet="lognormal"),
             Case(clients, group, LARGE),
         ]
-    cases += [Case(clients, DEFAULT, LARGE) for clients in (1_000, 10_000)]
+    cases += [Case(clients, DEFAULT_SUMMATION, LARGE) for clients in (1_000, 10_000)]
     cases += [Case(clients, group, ray=True) for clients, group in cohorts.items()]
     cases += [Case(256, 4, LARGE, ray=True), Case(256, 1, LARGE, ray=True)]
     return [*cases, *(Case(10, 1, fleet="lognormal", ray=ray, alone=True) for ray in (False, True))]
 
 
 def summation(clients: int) -> int:
-    """So many updates to a sum that every worker makes as many sums."""
-    return math.ceil(clients / (HOSTS * PER_HOST))
+    """Return the updates in a sum with which every worker makes `SUMS_PER_WORKER` sums."""
+    return math.ceil(clients / (WORKERS * SUMS_PER_WORKER))
 
 
-# --- the fleet ------------------------------------------------------------------------------------------------------
-class Ready(Combiner):
-    """A worker that trains nothing: it returns updates without content and sums that are ready, at once."""
+# --- the simulated workers ------------------------------------------------------------------------
+class ReadyWorker(Combiner):
+    """A worker that does not train: it returns empty updates and prepared sums immediately."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
         shared = build_networks(spec)[1].shared
-        count = max(2, min(16, (1 << 26) // shared))  # more than a cache holds
-        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(count)]  # written
+        count = max(2, min(16, (1 << 26) // shared))  # more than fit into a cache
+        self._arrays = [np.full(shared, 1e-9, np.float32) for _ in range(count)]
         self._next = 0
 
     def ready(self) -> str:
@@ -129,26 +134,18 @@ class Ready(Combiner):
 
     def _update(self, job: Job, alone: bool) -> Update:
         samples = int(self._counts[job.client])
-        known = (
-            job.number,
-            job.client,
-            job.version,
-            samples,
-            samples,
-            1,
-            0.0,
-            0.0,
-            np.empty(0, np.int64),
-        )
-        return Update(*known, delta=self._array() if alone else None)
+        counters = np.empty(0, np.int64)
+        delta = self._array() if alone else None
+        facts = (job.number, job.client, job.version, samples, samples, 1, 0.0, 0.0)
+        return Update(*facts, counters, delta=delta)
 
     def _array(self) -> np.ndarray:
         self._next = (self._next + 1) % len(self._arrays)
-        return self._arrays[self._next][:]  # a view, which travels as a whole
+        return self._arrays[self._next][:]  # a new view of the prepared array
 
 
-class Long(Ready):
-    """The same; it says that every job has taken it a second, so that nobody waits for a second one to send both."""
+class SlowWorker(ReadyWorker):
+    """A worker that reports one second for every job, so that jobs are not sent in batches."""
 
     def train(
         self,
@@ -161,66 +158,73 @@ class Long(Ready):
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
 
 
-class Fleet:
-    """So many workers for a coordinator, behind which there may be fewer."""
+class ManyWorkers:
+    """A runtime that shows `workers` workers to the coordinator and uses fewer real ones."""
 
     combine_from, is_in_process = math.inf, False
 
-    def __init__(self, few: Runtime, workers: int):
-        self._few, self.put, self.revive = few, few.put, few.revive
+    def __init__(self, workers_inside: Runtime, workers: int):
+        self._inner, self.put, self.revive = (
+            workers_inside,
+            workers_inside.put,
+            workers_inside.revive,
+        )
         self.workers, self.nodes = workers, (0,) * workers
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
         """See `Runtime`."""
-        return self._few.call(worker % self._few.workers, method, *args, returns=returns)
+        return self._inner.call(worker % self._inner.workers, method, *args, returns=returns)
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """See `Runtime`."""
-        return self._few.ready(refs, seconds)
+        return self._inner.ready(refs, seconds)
 
     def get(self, ref: Any) -> Any:
         """See `Runtime`."""
-        if isinstance(value := self._few.get(ref), TrainingResult):
-            alone = sum(
-                isinstance(update, Update) and update.delta is not None for update in value.updates
-            )
-            self.arrays += len(value.sums) + alone
+        value = self._inner.get(ref)
+        if isinstance(value, TrainingResult):
+            updates = [update for update in value.updates if isinstance(update, Update)]
+            single = sum(update.delta is not None for update in updates)
+            self.arrays += len(value.sums) + single
         return value
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
+# --- the measurement -----------------------------------------------------------------------------
 def spec_of(case: Case, settings: RunSettings) -> RunSpec:
-    """Twice as many clients as take part, of 5 to 15 samples that nobody reads."""
-    few = federate(Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0)
+    """Return a run with twice as many clients as the case has, each with 5 to 15 samples."""
+    workers_inside = federate(
+        Synthetic(shape=[1, 8, 8], samples=100, test_samples=10), IID(clients=2), 0
+    )
     offsets = np.concatenate([[0], np.cumsum(5 + np.arange(2 * case.clients) * 7 % 11)])
     train, test = (
         CSR(np.zeros(offsets[-1], np.int64), offsets),
         CSR(np.empty(0, np.int64), np.zeros_like(offsets)),
     )
-    data = replace(few, partition=Partition(train, test), central=np.empty(0, np.int64))
+    data = replace(workers_inside, partition=Partition(train, test), central=np.empty(0, np.int64))
     return RunSpec(Mlp(case.widths), (), data, settings)
 
 
-def measure(case: Case, rounds: int) -> Cost:
-    """Medians of so many rounds, on the Ray that is connected if the case says so.
+def measure(case: Case, rounds: int) -> AggregationCost:
+    """Measure a case and return medians over `rounds` rounds.
 
-    From one aggregation to the next, without the first round, and without the last, after which nothing is dispatched;
-    where results come alone means over a hundred times as many.
+    Times are from one aggregation to the next, without the first round and without the last one,
+    after which nothing is dispatched. For a case that is `alone` they are means over a hundred
+    times as many aggregations. A case on Ray needs a connected Ray.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1
-    kind = Long if case.alone else Ready
+    kind = SlowWorker if case.alone else ReadyWorker
     spec = spec_of(case, RunSettings(rounds=rounds + 2, summation=case.group, evaluate=evaluate))
-    few: Any = InProcess(*(kind(spec) for _ in range(2 if case.alone else 1)))
+    workers_inside: Any = InProcess(*(kind(spec) for _ in range(2 if case.alone else 1)))
     if case.ray:
         from raysim.runtime.ray import start_workers
 
-        few = start_workers(spec, 2, kind)
+        workers_inside = start_workers(spec, 2, kind)
     times = Lognormal() if case.fleet == "lognormal" else Ideal()
     schedule = Immediate(case.clients) if case.alone else Synchronous(case.clients)
     coordinator = Coordinator(
-        spec, schedule, times, fleet := Fleet(few, 2 if case.alone else HOSTS)
+        spec, schedule, times, fleet := ManyWorkers(workers_inside, 2 if case.alone else WORKERS)
     )
     try:
         marks = [
@@ -230,11 +234,11 @@ def measure(case: Case, rounds: int) -> Cost:
         ]
     finally:
         if case.ray:
-            few.stop()
+            workers_inside.stop()
     steps = np.diff(np.array(marks), axis=0)[:-1]
     middle = statistics.mean if case.alone else statistics.median
     seconds, cpu = (middle(column) for column in steps.T.tolist())
-    return Cost(
+    return AggregationCost(
         case,
         coordinator.layout.shared,
         fleet.arrays // (rounds + 2),
@@ -244,28 +248,28 @@ def measure(case: Case, rounds: int) -> Cost:
     )
 
 
-def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
-    """Measure all cases, print a table, write `out`."""
+def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[AggregationCost]:
+    """Measure all cases, print a table and write the results to `out`."""
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster
 
     torch.set_num_threads(1)
     planned = planner.bench(say)
-    costs: list[Cost] = []
+    costs: list[AggregationCost] = []
     mine = False
     try:
         for case in cases():
             if case.ray:
                 mine = cluster.connect(cluster.RayOptions()) or mine
             costs.append(measure(case, rounds))
-            say(f"{case}: {costs[-1].seconds:.3f} s a round")
+            say(f"{case}: {costs[-1].seconds:.3f} s per aggregation")
     finally:
         if mine:
             cluster.disconnect()
     rows = []
     for cost in costs:
         case = cost.case
-        place = "Ray" if case.ray else "here"
+        place = "Ray" if case.ray else "in-process"
         seconds = (cost.seconds, cost.cpu, cost.cpu / case.jobs * 1e6, cost.memory / 1e9)
         counts = (
             f"{case.clients:,}",
@@ -278,23 +282,23 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
         rows.append((*counts, *(f"{number:.3g}" for number in seconds)))
     head = (
         "clients",
-        "in one",
+        "jobs",
         "workers",
         "fleet",
         "floats",
         "arrays",
         "s",
         "CPU s",
-        "us a job",
+        "µs per job",
         "GB",
     )
-    say(f"an aggregation of {HOSTS} workers that cost nothing; medians of {rounds}")
+    say(f"an aggregation with {WORKERS} workers that do not train, medians of {rounds} rounds")
     say(format_table(text_columns(head, rows), terminal_width()))
     write_json(
         {
             "rounds": rounds,
             **planned,
-            "workers": HOSTS,
+            "workers": WORKERS,
             "results": [asdict(cost) for cost in costs],
         },
         out,
@@ -304,8 +308,8 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Cost]:
 
 def main() -> None:
     """Run the benchmark with the options of the command line."""
-    given = read(parser(__doc__))
-    bench(given.out, given.blocks, print)
+    arguments = read(parser(__doc__))
+    bench(arguments.out, arguments.blocks, print)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The cost of checkpoints and client states: of W1, of 10,000 clients with a state, and of states beyond memory.
+"""Measure the cost of checkpoints and of client states, also of states that exceed the memory.
 
     uv run python -m jobs.benchmarks.states --clients 10000
 
-Writes checkpoints of W1, and of a run of 10,000 clients with W2's model and SCAFFOLD after rounds that touched some of
-them. Then it trains such clients within a memory budget and without one, and at last `--clients` of them within 1 GiB,
-which takes as much disk space as their states need (100,000 clients: 18 GB).
+1. Writes checkpoints of workload W1, and of 10,000 clients with SCAFFOLD on W2's model, of which
+   some took part since the last checkpoint.
+2. Trains such clients with a memory budget and without one.
+3. Trains `--clients` of them within 1 GiB. Their states need disk space (100,000 clients: 18 GB).
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ from raysim.simulation.state_log import StatesByClient
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, StateBudget, build_networks
 from raysim.training.worker import Worker
 
-COHORT, SAMPLES = 100, 60  # clients a round and samples a client, as in W2
-CLIENTS, TOUCHED = 10_000, (0, 10, 100, 1000)
-FEW, ROUNDS, SHARE = (
-    1000,
-    40,
-    0.1,
-)  # the run beside which the same one keeps so much of its states in memory
-BUDGET = 1.0  # GiB, of the run of very many clients
+COHORT, SAMPLES = 100, 60  # clients per round and samples per client, as in W2
+CLIENTS = 10_000
+CHANGED = (0, 10, 100, 1000)  # clients whose states changed since the last checkpoint
+# The run that is compared with and without a budget: clients, rounds, share of states in memory.
+FEW, ROUNDS, SHARE = 1000, 40, 0.1
+BUDGET = 1.0  # GiB, for the run of `--clients`
 
 
 @dataclass(frozen=True)
-class Written:
-    """Checkpoints: seconds and CPU seconds (medians), bytes of new states; seconds of a round, where there was one."""
+class CheckpointCost:
+    """The median cost of a checkpoint.
+
+    cpu: seconds. states: bytes of new client states. round_seconds: of a round of the run; None if
+    no round was trained.
+    """
 
     what: str
     seconds: float
@@ -64,8 +67,12 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A run of clients with a state. seconds, cpu: a round; memory: the process's peak; spilled: bytes on disk."""
+class StateRunCost:
+    """The cost of a run whose clients have states.
+
+    budget: GiB of states in memory; None: no limit. seen: clients that took part. seconds, cpu: of
+    a round. memory: the peak of the process, bytes. spilled: bytes of states on disk.
+    """
 
     clients: int
     budget: float | None
@@ -77,9 +84,9 @@ class Trained:
     spilled: int
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
-def workload(root: str | None, rounds: int) -> Written:
-    """W1 in this process with a checkpoint after every round."""
+# --- checkpoints ----------------------------------------------------------------------------------
+def workload_checkpoints(root: str | None, rounds: int) -> CheckpointCost:
+    """Run W1 in this process with a checkpoint after every round."""
     work = WORKLOADS["W1"]
     spec = spec_of_loop(work, source_of(work, root))
     spec = replace(
@@ -93,7 +100,7 @@ def workload(root: str | None, rounds: int) -> Written:
     ]
     trained = [after - before for (_, before, _), (event, after, _) in _pairs(marks, Round)]
     seconds, cpu = (statistics.median(column) for column in zip(*saves, strict=True))
-    return Written("W1", seconds, cpu, 0, statistics.median(trained[1:]))
+    return CheckpointCost("W1", seconds, cpu, 0, statistics.median(trained[1:]))
 
 
 def _marked(events: Iterator[Event]) -> Iterator[tuple[Event, float, float]]:
@@ -104,14 +111,20 @@ def _marked(events: Iterator[Event]) -> Iterator[tuple[Event, float, float]]:
 def _pairs(
     marks: list[tuple[Event, float, float]], kind: type[Event]
 ) -> list[tuple[tuple[Event, float, float], ...]]:
-    """Each event of a kind and the one before it."""
-    return [(one, other) for one, other in itertools.pairwise(marks) if isinstance(other[0], kind)]
+    """Return each event of a kind together with the event before it."""
+    pairs = itertools.pairwise(marks)
+    return [(before, mark) for before, mark in pairs if isinstance(mark[0], kind)]
 
 
-def touched(clients: int, count: int, blocks: int) -> Written:
-    """Checkpoints of a run in which every client has a state of W2's model, and so many took part since the last."""
+def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
+    """Write checkpoints of a run in which every client has a state of the size of W2's model.
+
+    count: clients whose states changed since the last checkpoint.
+    """
     state: Arrays = {
-        "scaffold.control": np.ones(build_networks(many(FEW, 1, None))[1].shared, np.float32)
+        "scaffold.control": np.ones(
+            build_networks(stateful_run(FEW, 1, None))[1].shared, np.float32
+        )
     }
     jobs = dict.fromkeys(range(clients), 0)
     states = StatesByClient(jobs, lambda client: state)
@@ -121,17 +134,17 @@ def touched(clients: int, count: int, blocks: int) -> Written:
         run.write(0, Snapshot({"rows": []}, state, states, jobs))
         for version in range(1, blocks + 1):
             jobs |= dict.fromkeys(rng.choice(clients, count, replace=False).tolist(), version)
-            before = time.perf_counter(), time.process_time()
+            before, cpu_before = time.perf_counter(), time.process_time()
             run.write(version, Snapshot({"rows": []}, state, states, jobs))
-            times.append((time.perf_counter() - before[0], time.process_time() - before[1]))
+            times.append((time.perf_counter() - before, time.process_time() - cpu_before))
     seconds, cpu = (statistics.median(column) for column in zip(*times, strict=True))
     nbytes = count * sum(array.nbytes for array in state.values())
-    return Written(f"{count:,} of {clients:,} clients", seconds, cpu, nbytes)
+    return CheckpointCost(f"{count:,} of {clients:,} clients", seconds, cpu, nbytes)
 
 
-# --- states beyond memory -------------------------------------------------------------------------------------------
-def many(clients: int, rounds: int, budget: float | None) -> RunSpec:
-    """SCAFFOLD on W2's model; clients share the 60,000 samples of which everyone has 60."""
+# --- states beyond memory -------------------------------------------------------------------------
+def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
+    """Return a run of SCAFFOLD on W2's model. Each client has 60 of 60,000 shared samples."""
     work = WORKLOADS["W2"]
     few = federate(Synthetic(shape=[1, 28, 28], samples=60_000, test_samples=10), IID(clients=2), 0)
     offsets = np.arange(clients + 1, dtype=np.int64) * SAMPLES
@@ -151,26 +164,22 @@ def many(clients: int, rounds: int, budget: float | None) -> RunSpec:
     return RunSpec(work.model, (Scaffold(),), data, settings)
 
 
-def _train(clients: int, rounds: int, budget: float | None) -> Trained:
-    """In a process of its own, whose peak of memory is the run's."""
-    spec = many(clients, rounds, budget)
+def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
+    spec = stateful_run(clients, rounds, budget)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run = Coordinator(
-            spec, Synchronous(COHORT), Ideal(), inprocess.InProcess(Worker(spec)), folder
-        )
-        marks = list(
-            itertools.islice(
-                (mark for mark in _marked(run.run()) if isinstance(mark[0], Round)), rounds
-            )
-        )
-        (_, begun, cpu_begun), (_, ended, cpu_ended) = marks[0], marks[-1]
-        cost = (ended - begun) / (rounds - 1), (cpu_ended - cpu_begun) / (rounds - 1)
-        seen, spilled = len(run.client_states.accepted_jobs), run.client_states.spilled_bytes
-    return Trained(clients, budget, rounds, seen, *cost, peak_memory_bytes(), spilled)
+        runtime = inprocess.InProcess(Worker(spec))
+        run = Coordinator(spec, Synchronous(COHORT), Ideal(), runtime, folder)
+        round_marks = (mark for mark in _marked(run.run()) if isinstance(mark[0], Round))
+        marks = list(itertools.islice(round_marks, rounds))
+        (_, start, cpu_start), (_, end, cpu_end) = marks[0], marks[-1]
+        cost = (end - start) / (rounds - 1), (cpu_end - cpu_start) / (rounds - 1)
+        seen = len(run.client_states.accepted_jobs)
+        spilled = run.client_states.spilled_bytes
+    return StateRunCost(clients, budget, rounds, seen, *cost, peak_memory_bytes(), spilled)
 
 
-def train(clients: int, rounds: int, budget: float | None) -> Trained:
-    """See `Trained`."""
+def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
+    """Train in a separate process, so that the peak of its memory is that of the run."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_train, (clients, rounds, budget))
 
@@ -178,54 +187,59 @@ def train(clients: int, rounds: int, budget: float | None) -> Trained:
 def bench(
     root: str | None, out: Path, blocks: int, clients: int, say: Callable[[str], None]
 ) -> None:
-    """Measure all of it, say what was found, write `out`."""
-    written = [workload(root, blocks)]
-    every = 100 * written[0].seconds / (10 * (written[0].round_seconds or 1))
+    """Measure everything, print the results and write them to `out`."""
+    checkpoints = [workload_checkpoints(root, blocks)]
+    first = checkpoints[0]
+    share = 100 * first.seconds / (10 * (first.round_seconds or 1))
     say(
-        f"W1: a checkpoint takes {written[0].seconds:.3f} s (CPU {written[0].cpu:.3f}), every 10 rounds {every:.2f} %"
+        f"W1: a checkpoint takes {first.seconds:.3f} s (CPU {first.cpu:.3f}), "
+        f"with one every 10 rounds {share:.2f} % of the time"
     )
-    for count in (*TOUCHED, CLIENTS):
-        written.append(touched(CLIENTS, count, blocks))
-        say(
-            f"{written[-1].what}: {written[-1].seconds:.3f} s (CPU {written[-1].cpu:.3f}), {written[-1].states:,} bytes"
-        )
-    size = 4 * build_networks(many(FEW, 1, None))[1].shared
+    for count in (*CHANGED, CLIENTS):
+        cost = changed_states(CLIENTS, count, blocks)
+        checkpoints.append(cost)
+        say(f"{cost.what}: {cost.seconds:.3f} s (CPU {cost.cpu:.3f}), {cost.states:,} bytes")
+
+    state_bytes = 4 * build_networks(stateful_run(FEW, 1, None))[1].shared
+    small_budget = SHARE * FEW * state_bytes / 2**30
     pairs = []
+    ratios = []
     for _ in range(blocks):
-        pairs.append([train(FEW, ROUNDS, budget) for budget in (None, SHARE * FEW * size / 2**30)])
-        ratios = [within.cpu / free.cpu for free, within in pairs]
+        without_budget, with_budget = (
+            train(FEW, ROUNDS, budget) for budget in (None, small_budget)
+        )
+        pairs.append((without_budget, with_budget))
+        ratios.append(with_budget.cpu / without_budget.cpu)
         say(
-            f"{FEW:,} clients, a tenth in memory: CPU {ratios[-1]:.2f} of the same run without a budget"
+            f"{FEW:,} clients, a tenth of the states in memory: {ratios[-1]:.2f} times the CPU "
+            "time without a budget"
         )
     say(f"median {statistics.median(ratios):.2f}")
     runs = [run for pair in pairs for run in pair]
     if clients:
         runs.append(train(clients, clients // (COHORT // 2), BUDGET))
         say(f"{clients:,} clients within {BUDGET:g} GiB: {runs[-1]}")
-    write_json(
-        {
-            "blocks": blocks,
-            "written": [asdict(each) for each in written],
-            "runs": [asdict(r) for r in runs],
-        },
-        out,
-    )
+    results = {
+        "checkpoints": [asdict(cost) for cost in checkpoints],
+        "runs": [asdict(run) for run in runs],
+    }
+    write_json({"blocks": blocks, **results}, out)
 
 
 def main() -> None:
     """Run the benchmark with the options of the command line."""
-    options = parser(__doc__)
-    options.add_argument(
-        "--data", metavar="DIR", help="the folder of FashionMNIST; downloaded if missing"
+    command_line = parser(__doc__)
+    command_line.add_argument(
+        "--data", metavar="DIR", help="folder of FashionMNIST; downloaded if missing"
     )
-    options.add_argument(
+    command_line.add_argument(
         "--clients",
         type=int,
         default=100_000,
-        help="clients of the run beyond memory (100000; 0: none)",
+        help="number of clients of the run within 1 GiB (100000; 0: skip it)",
     )
-    given = read(options)
-    bench(given.data, given.out, given.blocks, given.clients, print)
+    arguments = read(command_line)
+    bench(arguments.data, arguments.out, arguments.blocks, arguments.clients, print)
 
 
 if __name__ == "__main__":

@@ -497,7 +497,7 @@ def test_sums_of_nodes_change_no_bit(driver: Call) -> None:
 def _measured() -> list[dict[str, Any]]:
     from jobs.benchmarks import cluster
 
-    options, size = cluster.Options(floats=(1_000_000,)), Size(2, {"CPU": 1.0})
+    options, size = cluster.ClusterOptions(floats=(1_000_000,)), Size(2, {"CPU": 1.0})
     found = list(cluster.costs(options, size, 2, _silent))
     assert cluster.table(found).split("\n\n")[0].count("\n") == 5, (
         "title, head, line and three ways"

@@ -24,5 +24,5 @@ def test_every_schedule_over_every_fleet_has_a_rate(monkeypatch: pytest.MonkeyPa
 
 def test_a_whole_run_is_counted_in_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
-    jobs, start = planner.whole(3)
+    jobs, start = planner.whole_run(3)
     assert jobs > 0 < start

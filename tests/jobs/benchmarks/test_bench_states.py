@@ -15,7 +15,7 @@ def test_checkpoints_and_states_beyond_memory_are_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     size = 4 * 50_890  # W2's model
-    written = states.touched(20, 3, 2)
+    written = states.changed_states(20, 3, 2)
     assert (written.what, written.states) == (
         "3 of 20 clients",
         3 * size,

@@ -19,7 +19,7 @@ def test_planner_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> 
     rates = planner.rates
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     monkeypatch.setattr(planner, "rates", lambda seconds, say: rates(1e-9, lambda text: None))
-    monkeypatch.setattr(planner, "whole", lambda rounds: (1000.0, 0.5))
+    monkeypatch.setattr(planner, "whole_run", lambda rounds: (1000.0, 0.5))
     said: list[str] = []
     found = planner.bench(said.append)
     head, _, *rows = said[1].split("\n\n")[0].splitlines()
@@ -34,7 +34,7 @@ def test_scale_measures_the_coordinator(tmp_path: Path, monkeypatch: pytest.Monk
     said: list[str] = []
     (cost,) = scale.bench(tmp_path / "out.json", 1, said.append)
     assert cost.cpu > 0 and cost.arrays == 250
-    assert said[-1].splitlines()[-1].split()[:4] == ["1,000", "1,000", "here", "ideal"]
+    assert said[-1].splitlines()[-1].split()[:4] == ["1,000", "1,000", "in-process", "ideal"]
     stored = json.loads((tmp_path / "out.json").read_text())
     assert [each["case"]["clients"] for each in stored["results"]] == [1_000]
 
