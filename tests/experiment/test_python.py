@@ -172,7 +172,7 @@ def test_object_without_plain_values_is_marked() -> None:
         "Unfound", (FedProx,), {"__module__": "nowhere"}
     )  # as a notebook's magic may make it
     for part in (
-        Local(lr=0.1),
+        Local(0.1),
         Holding(what=lambda: 0),
         Holding(what=torch.ones(2)),
         Twice(0.1),
