@@ -29,8 +29,8 @@ class Learner(Method):
 
     Fill `initial`, `fit` and `predict`. A learner is used like a method, `methods=[MyLearner()]`: it
     replaces the run's model and its local training, and combines with schedules, fleets and
-    server-side methods. Arrays of floats are averaged; arrays of integers and booleans are buffers,
-    of which the newest values are kept.
+    server-side methods. Arrays of floats are averaged. Of arrays of integers and booleans the
+    server keeps the largest value at each position.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:

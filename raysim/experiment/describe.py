@@ -80,8 +80,9 @@ def hook_names(cls: type[Method]) -> list[str]:
 
 def _model(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
     option = experiment.config["choices"]["model"]
-    personal = f", {layout.personal:,} of them personal" if layout.personal else ""
-    return f"{option}: {_parameters(networks)}; {layout.total:,} floats{personal}"
+    travels = f"{layout.shared:,} floats travel in each direction"
+    personal = f", {layout.personal:,} stay with the client" if layout.personal else ""
+    return f"{option}: {_parameters(networks)}; {travels}{personal}"
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> str:
