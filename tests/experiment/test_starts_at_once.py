@@ -167,4 +167,4 @@ def test_commands_started_at_once_all_finish(command: list[str], tmp_path: Path)
     # A process that found `name-2` free while another took it gets `name-2-2`.
     assert len(folders) == COUNT
     assert all(re.fullmatch(rf"{name}(-\d+)*", folder) for folder in folders)
-    assert many_runs.HELD not in {path.name for path in root.iterdir()}
+    assert many_runs.LOCK_FILE not in {path.name for path in root.iterdir()}
