@@ -354,7 +354,7 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _missing(entries: Sequence[Entry]) -> list[str]:
-    """The commands of the cells that no run has a number for, each once."""
+    """Return the commands of the cells without a number, each once."""
     commands: dict[str, list[str]] = {}
     for entry in entries:
         if not entry.values:

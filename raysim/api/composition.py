@@ -276,13 +276,14 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
         if step_parts(declared):
             raise ValueError(
                 f"method '{declared.method}' does not combine with method '{owner.method}': it "
-                f"takes part in the steps ({step_parts(declared)[0]}), which '{owner.method}' replaces. "
-                "Keep one of them."
+                f"takes part in the steps ({step_parts(declared)[0]}), which '{owner.method}' "
+                "replaces. Keep one of them."
             )
         if not owner.has_gradients and "gradients" in declared.needs:
             raise ValueError(
                 f"method '{declared.method}' does not combine with method '{owner.method}': it "
-                f"differentiates the model, which '{owner.method}' does not allow. Keep one of them."
+                f"differentiates the model, which '{owner.method}' does not allow. "
+                "Keep one of them."
             )
         if declared.keeps_optimizer:
             raise ValueError(
@@ -305,7 +306,8 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
         if keeps_a_model or declared.finetune is not None:
             raise ValueError(
                 f"method '{declared.method}' does not combine with method '{pooling}': it gives "
-                "every client a model of its own, where pooled data have one for all. Keep one of them."
+                "every client its own model, but pooled data have one model for all. "
+                "Keep one of them."
             )
 
 

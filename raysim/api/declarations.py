@@ -144,8 +144,8 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd", "adam" or "adamw". lr: learning rate. lr_decay: factor on the learning rate for each
-    version. clip: largest norm of a gradient; 0 for no limit.
+    optimizer: "sgd", "adam" or "adamw". lr: learning rate. lr_decay: factor on the learning rate
+    for each version. clip: largest norm of a gradient; 0 for no limit.
     epochs, steps: passes over the client's samples, or batches; one of them is None.
     batch: samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the smaller
     last batch; "replacement" draws full batches. phases: number of parts that `steps` are cut into,

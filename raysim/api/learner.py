@@ -27,7 +27,7 @@ _SEPARATOR = ":"
 class Learner(Method):
     """A model with its own parameters and training; the base class of what a user writes.
 
-    Fill `initial`, `fit` and `predict`. A learner is used like a method, `methods=[MyLearner()]`: it
+    Override `initial`, `fit` and `predict`. Use it like a method, `methods=[MyLearner()]`: it
     replaces the run's model and its local training, and combines with schedules, fleets and
     server-side methods. Arrays of floats are averaged. Of arrays of integers and booleans the
     server keeps the largest value at each position.
@@ -106,7 +106,7 @@ class LearnerNetwork(nn.Module):
         return _unflatten(self.structure, arrays)
 
     def set_parameters(self, parameters: Parameters) -> None:
-        """Store a nest of arrays. Raises ValueError for other names or shapes than the initial ones."""
+        """Store arrays. Raises ValueError for other names or shapes than the initial ones."""
         arrays = {name: np.asarray(value) for name, value in _flatten(parameters)}
         if arrays.keys() != self.dtypes.keys():
             raise ValueError(

@@ -206,8 +206,8 @@ class Setup:
         """Refuse data and models without what the method needs.
 
         "classes": labels are classes. "features": the model has features in front of a linear
-        head. "gradients": the model can be differentiated outside of raysim's steps. "images": inputs
-        are images. "numbers": inputs can be added up and have a gradient.
+        head. "gradients": the model can be differentiated outside of raysim's steps. "images":
+        inputs are images. "numbers": inputs can be added up and have a gradient.
         """
         self.declared.needs.extend(needs)
 

@@ -85,7 +85,7 @@ def _number_text(
 def number_domains(
     values: NDArray[Any], is_train: NDArray[np.bool_], order: Sequence[str] | None = None
 ) -> tuple[Ints, list[str]]:
-    """Number domains, or users; those without training rows come last.
+    """Return numbers for domains or users; those without training rows come last.
 
     values: the name of each row's domain. order: all names in the order of their numbers; None:
     `natural_order`.

@@ -27,5 +27,5 @@ def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
         return []
     return [
         "model: the outputs of this network are probabilities (it ends in a softmax), and the loss "
-        "applies a softmax itself; remove the last layer, or set loss to one that takes probabilities"
+        "applies a softmax itself; remove the last layer, or set a loss that takes probabilities"
     ]

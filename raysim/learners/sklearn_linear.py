@@ -3,8 +3,8 @@
 Each client continues the training of an estimator with `partial_fit` from the received
 coefficients; the server averages `coef_` and `intercept_` as it averages the weights of a network.
 
-Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), for the estimators;
-the aggregation is that of FedAvg (McMahan et al., AISTATS 2017).
+Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), for the
+estimators; the aggregation is that of FedAvg (McMahan et al., AISTATS 2017).
 
 Choices
 - An epoch of a job is one call of `partial_fit` over the client's samples (`local.epochs`).

@@ -103,22 +103,22 @@ class Observer:
     """
 
     def on_start(self, run: CurrentRun) -> None:
-        """Called when the workers are ready and the run's folder exists."""
+        """Act when the workers are ready and the run's folder exists."""
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Called when an aggregation is done and scored; `event.row` is the last of `run.rows`."""
+        """Act when an aggregation is done and scored; `event.row` is the last of `run.rows`."""
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
-        """Called every few seconds while no worker answers."""
+        """Act every few seconds while no worker answers."""
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Called when a checkpoint was written."""
+        """Act when a checkpoint was written."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Called after the last round, when the workers are gone."""
+        """Act after the last round, when the workers are gone."""
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Called when the run ended early; `KeyboardInterrupt` if the user stopped it."""
+        """Act when the run ended early; `KeyboardInterrupt` if the user stopped it."""
 
 
 # --- screen ---------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ def study(
         result.runs, result.differences
 
     overrides: those after `raysim study` on the command line, in one text or a list. parallel: runs
-    at a time. metrics: the compared columns; () for the usual ones. conf, allow: your own folders of
-    options, and the packages whose classes they name. quiet: print nothing.
+    at a time. metrics: the compared columns; () for the usual ones. conf, allow: your own folders
+    of options, and the packages whose classes they name. quiet: print nothing.
 
     Raise `Refused` for a study that cannot be made (nothing was written), and `Interrupted`.
     """
