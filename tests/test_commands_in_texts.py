@@ -237,7 +237,7 @@ def test_commands_of_published_tables_need_no_quotes() -> None:
     for paper, runs in PAPER_RUNS.items():
         for table in tables(paper).values():
             for cell in table.cells:
-                words = runs.command(table, cell).words()
+                words = runs.command(table, cell).arguments()
                 assert all(re.fullmatch(r"[\w./+,:=-]+", word) for word in words), words
 
 

@@ -1,4 +1,4 @@
-"""Print a published table with our runs, which are matched by their stored configurations."""
+"""Compare a published table with our runs, which are match_runs by their configurations."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ FREE = (
     *("data.root", "data.cache", "data.download"),
     *("evaluate.clients", "evaluate.probe", "evaluate.probe_rows", "evaluate.decompose"),
 )
-OPEN = (
-    ("weighting", "None"),
-)  # what a preset leaves to the methods, and a run's configuration says
+# Preset values that the methods decide; a run's configuration has the decided value.
+OPEN = (("weighting", "None"),)
 GROUPS = ("data", "partition", "model", "schedule", "fleet")
-FEDAVG_FINAL = "fedavg_final"  # a threshold that is no number: FedAvg's own last accuracy
-CHANGED = "*"  # behind a number of ours
+FEDAVG_FINAL = "fedavg_final"  # the threshold that is FedAvg's last accuracy, not a number
+CHANGED = "*"  # after each of our numbers that is not at the paper's setting
 AS_PAPER = "as in the preset"
 SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.heterogeneity
 
 
 @dataclass(frozen=True)
 class Match:
-    """A run at a cell of a table, and what its configuration has otherwise than the paper's command.
+    """A run of a table's cell, and how its configuration differs from the paper's command.
 
-    setting: differences that all methods of a table share, such as the data or the number of rounds; "" is the paper's
-    setting. variant: differences in the values of the methods. data: the run's data set if it is not the paper's.
+    setting: differences outside of the methods, such as the data or the number of rounds; "": the
+    paper's setting. variant: differences in the methods' settings. data: the run's data set if it
+    is not the paper's. is_stored: the run is stored with raysim.
     """
 
     run: Run
     setting: str = ""
     variant: str = ""
     data: str = ""
-    is_kept: bool = False
+    is_stored: bool = False
 
 
 @dataclass
 class Entry:
-    """A printed number and the runs that belong to it. variant: that of all its runs, which the label names."""
+    """A printed number and the runs that belong to it.
+
+    variant: of all its runs; "": not split by variant, or the paper's.
+    """
 
     cell: Cell
     command: Command
@@ -70,23 +73,23 @@ class Entry:
 
     @property
     def dataset(self) -> str:
-        """The data set of the runs, which is the paper's unless all of them have another one."""
+        """The data set of the runs if all have the same other one, else the paper's."""
         others = {match.data for match in self.matches}
         return others.pop() if len(others) == 1 and "" not in others else self.cell.dataset
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the runs have the paper's data, so that a difference from the printed number says something."""
+        """Whether the runs have the paper's data, so that the difference has a meaning."""
         return self.dataset == self.cell.dataset
 
     @property
-    def changed(self) -> bool:
-        """Whether a run of it is not at the paper's setting."""
+    def is_changed(self) -> bool:
+        """Whether one of the runs is not at the paper's setting."""
         return any(match.setting or match.variant for match in self.matches)
 
     @property
     def values(self) -> list[float]:
-        """Our scores, one for each run that measured it."""
+        """Our scores, one for each run that has the score."""
         return self.of(self.score.column)
 
     def of(self, name: str) -> list[float]:
@@ -95,7 +98,7 @@ class Entry:
         return [value * self.score.factor for value in scores if value is not None]
 
     def beside(self) -> dict[str, list[float]]:
-        """Return the other scores that are shown, by their titles, without the compared one."""
+        """Return the additional scores by title, without the compared one."""
         return {
             title: self.of(name)
             for title, name in self.score.beside.items()
@@ -106,53 +109,58 @@ class Entry:
         """Return the mean over the runs of a number of `raysim.data.heterogeneity`."""
         splits = [run.summary.get("split") for run in self.runs]
         values = [split.get(name) for split in splits if isinstance(split, Mapping)]
-        number_column = [value for value in values if isinstance(value, (int, float))]
-        return statistics.fmean(number_column) if number_column else None
+        numbers = [value for value in values if isinstance(value, (int, float))]
+        return statistics.fmean(numbers) if numbers else None
 
     def settings(self) -> set[str]:
         """Return the settings of the runs that measured the score."""
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Return an entry for each variant among the runs at a setting; one without runs if there are none."""
-        matches = [match for match in self.matches if match.setting == setting]
-        variants = sorted({match.variant for match in matches})
+        """Return an entry for each variant of the runs at a setting; without runs an empty one."""
+        by_variant: dict[str, list[Match]] = {}
+        for match in self.matches:
+            if match.setting == setting:
+                by_variant.setdefault(match.variant, []).append(match)
+        if not by_variant:
+            return [replace(self, matches=[])]
         return [
-            replace(
-                self,
-                matches=[match for match in matches if match.variant == variant],
-                variant=variant,
-            )
-            for variant in variants
-        ] or [replace(self, matches=[])]
+            replace(self, matches=matches, variant=variant)
+            for variant, matches in sorted(by_variant.items())
+        ]
 
-    def add_kept(self, matches: Sequence[Match]) -> None:
-        """Add kept runs where there are none at the same setting and variant."""
+    def add_stored(self, matches: Sequence[Match]) -> None:
+        """Add the stored runs of settings and variants that have no run."""
         taken = {(match.setting, match.variant) for match in self.matches}
         added = [match for match in matches if (match.setting, match.variant) not in taken]
-        self.matches += [replace(match, is_kept=True) for match in added]
+        self.matches += [replace(match, is_stored=True) for match in added]
 
     @property
     def spread(self) -> float | None:
-        """The deviation within the one run, where the table has such."""
+        """The deviation within the first run, if the table prints such deviations; else None."""
         if not self.score.spread or not self.runs:
             return None
         value = self.score.spread(self.runs[0].rows, self.score.column)
         return None if value is None else value * self.score.factor
 
 
-def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequence[Run] = ()) -> str:
-    """Return a table with the scores of runs next to the printed numbers, and the commands of what is missing.
+def compare(
+    name: str, runs: Sequence[Run] = (), width: int = 120, stored: Sequence[Run] = ()
+) -> str:
+    """Return a table with our scores next to the printed numbers, and the commands of missing runs.
 
-    Each data set has the runs of one setting in its table; runs at other settings have tables of their own below it.
-    width: of a line; columns that do not fit go below the others. kept: runs that stand where `runs` has none.
-    Raises `Refused` for an unknown name.
+    The table of a data set has the runs of one setting; runs at other settings follow in separate
+    tables. width: of a line; columns that do not fit go below the others. stored: runs that fill
+    the cells for which `runs` has none.
+
+    Raise `Refused` for an unknown name.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
-    entries, notes = matched(name, runs)
-    for entry, stored in zip(entries, matched(name, kept)[0], strict=True):
-        entry.add_kept(stored.matches)
+    entries, notes = match_runs(name, runs)
+    stored_entries, _ = match_runs(name, stored)
+    for entry, stored_entry in zip(entries, stored_entries, strict=True):
+        entry.add_stored(stored_entry.matches)
 
     parts = [f"{table.title}: {table.caption}\n{table.metric}"]
     main = main_settings(entries)
@@ -169,14 +177,15 @@ def compare(name: str, runs: Sequence[Run] = (), width: int = 120, kept: Sequenc
                 parts += [*title, *_section(rows, width)]
     parts += _paragraph("notes", _notes(table, entries, paper_runs))
     parts += _paragraph(
-        f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_kept_notes(entries)]
+        f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_stored_notes(entries)]
     )
     return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
 
 
-def matched(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
-    """Return the cells of a table with their runs, and what a reader must know of each run."""
-    table, paper_runs = find(name), PAPER_RUNS[name.partition("/")[0]]
+def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
+    """Return the cells of a table with their runs, and a note for each run."""
+    table = find(name)
+    paper_runs = PAPER_RUNS[name.partition("/")[0]]
     entries = [
         Entry(cell, paper_runs.command(table, cell), paper_runs.score(table, cell))
         for cell in table.cells
@@ -185,17 +194,17 @@ def matched(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 
 
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
-    """Choose one setting for each data set of a table: the one at which most cells have a run.
+    """Choose a setting for each data set of a table: the one at which most cells have a run.
 
-    Cells with a run that is not a kept one count first. Between equals the paper's setting is chosen, else the one with
-    more runs. Runs on other data than the paper's are never chosen.
+    Cells with the user's own runs count before those with stored runs. Of equal settings, choose
+    the paper's, else the one with more runs. Runs on data other than the paper's do not count.
     """
 
     def rank(setting: str, cells: Sequence[Entry]) -> tuple[int, int, bool, int]:
         at_setting = [
             [match for match in entry.matches if match.setting == setting] for entry in cells
         ]
-        of_user = sum(any(not match.is_kept for match in matches) for matches in at_setting)
+        of_user = sum(any(not match.is_stored for match in matches) for matches in at_setting)
         return of_user, sum(map(bool, at_setting)), setting == "", sum(map(len, at_setting))
 
     chosen = {}
@@ -212,10 +221,12 @@ def _settings(entries: Sequence[Entry]) -> list[str]:
     return sorted({setting for entry in entries for setting in entry.settings()})
 
 
-def _kept_notes(entries: Sequence[Entry]) -> list[str]:
-    """Say which rows hold runs that are kept with raysim."""
-    rows = [entry.cell.label for entry in entries if any(match.is_kept for match in entry.matches)]
-    return [f"kept with raysim: {', '.join(dict.fromkeys(rows))}"] if rows else []
+def _stored_notes(entries: Sequence[Entry]) -> list[str]:
+    """Return a note that names the rows with stored runs."""
+    rows = [
+        entry.cell.label for entry in entries if any(match.is_stored for match in entry.matches)
+    ]
+    return [f"stored with raysim: {', '.join(dict.fromkeys(rows))}"] if rows else []
 
 
 def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
@@ -223,24 +234,24 @@ def _paragraph(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> list[str]:
-    theirs = [f"the paper's ± is over {table.deviation_of}"] if table.deviation_of else []
-    ours = (
-        ["our ± is the standard deviation over runs, divisor n - 1"]
-        if any(len(e.values) > 1 for e in entries)
-        else []
-    )
-    notes = [paper_runs.notes[table.name]] if table.name in paper_runs.notes else []
-    scored = (
-        [paper_runs.scored] if paper_runs.scored and any(entry.runs for entry in entries) else []
-    )
-    return [*theirs, *ours, *table.notes, *notes, *scored]
+    notes = []
+    if table.deviation_of:
+        notes.append(f"the paper's ± is over {table.deviation_of}")
+    if any(len(entry.values) > 1 for entry in entries):
+        notes.append("our ± is the standard deviation over runs, divisor n - 1")
+    notes += table.notes
+    if table.name in paper_runs.notes:
+        notes.append(paper_runs.notes[table.name])
+    if paper_runs.scored and any(entry.runs for entry in entries):
+        notes.append(paper_runs.scored)
+    return notes
 
 
-# --- which run belongs to which cell --------------------------------------------------------------------------------
+# --- which run belongs to which cell --------------------------------------------------------------
 def _match(
     paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Sequence[Run]
 ) -> Iterator[str]:
-    """Put the runs into their entries; yields what a reader must know of each."""
+    """Add the runs to their entries and yield a note for each run."""
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
     for run in runs:
@@ -270,16 +281,12 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
-    """Return the keys by which rows of a paper differ; a run must have the value of its row."""
-    commands = [
-        paper_runs.command(table, cell) for table in tables(paper).values() for cell in table.cells
-    ]
-    return {
-        key
-        for command in commands
-        for key in command.overrides
-        if key.startswith(paper_runs.row_prefixes)
-    }
+    """Return the keys in which a paper's rows differ; a run must have the value of its row."""
+    keys: set[str] = set()
+    for table in tables(paper).values():
+        for cell in table.cells:
+            keys.update(paper_runs.command(table, cell).overrides)
+    return {key for key in keys if key.startswith(paper_runs.row_prefixes)}
 
 
 def _same_choices(run: Run, command: Command) -> bool:
@@ -291,11 +298,11 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _preset(command: Command) -> dict[str, str]:
-    """Return every value of the preset by its dotted key, and the options by their groups."""
+    """Map each dotted key of the preset to its value, and each group to its option."""
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict
 
-    return _flat(to_dict(compose(replace(command, overrides={}, places=()).words())))
+    return _flat(to_dict(compose(replace(command, overrides={}, places=()).arguments())))
 
 
 def _flat(config: Mapping[str, object]) -> dict[str, str]:
@@ -305,10 +312,10 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
 def _different(
     run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]
 ) -> dict[str, str]:
-    """Map each key in which a run differs from a command to a text that says how.
+    """Map each key in which a run differs from a command to a description of the difference.
 
-    A key that only one of them has follows from an option that is named already, but for keys by which rows differ: a
-    run without such a key is no run of the row.
+    A key that only one of them has follows from another difference in options, so it is left out.
+    A row key is an exception: a run without it does not belong to the row.
     """
     present = _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
@@ -330,12 +337,12 @@ def _is_free(key: str) -> bool:
 
 
 def plainly(text: str) -> str:
-    """Write 10.0 as 10, because both are one setting."""
+    """Replace 10.0 by 10 in a text, because both are the same setting."""
     return re.sub(r"(?<==)(-?\d+)\.0\b", r"\1", text)
 
 
 def is_equal(one: str, other: str) -> bool:
-    """Tell whether two values are equal as numbers, or else as texts."""
+    """Return whether two values are equal as numbers or, if they are not numbers, as texts."""
     try:
         return float(one) == float(other)
     except ValueError:
@@ -343,31 +350,34 @@ def is_equal(one: str, other: str) -> bool:
 
 
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the rows of a run and how it differs from the paper's setting."""
+    """Yield a run's rows and how it differs from the paper's setting."""
     if not labels:
-        what = f"experiment={chosen_option(run.config, 'experiment')}, method {chosen_option(run.config, 'method')}"
-        yield f"{run.folder} belongs to no row of this table (it has {what})"
-    for different, rows in labels.items():
-        state = [] if run.finished else ["it has not finished"]
-        said = [f"it has {different}", *state] if different else state
-        yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(said) or AS_PAPER}"
+        experiment = chosen_option(run.config, "experiment")
+        method = chosen_option(run.config, "method")
+        choices = f"experiment={experiment}, method {method}"
+        yield f"{run.folder} belongs to no row of this table (it has {choices})"
+    for difference, rows in labels.items():
+        notes = []
+        if difference:
+            notes.append(f"it has {difference}")
+        if not run.finished:
+            notes.append("it has not finished")
+        yield f"{run.folder}: {', '.join(dict.fromkeys(rows))}; {'; '.join(notes) or AS_PAPER}"
 
 
 def _missing(entries: Sequence[Entry]) -> list[str]:
-    """Return the commands of the cells without a number, each once."""
-    commands: dict[str, list[str]] = {}
+    """Return each command once that would compute a number that no run has."""
+    cells_by_command: dict[str, dict[str, None]] = {}
     for entry in entries:
         if not entry.values:
-            where = commands.setdefault(str(entry.command), [])
-            where += (
-                [] if (label := f"{entry.cell.label}, {entry.cell.dataset}") in where else [label]
-            )
-    labels = {command: " / ".join(where) for command, where in commands.items()}
+            cells = cells_by_command.setdefault(str(entry.command), {})
+            cells[f"{entry.cell.label}, {entry.cell.dataset}"] = None
+    labels = {command: " / ".join(cells) for command, cells in cells_by_command.items()}
     width = max(map(len, labels.values()), default=0)
     return [f"{label:<{width}}  {command}" for command, label in labels.items()]
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 def _printed(mean: Decimal, deviation: Decimal | None) -> str:
     return f"{mean}" if deviation is None else f"{mean} ± {deviation}"
 
@@ -376,7 +386,7 @@ def _ours(entry: Entry) -> str:
     values, digits = entry.values, _digits(entry.cell.mean)
     if not values:
         return MISSING
-    mean = f"{statistics.fmean(values):.{digits}f}{CHANGED if entry.changed else ''}"
+    mean = f"{statistics.fmean(values):.{digits}f}{CHANGED if entry.is_changed else ''}"
     if len(values) > 1:
         return f"{mean} ± {statistics.stdev(values):.{digits}f} ({len(values)} runs)"
     spread = entry.spread
@@ -386,9 +396,8 @@ def _ours(entry: Entry) -> str:
 def _difference(entry: Entry) -> str:
     if not entry.values or not entry.is_comparable:
         return MISSING
-    return (
-        f"{statistics.fmean(entry.values) - float(entry.cell.mean):+.{_digits(entry.cell.mean)}f}"
-    )
+    difference = statistics.fmean(entry.values) - float(entry.cell.mean)
+    return f"{difference:+.{_digits(entry.cell.mean)}f}"
 
 
 def _digits(number: Decimal) -> int:
@@ -397,44 +406,49 @@ def _digits(number: Decimal) -> int:
 
 
 def _round(run: Run, name: str, threshold: float) -> int | None:
-    """Return the first evaluated round whose value reaches the threshold, or None."""
-    reached = (row["round"] for row in run.rows if (row.get(name) or -math.inf) >= threshold)
-    first = next(reached, None)
-    return None if first is None else int(first)
+    """Return the first evaluated round whose value reaches the threshold; None if none does."""
+    for row in run.rows:
+        value = row.get(name) or -math.inf
+        if value >= threshold:
+            return int(row["round"] or 0)
+    return None
 
 
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """Return 0.8 for "0.80"; for FedAvg's threshold the last accuracy of our FedAvg runs, or None."""
+    """Return the threshold of a key, such as 0.8 for "0.80".
+
+    FedAvg's threshold is the mean last accuracy of our FedAvg runs; None if there are none.
+    """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
-    of_fedavg = [
-        other for other in entries if not other.cell.methods and other.place == entry.place
-    ]
-    runs = [run for other in of_fedavg for run in other.runs]
-    last = [
-        value for run in runs for value in finite_values(column(run.rows, entry.score.column))[-1:]
-    ]
-    return statistics.fmean(last) if last else None
+    last_values: list[float] = []
+    for other in entries:
+        if other.cell.methods or other.place != entry.place:
+            continue
+        for run in other.runs:
+            last_values += finite_values(column(run.rows, entry.score.column))[-1:]
+    return statistics.fmean(last_values) if last_values else None
 
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return the mean over the runs of a cell; a dash if one of them never reached it."""
-    if (threshold := _threshold(key, entry, entries)) is None:
+    """Return the mean rounds to a threshold over a cell's runs; a dash if a run never reached it."""
+    threshold = _threshold(key, entry, entries)
+    if threshold is None:
         return MISSING
     rounds = [_round(run, entry.score.column, threshold) for run in entry.runs]
     reached = [number for number in rounds if number is not None]
-    return (
-        f"{statistics.fmean(reached):.0f}" if reached and len(reached) == len(rounds) else MISSING
-    )
+    if not reached or len(reached) < len(rounds):
+        return MISSING
+    return f"{statistics.fmean(reached):.0f}"
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
-    return [f"{entries[0].dataset}, otherwise than the paper: {setting}"] if setting else []
+    return [f"{entries[0].dataset}, differences from the paper: {setting}"] if setting else []
 
 
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """Yield a table for each column of the paper, of the cells of one data set at one setting."""
+    """Yield a table for each column of the paper, with one data set's cells at one setting."""
     variants = sorted({entry.variant for entry in entries} - {""})
     marks = {
         variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)
@@ -448,8 +462,7 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 
 
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
-    """Yield the printed numbers, ours, and what else is known of any of the cells."""
-
+    """Yield the printed numbers, our numbers and differences, other scores, and rounds."""
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]
     )
@@ -457,7 +470,7 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
     if is_made:
         yield number_column("ours", [_ours(entry) for entry in cells])
         yield number_column("diff", [_difference(entry) for entry in cells])
-        for title, texts in _more(cells).items():
+        for title, texts in _other_scores(cells).items():
             if set(texts) != {MISSING}:
                 yield number_column(title, texts)
     for key in dict.fromkeys(key for entry in cells for key in entry.cell.rounds_to):
@@ -469,22 +482,23 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
         yield number_column(f"to {key.replace('_', ' ')}", texts)
 
 
-def _more(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return the other scores, and how unlike the clients were, by their titles."""
-    more = {}
-    for title in dict.fromkeys(title for entry in cells for title in entry.score.beside):
-        more[title] = [
-            _mean(entry.beside().get(title, ()), _digits(entry.cell.mean)) for entry in cells
-        ]
-    return more | {SPLIT: [_unlike(entry) for entry in cells]}
+def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
+    """Return the additional scores and the heterogeneity of the clients, by their titles."""
+    columns: dict[str, list[str]] = {}
+    for entry in cells:
+        columns.update({title: [] for title in entry.score.beside})
+    for title, texts in columns.items():
+        for entry in cells:
+            texts.append(_mean(entry.beside().get(title, ()), _digits(entry.cell.mean)))
+    return columns | {SPLIT: [_split_text(entry) for entry in cells]}
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f}" if values else MISSING
 
 
-def _unlike(entry: Entry) -> str:
-    number_column = [entry.split(name) for name in ("label_entropy", "divergence")]
-    if all(number is None for number in number_column):
+def _split_text(entry: Entry) -> str:
+    numbers = [entry.split(name) for name in ("label_entropy", "divergence")]
+    if all(number is None for number in numbers):
         return MISSING
-    return " / ".join(MISSING if number is None else f"{number:.2f}" for number in number_column)
+    return " / ".join(MISSING if number is None else f"{number:.2f}" for number in numbers)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs.command import run as run_program
-from jobs.papers.comparison import Entry, matched
+from jobs.papers.comparison import Entry, match_runs
 from jobs.papers.gains import gains
 from jobs.papers.pictures import TITLE, checksum, draw
 from jobs.papers.presets import PAPER_RUNS
-from jobs.papers.results import kept
+from jobs.papers.results import stored_runs
 from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
 from raysim.primitives.files import user_path
@@ -28,7 +28,7 @@ from raysim.results.tables import MISSING, to_markdown
 NOT_RUN = "not run yet"
 NOT_KNOWN = "not known"
 ORIGIN = (
-    "*Made by `uv run python -m jobs.papers.pages docs/papers` from the published tables and the "
+    "*Written by `uv run python -m jobs.papers.pages docs/papers` from the published tables and the "
     "results in `jobs/papers/results`; do not edit it.*"
 )
 SPLIT = ("label_entropy", "largest_share", "divergence")  # shown with every result
@@ -36,12 +36,12 @@ SPLIT = ("label_entropy", "largest_share", "divergence")  # shown with every res
 
 def pages() -> dict[str, str]:
     """Return every page as Markdown, by the name of its file."""
-    by_paper = {f"{paper}.md": page(paper, kept(paper)) for paper in PAPERS}
+    by_paper = {f"{paper}.md": page(paper, stored_runs(paper)) for paper in PAPERS}
     return {"index.md": _index(), **by_paper}
 
 
 def page(paper: str, runs: Sequence[Run]) -> str:
-    """Return the page of a paper with these runs of ours."""
+    """Return the page of a paper with our runs."""
     paper_tables = tables(paper)
     paper_runs = PAPER_RUNS[paper]
     known = _known(paper)
@@ -54,7 +54,7 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     ]
     if known["claims"]:
         lines = [f"- {text}" for text in known["claims"]]
-        parts.append("\n".join(["**What we could not see.**", "", *lines]))
+        parts.append("\n".join(["**Claims that we could not confirm.**", "", *lines]))
     if checksum(runs, paper_runs):
         parts.append(f"![{TITLE}]({paper}.png)")
     parts += gains(runs, paper_runs)
@@ -69,10 +69,10 @@ def _title(paper_tables: Mapping[str, Table]) -> str:
 
 
 def _known(paper: str) -> Any:
-    """Read what people found out, from `known.json`.
+    """Read the explanations of a paper's differences from `known.json`.
 
     causes: why a number of ours differs from the paper's, by "table1/row label" or "table1".
-    claims: sentences about claims of the paper that we could not see, with what was tried.
+    claims: texts about claims of the paper that we could not confirm, and what we tried.
     """
     return json.loads((Path(__file__).parent / "known.json").read_text(encoding="utf-8"))[paper]
 
@@ -80,9 +80,9 @@ def _known(paper: str) -> Any:
 def _index() -> str:
     rows = []
     for paper in PAPERS:
-        runs = kept(paper)
+        runs = stored_runs(paper)
         paper_tables = tables(paper)
-        entries = [entry for name in paper_tables for entry in matched(name, runs)[0]]
+        entries = [entry for name in paper_tables for entry in match_runs(name, runs)[0]]
         results = sum(bool(entry.values) for entry in entries)
         link = f"[{_title(paper_tables)}]({paper}.md)"
         rows.append((link, f"{len(paper_tables)}", f"{len(entries)}", f"{results}"))
@@ -90,7 +90,7 @@ def _index() -> str:
         "# Papers",
         "The numbers of the papers' tables, our results, and why the two differ.",
         ORIGIN,
-        to_markdown(("paper", "tables", "printed numbers", "with a result of ours"), rows),
+        to_markdown(("paper", "tables", "printed numbers", "with our result"), rows),
         "\n".join(["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]),
     ]
     return "\n\n".join(parts) + "\n"
@@ -100,7 +100,7 @@ def _table(
     name: str, table: Table, runs: Sequence[Run], causes: Mapping[str, str]
 ) -> Iterator[str]:
     paper, _, short_name = name.partition("/")
-    entries, _ = matched(name, runs)
+    entries, _ = match_runs(name, runs)
     yield f"## {short_name.replace('table', 'Table ')}: {table.caption}"
     yield f"The paper's number: {table.metric}."
     notes = list(table.notes)
@@ -113,11 +113,11 @@ def _table(
         at_setting = [variant for entry in entries for variant in entry.at(setting)]
         yield from _results(short_name, at_setting, setting, causes)
     if not settings:
-        yield f"**Ours: {NOT_RUN}.**"
+        yield f"**Our result: {NOT_RUN}.**"
     yield _commands(entries)
 
 
-# --- one setting of ours --------------------------------------------------------------------------
+# --- our results at one setting -------------------------------------------------------------------
 def _results(
     table_name: str, entries: Sequence[Entry], setting: str, causes: Mapping[str, str]
 ) -> Iterator[str]:
@@ -126,16 +126,16 @@ def _results(
     if not shown:
         return
     if setting:
-        yield "### Ours at another scale"
+        yield "### Our results at another scale"
         yield f"Differences from the paper's setting: {setting}."
     else:
-        yield "### Ours at the paper's setting"
+        yield "### Our results at the paper's setting"
     yield _made_on([run for entry in shown for run in entry.runs])
     titles: dict[str, None] = {}
     for entry in shown:
         titles.update(dict.fromkeys(title for title, values in entry.beside().items() if values))
     head = ["row", "data", "paper", "ours", "seeds", "difference", *titles]
-    head += [*(name.replace("_", " ") for name in SPLIT), "why"]
+    head += [*(name.replace("_", " ") for name in SPLIT), "cause"]
     rows = [_row(table_name, entry, list(titles), bool(setting), causes) for entry in shown]
     yield to_markdown(head, rows)
 
@@ -204,7 +204,7 @@ def _machine(run: Run) -> str:
 
 # --- commands -------------------------------------------------------------------------------------
 def _commands(entries: Sequence[Entry]) -> str:
-    """Return a command for each cell: that of its runs, or the one that would make it."""
+    """Return a command for each cell: that of its runs, or one that would compute it."""
     cells_by_command: dict[str, list[str]] = {}
     for entry in entries:
         command = str(entry.command)
@@ -225,7 +225,7 @@ def write(folder: Path) -> None:
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
     for paper in PAPERS:
-        runs = kept(paper)
+        runs = stored_runs(paper)
         if checksum(runs, PAPER_RUNS[paper]):
             draw(runs, PAPER_RUNS[paper], folder / f"{paper}.png")
 
@@ -233,10 +233,14 @@ def write(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the pages into the folder of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.papers.pages", description="Write the pages of the papers."
+        prog="python -m jobs.papers.pages", description="Write the pages of the papers' tables."
     )
     parser.add_argument(
-        "folder", metavar="DIR", nargs="?", default="docs/papers", help="where (docs/papers)"
+        "folder",
+        metavar="DIR",
+        nargs="?",
+        default="docs/papers",
+        help="folder of the pages (docs/papers)",
     )
     write(user_path(parser.parse_args(arguments).folder))
 

@@ -24,14 +24,14 @@ class Command:
     overrides: Mapping[str, object] = field(default_factory=dict)
     places: tuple[str, ...] = ()
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Return the arguments of `raysim run`."""
         settings = [f"{key}={format_value(value)}" for key, value in self.overrides.items()]
         methods = "+".join(self.methods) or "fedavg"
         return [f"experiment={self.experiment}", f"method={methods}", *settings, *self.places]
 
     def __str__(self) -> str:
-        return f"raysim run {' '.join(self.words())}"
+        return f"raysim run {' '.join(self.arguments())}"
 
 
 @dataclass(frozen=True)
@@ -39,37 +39,33 @@ class Score:
     """A score of a run.
 
     column: of the history; also used for rounds to a threshold. summary: computes the score from
-    the rows. spread: the deviation within a single run. beside: other scores that are shown, as
-    title and column.
+    the rows. factor: of the score, such as 100 for percent. spread: the deviation within a single
+    run, printed after its ±. beside: the columns of other scores that are shown, by title.
     """
 
     column: str
     summary: Callable[[Sequence[Row], str], float | None]
     factor: float = 1.0
-    spread: Callable[[Sequence[Row], str], float | None] | None = (
-        None  # what a single run has after its ±
-    )
-    beside: Mapping[str, str] = field(
-        default_factory=dict
-    )  # other scores that are shown, by title: their columns
+    spread: Callable[[Sequence[Row], str], float | None] | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PaperRuns:
-    """How a paper's cells map to runs."""
+    """A map from a paper's cells to runs and scores.
+
+    row_prefixes: prefixes of the keys in which a table's rows differ; a run must have the value of
+    its row. notes: remarks on our runs, by table. scored: a text that explains which of our scores
+    is compared. gains: the scores of gains over FedAvg, by title. gained: a text that names them.
+    """
 
     command: Callable[[Table, Cell], Command]
     score: Callable[[Table, Cell], Score]
-    # Beginnings of keys by which rows of a table differ: a run must have the value of its row.
     row_prefixes: tuple[str, ...] = ("method.",)
-    notes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what must be known of our runs, by table
-    scored: str = ""  # which score of ours stands beside the paper's, and why
-    gains: Mapping[str, Score] = field(
-        default_factory=dict
-    )  # by title: the scores of gains over FedAvg
-    gained: str = ""  # what these scores are, in words
+    notes: Mapping[str, str] = field(default_factory=dict)
+    scored: str = ""
+    gains: Mapping[str, Score] = field(default_factory=dict)
+    gained: str = ""
 
 
 def best_five(rows: Sequence[Row], name: str) -> float | None:
@@ -77,24 +73,24 @@ def best_five(rows: Sequence[Row], name: str) -> float | None:
     return best_mean(column(rows, name))
 
 
-def per_participation(rows: Sequence[Row], name: str) -> float | None:
+def per_job(rows: Sequence[Row], name: str) -> float | None:
     """Return the sum of a column divided by the number of jobs."""
-    return _divided(finite_values(column(rows, name)), rows)
+    return _per_job(finite_values(column(rows, name)), rows)
 
 
-def total_per_participation(rows: Sequence[Row], name: str) -> float | None:
+def total_per_job(rows: Sequence[Row], name: str) -> float | None:
     """Return the last value of a cumulative column divided by the number of jobs."""
-    return _divided(finite_values(column(rows, name))[-1:], rows)
+    return _per_job(finite_values(column(rows, name))[-1:], rows)
 
 
-def _divided(values: Sequence[float], rows: Sequence[Row]) -> float | None:
-    participations = sum(finite_values(column(rows, "clients")))
-    return sum(values) / participations if values and participations else None
+def _per_job(values: Sequence[float], rows: Sequence[Row]) -> float | None:
+    jobs = sum(finite_values(column(rows, "clients")))
+    return sum(values) / jobs if values and jobs else None
 
 
-# --- FedBR ----------------------------------------------------------------------------------------------------------
-# Map each key of a variant to a function from its value to overrides; the presets' batch is
-# already that of pseudo_data.
+# --- FedBR ----------------------------------------------------------------------------------------
+# Map each key of a variant to a function from its value to overrides. pseudo_data needs none: the
+# presets already have its batch size.
 FEDBR: dict[str, Callable[[object], dict[str, object]]] = {
     "virtual_data": lambda value: {"method.vhl.virtual": value},
     "pseudo_data": lambda value: {},
@@ -108,25 +104,21 @@ FEDBR: dict[str, Callable[[object], dict[str, object]]] = {
 }
 PRESETS = {"fedbr/table5": "fedbr/cifar10_100_clients", "fedbr/table9": "fedbr/cifar10_clean"}
 LOCAL_MODELS = "Local Model Performance"
-PROBE = 10  # rounds between looks at local models, which the paper does not state
+PROBE = 10  # rounds between measurements of local models; not stated in the paper
 
 
 def fedbr_command(table: Table, cell: Cell) -> Command:
     """Return the command of a cell of FedBR's tables."""
     variant = dict(cell.variant)
-    if variant.pop(
-        "added", None
-    ):  # Component 1 with the min step of 2 is the whole without the max step
-        variant = {key: value for key, value in variant.items() if key != "components"} | {
-            "removed": "max step"
-        }
-    overrides = {
-        key: value
-        for name, setting in variant.items()
-        for key, value in FEDBR[name](setting).items()
-    }
+    if variant.pop("added", None):
+        # Component 1 with the min step of component 2 is the whole method without the max step.
+        variant.pop("components", None)
+        variant["removed"] = "max step"
+    overrides: dict[str, object] = {}
+    for name, setting in variant.items():
+        overrides.update(FEDBR[name](setting))
     if "fedcm" in cell.methods and table.momentum.get(cell.dataset):
-        overrides["local.momentum"] = 0  # FedCM is the momentum
+        overrides["local.momentum"] = 0  # FedCM replaces the local momentum
     if "local" in cell.methods or table.name == "fedbr/table6":
         overrides["evaluate.probe"] = PROBE
     places = ("data.root=DIR",) if cell.dataset == "pacs" else ()
@@ -136,11 +128,13 @@ def fedbr_command(table: Table, cell: Cell) -> Command:
 
 
 FEDBR_SCORED = (
-    "The paper's text names 20 % of each client's own data as the test; its code scores these and also the whole "
-    "test set at each of ten angles. We compare with the second (central): the paper's local models, trained on "
-    "about one class each, score 10.0 % on CIFAR10, as only a test with all classes alike gives. For Table 14 "
-    "that is the worst angle; on PACS, where the clients' tests are all there is, the worst client. Local mean "
-    "and local worst are those of the first, scored by the same rule (mean of the five best rounds)."
+    "The paper's text says that 20 % of each client's own data are its test set. Its code scores "
+    "these and also the whole test set at each of ten angles. We compare with the second (central), "
+    "because the paper's local models, trained on about one class each, score 10.0 % on CIFAR10, "
+    "which is only possible on a test set with all classes in equal shares. For Table 14 we compare "
+    "the worst angle; on PACS, which has only the clients' tests, the worst client. Local mean and "
+    "local worst are scores on the clients' own tests, by the same rule (mean of the five best "
+    "rounds)."
 )
 FEDBR_BESIDE = {
     "local mean": "accuracy",
@@ -152,12 +146,13 @@ FEDBR_BESIDE = {
 def fedbr_score(table: Table, cell: Cell) -> Score:
     """Return the score of a cell, see `FEDBR_SCORED`.
 
-    Floats are those that a client receives: the paper's count for FedCM, twice FedAvg's, is one-way.
+    Floats are those that a client receives: the paper's count for FedCM is twice FedAvg's, so it
+    counts one direction.
     """
     if cell.unit == "million parameters":
-        return Score("floats_down", total_per_participation, 1e-6)
+        return Score("floats_down", total_per_job, 1e-6)
     if cell.unit == "seconds":
-        return Score("worker_seconds", per_participation)
+        return Score("worker_seconds", per_job)
     if table.name == "fedbr/table14":
         worst = "accuracy_worst" if cell.dataset == "pacs" else "accuracy_worst_domain"
         return Score(worst, best_five, 100, beside=FEDBR_BESIDE)
@@ -167,7 +162,7 @@ def fedbr_score(table: Table, cell: Cell) -> Score:
     )
 
 
-# --- FedBSS ---------------------------------------------------------------------------------------------------------
+# --- FedBSS ---------------------------------------------------------------------------------------
 FEDBSS: dict[str, Callable[[float], dict[str, object]]] = {
     "dirichlet": lambda value: {"partition.alpha": value},
     "shards": lambda value: {"partition": "shards", "partition.shards_per_client": int(value)},
@@ -185,8 +180,8 @@ def fedbss_command(table: Table, cell: Cell) -> Command:
 
 
 FEDBSS_SCORED = (
-    "Mean and deviation over the last ten rounds of the accuracy on the central test set. The paper does not say "
-    "which test set it scores, nor whether its ± is over rounds or runs."
+    "Mean and standard deviation over the last ten rounds of the accuracy on the central test set. "
+    "The paper does not say which test set it scores, nor whether its ± is over rounds or runs."
 )
 
 
@@ -205,8 +200,9 @@ def fedbss_score(table: Table, cell: Cell) -> Score:
     return Score("accuracy_global", last_ten, 100, deviation_of_last_ten)
 
 
-# --- FRAug ----------------------------------------------------------------------------------------------------------
-# The marks of Table 3 are lost: which parts rows 1 to 6 lack is our guess; row 7 is the whole method.
+# --- FRAug ----------------------------------------------------------------------------------------
+# The marks of Table 3 are not readable, so the missing parts of rows 1 to 6 are our guess. Row 7 is
+# the whole method.
 FRAUG_ROWS: dict[object, dict[str, object]] = {
     1: {"use_rtnet": False, "prototype_weight": 1, "residual": 1},
     2: {"use_generator": False, "prototype_weight": 1, "residual": 1},
@@ -216,19 +212,20 @@ FRAUG_ROWS: dict[object, dict[str, object]] = {
     6: {"use_rtnet": False},
     7: {},
 }
-# Map the printed letters of domains to the beginnings of the folders' names.
+# Map the printed letters of the domains to prefixes of the folder names.
 FRAUG_DOMAINS = {
     "office_home": {"A": "Art", "C": "Clipart", "P": "Product", "R": "Real"},
     "pacs": {"A": "art", "C": "cartoon", "P": "photo", "S": "sketch"},
     "digits": {"MT": "mnist", "MM": "mnist_m", "SV": "svhn", "UP": "usps"},
 }
-HEAD_EPOCHS = 10  # of the head alone in Table 1, which the paper does not state
-
-
+HEAD_EPOCHS = 10  # of the head in Table 1; not stated in the paper
 FRAUG_NOTES = {
-    "fraug/table1": f"our head is trained for {HEAD_EPOCHS} epochs, which the paper does not state, on all samples of "
-    "the client's domain, of which partition.fraction trained the whole network",
-    "fraug/table3": "which parts our rows 1 to 6 lack is a guess: see the commands",
+    "fraug/table1": (
+        f"we train the head for {HEAD_EPOCHS} epochs, which the paper does not state, on all "
+        "samples of the client's domain; the whole network was trained on the share "
+        "partition.fraction of them"
+    ),
+    "fraug/table3": "the missing parts of our rows 1 to 6 are a guess: see the commands",
 }
 
 
@@ -249,9 +246,10 @@ def fraug_command(table: Table, cell: Cell) -> Command:
 
 
 FRAUG_SCORED = (
-    "Each client's test accuracy in the round in which its validation accuracy was highest, as the paper's code "
-    "chooses its checkpoints. On OfficeHome and PACS that code then scores the very validation samples that chose "
-    "the round, which is best validation; ours are scored on other samples."
+    "Each client's test accuracy in the round in which its validation accuracy was highest, as the "
+    "paper's code chooses its checkpoints. On OfficeHome and PACS that code then scores the same "
+    "validation samples that chose the round; this score is our best validation. Our compared "
+    "score uses other samples."
 )
 
 
@@ -291,7 +289,7 @@ def _simple(name: str) -> str:
     return re.sub(r"[ _-]", "", name).lower()
 
 
-# --- FedLD ----------------------------------------------------------------------------------------------------------
+# --- FedLD ----------------------------------------------------------------------------------------
 FEDLD_SPLITS = {  # Retina's columns
     "Split-1": {"partition.alpha": 100.0, "method.fedld_margin.lam": 0.1},
     "Split-2": {"partition.alpha": 1.0, "method.fedld_margin.lam": 0.03},
@@ -299,11 +297,13 @@ FEDLD_SPLITS = {  # Retina's columns
 }
 FEDLD_NAMES = {"fedgh": ("fedgh_hierarchical",), "fedld": ("fedld_margin", "fedld_principal")}
 OWN_MODELS = ("fedbn", "fedpac")
+_FEDLD_OWN_MODELS = (
+    "the models of FedBN's and FedPAC's clients are scored on the central test set and averaged, as "
+    "in the released code"
+)
 FEDLD_NOTES = {
-    "fedld/table1": "models of FedBN's and FedPAC's clients are scored on the central test set and averaged, as in the "
-    "released code; the paper's FedGH is the one of that code",
-    "fedld/table3": "models of FedBN's and FedPAC's clients are scored on the central test set and averaged, as in the "
-    "released code; our margin weight is 0.03, as in Split-3",
+    "fedld/table1": f"{_FEDLD_OWN_MODELS}; FedGH is the version of that code",
+    "fedld/table3": f"{_FEDLD_OWN_MODELS}; our margin weight is 0.03, as in Split-3",
 }
 
 
@@ -334,7 +334,7 @@ def fedld_score(table: Table, cell: Cell) -> Score:
 
 
 def last_central(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last central score: of the clients' own models if they have one, else of the shared."""
+    """Return the last central score of the clients' own models, else of the shared model."""
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own
 

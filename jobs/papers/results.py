@@ -1,6 +1,6 @@
-"""Keep finished runs for the papers' tables: one small JSON file for each, with command and results.
+"""Store finished runs for the papers' tables, each as a small JSON file with command and results.
 
-`uv run python -m jobs.papers.results RUN...` keeps finished runs; `jobs.papers.report` and
+`uv run python -m jobs.papers.results RUN...` stores finished runs; `jobs.papers.report` and
 `jobs.papers.pages` read them.
 """
 
@@ -25,8 +25,8 @@ from raysim.primitives.files import parse_json
 from raysim.results.history import column, summarise, write_json
 from raysim.results.report import Run, chosen_option, find_runs, flat_settings, load_run
 
-KEPT = Path(__file__).parent / "results"
-# Beginnings of the columns that are kept, besides the names of the run's methods.
+RESULTS = Path(__file__).parent / "results"
+# Prefixes of the stored columns. Columns of the run's methods are stored as well.
 COLUMNS = (
     "accuracy",
     "local_accuracy",
@@ -58,9 +58,9 @@ PLACES = (
 )
 
 
-def kept(paper: str) -> list[Run]:
-    """Return the kept runs of a paper's presets."""
-    return [_read(path) for path in sorted((KEPT / paper).glob("*.json"))]
+def stored_runs(paper: str) -> list[Run]:
+    """Return the stored runs of a paper's presets."""
+    return [_read(path) for path in sorted((RESULTS / paper).glob("*.json"))]
 
 
 def _read(path: Path) -> Run:
@@ -78,18 +78,19 @@ def _read(path: Path) -> Run:
     return Run(path.stem, content["config"], rows, summary, path)
 
 
-def keep(folder: Path) -> Path:
+def store_run(folder: Path) -> Path:
     """Write the file of a finished run of a paper's preset and return its path.
 
-    Raises `Refused` for any other run.
+    Raise `Refused` for any other run.
     """
     run = load_run(folder)
     experiment = chosen_option(run.config, "experiment")
-    if not run.finished or "/" not in experiment:
-        what = (
-            f"is one of experiment={experiment}, no paper's" if run.finished else "has not finished"
+    if not run.finished:
+        raise Refused(f"{folder}: this run has not finished. Name finished runs.")
+    if "/" not in experiment:
+        raise Refused(
+            f"{folder}: experiment={experiment} is not a paper's preset. Name runs of such presets."
         )
-        raise Refused(f"{folder} {what}: name finished runs of papers' presets")
     identity = cast("Mapping[str, object]", run.summary.get("identity") or {})
     config = {key: value for key, value in run.config.items() if key not in PLACES} | {
         "data": _without_places(run.config)
@@ -103,73 +104,72 @@ def keep(folder: Path) -> Path:
     }
     text = json.dumps([config["seed"], content["command"]])
     methods = "+".join((run.config.get("method") or {}).keys()) or "fedavg"  # type: ignore[attr-defined]
-    name = f"{experiment.partition('/')[2]}-{methods}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    path = KEPT / experiment.partition("/")[0] / name
+    paper, _, preset = experiment.partition("/")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    path = RESULTS / paper / f"{preset}-{methods}-{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(content, path)
     return path
 
 
 def command(config: Mapping[str, object]) -> str:
-    """Return the command that makes a run: its preset, its methods and the differing settings."""
+    """Return the command of a run: its preset, its methods and the settings that differ."""
     choices, methods = config["choices"], config.get("method") or {}
     assert isinstance(choices, Mapping) and isinstance(methods, Mapping)
-    words = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
-    preset = to_dict(compose(words))
+    overrides = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
+    preset = to_dict(compose(overrides))
     groups = [
         f"{group}={value}"
         for group, value in choices.items()
         if group not in ("method", "experiment", *PLACES) and value != preset["choices"].get(group)
     ]
-    before, now = flat_settings(to_dict(compose([*words, *groups]))), flat_settings(config)
-    more = [
-        f"{key}={format_value(_value(config, key))}"
-        for key, value in now.items()
-        if key in before
-        and value != before[key]
-        and key.partition(".")[0] not in PLACES
-        and not _is_place(key)
-        if (key, before[key]) not in OPEN
-    ]
-    places = ["data.root=DIR"] if "data.root" in now else []
-    return " ".join(["raysim run", *words, *groups, *more, *_execution(config), *places])
+    defaults = flat_settings(to_dict(compose([*overrides, *groups])))
+    settings = flat_settings(config)
+    changed = []
+    for key, value in settings.items():
+        if key not in defaults or value == defaults[key] or (key, defaults[key]) in OPEN:
+            continue
+        if key.partition(".")[0] in PLACES or _is_place(key):
+            continue
+        changed.append(f"{key}={format_value(_value(config, key))}")
+    places = ["data.root=DIR"] if "data.root" in settings else []
+    return " ".join(["raysim run", *overrides, *groups, *changed, *_execution(config), *places])
 
 
 def _execution(config: Mapping[str, object]) -> list[str]:
-    """Return the overrides of execution that change bits, if they differ from the CPU's defaults."""
-    usual = {"lanes": 1, "graph": False, "precision": "float32"}
+    """Return the execution overrides that change bits, if they differ from the CPU's defaults."""
+    defaults = {"lanes": 1, "graph": False, "precision": "float32"}
     runtime = config.get("runtime") or {}
     assert isinstance(runtime, Mapping)
-    words = [
-        f"runtime.{key}={format_value(runtime[key])}"
-        for key, value in usual.items()
-        if runtime.get(key, value) != value
-    ]
-    return words if config.get("device", "cpu") == "cpu" else [f"device={config['device']}", *words]
+    overrides = []
+    if config.get("device", "cpu") != "cpu":
+        overrides.append(f"device={config['device']}")
+    for key, value in defaults.items():
+        if runtime.get(key, value) != value:
+            overrides.append(f"runtime.{key}={format_value(runtime[key])}")
+    return overrides
 
 
 def hardware(device: str = "cpu") -> str:
-    """Describe the hardware of a run in a few words: its GPU by name, or this machine."""
+    """Describe the hardware of a run: the name of its GPU, or the cores of this machine."""
     if device != "cpu":
         return device
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    models = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.is_file()
-        else []
-    )
-    name = models[0].partition(":")[2].strip() if models else name
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line for line in lines if line.startswith("model name")]
+    if models:
+        name = models[0].partition(":")[2].strip()
     return f"{os.cpu_count()} cores of {name}"
 
 
 def _columns(run: Run) -> list[str]:
-    """Return the columns that are kept: scores, costs, and the numbers that methods report."""
+    """Return the columns to store: scores, costs, and the numbers that methods report."""
     methods = run.config.get("method") or {}
     assert isinstance(methods, Mapping)
-    beginnings = (*COLUMNS, *(f"{name}." for name in methods))
+    prefixes = (*COLUMNS, *(f"{name}." for name in methods))
     names = dict.fromkeys(name for row in run.rows for name in row)
-    return ["round", *(name for name in names if name.startswith(beginnings))]
+    return ["round", *(name for name in names if name.startswith(prefixes))]
 
 
 def _short(values: Sequence[int | float | None]) -> list[int | float | None]:
@@ -194,17 +194,18 @@ def _value(config: Mapping[str, object], key: str) -> object:
     return value
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Keep the runs of the command line and print their files."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Store the runs that the command line names, and print their files."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.papers.results", description="Keep finished runs."
+        prog="python -m jobs.papers.results",
+        description="Store finished runs for the papers' tables.",
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="folders of runs, studies and sweeps"
     )
-    for name in parser.parse_args(words).runs:
+    for name in parser.parse_args(arguments).runs:
         for folder in find_runs(Path(name)):
-            print(keep(folder))
+            print(store_run(folder))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read the published tables: one JSON file for each paper, the only place of its numbers."""
+"""Read the published tables from a JSON file for each paper, the only source of its numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAPERS = ("fedbr", "fedbss", "fedld", "fraug")
 class Cell:
     """One printed number.
 
-    methods: without FedAvg, which all of them extend. mean: with the printed digits.
+    methods: without FedAvg, which all of them extend. mean: as printed, with all digits.
     """
 
     methods: tuple[str, ...]
@@ -45,7 +45,7 @@ class Cell:
 class Table:
     """One table: its cells in the order of the paper, their meaning, and open questions as notes."""
 
-    name: str  # as `find` takes it
+    name: str  # such as "fedbr/table1"
     title: str
     caption: str
     metric: str
@@ -58,10 +58,10 @@ class Table:
 def tables(paper: str) -> dict[str, Table]:
     """Return all tables of a paper by name, such as "fedbr/table1".
 
-    Raises `Refused` for an unknown paper.
+    Raise `Refused` for an unknown paper.
     """
     if paper not in PAPERS:
-        raise Refused(f"{paper}: this paper does not exist: {suggest(paper, PAPERS)}")
+        raise Refused(f"{paper}: there is no such paper; {suggest(paper, PAPERS)}")
     content = json.loads(
         (Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"), parse_float=Decimal
     )
@@ -75,7 +75,7 @@ def find(name: str) -> Table:
     """Return the table of a name such as "fedbr/table1"; raise `Refused` with the nearest name."""
     known = tables(name.partition("/")[0])
     if name not in known:
-        raise Refused(f"{name}: this table does not exist: {suggest(name, known)}")
+        raise Refused(f"{name}: there is no such table; {suggest(name, known)}")
     return known[name]
 
 

@@ -52,7 +52,7 @@ def scores(*accuracies: float) -> list[Row]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "kept")
     return tmp_path / "kept"
 
 
@@ -72,9 +72,9 @@ def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
     folder = finished(
         tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6)
     )
-    path = results.keep(folder)
+    path = results.store_run(folder)
     assert path.parent == store / "fedbr" and path.name.startswith("rotated_mnist-fedbr-")
-    (kept,), run = results.kept("fedbr"), load_run(folder)
+    (kept,), run = results.stored_runs("fedbr"), load_run(folder)
     assert kept.summary["split"] == SPLIT and kept.summary["model_sha256"] == "a" * 64
     assert [row["accuracy_global"] for row in kept.rows] == [
         row["accuracy_global"] for row in run.rows
@@ -85,7 +85,7 @@ def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
         compare("fedbr/table1", [kept], WIDE).split("runs (")[0]
         == compare("fedbr/table1", [run], WIDE).split("runs (")[0]
     )
-    assert results.keep(folder) == path, "the same run has the same file"
+    assert results.store_run(folder) == path, "the same run has the same file"
 
 
 def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store
         "model=cnn",
         "model.pool=3",
     ]
-    path = results.keep(finished(tmp_path / "a", words, scores(0.5)))
+    path = results.store_run(finished(tmp_path / "a", words, scores(0.5)))
     said = shlex.split(json.loads(path.read_text())["command"])
     assert (
         said[:3] == ["raysim", "run", "experiment=fedbr/rotated_mnist"]
@@ -110,20 +110,20 @@ def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store
 
 def test_keep_writes_a_file_per_seed_and_refuses_no_result(tmp_path: Path, store: Path) -> None:
     for seed in (0, 1):
-        results.keep(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
-    assert len(results.kept("fedbr")) == 2 and results.kept("fraug") == []
+        results.store_run(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
+    assert len(results.stored_runs("fedbr")) == 2 and results.stored_runs("fraug") == []
     other = finished(tmp_path / "digits", ["method=[fedprox]"], scores(0.5))
-    with pytest.raises(Refused, match="is one of experiment=default, no paper's"):
-        results.keep(other)
+    with pytest.raises(Refused, match="experiment=default"):
+        results.store_run(other)
     (other / "summary.json").unlink()
-    with pytest.raises(Refused, match="has not finished"):
-        results.keep(other)
+    with pytest.raises(Refused, match="finished"):
+        results.store_run(other)
 
 
 # --- beside the paper's numbers -------------------------------------------------------------------------------------
 def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 0) -> None:
     folder = tmp_path / f"{method}-{seed}-{'-'.join(words)}"
-    results.keep(
+    results.store_run(
         finished(folder, [*MNIST, f"method=[{method}]", f"seed={seed}", *words], scores(score))
     )
 
@@ -133,7 +133,7 @@ def sections(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     setting = ""
     for part in text.split("\n\n"):
-        title, _, said = part.partition("otherwise than the paper: ")
+        title, _, said = part.partition("differences from the paper: ")
         setting = said if said and title.startswith("rotated_mnist") else setting
         setting = "" if part == "rotated_mnist, at the paper's setting" else setting
         if part.startswith("rotated_mnist, Acc") and " ours " in part:
@@ -146,7 +146,7 @@ def test_kept_runs_stand_at_their_own_setting(tmp_path: Path, store: Path) -> No
         for method in ("", "fedprox"):
             kept_at(tmp_path, method, score, "rounds=40", seed=seed)
     own = load_run(finished(tmp_path / "own", [*MNIST, "method=[]"], scores(0.8)))
-    found = sections(compare("fedbr/table1", [own], WIDE, results.kept("fedbr")))
+    found = sections(compare("fedbr/table1", [own], WIDE, results.stored_runs("fedbr")))
     assert [*found] == ["", "rounds=40 instead of 1000"]
     assert [row for row in found[""] if " – – – " not in row] == [
         row for row in found[""] if "80.00" in row
@@ -162,7 +162,7 @@ def test_a_data_set_has_one_setting_whatever_the_order(tmp_path: Path, store: Pa
     for method, score in (("", 0.1), ("fedprox", 0.2), ("fedbr", 0.3)):
         kept_at(tmp_path, method, score, small)
     kept_at(tmp_path, "", 0.8, "rounds=40")
-    runs = results.kept("fedbr")
+    runs = results.stored_runs("fedbr")
     found = sections(compare("fedbr/table1", [], WIDE, runs))
     main, other = found.values()
     assert [row for row in main if "*" in row and "80.00" in row] == [], (
@@ -176,7 +176,7 @@ def test_the_papers_setting_may_stand_below_another(tmp_path: Path, store: Path)
     for method in ("", "fedprox"):
         kept_at(tmp_path, method, 0.5, "rounds=40")
     kept_at(tmp_path, "", 0.8)
-    found = sections(compare("fedbr/table1", [], WIDE, results.kept("fedbr")))
+    found = sections(compare("fedbr/table1", [], WIDE, results.stored_runs("fedbr")))
     assert [*found] == ["rounds=40 instead of 1000", ""]
     assert len(found[""]) == 1 and found[""][0].startswith("FedAvg 82.47 80.00 -2.47")
 
@@ -185,7 +185,7 @@ def test_values_of_a_method_do_not_part_it_from_fedavg(tmp_path: Path, store: Pa
     kept_at(tmp_path, "", 0.5, "rounds=40")
     kept_at(tmp_path, "fedbr", 0.6, "rounds=40", "method.fedbr.samples_per_mean=5")
     kept_at(tmp_path, "fedbr", 0.7, "rounds=40")
-    text = compare("fedbr/table1", [], WIDE, results.kept("fedbr"))
+    text = compare("fedbr/table1", [], WIDE, results.stored_runs("fedbr"))
     (rows_,) = sections(text).values()
     assert [row.split(" -")[0] for row in rows_ if "*" in row] == [
         "FedAvg 82.47 50.00*",
@@ -219,8 +219,8 @@ def test_a_split_without_the_columns_key_is_in_no_column(tmp_path: Path, store: 
 def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
     reported = {"fedbss.biased_share": 0.25, "fedbr.other": 1.0, "aggregated": 3.0}
     words = ["experiment=fedbss/fashion_mnist", "method=[fedbss]"]
-    results.keep(finished(tmp_path / "a", words, rows([0.5], **reported)))
-    (run,) = results.kept("fedbss")
+    results.store_run(finished(tmp_path / "a", words, rows([0.5], **reported)))
+    (run,) = results.stored_runs("fedbss")
     assert run.rows[0]["fedbss.biased_share"] == 0.25
     assert not {"fedbr.other", "aggregated"} & run.rows[0].keys()
 
@@ -252,7 +252,9 @@ def test_the_pages_are_those_that_the_stored_results_make() -> None:
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
     drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
-    assert drawn.text["Description"] == pictures.checksum(results.kept(paper), PAPER_RUNS[paper]), (  # type: ignore[attr-defined]
+    assert drawn.text["Description"] == pictures.checksum(
+        results.stored_runs(paper), PAPER_RUNS[paper]
+    ), (  # type: ignore[attr-defined]
         "run uv run python -m jobs.papers.pages docs/papers"
     )
 
@@ -268,10 +270,10 @@ def test_page_has_every_scale_and_a_cause_per_difference(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
-        results.keep(finished(tmp_path / f"r{seed}", reduced("", seed), scores(score)))
-    results.keep(finished(tmp_path / "whole", [*MNIST, "method=[]"], scores(0.8)))
-    results.keep(finished(tmp_path / "prox", [*MNIST, "method=[fedprox]"], scores(0.8)))
-    text = page_of(results.kept("fedbr"), {"table1/FedProx": "another mu"}, monkeypatch)
+        results.store_run(finished(tmp_path / f"r{seed}", reduced("", seed), scores(score)))
+    results.store_run(finished(tmp_path / "whole", [*MNIST, "method=[]"], scores(0.8)))
+    results.store_run(finished(tmp_path / "prox", [*MNIST, "method=[fedprox]"], scores(0.8)))
+    text = page_of(results.stored_runs("fedbr"), {"table1/FedProx": "another mu"}, monkeypatch)
     first = text.split("## Table 1:")[1].split("## Table 2:")[0]
     small, whole = (
         first.split(title)[1].split("###")[0]
@@ -483,8 +485,8 @@ def test_keep_stores_gpu_and_execution_options(tmp_path: Path, store: Path) -> N
     )
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("device: auto", "device: cuda"))
-    results.keep(folder)
-    (kept,) = results.kept("fedbr")
+    results.store_run(folder)
+    (kept,) = results.stored_runs("fedbr")
     assert kept.summary["hardware"] == "NVIDIA H100"
     command = str(kept.summary["command"])
     assert "device=cuda runtime.lanes=10 runtime.graph=true data.root=DIR" in command, command

@@ -60,7 +60,7 @@ def of(value: Any, dataset: str) -> Any:
 def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
     asked = setting(name)
     for cell in FEDBR[name].cells:
-        node = composed(*command(FEDBR[name], cell).words())
+        node = composed(*command(FEDBR[name], cell).arguments())
         local = node["local"]
         assert node["choices"]["method"] == list(cell.methods)
         assert node["choices"]["model"] == MODELS[of(asked["model"], cell.dataset)]
@@ -93,7 +93,7 @@ def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
 def test_a_row_of_an_ablation_has_the_values_it_names(name: str) -> None:
     for cell in FEDBR[name].cells:
         said = cell.variant
-        parts = composed(*command(FEDBR[name], cell).words())["method"]
+        parts = composed(*command(FEDBR[name], cell).arguments())["method"]
         if "virtual_data" in said:
             assert parts["vhl"]["virtual"] == said["virtual_data"]
         if "fedbr" not in cell.methods:
@@ -128,7 +128,7 @@ def test_fedbss_numbers_have_commands_of_their_table(
     for cell in cells:
         if cell.methods != ("fedbss",) and cell.column != cells[0].column:
             continue  # every method in one column, and one method in all: composing takes its time
-        node = composed(*PAPER_RUNS["fedbss"].command(FEDBSS[name], cell).words())
+        node = composed(*PAPER_RUNS["fedbss"].command(FEDBSS[name], cell).arguments())
         local, partition = node["local"], node["partition"]
         assert node["choices"]["method"] == list(cell.methods)
         assert node["choices"]["data"] == cell.dataset
@@ -396,7 +396,7 @@ FRAUG_CODE = {
 @pytest.mark.parametrize("name", FRAUG)
 def test_fraug_numbers_have_command_and_column(name: str) -> None:
     for cell in FRAUG[name].cells:
-        words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).words()
+        words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).arguments()
         score = PAPER_RUNS["fraug"].score(FRAUG[name], cell)
         rows = [
             {
@@ -463,7 +463,7 @@ def test_fraug_numbers_have_command_and_column(name: str) -> None:
 def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     fraug = PAPER_RUNS["fraug"]
     found = {
-        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).words())[
+        cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).arguments())[
             "method"
         ]["fraug"]
         for cell in FRAUG["fraug/table3"].cells
@@ -483,7 +483,7 @@ def test_fedld_numbers_have_commands_of_their_table(
     asked = setting(name)
     for cell in FEDLD[name].cells:
         command = PAPER_RUNS["fedld"].command(FEDLD[name], cell)
-        node = composed(*command.words())
+        node = composed(*command.arguments())
         local = node["local"]
         assert (node["rounds"], local["batch"]) == (asked["rounds"], asked["batch"])
         assert local["epochs"] == asked["local_epochs"] + (

@@ -72,7 +72,7 @@ def test_kept_runs_belong_to_plannable_studies(tmp_path: Path) -> None:
             planned.setdefault((*sorted(cell.config["method"]), cell.seed), []).append(
                 facts(cell.config)
             )
-    for run in (run for paper in PAPERS for run in results.kept(paper)):
+    for run in (run for paper in PAPERS for run in results.stored_runs(paper)):
         kept, methods = facts(run.config), run.config["method"]
         assert isinstance(methods, Mapping)
         alike = planned.get((*sorted(methods), run.config["seed"]), [])
