@@ -273,7 +273,7 @@ def costs(
 
 
 @contextmanager
-def joined(options: ClusterOptions) -> Iterator[Size]:
+def connected_cluster(options: ClusterOptions) -> Iterator[Size]:
     """Connect to the cluster or start it, and yield the number and resources of its workers."""
     from raysim.runtime import ray as cluster
 
@@ -299,7 +299,7 @@ def bench(
 ) -> list[RoundCost]:
     """Measure, print a table and write the results to `out`."""
     results = []
-    with joined(options) as size:
+    with connected_cluster(options) as size:
         for cost in costs(options, size, rounds, say):
             results.append(cost)
             say(f"{cost.floats:,} floats, {cost.way}: {cost.wall * 1000:.1f} ms per round")

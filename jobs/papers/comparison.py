@@ -324,7 +324,7 @@ def _different(
         if _is_free(key) or (key, value) in OPEN:
             continue
         if key in present and not is_equal(present[key], value):
-            different[key] = plainly(f"{key}={present[key]} instead of {value}")
+            different[key] = shorten_numbers(f"{key}={present[key]} instead of {value}")
         elif key in row_keys and key not in present:
             different[key] = f"no {key} instead of {value}"
     return different
@@ -336,7 +336,7 @@ def _is_free(key: str) -> bool:
     )
 
 
-def plainly(text: str) -> str:
+def shorten_numbers(text: str) -> str:
     """Replace 10.0 by 10 in a text, because both are the same setting."""
     return re.sub(r"(?<==)(-?\d+)\.0\b", r"\1", text)
 

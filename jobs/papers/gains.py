@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from jobs.papers.comparison import plainly
+from jobs.papers.comparison import shorten_numbers
 from jobs.papers.presets import PaperRuns, Score
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
@@ -68,7 +68,7 @@ def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
     """Return the settings in which FedAvg and another method share enough seeds."""
     runs_by_setting: dict[str, RunsByMethod] = {}
     for run in runs:
-        overrides = plainly(str(run.summary.get("command"))).split()[2:]
+        overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
         methods = [text for text in overrides if text.startswith("method")]
         excluded = ("method", "seed=", *EXECUTION)
         setting = [text for text in overrides if not text.startswith(excluded)]

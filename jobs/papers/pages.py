@@ -44,7 +44,7 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     """Return the page of a paper with our runs."""
     paper_tables = tables(paper)
     paper_runs = PAPER_RUNS[paper]
-    known = _known(paper)
+    explanations = _explanations(paper)
     scales = "; ".join(f"{name}: {SCALES[name]}" for name in SPLIT)
     parts = [
         f"# {_title(paper_tables)}",
@@ -52,14 +52,14 @@ def page(paper: str, runs: Sequence[Run]) -> str:
         f"**Which score.** {paper_runs.scored}",
         f"**Heterogeneity of the clients.** {scales}; means over clients.",
     ]
-    if known["claims"]:
-        lines = [f"- {text}" for text in known["claims"]]
+    if explanations["claims"]:
+        lines = [f"- {text}" for text in explanations["claims"]]
         parts.append("\n".join(["**Claims that we could not confirm.**", "", *lines]))
     if checksum(runs, paper_runs):
         parts.append(f"![{TITLE}]({paper}.png)")
     parts += gains(runs, paper_runs)
     for name, table in paper_tables.items():
-        parts += _table(name, table, runs, known["causes"])
+        parts += _table(name, table, runs, explanations["causes"])
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,7 +68,7 @@ def _title(paper_tables: Mapping[str, Table]) -> str:
     return first.title.rpartition(",")[0]
 
 
-def _known(paper: str) -> Any:
+def _explanations(paper: str) -> Any:
     """Read the explanations of a paper's differences from `known.json`.
 
     causes: why a number of ours differs from the paper's, by "table1/row label" or "table1".

@@ -9,7 +9,7 @@ from jobs.benchmarks import planner
 pytestmark = pytest.mark.slow
 
 
-def test_every_schedule_over_every_fleet_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_measures_every_schedule_and_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     said: list[str] = []
     found = planner.rates(1e-9, said.append)
@@ -22,7 +22,7 @@ def test_every_schedule_over_every_fleet_has_a_rate(monkeypatch: pytest.MonkeyPa
     assert len(said) == len(found)
 
 
-def test_a_whole_run_is_counted_in_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_run_returns_jobs_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
     jobs, start = planner.whole_run(3)
     assert jobs > 0 < start

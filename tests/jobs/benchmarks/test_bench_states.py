@@ -1,4 +1,4 @@
-"""What the benchmark of states measures is what it says."""
+"""The benchmark of client states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jobs.benchmarks import states
 
 
 @pytest.mark.slow
-def test_checkpoints_and_states_beyond_memory_are_measured(
+def test_states_measures_checkpoints_and_spilled_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Results that are kept beside the papers' tables, and the pages that are made of them."""
+"""The stored results of the papers' tables, and the pages that are written from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def reduced(method: str, seed: int = 0) -> list[str]:
 
 
 # --- keeping --------------------------------------------------------------------------------------------------------
-def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
+def test_stored_run_equals_the_run(tmp_path: Path, store: Path) -> None:
     folder = finished(
         tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6)
     )
@@ -88,7 +88,7 @@ def test_a_kept_run_is_what_the_run_was(tmp_path: Path, store: Path) -> None:
     assert results.store_run(folder) == path, "the same run has the same file"
 
 
-def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store: Path) -> None:
+def test_command_of_stored_run_gives_its_configuration(tmp_path: Path, store: Path) -> None:
     words = [
         *reduced("fedbr,mixup"),
         "method.fedbr.max_step=false",
@@ -108,7 +108,7 @@ def test_the_command_of_a_kept_run_makes_its_configuration(tmp_path: Path, store
     assert again == before
 
 
-def test_keep_writes_a_file_per_seed_and_refuses_no_result(tmp_path: Path, store: Path) -> None:
+def test_store_run_writes_a_file_per_seed_and_refuses_others(tmp_path: Path, store: Path) -> None:
     for seed in (0, 1):
         results.store_run(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
     assert len(results.stored_runs("fedbr")) == 2 and results.stored_runs("fraug") == []
@@ -141,7 +141,7 @@ def sections(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_kept_runs_stand_at_their_own_setting(tmp_path: Path, store: Path) -> None:
+def test_stored_runs_have_a_table_per_setting(tmp_path: Path, store: Path) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
         for method in ("", "fedprox"):
             kept_at(tmp_path, method, score, "rounds=40", seed=seed)
@@ -157,7 +157,7 @@ def test_kept_runs_stand_at_their_own_setting(tmp_path: Path, store: Path) -> No
     assert kept[1].startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
 
 
-def test_a_data_set_has_one_setting_whatever_the_order(tmp_path: Path, store: Path) -> None:
+def test_main_setting_does_not_depend_on_run_order(tmp_path: Path, store: Path) -> None:
     small = "model=small_cnn"
     for method, score in (("", 0.1), ("fedprox", 0.2), ("fedbr", 0.3)):
         kept_at(tmp_path, method, score, small)
@@ -172,7 +172,7 @@ def test_a_data_set_has_one_setting_whatever_the_order(tmp_path: Path, store: Pa
     assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
 
 
-def test_the_papers_setting_may_stand_below_another(tmp_path: Path, store: Path) -> None:
+def test_papers_setting_may_follow_another(tmp_path: Path, store: Path) -> None:
     for method in ("", "fedprox"):
         kept_at(tmp_path, method, 0.5, "rounds=40")
     kept_at(tmp_path, "", 0.8)
@@ -181,7 +181,7 @@ def test_the_papers_setting_may_stand_below_another(tmp_path: Path, store: Path)
     assert len(found[""]) == 1 and found[""][0].startswith("FedAvg 82.47 80.00 -2.47")
 
 
-def test_values_of_a_method_do_not_part_it_from_fedavg(tmp_path: Path, store: Path) -> None:
+def test_method_settings_share_a_table_with_fedavg(tmp_path: Path, store: Path) -> None:
     kept_at(tmp_path, "", 0.5, "rounds=40")
     kept_at(tmp_path, "fedbr", 0.6, "rounds=40", "method.fedbr.samples_per_mean=5")
     kept_at(tmp_path, "fedbr", 0.7, "rounds=40")
@@ -195,7 +195,7 @@ def test_values_of_a_method_do_not_part_it_from_fedavg(tmp_path: Path, store: Pa
     assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
 
 
-def test_a_split_without_the_columns_key_is_in_no_column(tmp_path: Path, store: Path) -> None:
+def test_run_without_the_row_key_belongs_to_no_row(tmp_path: Path, store: Path) -> None:
     shift = [
         "data=synthetic",
         "data.domains=5",
@@ -216,7 +216,7 @@ def test_a_split_without_the_columns_key_is_in_no_column(tmp_path: Path, store: 
     )
 
 
-def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
+def test_stored_run_has_columns_of_its_methods(tmp_path: Path, store: Path) -> None:
     reported = {"fedbss.biased_share": 0.25, "fedbr.other": 1.0, "aggregated": 3.0}
     words = ["experiment=fedbss/fashion_mnist", "method=[fedbss]"]
     results.store_run(finished(tmp_path / "a", words, rows([0.5], **reported)))
@@ -225,7 +225,7 @@ def test_what_a_method_reports_is_kept(tmp_path: Path, store: Path) -> None:
     assert not {"fedbr.other", "aggregated"} & run.rows[0].keys()
 
 
-def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, store: Path) -> None:
+def test_result_shows_all_scores_and_the_split(tmp_path: Path, store: Path) -> None:
     run = load_run(finished(tmp_path / "a", [*MNIST, "method=[]"], scores(0.5)))
     text = compare("fedbr/table1", [run], WIDE)
     assert line(text, "FedAvg ").startswith(
@@ -241,7 +241,7 @@ def test_all_three_scores_and_the_split_stand_beside_a_result(tmp_path: Path, st
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
-def test_the_pages_are_those_that_the_stored_results_make() -> None:
+def test_pages_match_the_stored_results() -> None:
     folder = conf_folder().parent / "docs" / "papers"
     for name, text in pages.pages().items():
         assert (folder / name).read_text() == text, (
@@ -250,7 +250,7 @@ def test_the_pages_are_those_that_the_stored_results_make() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
+def test_picture_of_a_page_matches_the_stored_results(paper: str) -> None:
     drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
     assert drawn.text["Description"] == pictures.checksum(
         results.stored_runs(paper), PAPER_RUNS[paper]
@@ -261,7 +261,7 @@ def test_a_page_has_a_picture_of_the_stored_results(paper: str) -> None:
 
 def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(
-        pages, "_known", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]}
+        pages, "_explanations", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]}
     )
     return pages.page("fedbr", runs)
 
@@ -369,7 +369,7 @@ def test_gains_are_those_of_the_papers_own_score() -> None:
     }
 
 
-def test_a_whole_number_written_in_two_ways_is_one_setting() -> None:
+def test_equal_numbers_are_one_setting() -> None:
     words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
     runs = [
         stored(method, seed, 0.5, words[seed])
@@ -405,7 +405,7 @@ def test_gains_compare_terms_and_central_scores() -> None:
     )
 
 
-def test_terms_are_those_that_all_have_who_measured_any() -> None:
+def test_gains_show_terms_that_all_runs_measured() -> None:
     def run(method: str, seed: int, **terms: float | None) -> Run:
         columns = {f"decomposition.{name}": value for name, value in terms.items()}
         return replace(stored(method, seed, 0.5), rows=[{"accuracy": 0.5, **columns}])
@@ -422,7 +422,7 @@ def test_terms_are_those_that_all_have_who_measured_any() -> None:
     )
 
 
-def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
+def test_gains_show_rank_correlation_with_label_entropy() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(
@@ -430,7 +430,7 @@ def test_gains_say_how_they_go_with_how_uneven_a_split_is() -> None:
     )
 
 
-def test_splits_that_are_equally_uneven_have_no_order() -> None:
+def test_equal_splits_have_no_order() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
         for method in ("fedavg", "fedbr")
@@ -441,7 +441,7 @@ def test_splits_that_are_equally_uneven_have_no_order() -> None:
     assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
 
 
-def test_a_picture_shows_means_intervals_and_splits(
+def test_picture_shows_means_intervals_and_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
@@ -476,7 +476,7 @@ def test_gains_need_enough_seeds_of_one_setting() -> None:
     assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
-def test_keep_stores_gpu_and_execution_options(tmp_path: Path, store: Path) -> None:
+def test_store_run_writes_gpu_and_execution_options(tmp_path: Path, store: Path) -> None:
     words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
     folder = finished(tmp_path / "a", words, scores(0.5))
     summary = json.loads((folder / "summary.json").read_text())

@@ -72,7 +72,7 @@ def test_tables_print_numbers_as_in_the_paper(name: str) -> None:
     assert max(map(len, text.split("\n\n")[1].splitlines())) <= 120
 
 
-def test_digits_that_were_printed_stay() -> None:
+def test_tables_keep_printed_digits() -> None:
     assert any("64.40" in row for row in lines(compare("fedbr/table13"), "GroupDRO"))
     assert "43.7" in compare("fedbr/table9") and "43.70" not in compare("fedbr/table9")
 
@@ -90,7 +90,7 @@ def test_listing_has_tables_and_wrong_name_gets_suggestion() -> None:
 
 
 # --- ours beside theirs ---------------------------------------------------------------------------------------------
-def test_a_run_stands_beside_the_number_it_repeats(tmp_path: Path) -> None:
+def test_run_is_shown_next_to_the_printed_number(tmp_path: Path) -> None:
     scores = [0.5, 0.79, 0.81, 0.80, 0.82, 0.83, 0.84]
     run = make(tmp_path / "prox", [*MNIST, "method=[fedprox]"], rows(scores))
     text = compare("fedbr/table1", [run], WIDE)
@@ -122,7 +122,7 @@ def test_a_threshold_that_one_seed_missed_has_no_mean(tmp_path: Path) -> None:
     assert "828 / –" in line(compare("fedbr/table1", runs, WIDE), "FedAvg ")
 
 
-def test_what_a_run_did_otherwise_than_the_paper_is_said(tmp_path: Path) -> None:
+def test_differences_from_the_paper_are_named(tmp_path: Path) -> None:
     words = [
         *MNIST,
         "method=[fedbr]",
@@ -160,7 +160,7 @@ def test_the_weighting_that_a_method_asked_for_is_no_difference(tmp_path: Path) 
     assert "50.00" in block and "40.00" in block and "60.00" in block
 
 
-def test_another_data_set_under_a_presets_name_is_said(tmp_path: Path) -> None:
+def test_other_data_set_of_a_preset_is_named(tmp_path: Path) -> None:
     run = make(tmp_path / "other", [*MNIST, "method=[]", "data=fashion_mnist"], rows([0.6]))
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
 
@@ -222,7 +222,7 @@ def test_method_local_is_scored_by_local_models(tmp_path: Path) -> None:
     )
 
 
-def test_costs_are_per_participation(tmp_path: Path) -> None:
+def test_costs_are_per_job(tmp_path: Path) -> None:
     run = make(
         tmp_path / "a",
         ["experiment=fedbr/cifar10", "method=[]"],
