@@ -77,3 +77,10 @@ with() { # a method: list it alone and combined with each of the others
 study combinations-fedbr 1.2 "${SMALL[@]}" "$(with fedbr)" seed=0..4
 study combinations-fedbss 2.8 "${FASHION[@]}" data.pool=2 model=small_cnn partition.fraction=0.2 "$(with fedbss)" \
     seed=0..4
+
+# 6. FedBSS with noisy labels (Table 2). The rate is raised until a fifth of the paper's samples train a small network.
+NOISE=(experiment=fedbss/fashion_mnist partition=iid data.pool=2 model=small_cnn partition.fraction=0.2 local.lr=0.1)
+for noise in 0.5 0.3 0.1; do
+    study "fedbss-noise_$noise" 0.4 "${NOISE[@]}" "data.label_noise=$noise" method=fedavg,fedbss \
+        method.fedbss.kind=cosine,linear,filter method.fedbss.warmup_rounds=15 rounds=60 seed=0..4
+done

@@ -41,7 +41,7 @@ def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.")
     try:
         node = OmegaConf.to_container(OmegaConf.load(regular_file(path)))
         if not isinstance(node, dict) or not _has_text_keys(node):
-            raise ValueError("it holds no names with values")
+            raise ValueError("the file has no lines of the form `key: value`")
         if "${oc.env" in str(node).replace(" ", ""):
             raise ValueError(
                 "it reads the environment, which would be stored with the results; "

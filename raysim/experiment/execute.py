@@ -148,7 +148,8 @@ def _build_once(
         return build(config, allow, **parts)
     if parts:
         raise Refused(
-            f"{next(iter(parts))}=... has no effect on what build returned: give it to build"
+            f"{next(iter(parts))}=... has no effect on a run that raysim.build has returned. "
+            "Pass it to raysim.build."
         )
     return config
 

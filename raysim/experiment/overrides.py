@@ -142,7 +142,7 @@ def _expand_counts(text: str) -> str:
         first, last = int(count[1]), int(count[2])
         if not first <= last < first + MAX_COUNTED_VALUES:
             raise Refused(
-                f"'{text}' must count up, by {MAX_COUNTED_VALUES:,} values at most. "
+                f"'{text}' must be an ascending range of at most {MAX_COUNTED_VALUES:,} values. "
                 "Write the lower end first, such as 0..4."
             )
         return ",".join(map(str, range(first, last + 1)))

@@ -110,7 +110,10 @@ def build_list(
     """Return the parts of a group of which a run has any number, such as "observer"."""
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
-        raise Refused(f"{group}={format_value(nodes)} is no mapping: name each part of it")
+        raise Refused(
+            f"{group}={format_value(nodes)} must be a mapping. "
+            "Give each part a name, as in {mine: ...}."
+        )
     parts: list[T] = []
     for name, node in nodes.items():
         path = f"{group}.{name}"

@@ -131,8 +131,9 @@ class FedBN(Method):
             return
         if self.name_rule is not None:
             run.warn(
-                f"method 'fedbn' finds no {self.name_rule!r} in the names of the model and runs "
-                "as FedAvg: set method.fedbn.name_rule=null"
+                f"method.fedbn.name_rule={self.name_rule}: no parameter of the model has this text "
+                "in its name, so that the run equals FedAvg. Set method.fedbn.name_rule=null to "
+                "find BatchNorm layers by their type."
             )
         else:
             run.warn(

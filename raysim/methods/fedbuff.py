@@ -132,9 +132,10 @@ class FedBuff(Method):
         others = run.others_fill("weigh")
         if others:
             run.warn(
-                f"method '{others[0]}' changes weights by whose sum method 'fedbuff' does not "
-                "divide, so that they also change the length of the server's step "
-                f"(normalization={self.normalization}): set method.fedbuff.normalization=weights"
+                f"method '{others[0]}' changes the weights, and method 'fedbuff' does not divide "
+                f"by their sum (method.fedbuff.normalization={self.normalization}), so that the "
+                "length of the server's step changes, too. Set "
+                "method.fedbuff.normalization=weights."
             )
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:

@@ -518,8 +518,8 @@ class Tracker:
                 return
             self._append(self._unsent[self._stored_rows :])
             self._say(
-                f"MLflow at {without_password(self._uri)} did not take the end of this run"
-                f" ({self._problem or 'no answer in time'}): the rows are in"
+                f"MLflow at {without_password(self._uri)} did not accept the last rows of this run"
+                f" ({self._problem or 'no answer in time'}): they are in"
                 f" {self._folder / BACKLOG}, and `{self._command} out={self._folder}"
                 " resume=latest` sends them."
             )

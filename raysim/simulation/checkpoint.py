@@ -343,9 +343,9 @@ def _read_manifest(place: Store, folder: str) -> dict[str, str]:
         manifest = parse_json(path.read_bytes())
     is_complete = isinstance(manifest, dict) and manifest.keys() >= _REQUIRED
     if not is_complete or any("/" in name and not _LOG_FILE.fullmatch(name) for name in manifest):
-        raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
+        raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
     if manifest.pop(MANIFEST, None) != _digest_of_manifest(manifest):
-        raise ValueError(f"{MANIFEST} does not have its own checksum")
+        raise ValueError(f"{MANIFEST} does not match the checksum that it contains")
     return dict(manifest)
 
 

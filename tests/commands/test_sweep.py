@@ -119,7 +119,7 @@ class TestPlan:
         assert list(sweep_plan.space) == expected
         assert sweep_plan.node(sweep_plan.points()[0])["method"]["fedbr"]["lam"] == 0.25
 
-    def test_key_of_a_method_is_for_its_trials_alone(self) -> None:
+    def test_key_of_a_method_is_searched_in_its_trials_only(self) -> None:
         values = ["method.fedprox.mu=0.1,0.2", "sweep.search=grid"]
         sweep_plan = plan(["method=fedavg,fedprox,fedprox+feddecorr", *values])
         quoted = plan(["method=[],[fedprox],[fedprox,feddecorr]", *values])
@@ -209,7 +209,7 @@ class TestTrial:
 
 # --- reports ------------------------------------------------------------------------------------
 class TestReport:
-    def test_equal_scores_count_full_trials_alone(self, tmp_path: Path) -> None:
+    def test_ties_are_counted_among_complete_trials_only(self, tmp_path: Path) -> None:
         records = records_of(tmp_path, [LRS])
         outcomes = [
             (0.5, "done"),

@@ -219,7 +219,7 @@ def test_floats_that_are_no_classes_are_rejected(labels: list[float]) -> None:
     [np.zeros((4, 2, 2)), np.array([["a", "b"]] * 4), np.zeros((4, 3), int), [[1, 2], [0]]],
     ids=["three axes", "text", "integers", "lists"],
 )
-def test_several_labels_are_no_classes(labels: Any) -> None:
+def test_samples_with_several_labels_have_no_classes(labels: Any) -> None:
     with pytest.raises(ValueError, match="place"):
         read_labels(labels, "classification", None, "place")
 

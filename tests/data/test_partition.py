@@ -156,7 +156,7 @@ def test_dirichlet_large_alpha_gives_global_class_shares() -> None:
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_dirichlet_client_remaining_prior_gives_one_class() -> None:
+def test_remaining_prior_can_give_a_client_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,

@@ -181,7 +181,7 @@ def test_parquet_class_names_must_be_a_list_of_names(metadata: dict, tmp_path: P
 @pytest.mark.parametrize(
     "column", [pa.array([3]), pa.array([[1]]), pa.array(["x"]), pa.array([{"path": "a.png"}])]
 )
-def test_parquet_column_without_pictures_is_named(column: pa.Array, tmp_path: Path) -> None:
+def test_error_names_parquet_column_without_pictures(column: pa.Array, tmp_path: Path) -> None:
     for split in ("train", "test"):
         pq.write_table(pa.table({"image": column, "label": [0]}), tmp_path / f"{split}.parquet")
     with pytest.raises(ValueError, match=r"train.parquet: column image .*data\.image_column"):

@@ -326,7 +326,7 @@ def test_object_that_does_not_fit_is_refused(given: dict[str, Any], sentence: st
 def test_key_given_twice_is_refused() -> None:
     with pytest.raises(Refused, match="rounds=2"):
         raysim.run("rounds=3", **(SMALL | PARTS))
-    with pytest.raises(Refused, match=r"model=\.\.\. has no effect on what build returned"):
+    with pytest.raises(Refused, match=r"model=\.\.\. has no effect on a run"):
         raysim.run(raysim.build(**(_without(SMALL, "quiet") | PARTS)), model=Mlp())
 
 

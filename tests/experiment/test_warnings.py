@@ -74,7 +74,7 @@ def test_warning_of_fedbuff_with_other_weights(normalization: str, count: int) -
         )
         assert len(found) == count
         assert all(
-            "'groupdro'" in text and "set method.fedbuff.normalization=weights" in text
+            "'groupdro'" in text and "method.fedbuff.normalization=weights" in text
             for text in found
         )
     assert warnings("method=[fedbuff]", *BUFFER) == ()

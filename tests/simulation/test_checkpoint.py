@@ -425,7 +425,9 @@ def test_manifest_without_an_entry_is_damaged(entry: str, tmp_path: Path) -> Non
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest[entry]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.find_damage(path) == "manifest.json does not have its own checksum"
+    assert (
+        checkpoint.find_damage(path) == "manifest.json does not match the checksum that it contains"
+    )
 
 
 @pytest.mark.parametrize("file", ["run.json", "manifest.json"])
@@ -787,4 +789,4 @@ def test_manifest_names_nothing_outside(tmp_path: Path) -> None:
     manifest["../secret.json"] = "0" * 64
     manifest["manifest.json"] = checkpoint._digest_of_manifest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.find_damage(path) == "manifest.json does not name the files of a checkpoint"
+    assert checkpoint.find_damage(path) == "manifest.json does not list the files of a checkpoint"

@@ -619,7 +619,7 @@ def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any
     }
     for part in options.parts:
         if not has_time():
-            say(f"{part}: no time left")
+            say(f"{part}: skipped, no time left")
             break
         since = time.monotonic()
         results[part] = measurements[part]()
