@@ -191,7 +191,7 @@ CLASS_STATISTICS = ("classes_per_client", "heterogeneity", "pooled_entropy")  # 
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers wrong arguments in one sentence."""
+    """A parser that reports wrong arguments in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
@@ -200,7 +200,7 @@ class Parser(argparse.ArgumentParser):
 
 # --- the process --------------------------------------------------------------------------------
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit. argv: the arguments; None: those of the process."""
+    """Run one command and exit. argv: the arguments; None takes those of the process."""
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     status = call(list(sys.argv[1:] if argv is None else argv))
     # Exit quietly; Python would print a traceback for a Ctrl-C from here on.
@@ -209,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a hook that repeats a Ctrl-C from where Python cannot raise it.
+    """Return a hook that repeats a Ctrl-C where Python cannot raise KeyboardInterrupt.
 
-    In the callback of a weak reference, for example, it would be lost.
+    In the callback of a weak reference, for example, the interrupt would be lost.
     """
 
     def hook(unraisable: Any) -> None:
@@ -258,7 +258,7 @@ def prepare_ray() -> None:
 
 
 def exit_status(command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; what ends it early is printed as one sentence."""
+    """Run a command and return its exit status; print an early end as one sentence."""
     try:
         status = command()
         sys.stdout.flush()
@@ -284,7 +284,7 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Send the rest of the output nowhere, or Python would fail to write it at its end."""
+    """Discard the rest of the output, because Python would fail to write it when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -324,7 +324,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag: str) -> str:
-    """Return the override that a flag was meant as: "rounds=5" for --round 5; "" for none."""
+    """Return the override that a flag probably means: "rounds=5" for --round 5; "" for none."""
     if not hasattr(arguments, "overrides"):
         return ""
     import difflib
@@ -347,7 +347,7 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
 def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
     """Make the packages of --allow importable, and add their options.
 
-    are_remote: whether their classes are imported on a cluster and not in this process.
+    are_remote: True if their classes are imported on a cluster and not in this process.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of
@@ -359,7 +359,7 @@ def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) ->
 
 
 def _complete() -> NoReturn:
-    """Answer a shell that asks for completions, on the channel that it has opened for them."""
+    """Send completions to the shell that asked for them."""
     import argcomplete
 
     argcomplete.autocomplete(_parser())
@@ -367,7 +367,7 @@ def _complete() -> NoReturn:
 
 
 class Commands:
-    """The subcommands of the parser. add: adds one, with its line in the list and its examples."""
+    """The subcommands of the parser; each has a line in the list of commands, and examples."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self._commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -668,9 +668,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(folder: Path, resume: object, arguments: argparse.Namespace) -> None:
-    """Raise `Refused` for a new run in a used folder, and for a bare resume in an absent one.
+    """Raise `Refused` for a new run in a used folder, and for `resume` without an existing run.
 
-    A bare resume would begin a run with the default configuration, which nobody asked for.
+    Resuming without a run would start one with the default configuration, which was not requested.
     """
     from raysim.experiment.many_runs import check_free
 
@@ -886,7 +886,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_workloads(names: Sequence[str]) -> None:
-    """Raise `Refused` for a workload that does not exist, or that must be named alone."""
+    """Raise `Refused` for a workload that does not exist, or that cannot be combined with others.
+    """
     known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:

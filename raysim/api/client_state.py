@@ -21,10 +21,11 @@ _COUNTERS = "personal.counters"
 
 @dataclass(frozen=True, eq=False)
 class ClientState(Generic[T]):
-    """The client state of one client: tensors on its worker's device, NumPy arrays elsewhere.
+    """Everything that is kept for one client: tensors on a worker, NumPy arrays elsewhere.
 
-    Tensors of the networks that do not travel (FedBN's normalisation, FRAug's RTNet) lie in two
-    flat buffers, so that a job loads and returns them at once; the layout knows their names.
+    The tensors of networks that stay on the client (normalisation layers of FedBN, RTNet of FRAug)
+    lie in two flat buffers, so that a job can load and store all of them at once. The layout knows
+    their names.
     """
 
     personal: T  # [layout.personal] floating: parameters, then buffers
@@ -47,9 +48,9 @@ def num_bytes(state: ClientState[Any]) -> int:
 
 
 def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
-    """Return every tensor under its own name, such as "model.bn1.weight" or "fedbss.losses".
+    """Return every tensor under its full name: "model.bn1.weight" or "fedbss.losses".
 
-    Those of the networks are views of the flat buffers.
+    The tensors of networks are views of the flat buffers.
     """
     floating, integer = layout.personal_entries
     personal: dict[str, np.ndarray] = {}
@@ -67,7 +68,7 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
 
 
 def reserved_names(layout: Layout) -> set[str]:
-    """Return the names that no client state of a method may have."""
+    """Return the names that a method cannot give to client state."""
     floating, integer = layout.personal_entries
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
 
@@ -89,7 +90,7 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 
 
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
-    """Return the flat buffers, if they hold anything, and the state of methods by name."""
+    """Return the non-empty flat buffers and the state of methods, by name."""
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):
         buffers = {_PERSONAL: state.personal, _COUNTERS: state.counters}
@@ -97,7 +98,7 @@ def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
 
 
 def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
-    """Return the state that `to_flat_arrays` returned these arrays for."""
+    """Return the state from its flat arrays: the inverse of `to_flat_arrays`."""
     methods = {key: array for key, array in arrays.items() if key not in (_PERSONAL, _COUNTERS)}
     personal = arrays.get(_PERSONAL, np.empty(0, np.float32))
     counters = arrays.get(_COUNTERS, np.empty(0, np.int64))

@@ -1,4 +1,4 @@
-"""The hooks that methods fill, and the checks that the methods of a list fit together."""
+"""Find the hooks that methods override, and check that the methods of a list fit together."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ALONE = {
 
 
 def fills(method: Method, hook: str) -> bool:
-    """Return True if the method's class has a hook of its own."""
+    """Return True if the method's class overrides the hook."""
     return getattr(type(method), hook) is not getattr(Method, hook)
 
 
 def filled_hooks(method: Method) -> frozenset[str]:
-    """Return the names of the hooks that the method's class fills."""
+    """Return the names of the hooks that the method's class overrides."""
     return frozenset(hook for hook in HOOKS if fills(method, hook))
 
 
@@ -102,7 +102,7 @@ _RENAMED = {
 
 
 def _check_renamed(method: Method) -> None:
-    """Raise ValueError for a hook of an earlier version, and name the present one."""
+    """Raise ValueError for a hook of an earlier version. The error gives the new name."""
     for name in _uncalled_functions(type(method)):
         if name in _RENAMED:
             raise ValueError(
@@ -155,7 +155,7 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
 
 
 def _uncalled_functions(cls: type[Method]) -> list[str]:
-    """Return the public functions of a user's class that are no hooks and that it never uses."""
+    """Return the public functions of a user's class that neither raysim nor the class calls."""
     classes = [
         parent
         for parent in cls.__mro__
@@ -176,7 +176,7 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 
 
 def check_names(methods: Sequence[Method]) -> None:
-    """Raise ValueError for methods without a name, with one name, or with unfit hooks."""
+    """Raise ValueError for methods without a name, with equal names, or with wrong hooks."""
     for method in methods:
         check_name(method)
         _check_renamed(method)
@@ -200,7 +200,10 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 
 
 def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError for methods that exclude each other or declare what only one may."""
+    """Raise ValueError for methods that exclude each other.
+
+    Also raise it if several methods declare something that only one method of a list may declare.
+    """
     _check_single_owners(all_declared)
     _check_targets(all_declared)
     _check_pooling(all_declared)
@@ -251,7 +254,7 @@ def _check_whole_model(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def step_parts(declared: MethodDeclaration) -> list[str]:
-    """Return what a method does in the steps of local training: hooks and declarations."""
+    """Return the hooks and declarations of a method that change the steps of local training."""
     parts = [hook for hook in STEP_HOOKS if declared.has_hook(hook)]
     if declared.stages is not None:
         parts.append("run.stages")
@@ -263,7 +266,7 @@ def step_parts(declared: MethodDeclaration) -> list[str]:
 
 
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError for a method that takes part in steps, next to one that replaces them."""
+    """Raise ValueError if one method replaces the training steps and another one changes them."""
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:
         return
@@ -312,7 +315,7 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_features: bool) -> None:
-    """Raise ValueError for a method that needs what the data or the model do not have.
+    """Raise ValueError for a method whose needs the data or the model do not meet.
 
     has_features: True if the model has features in front of a linear head.
     """
@@ -327,7 +330,7 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
 
 def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Return the needs that a task and a model do not meet, each with the end of a sentence."""
+    """Return each unmet need, with the end of the sentence that says so."""
     missing: dict[Need, str] = {}
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":

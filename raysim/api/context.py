@@ -1,7 +1,7 @@
-"""A job at work on a worker: its plan, its batch, the model's outputs and the worker's services.
+"""The state of a job in training: its batches, the model's outputs, the worker's services.
 
-`Context` is what the training loop keeps about a job. Hooks see it as a `LocalJob`, which gives the
-method's own names to all entries.
+`Context` is what the training loop stores about a job. Hooks see it as a `LocalJob`, where a method
+uses short names for its own entries.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Plan:
     """The batches of one job, decided before its first step.
 
-    positions: int64 [sum of sizes], positions in the client's samples, batch after batch.
-    sizes: rows of each batch. samples: training samples of the client.
+    positions: int64 [sum of sizes], positions in the client's samples, batch after batch. sizes:
+    the number of rows of each batch. samples: the number of the client's training samples.
     """
 
     positions: np.ndarray
@@ -50,7 +50,7 @@ class Plan:
 
 
 class WorkerView(Protocol):
-    """The worker that trains a job: its settings, its data and a second set of networks."""
+    """The worker as a job sees it: settings, data, and a second set of networks."""
 
     task: Task
     local: Local
@@ -61,7 +61,8 @@ class WorkerView(Protocol):
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return normalised inputs and labels of rows, augmented if a generator is given."""
+        """Return normalised inputs and labels of rows. They are augmented if there is a generator.
+        """
         ...
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -69,7 +70,7 @@ class WorkerView(Protocol):
         ...
 
     def class_counts(self, client: int) -> Tensor:
-        """Return a client's training samples of each class: int64 [C] on the CPU."""
+        """Return the number of a client's training samples in each class: int64 [C] on the CPU."""
         ...
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
@@ -79,11 +80,12 @@ class WorkerView(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """A batch as the model sees it, and as it was before any method changed it.
+    """A batch as the model receives it, and its original inputs and targets.
 
     inputs: [B, ...]. targets: int64 [B], or rows of probabilities [B, C]. raw_inputs, raw_targets:
-    the same before any change. pair: Mixup's (labels, permuted labels, weight of the labels), or
-    None. rows: additional inputs for the same forward pass, by method, or None.
+    inputs and targets before a method changed them. pair: for Mixup, the tuple (labels, permuted
+    labels, weight of the labels); None without Mixup. rows: additional inputs for the same forward
+    pass, by method; None if no method added rows.
     """
 
     # Not frozen: creating a frozen one takes longer, and there is one for each batch.
@@ -101,13 +103,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stage:
-    """One optimizer step within the step on a batch.
+    """One of the optimizer steps that are made on a batch.
 
-    trains: networks or modules to step: "model", "model.head", "fedbr.projector". loss: a loss of
-    the stage's own, called with (job, out); None is the task loss, to which methods add terms.
-    ascend: True climbs the loss; hooks then see the gradient of the negated loss. rate: factor on
-    the learning rate. modes: networks or modules to put into train (True) or eval mode (False)
-    first, in this order.
+    trains: networks or modules to train: "model", "model.head", "fedbr.projector". loss: a function
+    (job, out) that returns this stage's loss; None uses the task loss, to which methods add terms.
+    ascend: True maximises the loss; hooks then see the gradient of the negated loss. rate: factor
+    on the learning rate. modes: networks or modules to put into train mode (True) or eval mode
+    (False) before the step, in this order.
     """
 
     name: str = "task"
@@ -125,7 +127,7 @@ class Stage:
 
 @dataclass(slots=True)
 class Context:
-    """All that is known of a job at work; entries of methods are named "method.name"."""
+    """All data of a job during its training; entries of methods are named "method.name"."""
 
     trainer: WorkerView
     seed: int
@@ -170,11 +172,11 @@ class Context:
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the model: the task's classes and those that a method adds."""
+        """The number of the model's outputs: the task's classes and those that a method adds."""
         return self.model.num_classes
 
     def drawn(self, name: str) -> Tensor:
-        """Return this step's entry of a method's draws."""
+        """Return the tensor that a method drew for this step."""
         return self.draws[name][self.step]
 
     def frozen(
@@ -184,7 +186,7 @@ class Context:
         return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return this job's random generator for a purpose."""
+        """Return this job's random generator for the named purpose."""
         return stream(self.seed, purpose, self.client, self.participation)
 
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -192,14 +194,15 @@ class Context:
         return self.trainer.client_samples(self.client)
 
     def class_counts(self) -> Tensor:
-        """Return the client's training samples of each class: int64 [C] on the CPU."""
+        """Return the number of the client's training samples in each class: int64 [C] on the CPU.
+        """
         return self.trainer.class_counts(self.client)
 
     @contextmanager
     def keep_statistics(self) -> Iterator[None]:
-        """Leave running statistics alone in forward passes inside this context.
+        """Do not update BatchNorm's running statistics inside this context.
 
-        The passes still normalise with the statistics of their own batch.
+        Forward passes still normalise with the statistics of their batch.
         """
         for layer in self.trainer.statistics_layers:
             layer.track_running_stats = False  # type: ignore[assignment]
@@ -237,7 +240,7 @@ class Outputs:
         return self.once("zero", lambda: torch.zeros((), dtype=data.dtype, device=data.device))
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the value of this name, computed at its first use in the step on this batch."""
+        """Return the value stored as `name` for this step's batch; compute it at the first use."""
         value = self._kept.get(name)
         if value is None:
             value = self._kept[name] = compute()
@@ -245,7 +248,7 @@ class Outputs:
 
     @property
     def features(self) -> Tensor:
-        """[B, F] features of the model in training."""
+        """The features [B, F] of the model in training."""
         return self.once("features", self._features)
 
     def _features(self) -> Tensor:
@@ -265,18 +268,18 @@ class Outputs:
 
     @property
     def logits(self) -> Tensor:
-        """[B, C] outputs of the model in training."""
+        """The outputs [B, C] of the model in training."""
         return self.once("logits", lambda: self._outputs_of(self.ctx.model, lambda: self.features))
 
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
-        """Return the model's outputs, from its features if it has some: other methods use them."""
+        """Return the model's outputs; compute them from its features if the model has features."""
         if is_split(model):
             return cast(Tensor, model.head(features()))
         return cast(Tensor, model(self.batch.inputs))
 
     @property
     def base_features(self) -> Tensor:
-        """[B, F] features of the received model, without gradient."""
+        """The features [B, F] of the received model, without gradient."""
         return self.once("base_features", lambda: without_gradient(self._received_features))
 
     def _received_features(self) -> Tensor:
@@ -284,7 +287,7 @@ class Outputs:
 
     @property
     def base_logits(self) -> Tensor:
-        """[B, C] outputs of the received model, without gradient."""
+        """The outputs [B, C] of the received model, without gradient."""
         return self.once("base_logits", lambda: without_gradient(self._received_logits))
 
     def _received_logits(self) -> Tensor:
@@ -297,9 +300,9 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A client before round 0, as the function given to `run.gather` sees it.
+    """A client before round 0: the argument of the function that `run.gather` calls.
 
-    generator: the client's random generator for this purpose. gather: reads the samples.
+    generator: the client's random generator for this purpose. gather: function that reads samples.
     """
 
     client: int
@@ -313,10 +316,11 @@ class Contribution:
 
     @property
     def inputs(self) -> Tensor:
-        """[n, ...] normalised inputs of the client's training samples; read at the first use."""
+        """The normalised inputs [n, ...] of the client's training samples, read at the first use.
+        """
         return self._samples[0]
 
     @property
     def labels(self) -> Tensor:
-        """[n] labels of the client's training samples."""
+        """The labels [n] of the client's training samples."""
         return self._samples[1]

@@ -21,11 +21,12 @@ from raysim.vectors.optimizer import OptimizerSettings
 class Task:
     """The learning task: inputs, outputs, loss and metrics.
 
-    shape: of one input; [channels, height, width] of an image. num_classes: classes, or other
-    outputs of the model. clients: all clients of the run. dtype: of all floats. kind: names the
-    usual loss and metrics. tokens: set if inputs are sequences of token numbers. scored_by: name of
-    the metric, None for the usual one. loss: from outputs [B, C] and labels to [B], None for the
-    usual one. unseen: the number of clients that are never trained.
+    shape: the shape of one input; [channels, height, width] for an image. num_classes: the number
+    of classes, or of other outputs of the model. clients: the number of all clients of the run.
+    dtype: the type of all floats. kind: decides the usual loss and metrics. tokens: the number of
+    different tokens if inputs are sequences of token numbers. scored_by: the name of the metric;
+    None for the usual one. loss: function from outputs [B, C] and labels to a loss for each sample
+    [B]; None for the usual one. unseen: the number of clients that are never trained.
     """
 
     shape: tuple[int, ...]
@@ -78,12 +79,12 @@ FORWARD = 1 / 3
 
 @dataclass(frozen=True)
 class Finetune:
-    """Fine-tuning of a client's model on its own data before it is scored; the result is discarded.
+    """Fine-tuning of a client's model on the client's data before a score; then it is discarded.
 
-    epochs: passes with a new local optimizer, on the usual loss; 0 for none. head: True steps the
-    head only, with the extractor in eval mode. last: True after the final round only. samples:
-    "own" are the client's training samples; "all" are also those that `partition.fraction` left
-    out of training.
+    epochs: passes with a new local optimizer and the usual loss; 0 for none. head: True trains only
+    the head, with the extractor in eval mode. last: True fine-tunes after the final round only.
+    samples: "own" uses the client's training samples; "all" also uses the samples that
+    `partition.fraction` left out of training.
     """
 
     epochs: int = 0
@@ -98,14 +99,16 @@ class Finetune:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The settings `evaluate.*`: what is scored, and after how many aggregations (0: never).
+    """The settings `evaluate.*`: which models are scored on which data, and how often.
 
-    every: all scores. clients: clients drawn for each of them. finetune: how models are adapted
-    first, for scores in columns of their own. common: True scores clients' own models on the
-    central test set. probe: local models before they are averaged, on `probe_rows` images of the
-    central test set. decompose: the loss decomposition, on at most `decompose_rows` training
-    samples of a client. metric: such as "mae"; None is the usual one for the data. unseen: share of
-    the clients that is drawn at the start, never trained, and scored in columns of its own.
+    Numbers of aggregations between scores: 0 is never. every: for all scores. clients: the number
+    of clients that are drawn for each score. finetune: how client models are adapted before they
+    are scored; these scores have columns of their own. common: True also scores client models on
+    the central test set. probe: for local models before they are averaged, on `probe_rows` images
+    of the central test set. decompose: for the loss decomposition, on at most `decompose_rows`
+    training samples of a client. metric: such as "mae"; None is the usual metric for the data.
+    unseen: the share of clients that is drawn at the start, never trained, and scored in separate
+    columns.
     """
 
     every: int = 1
@@ -132,7 +135,7 @@ class Evaluation:
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Return True if the local models of the step to this version are probed."""
+        """Return True if this version's step is probed: local models before they are averaged."""
         return self.probe > 0 and version % self.probe == 0
 
     def decomposes(self, version: int) -> bool:
@@ -146,11 +149,11 @@ class Local:
 
     optimizer: "sgd", "adam" or "adamw". lr: learning rate. lr_decay: factor on the learning rate
     for each version. clip: largest norm of a gradient; 0 for no limit.
-    epochs, steps: passes over the client's samples, or batches; one of them is None.
-    batch: samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the smaller
-    last batch; "replacement" draws full batches. phases: number of parts that `steps` are cut into,
-    for methods that select the samples of an epoch. keep_optimizer: True lets a client's optimizer
-    continue, with momentum and step counts, where the client's last job left it.
+    epochs, steps: number of passes over the client's samples, or number of batches; one is None.
+    batch: number of samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the
+    smaller last batch; "replacement" draws full batches. phases: number of parts that `steps` are
+    cut into, for methods that select the samples of an epoch. keep_optimizer: True lets a client's
+    optimizer continue, with momentum and step counts, where the client's last job left it.
     """
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -183,7 +186,7 @@ class Local:
         self.settings()
 
     def settings(self) -> OptimizerSettings:
-        """Return the settings of the optimizer itself."""
+        """Return the settings that the optimizer's constructor receives."""
         return OptimizerSettings(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
     def rate(self, version: int) -> float:
@@ -191,7 +194,7 @@ class Local:
         return self.lr * self.lr_decay**version
 
     def budget(self, samples: int) -> float:
-        """Return the samples that a client with `samples` of them trains on, all passes counted."""
+        """Return the number of samples that a client trains on, with every pass counted."""
         if self.epochs:
             return samples * self.epochs
         return (self.steps or 0) * min(self.batch, samples)
@@ -199,10 +202,10 @@ class Local:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run, as a method's `cost` and `when` see them.
+    """The facts of a run that a method's `cost` and `when` receive.
 
     local: the settings `local.*`. clients_with_samples: how many clients have training samples.
-    filled_hooks: the hooks that a method of the list fills.
+    filled_hooks: the hooks that methods of the list override.
     """
 
     task: Task

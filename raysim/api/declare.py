@@ -1,4 +1,4 @@
-"""Call `setup` of the methods of a run, and make its networks and layout from the result."""
+"""Call `setup` of all methods, then make the run's networks and layout."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Declarations:
     methods: tuple[MethodDeclaration, ...]
 
     def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
-        """Return the methods that fill a hook, each with its function, in the order of the list."""
+        """Return the methods that override a hook, each with its function, in list order."""
         return [
             (declared, declared.hooks[hook]) for declared in self.methods if declared.has_hook(hook)
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the one method that fills a hook, with its function, or None."""
+        """Return the only method that overrides a hook, with its function, or None."""
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
@@ -58,20 +58,23 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the one method that declared a fact such as "stages", or None."""
+        """Return the only method that declared something such as "stages", or None."""
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
         )
 
     @property
     def private_names(self) -> set[str]:
-        """The names of all tensors of the networks that stay on the client."""
+        """The names of all network tensors that stay on the client."""
         floating, integer = self.layout.personal_entries
         return {entry.name for entry in (*floating, *integer)}
 
     @property
     def fixed_parameters(self) -> dict[str, str]:
-        """The parameters that methods fix, each with its method; see `Setup.fixed_parameters`."""
+        """The model parameters that are frozen, each with the method that freezes it.
+
+        See `Setup.fixed_parameters`.
+        """
         return {
             name: declared.method for declared in self.methods for name in declared.fixed_parameters
         }
@@ -87,7 +90,7 @@ class Declarations:
 
     @property
     def reads_updates(self) -> bool:
-        """True if a method reads single updates and their moves."""
+        """True if a method reads single updates (`Setup.read_updates`)."""
         return any(declared.reads_updates for declared in self.methods)
 
     @property
@@ -98,7 +101,7 @@ class Declarations:
 
     @property
     def pools(self) -> bool:
-        """True if one model is trained on the data of all clients, so that nothing is sent."""
+        """True if one model is trained on the data of all clients. Then nothing is sent."""
         return any(declared.pools for declared in self.methods)
 
     @property
@@ -109,7 +112,7 @@ class Declarations:
 
 
 def with_required_settings(local: Local, method: Method) -> Local:
-    """Return the settings with those that the method needs, see `Method.settings`."""
+    """Return the settings after those that the method needs are set, see `Method.settings`."""
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]
 
@@ -174,9 +177,9 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model that the hook `model` returns, or the unchanged model and an error.
+    """Return the model from the hook `model`, or the unchanged model and the hook's error.
 
-    The error is raised later, because a need that the method declares may explain it better.
+    The error is raised later, because an unmet need of the method may explain it better.
     """
     for method in methods:
         if "model" in filled_hooks(method):
@@ -189,7 +192,7 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call `setup`; if it fails because a declared need is missing, raise an error for that."""
+    """Call `setup`; if it fails because of an unmet need, raise an error that says so."""
     try:
         method.setup(setup)
     except Exception:

@@ -1,4 +1,4 @@
-"""Checks of what hooks return and write, and error texts that show a user's own lines."""
+"""Check what hooks return and write, and make error texts that show the user's lines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class HookError(ValueError):
-    """A hook returned or wrote something of the wrong kind; the text names method and hook."""
+    """The error of a hook that returned or wrote a wrong value; it names method and hook."""
 
 
 class UndeclaredStateError(HookError, KeyError):
-    """A hook used client state that its method did not declare."""
+    """The error of a hook that used client state that its method did not declare."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -39,7 +39,7 @@ class UndeclaredStateError(HookError, KeyError):
 
 
 class DeclaredState(dict[str, Tensor]):
-    """Client state by name; an undeclared name raises UndeclaredStateError."""
+    """A dictionary of client state; an undeclared name raises UndeclaredStateError."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UndeclaredStateError(name)
@@ -48,7 +48,7 @@ class DeclaredState(dict[str, Tensor]):
 def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
     """Return the value of a hook. Raises HookError unless it is an instance of `kind`.
 
-    instead: what the hook should return, for the text.
+    instead: text that says what the hook should return.
     """
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)
@@ -70,7 +70,7 @@ def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Ten
 def check_scalar(value: Any, method: str, hook: str) -> Tensor:
     """Return the value of a hook. Raises HookError unless it is one number.
 
-    A check of the shape does not wait for the device.
+    Only the shape is checked, because reading the value would wait for the device.
     """
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
         raise _wrong(value, method, hook, "a scalar, such as its mean()")
@@ -78,9 +78,9 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
 
 
 def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
-    """Return the value of a hook. Raises HookError unless it is a vector of one of the sizes.
+    """Return the value of a hook. Raises HookError unless it is a vector of an allowed size.
 
-    sizes: allowed sizes by their names.
+    sizes: the allowed sizes, each with its name for the error.
     """
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
         # Without buffers the sizes are equal: the first name counts.
@@ -130,7 +130,7 @@ class StateNames:
 
 
 def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
-    """Raise HookError if client state lacks an entry after a job, or has one of another name.
+    """Raise HookError if a job's client state has a missing or an additional entry.
 
     before: the entries when the job began, which include those of the run's own optimizers.
     """
@@ -146,7 +146,7 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 
 
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
-    """Raise HookError for an upload that is not as a method declared it."""
+    """Raise HookError for an upload that differs from its declaration."""
     for declared in declarations.methods:
         prefix = f"{declared.method}."
         for key in upload:
@@ -181,8 +181,8 @@ def format_error(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error.
 
-    If a user's method failed it has the user's lines only; for a HookError, whose text says the
-    rest, it has no message.
+    If a user's method failed, the traceback has only the user's lines. For a HookError it has no
+    message, because the text of the error already contains it.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

@@ -1,7 +1,8 @@
 """Learners: models that are not `torch.nn.Module`s, such as those of scikit-learn or JAX.
 
-A learner keeps its parameters in a nest of arrays (dictionaries, lists and tuples). raysim flattens
-them into its vector, so that they are averaged, sent, counted and saved like any network's.
+A learner keeps its parameters in a nested structure of dictionaries, lists and tuples whose leaves
+are arrays. raysim copies the arrays into its flat vector, so that they are averaged, sent, counted
+and saved like the parameters of a network.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ _SEPARATOR = ":"
 class Learner(Method):
     """A model with its own parameters and training; the base class of what a user writes.
 
-    Override `initial`, `fit` and `predict`. Use it like a method, `methods=[MyLearner()]`: it
-    replaces the run's model and its local training, and combines with schedules, fleets and
-    server-side methods. Arrays of floats are averaged. Of arrays of integers and booleans the
-    server keeps the largest value at each position.
+    Implement `initial`, `fit` and `predict`. A learner is used like a method,
+    `methods=[MyLearner()]`: it replaces the run's model and its local training, and it can be
+    combined with schedules, fleets and server-side methods. The server averages arrays of floats.
+    Of arrays of integers and booleans the server keeps the largest value at each position.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the initial parameters, a nest of arrays whose shapes never change.
+        """Return the initial parameters, a nested structure of arrays whose shapes never change.
 
-        task: `task.shape` of one input, `task.num_classes`, `task.kind`. rng: draws random numbers.
+        task: gives `task.shape` of one input, `task.num_classes` and `task.kind`. rng: random
+        generator.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'initial'")
 
@@ -51,7 +53,7 @@ class Learner(Method):
         raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'")
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Replace the model by the learner's parameters."""
+        """Replace the run's model by a module that holds the learner's parameters."""
         rng = np.random.default_rng(int(torch.randint(2**62, (1,))))
         network = LearnerNetwork(self, self.initial(task, rng), task.dtype)
         return WholeNetwork(network, task.num_classes)
@@ -77,7 +79,7 @@ class Learner(Method):
 
 
 class LearnerNetwork(nn.Module):
-    """The parameters of a learner as a module: floats are parameters, other arrays are buffers."""
+    """A module with a learner's parameters: floats as parameters, other arrays as buffers."""
 
     def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype):
         super().__init__()
@@ -98,7 +100,7 @@ class LearnerNetwork(nn.Module):
                 )
 
     def parameters_as_arrays(self) -> Parameters:
-        """Return a copy of the parameters in the form and with the types of the initial ones."""
+        """Return a copy of the parameters with the structure and the types of the initial ones."""
         arrays = {}
         for name, dtype in self.dtypes.items():
             tensor: Tensor = getattr(self, name)
@@ -106,7 +108,10 @@ class LearnerNetwork(nn.Module):
         return _unflatten(self.structure, arrays)
 
     def set_parameters(self, parameters: Parameters) -> None:
-        """Store arrays. Raises ValueError for other names or shapes than the initial ones."""
+        """Store a nested structure of arrays.
+
+        Raises ValueError if names or shapes differ from those of the initial parameters.
+        """
         arrays = {name: np.asarray(value) for name, value in _flatten(parameters)}
         if arrays.keys() != self.dtypes.keys():
             raise ValueError(
@@ -130,7 +135,7 @@ class LearnerNetwork(nn.Module):
 
 
 def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each array of a nest with its name, such as "layers:0:weight"."""
+    """Yield each array of a nested structure with its name, such as "layers:0:weight"."""
     if isinstance(parameters, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(parameters.items())
     elif isinstance(parameters, list | tuple):
@@ -144,7 +149,7 @@ def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _structure(parameters: Parameters, prefix: str = "") -> Any:
-    """Return the nest with the name of each array in its place."""
+    """Return the nested structure with the name of each array in place of the array."""
     if isinstance(parameters, Mapping):
         return {
             key: _structure(value, f"{prefix}{_SEPARATOR}{key}" if prefix else str(key))
@@ -160,7 +165,7 @@ def _structure(parameters: Parameters, prefix: str = "") -> Any:
 
 
 def _unflatten(structure: Any, arrays: Mapping[str, np.ndarray]) -> Parameters:
-    """Return the nest of a structure with its arrays."""
+    """Rebuild the nested dictionaries and lists that `structure` describes from named arrays."""
     if isinstance(structure, dict):
         return {key: _unflatten(value, arrays) for key, value in structure.items()}
     if isinstance(structure, list | tuple):

@@ -1,4 +1,4 @@
-"""A client's local training and a client's own model, as the hooks of one method see them."""
+"""A client's training job and a client's own model, as the hooks of one method see them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class LocalJob:
     Names are the method's own: `job.state["control"]` of SCAFFOLD is stored, sent and counted as
     "scaffold.control". Parameters are slices of one flat vector: `job.params[at]`.
 
-    state: client state that the method declared; replace entries, never change tensors in place.
-    received: what the method sent with the model. upload: what it sends back; fill it in `end`.
-    report: numbers for the history, which do not travel. scratch: values that the method needs
-    until the end of this job, tensors if a hook for each batch reads them.
+    state: the client state that the method declared. Assign new values; never change tensors in
+    place. received: what the method's server side sent with the model. upload: what the client
+    sends back; assign its entries in `end`. report: numbers for the history, which are not sent.
+    scratch: values that the method needs until the end of this job; they must be tensors if a hook
+    for each batch reads them.
 
     An undeclared name in `state` or `upload` raises HookError.
     """
@@ -49,12 +50,12 @@ class LocalJob:
     # --- which job ----------------------------------------------------------------------------
     @property
     def client(self) -> int:
-        """Number of the client."""
+        """The number of the client."""
         return self.context.client
 
     @property
     def participation(self) -> int:
-        """Jobs of this client that were dispatched before this one."""
+        """The number of this client's jobs that were dispatched before this one."""
         return self.context.participation
 
     @property
@@ -69,7 +70,7 @@ class LocalJob:
 
     @property
     def samples(self) -> int:
-        """Training samples of the client."""
+        """The number of the client's training samples."""
         return self.context.samples
 
     @property
@@ -79,7 +80,7 @@ class LocalJob:
 
     @property
     def plan(self) -> Plan:
-        """The batches of this job; known from `prepare` on."""
+        """The batches of this job. It exists from the hook `prepare` on."""
         return self.context.plan
 
     @property
@@ -94,11 +95,12 @@ class LocalJob:
 
     @property
     def losses(self) -> Tensor:
-        """[steps] task loss of each step, without terms that methods add; known in `end`."""
+        """The task loss [steps] of each step, without terms that methods add; available in `end`.
+        """
         return self.context.losses
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `scratch[name]`, computed at its first use in this job."""
+        """Return `scratch[name]`; compute it at the first use in this job."""
         if name not in self.scratch:
             self.scratch[name] = compute()
         value: Tensor = self.scratch[name]
@@ -117,17 +119,17 @@ class LocalJob:
 
     @property
     def layout(self) -> Layout:
-        """The place of each tensor in the flat vector."""
+        """The position of each tensor in the flat vector."""
         return self.context.vector.layout
 
     @property
     def partition(self) -> CSR:
-        """The training rows of all clients, which only a simulator can know."""
+        """The training rows of all clients. Only a simulator can know them."""
         return self.context.trainer.partition
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the model: the task's classes and those that a method adds."""
+        """The number of the model's outputs: the task's classes and those that a method adds."""
         return self.context.num_classes
 
     # --- the model ----------------------------------------------------------------------------
@@ -138,14 +140,14 @@ class LocalJob:
 
     @property
     def params(self) -> Tensor:
-        """[layout.total] the flat vector in training: shared parameters first."""
+        """The flat vector [layout.total] in training; the shared parameters come first."""
         return self.context.vector.data
 
     @property
     def start(self) -> Tensor:
-        """[layout.shared] the vector that training starts from; assign it in `begin` to change it.
+        """The vector [layout.shared] that training starts from; assign it in `begin` to change it.
 
-        It is `broadcast` unless a method changed it. The assigned vector is loaded at once.
+        It is `broadcast` unless a method changed it. An assigned vector is loaded at once.
         """
         return self.context.base
 
@@ -156,12 +158,12 @@ class LocalJob:
 
     @property
     def broadcast(self) -> Tensor:
-        """[layout.shared] the version that the client received; the update is measured from it."""
+        """The version [layout.shared] that the client received; the update is measured from it."""
         return self.context.received
 
     @property
     def broadcast_counters(self) -> Tensor:
-        """int64 [layout.shared_counters] the integer buffers that the client received."""
+        """The integer buffers, int64 [layout.shared_counters], that the client received."""
         return self.context.received_counters
 
     @property
@@ -175,7 +177,7 @@ class LocalJob:
         return self.context.networks
 
     def network(self, name: str) -> nn.Module:
-        """Return the network that this method declared under `name`."""
+        """Return the network that this method declared with `name`."""
         return self.context.networks[f"{self.method}.{name}"]
 
     def frozen(
@@ -183,24 +185,25 @@ class LocalJob:
     ) -> Mapping[str, nn.Module]:
         """Return a second set of networks, by full name, in eval mode and without gradients.
 
-        They hold the received model with the client's private parameters, or `values`
-        [layout.total], such as a vector kept from an earlier job. They are loaded once for each
+        They hold `values` [layout.total], such as a vector of an earlier job. Without `values` they
+        hold the received model with the client's personal parameters. They are loaded once for each
         job and name.
         """
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield (part of the shared parameters, optimizer steps made there, learning rate)."""
+        """Yield for each part of the shared parameters: part, number of steps, learning rate."""
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
 
     def keep_statistics(self) -> AbstractContextManager[None]:
-        """Leave BatchNorm's running statistics alone in forward passes inside `with`."""
+        """Do not update BatchNorm's running statistics in forward passes inside `with`."""
         return self.context.keep_statistics()
 
     # --- data and random numbers --------------------------------------------------------------
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (inputs, labels) of all the client's training samples, in order, not augmented."""
+        """Yield batches (inputs, labels) of the client's training samples, in order, not augmented.
+        """
         return self.context.data()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -212,7 +215,7 @@ class LocalJob:
         return TensorDataset(*self.tensors())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the client's training samples as NumPy arrays, normalised: inputs, labels."""
+        """Return the client's training samples as NumPy arrays: normalised inputs, labels."""
         inputs, labels = self.tensors()
         return inputs.cpu().numpy(), labels.cpu().numpy()
 
@@ -223,25 +226,26 @@ class LocalJob:
 
     @property
     def rows(self) -> np.ndarray:
-        """int64 [samples] the client's rows of the data set."""
+        """The positions of the client's samples in the data set: int64 [samples]."""
         return self.context.trainer.partition.rows(self.context.client)
 
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return inputs [n, ...] and labels of rows, int64 [n], of the data set.
+        """Return inputs [n, ...] and labels of these rows (int64 [n]) of the data set.
 
-        The inputs are normalised, and augmented if a generator is given.
+        The inputs are normalised. They are augmented if a generator is given.
         """
         return self.context.trainer.gather(rows, generator)
 
     def labels_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the labels of rows of the data set, on the CPU, without their inputs."""
+        """Return the labels of rows of the data set on the CPU, without reading inputs."""
         labels = self.context.trainer.labels
         return labels.index_select(0, torch.from_numpy(rows).to(labels.device)).cpu().numpy()
 
     def class_counts(self) -> Tensor:
-        """Return the client's training samples of each class: int64 [C] on the CPU."""
+        """Return the number of the client's training samples in each class: int64 [C] on the CPU.
+        """
         return self.context.class_counts()
 
     def stream(self, purpose: str) -> np.random.Generator:
@@ -249,11 +253,14 @@ class LocalJob:
         return self.context.stream(f"{self.method}.{purpose}")
 
     def drawn(self, name: str) -> Tensor:
-        """Return this step's tensor of those that the function given to `run.draw` returned."""
+        """Return this step's tensor from the sequence that the function of `run.draw` returned."""
         return self.context.drawn(f"{self.method}.{name}")
 
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
-        """Return the gradient of the scalar `loss` by `inputs`; it has a gradient itself."""
+        """Return the gradient of the scalar `loss` with respect to `inputs`.
+
+        It can be differentiated again.
+        """
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return gradient
 
@@ -261,10 +268,10 @@ class LocalJob:
 class PersonalModel:
     """A client's own model before it is scored: the argument of `personalise`.
 
-    task: the learning task. vector: the shared part and the client's private part; change it in
-    place. state: the client's state after its last aggregated job, or its initial state. received:
-    what the method would send to this client alone. data(): yields (inputs, labels) of its training
-    samples. trained: True if a job of the client was aggregated.
+    task: the learning task. vector: the shared parameters and the client's personal ones; change it
+    in place. state: the client's state after its last aggregated job, or its initial state.
+    received: what the method would send to this client. data(): yields (inputs, labels) of the
+    client's training samples. trained: True if a job of the client was aggregated.
     """
 
     def __init__(
@@ -289,7 +296,7 @@ class PersonalModel:
         self.received: Entries[Tensor] = Entries(self, "all_received", method)
 
     def of(self, method: str) -> PersonalModel:
-        """Return the same client as another method sees it."""
+        """Return the same client with the names of another method."""
         return PersonalModel(
             self.client,
             self.task,

@@ -42,7 +42,8 @@ class Smoothed:
 class Focal:
     """Cross-entropy times (1 - probability of the label)^gamma (Lin et al., ICCV 2017).
 
-    Samples that are predicted well weigh less. For several classes, without class weights.
+    Samples that are predicted well weigh less. There may be many classes; there are no class
+    weights.
     """
 
     kind: ClassVar[Kind] = "classification"
@@ -77,9 +78,9 @@ class Huber:
 
 
 def check_loss(loss: RowLoss, kind: Kind, outputs: int) -> None:
-    """Raise ValueError for a loss that does not fit the labels or gives no value for each sample.
+    """Raise ValueError for a loss that does not fit the labels or is not a value for each sample.
 
-    kind: of the task. outputs: the number of outputs of the model.
+    kind: the kind of the task. outputs: the number of outputs of the model.
     """
     name = loss_name(loss)
     kind_of_loss: Kind = getattr(loss, "kind", kind)
@@ -111,7 +112,7 @@ def check_loss(loss: RowLoss, kind: Kind, outputs: int) -> None:
 
 
 def loss_name(loss: RowLoss) -> str:
-    """Return the name of a loss for texts: raysim's own as in `loss=huber`."""
+    """Return the name of a loss for texts; raysim's own losses have the name of their option."""
     loss = getattr(loss, "func", loss)  # a functools.partial of a function
     name = str(getattr(loss, "__name__", type(loss).__name__))
     return name.lower() if type(loss).__module__ == __name__ else name

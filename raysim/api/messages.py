@@ -1,8 +1,8 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
-A `Job` is dispatched, and an `Update` or a `Failure` comes back. A `ScoringTask` is one piece of an
-evaluation, and a `ScoringReport` comes back. No message holds client state: it returns next to the
-update, as an object of its own.
+The coordinator dispatches a `Job`; an `Update` or a `Failure` comes back. It sends a `ScoringTask`,
+one part of an evaluation; a `ScoringReport` comes back. No message contains client state: client
+state returns next to the update, as a separate object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A local model before it is averaged, tried on the n balanced rows of the central test set."""
+    """The features of a local model, before it is averaged, on rows of the central test set."""
 
     client: int
     version: int
@@ -40,7 +40,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """What all clients of one version receive: the shared vector and what methods send with it."""
+    """What all clients of one version receive: the shared vector and the tensors of methods."""
 
     version: int
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
@@ -50,12 +50,12 @@ class PublishedVersion:
 
     @property
     def floats(self) -> int:
-        """Floats that one client downloads."""
+        """The number of floats that one client downloads."""
         return self.vector.size + sum(array.size for array in self.extras.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """The size in memory, in bytes."""
         extras = sum(array.nbytes for array in self.extras.values())
         return self.vector.nbytes + self.counters.nbytes + extras
 
@@ -86,7 +86,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """What a client's job sends back, and what the simulator measured on the way."""
+    """What a client's job sends back, and what the simulator measured during the job."""
 
     job: int
     client: int
@@ -109,7 +109,7 @@ class Update:
 
     @property
     def floats(self) -> int:
-        """Floats that the client sends next to the update."""
+        """The number of floats that the client sends in addition to its delta."""
         return sum(array.size for array in self.extras.values())
 
 
@@ -117,7 +117,7 @@ class Update:
 class Failure:
     """A job that raised an error, or whose result is not finite.
 
-    It has a type of its own, so that no rule of the server mistakes it for an update.
+    It is a separate type, so that no rule of the server treats it as an update.
     """
 
     job: int

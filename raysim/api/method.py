@@ -1,7 +1,7 @@
 """The hooks of a method: the moments of a run in which it may act.
 
-A method fills the hooks that it needs. Every default does nothing, and a hook that no method of a
-run fills is never called. This is the order of the calls:
+A method overrides the hooks that it needs. Every default does nothing, and a hook that no method of
+a run overrides is never called. This is the order of the calls:
 
 - before the run: `model`, `settings`, `setup`
 - when a job is dispatched: `cost`
@@ -9,8 +9,8 @@ run fills is never called. This is the order of the calls:
 - an aggregation: `weigh`, `combine`, `step`, `absorb`
 - before a client's own model is scored: `personalise`
 
-The hooks for each batch keep to tensor operations (no `.item()`, no `if tensor`), because a step
-may be captured as a CUDA graph.
+The hooks for each batch may only use tensor operations (no `.item()`, no `if tensor`), because a
+step may be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 class Method:
     """One part of a federated algorithm, on the client, on the server or both.
 
-    name: what the method is called; all that it keeps, sends and reports carries this name.
-    paper: the source, or "". weighting: "samples" or "uniform", the weights of updates that the
-    method asks for; the setting `weighting` overrides it. pools: True if one model is trained on
-    the data of all clients.
+    name: the name of the method, which is also part of the names of all that it keeps, sends and
+    reports. paper: the source, or "". weighting: "samples" or "uniform", the weights of updates
+    that the method asks for; the setting `weighting` overrides it. pools: True if one model is
+    trained on the data of all clients.
 
     The constructor checks its arguments and stores them under their own names. This method is
     complete:
@@ -61,17 +61,17 @@ class Method:
 
     # --- before the run -----------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Return another model, or the model inside another one; only one method of a list may.
+        """Return another model, or a model that contains `model`; only one method of a list may.
 
-        Where the model has `features` and `head`, the returned one needs them, too.
+        If the model has `features` and `head`, the returned model needs them, too.
         """
         return model
 
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the settings that the method needs, by key: {"local.epochs": 1}.
 
-        They replace the defaults, and the plan of a run names them. A value that the user set is
-        left alone, so that `setup` has to refuse it if it does not fit.
+        They replace the defaults, and the plan of a run lists them. A value that the user set is
+        not changed; `setup` must raise ValueError if it does not fit.
         """
         return {}
 
@@ -82,16 +82,16 @@ class Method:
         """
 
     def cost(self, job: Participation) -> float:
-        """Return the samples that a job passes through the model beyond plain training.
+        """Return how many samples a job passes through the model in addition to plain training.
 
-        Counted in forward and backward passes of one sample; a forward pass alone is `FORWARD`.
+        The unit is a forward and a backward pass of one sample; a forward pass alone is `FORWARD`.
         The virtual clock needs the cost at dispatch, so it cannot depend on training.
         """
         return 0.0
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Act after the received model was loaded; change the model that training starts from here.
+        """Act after the received model was loaded, for example to change where training starts.
 
         The batches are not planned yet, because `run.select` may use what this hook computes.
         """
@@ -144,7 +144,7 @@ class Method:
         """
 
     def end(self, job: LocalJob) -> None:
-        """Act after training: fill `job.upload` and replace entries of `job.state`."""
+        """Act after training: assign entries of `job.upload` and `job.state`."""
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
@@ -154,8 +154,8 @@ class Method:
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return one direction [layout.trained] for all updates; only one method of a list may.
 
-        By default it is the weighted mean of the updates. A vector [layout.shared] replaces the
-        mean of the floating buffers as well.
+        By default it is the weighted mean of the updates. A longer vector [layout.shared] also
+        replaces the mean of the buffers of floats.
         """
         raise NotImplementedError
 
@@ -172,9 +172,9 @@ class Method:
 
     # --- scoring ------------------------------------------------------------------------------
     def personalise(self, client: PersonalModel) -> None:
-        """Turn `client.vector`, in place, into the client's own model; only one method may.
+        """Change `client.vector`, in place, to the client's own model; only one method may.
 
-        Called before each score of a client, also of one that never trained.
+        The hook is called before each score of a client, also of a client that never trained.
         """
 
 

@@ -16,7 +16,7 @@ from raysim.primitives.kinds import LOWER_IS_BETTER, Kind
 
 
 def mean(values: np.ndarray) -> float:
-    """Return the mean over samples [n], in float64."""
+    """Return the mean over samples [n], computed in float64."""
     return float(values.mean(dtype=np.float64))
 
 
@@ -24,8 +24,9 @@ def mean(values: np.ndarray) -> float:
 class Metric:
     """A score of samples.
 
-    rows: from outputs [B, C] and labels to a value of each sample, [B] or [B, L].
-    summarise: from the values of n >= 1 samples, [n] or [n, L], to their score.
+    rows: function from outputs [B, C] and labels to a value for each sample [B], or to L values [B,
+    L] for L labels. summarise: function from the values of n >= 1 samples, [n] or [n, L], to the
+    score.
     """
 
     name: str
@@ -42,8 +43,8 @@ class Metric:
 class Objective:
     """The loss and the metrics of a kind of task.
 
-    loss: from outputs [B, C] and labels to the mean over the batch. losses: to a value for each
-    sample [B]. metrics: the first one is the usual one.
+    loss: function from outputs [B, C] and labels to the mean over the batch. losses: function from
+    the same to a loss for each sample [B]. metrics: the metrics; the first one is the usual one.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -62,7 +63,8 @@ class Objective:
         )
 
     def metric(self, name: str | None, kind: Kind) -> Metric:
-        """Return the metric of this name, the usual one for None. Raises ValueError if unknown."""
+        """Return the metric of this name, or the usual one for None. Raises ValueError if unknown.
+        """
         names = [metric.name for metric in self.metrics]
         if name is not None and name not in names:
             raise ValueError(
@@ -72,12 +74,12 @@ class Objective:
 
 
 def is_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return bool [B]: True if the largest output is that of the label."""
+    """Return bool [B]: True if the largest output is the label's output."""
     return outputs.argmax(1) == labels
 
 
 def is_among_five(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return bool [B]: True if the output of the label is among the five largest."""
+    """Return bool [B]: True if the label's output is among the five largest."""
     return (outputs.topk(min(5, outputs.shape[1]), 1).indices == labels.unsqueeze(1)).any(1)
 
 
@@ -89,8 +91,9 @@ def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
 def macro_f1(codes: np.ndarray) -> float:
     """Return the mean over the labels of 2 TP / (2 TP + FP + FN), from `label_codes` [n, L].
 
-    A label that no sample has and none is predicted to have counts as 0, as in scikit-learn's
-    `f1_score(average="macro")` with its default of `zero_division`.
+    TP, FP and FN count true positives, false positives and false negatives. A label that no sample
+    has and that is never predicted counts as 0, as in scikit-learn's `f1_score(average="macro")`
+    with the default of `zero_division`.
     """
     right = (codes == 3).sum(0)
     present_or_predicted = (codes & 1).sum(0, dtype=np.int64) + (codes >> 1).sum(0, dtype=np.int64)
@@ -98,9 +101,9 @@ def macro_f1(codes: np.ndarray) -> float:
 
 
 def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the F1 score of each sample over its labels, [B]; 0 without labels.
+    """Return the F1 score [B] of each sample over its labels; 0 for a sample without labels.
 
-    The mean is scikit-learn's `f1_score(average="samples")` with its default of `zero_division`.
+    The mean is scikit-learn's `f1_score(average="samples")` with the default of `zero_division`.
     """
     predicted = outputs > 0
     present = labels > 0
@@ -110,17 +113,17 @@ def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of the labels [B] whose presence or absence is predicted."""
+    """Return for each sample [B] the share of labels whose presence is predicted correctly."""
     return ((outputs > 0) == (labels > 0)).float().mean(1)
 
 
 def absolute_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over the outputs of the absolute error, [B]."""
+    """Return for each sample [B] the mean absolute error over the outputs."""
     return (outputs - labels).abs().mean(1)
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over the outputs of the squared error, [B]."""
+    """Return for each sample [B] the mean squared error over the outputs."""
     return (outputs - labels).square().mean(1)
 
 

@@ -23,13 +23,13 @@ class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
     updates: the messages of the clients, in the order of acceptance.
-    deltas: [layout.shared] of each update, trained minus received, on the CPU. Empty if workers
-    may sum updates: no method fills `weigh` or `combine` or declares `read_updates`.
-    weights: one for each update, not normalised.
+    deltas: for each update the change [layout.shared], trained minus received, on the CPU. Empty if
+    workers may sum updates: then no method overrides `weigh` or `combine` or declares
+    `read_updates`. weights: a weight for each update, not normalised.
     staleness: for each update, the aggregations between its base version and the current one.
     bases: the versions that updates started from, by number.
-    normaliser: returns the divisor of the weighted sum, from the weights.
-    combined: [layout.trained] the result of `combine`, before `step` changed it; None before
+    normaliser: function from the weights to the divisor of the weighted sum.
+    combined: the result [layout.trained] of `combine`, before `step` changed it; None before
     `step`.
     """
 
@@ -53,7 +53,7 @@ class Aggregation:
         return [update.client for update in self.updates]
 
     def uploads(self, name: str) -> list[Tensor]:
-        """Return the upload of this name of each update; the method declared it in `setup`."""
+        """Return the upload `name` of each update, which the method declared in `setup`."""
         key = f"{self.method}.{name}"
         return [torch.from_numpy(update.extras[key]) for update in self.updates]
 
@@ -62,7 +62,7 @@ class Aggregation:
         weights: Sequence[float],
         normaliser: Callable[[Sequence[float]], float] | None = None,
     ) -> Aggregation:
-        """Return the same updates with other weights, and with another normaliser unless None."""
+        """Return the same updates with other weights. normaliser: None keeps the present one."""
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:
@@ -73,7 +73,7 @@ class Aggregation:
 class ServerView:
     """The server as one method sees it; a method writes `state` and `report` only.
 
-    state: server state that the method declared, by its own names; part of every checkpoint.
+    state: the server state that the method declared, by the method's names; checkpoints contain it.
     report: numbers for this aggregation's row of the history.
     """
 
@@ -85,7 +85,7 @@ class ServerView:
 
     @property
     def layout(self) -> Layout:
-        """The place of each tensor in the flat vector."""
+        """The position of each tensor in the flat vector."""
         return self._server.layout  # type: ignore[no-any-return]
 
     @property
@@ -115,17 +115,18 @@ class ServerView:
 
     @property
     def summation_group(self) -> int:
-        """The number of consecutive updates that are summed together; it decides the last bit."""
+        """The number of consecutive updates that are summed together; the last bit depends on it.
+        """
         return self._server.group  # type: ignore[no-any-return]
 
     @property
     def max_updates(self) -> int:
-        """The most updates in one aggregation."""
+        """The largest number of updates in one aggregation."""
         return self._server.size  # type: ignore[no-any-return]
 
     @property
     def sample_counts(self) -> np.ndarray:
-        """int64 [clients] the training samples of each client."""
+        """The number of training samples of each client: int64 [clients]."""
         return self._server.counts  # type: ignore[no-any-return]
 
     @property
@@ -140,7 +141,7 @@ class ServerView:
 
     @property
     def population(self) -> int:
-        """The number of clients except the unseen ones (`evaluate.unseen`): N of the papers."""
+        """The number of clients except the unseen ones (`evaluate.unseen`); papers call it N."""
         return self._server.population  # type: ignore[no-any-return]
 
     @property
@@ -150,26 +151,26 @@ class ServerView:
 
     @property
     def vector(self) -> Tensor:
-        """[layout.shared] the current version."""
+        """The current version: [layout.shared]."""
         return self._server.vector  # type: ignore[no-any-return]
 
     @property
     def params(self) -> Tensor:
-        """[layout.trained] the shared trainable parameters of the current version."""
+        """The shared trainable parameters [layout.trained] of the current version."""
         return self._server.params  # type: ignore[no-any-return]
 
     @property
     def counters(self) -> Tensor:
-        """[layout.shared_counters] integer buffers of the current version."""
+        """The integer buffers [layout.shared_counters] of the current version."""
         return self._server.counters  # type: ignore[no-any-return]
 
     @property
     def sample_ends(self) -> np.ndarray:
-        """float64 [clients_with_samples] the end of each client's share of [0, 1), by samples."""
+        """The cumulative shares of samples in (0, 1]: float64 [clients_with_samples]."""
         return self._server.sample_ends  # type: ignore[no-any-return]
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return the random generator of the method's purpose and this version."""
+        """Return the method's random generator for a purpose and the current version."""
         return self._server.stream(f"{self._method}.{purpose}")  # type: ignore[no-any-return]
 
     def weight(self, client: int) -> float:

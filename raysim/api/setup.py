@@ -1,4 +1,4 @@
-"""The declarations of a method: each fact once, in `Method.setup`, before the run starts."""
+"""The declarations of a method, made in `Method.setup` before the run starts."""
 
 from __future__ import annotations
 
@@ -50,17 +50,18 @@ def num_parameters(layout: Layout) -> int:
 
 
 def number_of_floats(floats: Floats, layout: Layout) -> int:
-    """Return a declared size as a number."""
+    """Return a declared size as a number of floats."""
     return floats(layout) if callable(floats) else floats
 
 
 @dataclass(frozen=True)
 class Send:
-    """A tensor that clients receive next to the model.
+    """A tensor that clients receive in addition to the model.
 
-    value: returns the tensor, or None if nothing is sent now; without it, the server state of this
-    name is sent. floats: its size. to: "all" clients with each version, each client "once", or one
-    "client" at a time. when: decides at dispatch whether a job receives it and whether it counts.
+    value: function that returns the tensor, or None if nothing is sent now; without it, the server
+    state of this name is sent. floats: the tensor's size. to: "all" clients with each version, each
+    client "once", or one "client" at a time. when: decides at dispatch whether a job receives the
+    tensor and whether it counts.
     """
 
     name: str
@@ -72,14 +73,18 @@ class Send:
 
 @dataclass(frozen=True)
 class RoundWarning:
-    """A warning during the run: `text(row)` of a row of the history, once it is not empty."""
+    """A warning during the run.
+
+    `text(row)` returns the text for a row of the history. The first text that is not empty is
+    shown.
+    """
 
     text: Callable[[Mapping[str, Any]], str]
 
 
 @dataclass
 class MethodDeclaration:
-    """All that one method declared in `setup`; see `Setup` for each of the facts."""
+    """Everything that one method declared in `setup`; `Setup` describes each entry."""
 
     method: str
     networks: dict[str, Network] = field(default_factory=dict)
@@ -154,7 +159,7 @@ class MethodDeclaration:
 
 @dataclass
 class Setup:
-    """A run before its start: the argument of `setup`, to which a method declares its needs.
+    """A run before its start: the argument of `setup`, where a method declares its needs.
 
     Facts to read:
 
@@ -162,7 +167,7 @@ class Setup:
       seed: the seed of the run.
     - weighting: the setting, or None if it is left to the methods.
     - networks: the model, and the networks that methods before this one added.
-    - methods: the names of all methods of the list, each with the hooks that it fills.
+    - methods: the names of all methods of the list, each with the hooks that it overrides.
     - clients_with_samples: the number of clients that have training samples.
     - max_updates: the largest number of updates in one aggregation.
     - has_stale_updates: True if updates may start from an earlier version than the current one.
@@ -193,38 +198,40 @@ class Setup:
     # --- what the method can count on ---------------------------------------------------------
     @property
     def model(self) -> Classifier:
-        """The model, as the method that replaces it returned it, if there is one."""
+        """The model of the run; if a method replaced it with the hook `model`, the returned model.
+        """
         return self.networks["model"]  # type: ignore[return-value]
 
     def others_fill(self, hook: str) -> list[str]:
-        """Return the names of the other methods of the list that fill a hook."""
+        """Return the names of the other methods of the list that override a hook."""
         return [
             name for name, hooks in self.methods.items() if name != self.method and hook in hooks
         ]
 
     def needs(self, *needs: Need) -> None:
-        """Refuse data and models without what the method needs.
+        """Refuse data and models that lack something that the method needs.
 
-        "classes": labels are classes. "features": the model has features in front of a linear
-        head. "gradients": the model can be differentiated outside of raysim's steps. "images":
-        inputs are images. "numbers": inputs can be added up and have a gradient.
+        "classes": labels are classes. "features": the model has features in front of a linear head.
+        "gradients": the model can be differentiated outside of raysim's steps. "images": inputs are
+        images. "numbers": inputs can be added up and have a gradient.
         """
         self.declared.needs.extend(needs)
 
     def excludes(self, other: str, why: str) -> None:
-        """Refuse a list with the method `other`. why: the end of a sentence, "it ..."."""
+        """Refuse a list that contains the method `other`. why: the end of a sentence, "it ..."."""
         self.declared.excludes[other] = why
 
     def needs_whole_model(self, why: str) -> None:
-        """Refuse a list with a method that keeps parameters on the client."""
+        """Refuse a list that contains a method that keeps parameters on the client."""
         self.declared.needs_whole_model = why
 
     def needs_clients(self, why: str) -> None:
-        """Refuse a list with a method that pools the data of all clients."""
+        """Refuse a list that contains a method that pools the data of all clients."""
         self.declared.needs_clients = why
 
     def require(self, condition: object, text: str) -> None:
-        """Raise ValueError unless the condition holds. text: "key: what is wrong. What to do."."""
+        """Raise ValueError unless the condition is true. text: "key: what is wrong. What to do.".
+        """
         if not condition:
             raise ValueError(text)
 
@@ -233,17 +240,17 @@ class Setup:
         self.declared.warnings.append(text)
 
     def check(self, check: Callable[[Any], Sequence[str]]) -> None:
-        """Call `check(run)` once all methods have declared.
+        """Call `check(run)` after all methods have declared.
 
-        It returns warnings or raises ValueError. `run.layout` has the place of each tensor, and
+        It returns warnings or raises ValueError. `run.layout` has the position of each tensor, and
         `run.methods` the declarations of each method.
         """
         self.declared.checks.append(check)
 
     def warn_if_single(self, effect: str) -> None:
-        """Warn if each aggregation has one update, and the method compares updates.
+        """Warn if the method compares updates and each aggregation has only one.
 
-        effect: what follows, as in "it does what FedAvg does".
+        effect: the consequence, for example "it does what FedAvg does".
         """
         if self.max_updates > 1:
             return
@@ -267,9 +274,9 @@ class Setup:
 
     # --- networks and client state ------------------------------------------------------------
     def network(self, name: str, module: nn.Module, private: bool = False) -> None:
-        """Add a network next to the model: `job.network(name)`.
+        """Add a network to the run, which jobs see as `job.network(name)`.
 
-        private: True if each client has its own, which never travels.
+        private: True if each client has its own copy, which is never sent.
         """
         self.declared.networks[f"{self.method}.{name}"] = Network(module, private)
 
@@ -287,20 +294,20 @@ class Setup:
             self.declared.private_parameters.extend(names)
 
     def fixed_parameters(self, names: Sequence[str]) -> None:
-        """Keep parameters, such as "model.head.weight", at their initial values on all clients.
+        """Freeze parameters, such as "model.head.weight", at their initial values on all clients.
 
-        They never travel and no client stores them. A stage that trains one raises ValueError;
-        fine-tuning before a score may change them in the model that is scored.
+        They are never sent and no client stores them. A stage that trains one of them raises
+        ValueError; fine-tuning before a score may change them in the model that is scored.
         """
         self.declared.private_parameters.extend(names)
         self.declared.fixed_parameters.extend(names)
 
     def client_state(self, name: str, initial: Callable[[int], Any]) -> None:
-        """Keep a value for each client between its jobs: `job.state[name]`.
+        """Keep a value for each client between jobs, which hooks see as `job.state[name]`.
 
         initial(samples) returns the value for a client that never trained, from its number of
-        training samples. A value is a tensor of any shape, a number, bytes, or a mapping of these;
-        its shape and its keys may change. A changed value counts once its job is aggregated.
+        training samples. A value is a tensor of any shape, a number, bytes, or a dictionary of
+        these. Its shape and its keys may change. A new value is kept only if the job is aggregated.
 
             run.client_state("losses", torch.zeros)  # a loss for each sample
         """
@@ -316,14 +323,15 @@ class Setup:
             )
 
     def keep_optimizer(self) -> None:
-        """Let a client's optimizer continue in its next job, as `local.keep_optimizer` does."""
+        """Continue a client's optimizer in the client's next job, as `local.keep_optimizer` does.
+        """
         self.declared.keeps_optimizer = True
 
     # --- the server and what travels ----------------------------------------------------------
     def server_state(self, name: str, initial: Callable[[ServerView], Tensor]) -> None:
-        """Keep a tensor on the server: `server.state[name]`; checkpoints contain it.
+        """Keep a tensor on the server, which hooks see as `server.state[name]`.
 
-        initial(server) returns its value before round 0.
+        Checkpoints contain it. initial(server) returns its value before round 0.
         """
         self._check_new(name, "server_state", self.declared.server_state)
         self.declared.server_state[name] = initial
@@ -337,12 +345,13 @@ class Setup:
         once: bool = False,
         when: JobCondition = always,
     ) -> None:
-        """Send a tensor to each client with the model: `job.received[name]`.
+        """Send a tensor to each client with the model; jobs see it as `job.received[name]`.
 
-        value(server) returns it, once for each version, or None if nothing is sent now; without
-        `value`, the server state of this name is sent. floats: its size, a number or a function of
-        the layout; the default is the size of the shared parameters. once: True sends it with a
-        client's first job only. when(job): decides at dispatch whether a job receives it.
+        value(server) returns the tensor, once for each version, or None if nothing is sent now.
+        Without `value`, the server state of this name is sent. floats: the tensor's size, a number
+        or a function of the layout; the default is the size of the shared parameters. once: True
+        sends it with a client's first job only. when(job): decides at dispatch whether a job
+        receives it.
         """
         to: Literal["all", "once"] = "once" if once else "all"
         self.declared.sends.append(Send(name, value, floats, to, when))
@@ -355,13 +364,14 @@ class Setup:
         *,
         when: JobCondition = always,
     ) -> None:
-        """Send `value(client, server)` to one client alone, with its jobs and its scores."""
+        """Send `value(client, server)` only to this client, with its jobs and before its scores."""
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
     def upload(self, name: str, floats: Floats = num_parameters) -> None:
-        """Send a tensor from each job with its update; fill `job.upload[name]` in `end`.
+        """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.
 
-        floats: its size, as in `send`. The server reads it with `aggregation.uploads(name)`.
+        floats: the tensor's size, as in `send`. The server reads it with
+        `aggregation.uploads(name)`.
         """
         self.declared.uploads[name] = floats
 
@@ -372,75 +382,77 @@ class Setup:
     ) -> None:
         """Collect arrays from all clients before round 0.
 
-        client(contribution) returns a client's arrays by name. server(parts, server) gets, for each
-        name, a list with one array for each client with samples, in the order of their numbers.
+        client(contribution) returns a client's arrays by name. server(parts, server) receives for
+        each name a list with the arrays of all clients that have samples, in the order of client
+        numbers.
         """
         self.declared.contribute = client
         self.declared.assemble = server
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained], as an initial value of client or server state."""
+        """Return zeros [layout.trained], an initial value for client or server state."""
         if isinstance(at, int):
             return torch.zeros(self._layout[0].trained)
         return torch.zeros_like(at.params)
 
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
-        """Replace updates when they reach the server, before they are counted and weighed.
+        """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) gets the updates and failures of an aggregation in the order of
-        acceptance and returns as many of them. Workers then do not sum updates.
+        change(arrivals, server) receives the updates and failures of an aggregation in the order of
+        acceptance and returns equally many. With this declaration workers do not sum updates.
         """
         self.declared.change_updates = change
 
     def count_clients(self, column: str, clients: Iterable[int]) -> None:
-        """Add a column to the history: the number of an aggregation's updates from `clients`."""
+        """Add a column to the history: how many updates of an aggregation come from `clients`."""
         self.declared.counted_clients[column] = frozenset(clients)
 
     # --- training -----------------------------------------------------------------------------
     def train(self, function: Callable[[LocalJob], LocalResult | None]) -> None:
-        """Train each client by `function(job)` in place of raysim's steps.
+        """Train each client with `function(job)` instead of raysim's steps.
 
         The function trains `job.model` and `job.network(...)` in any way, on `job.dataset()`, and
-        returns a `LocalResult` or None. `begin`, `end` and all server hooks work as usual. No other
-        method of the list may take part in the steps. Only one method of a list may do this.
+        returns a `LocalResult` or None. `begin`, `end` and all server hooks work as usual. Only one
+        method of a list may declare this, and no other method may take part in the steps.
         """
         self.declared.train = function
 
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Train with other labels: `change(labels)` of all rows [n]; scores keep the true ones."""
+        """Train with other labels: `change(labels)` of all rows [n]. Scores use the true labels."""
         self.declared.change_labels = change
 
     def without_gradients(self) -> None:
-        """Say that the model cannot be differentiated; methods that need that are refused."""
+        """Declare that the model has no gradients. Methods that need gradients are then refused."""
         self.declared.has_gradients = False
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may.
 
-        stages: the stages of every step, or a function of the job's plan that returns a cycle of
-        steps, each a sequence of stages. At most one stage of a step has the task loss.
+        stages: the stages of every step, or a function from the job's plan to a list of steps that
+        is repeated, where each step is a sequence of stages. At most one stage of a step has the
+        task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
     def select(self, choose: Callable[[LocalJob, int, int], np.ndarray | None]) -> None:
         """Choose the samples of each epoch; only one method of a list may.
 
-        choose(job, epoch, epochs) is called with epochs from 1. It returns positions in the
-        client's samples, int64, or None for all samples in all epochs of this job.
+        choose(job, epoch, epochs) is called with epochs from 1. It returns positions (int64) in the
+        client's samples, or None to use all samples in all epochs of this job.
         """
         self.declared.select = choose
 
     def draw(
         self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]
     ) -> None:
-        """Draw random tensors before the first step, one for each step: `job.drawn(name)`.
+        """Draw random tensors before the first step; step i sees tensor i as `job.drawn(name)`.
 
         draw(job, generator) returns a sequence of `job.plan.steps` tensors.
         """
         self.declared.draws[name] = draw
 
     def corrects(self, kind: Correction) -> None:
-        """Set the kind of the method's `gradient`: "add", "shift" or "mix".
+        """Declare the kind of the method's `gradient`: "add", "shift" or "mix".
 
         Corrections of several methods are applied in this order of kinds.
         """
@@ -459,11 +471,11 @@ class Setup:
         self.declared.owned.update(hooks)
 
     def adds_rows(self) -> None:
-        """Declare that `batch` adds rows to each batch, so that BatchNorm can train on one row."""
+        """Declare that `batch` adds rows to each batch. BatchNorm can then train on one row."""
         self.declared.adds_rows = True
 
     def skip(self, *hooks: str) -> None:
-        """Leave these hooks out of this run, because they do nothing at the method's settings."""
+        """Do not call these hooks in this run, because they do nothing at the method's settings."""
         self.declared.skipped.update(hooks)
 
     # --- scoring and the server's step --------------------------------------------------------
@@ -479,7 +491,7 @@ class Setup:
         self.declared.scored = vector
 
     def read_updates(self) -> None:
-        """Make single updates and their moves available in `absorb`.
+        """Give `absorb` access to single updates, including `update.moves`.
 
         Workers then do not sum updates, which costs memory and traffic inside the simulator.
         """

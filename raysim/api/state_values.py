@@ -1,8 +1,8 @@
 """Convert the values of client state to named tensors and back.
 
-State is moved, counted and checkpointed as tensors only. A tensor is stored under its own name. The
-entries of a mapping have their keys behind the name ("fedproto.prototypes[3]"), and numbers and
-bytes have the name of their type ("mine.count#int").
+State is moved, counted and stored in checkpoints as tensors only. A tensor keeps its name. An entry
+of a dictionary gets its key behind the name ("fedproto.prototypes[3]"). A number or bytes get the
+name of their type ("mine.count#int").
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _split_kind(stored: str) -> tuple[str, str, str]:
-    """Return the name, the mark and the kind of a stored name; a key may have a "#"."""
+    """Split a stored name into name, mark and kind; a key may contain a "#"."""
     end = stored.rindex("]") + 1
     return stored[:end], stored[end : end + 1], stored[end + 1 :]
 

@@ -1,4 +1,4 @@
-"""`raysim methods`: list the methods with paper, hooks and parameters, or explain some of them."""
+"""`raysim methods`: list all methods with paper, hooks and parameters, or explain some of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ INDENT = "    "
 class MethodEntry:
     """A method that can be in a list of methods.
 
-    option: the name in `method=` that brings it, maybe with others. about: what it does, in a line.
-    texts: the docstrings of its module and its class. slots: the hooks that it fills.
+    option: the option of `method=` that selects it, possibly with other methods. about: one line
+    that says what it does. texts: the docstrings of its module and its class. slots: the hooks that
+    it overrides.
     """
 
     name: str
@@ -38,11 +39,11 @@ class MethodEntry:
 
     @property
     def title(self) -> str:
-        """Return the name, with the paper if it has one."""
+        """Return the method's name, with the paper if it has one."""
         return f"{self.name}  ({self.paper})" if self.paper else self.name
 
     def facts(self) -> dict[str, Any]:
-        """Return what `raysim methods --json` prints of it."""
+        """Return the method's entry in the output of `raysim methods --json`."""
         return {
             "name": self.name,
             "option": self.option,
@@ -56,10 +57,10 @@ class MethodEntry:
 def find_methods(
     names: Sequence[str] = (), conf: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> list[MethodEntry]:
-    """Return all methods, FedAvg first; or those that some names bring.
+    """Return the methods that the names select, or all methods with FedAvg first.
 
     names: as in `method=`, such as "fedbr" or "fedld+fedavg". conf: the user's own folders of
-    options. allow: the packages whose classes they may name.
+    options. allow: the packages whose classes these options may use.
 
     Raise `Refused` for a name that does not exist.
     """
@@ -103,13 +104,13 @@ def _entry(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) -
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a docstring, without a name in front of it."""
+    """Return the first line of a docstring, without the method's name in front of it."""
     line = text.partition("\n")[0]
     return line.partition(": ")[2] or line
 
 
 def list_methods(entries: Sequence[MethodEntry], width: int) -> str:
-    """Return a few lines about each method. width: of a line in characters."""
+    """Return a few lines about each method. width: the length of a line in characters."""
     return "\n".join(line for entry in entries for line in _lines(entry, width))
 
 
@@ -126,7 +127,7 @@ def _lines(entry: MethodEntry, width: int) -> Iterator[str]:
 def explain_methods(entries: Sequence[MethodEntry]) -> str:
     """Return the docstrings of each method, its hooks, and its settings as overrides.
 
-    The docstring of a module that has several of them comes once.
+    The docstring of a module with several methods appears once.
     """
     printed: set[str] = set()
     pages = []

@@ -1,7 +1,7 @@
-"""`raysim ui`: start MLflow's server on what runs have sent, and open its page on their charts.
+"""`raysim ui`: start MLflow's server on the stored runs, and open the charts of their metrics.
 
-MLflow 3 opens an experiment on the traces of language models, whatever its tags say; only the
-address says otherwise.
+MLflow 3 opens an experiment on the page for traces of language models, whatever its tags say. The
+address must ask for the charts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ POLL_INTERVAL_S = 0.2
 
 
 def show_charts(place: str, port: int, opens_browser: bool) -> int:
-    """Serve MLflow's page until Ctrl-C, or open that of a server; return 0.
+    """Serve MLflow's page until Ctrl-C, or open the page of a server; return 0.
 
-    place: a folder that runs are in, or a server's address. Raise `Refused` if there is nothing to
-    show.
+    place: a folder that contains runs, or a server's address. Raise `Refused` if there is nothing
+    to show.
     """
     os.environ.update({**MLFLOW_ENVIRONMENT, **os.environ})
     if place.startswith(("http://", "https://")):
@@ -94,7 +94,7 @@ def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes
 
 
 def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Wait until the server answers. Raise `Refused` if it ends instead."""
+    """Wait until the server answers. Raise `Refused` if it ends before that."""
     print("MLflow starts", flush=True)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:

@@ -30,7 +30,7 @@ __all__ = ["Check", "Study", "checks"]
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a part; a call raises AssertionError if the part fails it."""
+    """One check of a part; calling it raises AssertionError if the part fails."""
 
     name: str
     run: Callable[[], object]
@@ -43,9 +43,11 @@ class Check:
 
 
 def checks(part: object, study: Study | None = None) -> list[Check]:
-    """Return all checks for a part. Raises TypeError for an object that is no part of a run.
+    """Return all checks for a part.
 
-    study: the tiny runs to try it in; None for the usual ones.
+    Raises TypeError for an object that is not a part of a run.
+
+    study: the tiny runs that the part is tried in; None for the usual ones.
     """
     name = getattr(part, "name", type(part).__name__)
     return [Check(f"{name}: {text}", run) for text, run in _checks(part, study or Study())]

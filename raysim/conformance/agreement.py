@@ -1,4 +1,4 @@
-"""Checks that two ways to make a run agree: on one or two workers, resumed, from recordings."""
+"""Check that two ways to make a run agree: one or two workers, resumed, recorded steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_workers(
 ) -> None:
     """Check that a run has the same bits and history on one worker and on several.
 
-    runtime: the other workers; None for two in this process.
+    runtime: the runtime with several workers; None for two in this process.
     """
     single = run(make(), schedule, fleet)
     several = run_to_end(
@@ -42,7 +42,7 @@ def check_workers(
 
 
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
-    """Check that a run, one with checkpoints and a resumed one have the same bits and history."""
+    """Check that three runs have the same bits and history: plain, with checkpoints, resumed."""
     straight = run(make(), schedule, fleet, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
         saved = run(make(), schedule, fleet, rounds=5, checkpoint_every=3, folder=folder)
@@ -58,10 +58,10 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 
 
 def check_recorded(make: Make, **settings: Any) -> None:
-    """Check that a run ends at the same numbers in the loop and from recorded steps, in float64.
+    """Check that a run has the same results in float64 in the loop and with recorded steps.
 
-    Without a GPU a recorded step is computed again, from nothing but its inputs and without reading
-    a value. A run that is refused by name passes.
+    Without a GPU a recorded step is computed again only from its inputs, and values are never read.
+    A run that is refused with an error that names the cause passes.
     """
     with contextlib.suppress(LanesError):
         loop, other = (
@@ -80,7 +80,7 @@ def check_recorded(make: Make, **settings: Any) -> None:
 
 
 def _near(row: Row, expected: Row) -> None:
-    """Check that two rows of a history have the same numbers, except for rounding."""
+    """Check that two rows of a history have the same numbers, except for rounding errors."""
     assert row.keys() == expected.keys(), "other columns from recorded steps than in the loop"
     for key, value in expected.items():
         if key.split(".")[-1] not in COUNTS:

@@ -68,7 +68,7 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 
 
 def check_arguments(method: Method) -> None:
-    """Check that the attributes are the arguments, and none has the name of a hook."""
+    """Check that attributes hold the arguments, and that no argument has the name of a hook."""
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}
     assert not taken, (
@@ -77,7 +77,7 @@ def check_arguments(method: Method) -> None:
 
 
 def check_declarations(make: Make) -> None:
-    """Check that all functions are hooks or called, and that the declarations are accepted."""
+    """Check that each function is a hook or is called, and that the declarations are accepted."""
     spec = make()
     try:
         check_names(spec.methods)
@@ -103,7 +103,8 @@ class Seen:
 
 
 def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
-    """Check that messages hold what methods declare, and no client state; return what was seen."""
+    """Check that messages contain what methods declare, and no client state; return the contents.
+    """
     seen = _watch(make, schedule, fleet)
     methods = make().methods
     _check_secrets(seen, {method.name for method in methods})
@@ -146,7 +147,7 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None) -> Seen:
 
 
 def _check_secrets(seen: Seen, names: set[str]) -> None:
-    """Check that no update holds personal parameters or client state, and that names fit."""
+    """Check that no update contains personal parameters or client state, and that names fit."""
     layout = seen.run.coordinator.layout
     assert all(entry.personal == (entry.start >= layout.shared) for entry in layout.entries)
     for name in seen.uploads:
@@ -175,7 +176,7 @@ def _check_secrets(seen: Seen, names: set[str]) -> None:
 
 
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
-    """Return the part of a message that holds one of the secrets."""
+    """Return the part of a message that contains one of the secrets."""
     for part in (*map(vars, result.updates), {"sums": result.sums}):
         for name, value in part.items():
             if any(secret in pickle.dumps(value) for secret in secrets):
@@ -184,7 +185,10 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(kept: bytes, update: bytes) -> bool:
-    """Return True if the state is most of the update; a short part would be a leak."""
+    """Return True if the update begins with the state, and the state is most of the update.
+
+    A shorter part may be equal by chance.
+    """
     return update.startswith(kept) and 2 * len(kept) > len(update)
 
 
@@ -193,7 +197,7 @@ def _bytes(array: np.ndarray) -> bytes:
 
 
 def _check_costs(seen: Seen, pooled: bool) -> None:
-    """Check that the floats that the history counts are those that messages hold."""
+    """Check that the history counts as many floats as the messages contain."""
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
         assert row["floats_down"] is None and row["floats_up"] is None

@@ -31,7 +31,7 @@ Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _runs(study: Study) -> Checks:
-    """Yield the checks of a run with any part."""
+    """Yield the checks of a run with the part."""
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
         yield (

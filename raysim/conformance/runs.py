@@ -1,4 +1,4 @@
-"""Tiny federated runs in this process, a fraction of a second each, and views into them."""
+"""Tiny federated runs in this process, a fraction of a second each, and their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NormedMlp(ModelRecipe):
     width: int = 12
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """Return the network up to the features, and their number."""
+        """Return the network up to the features, and the number of features."""
         layers = [
             nn.Flatten(),
             nn.Linear(math.prod(input_shape), self.width),
@@ -73,7 +73,7 @@ def run_spec(
 ) -> RunSpec:
     """Return a tiny run: 3 rounds, without checkpoints.
 
-    others: fields of `RunSpec`. `with_settings` gives the run other settings.
+    others: fields of `RunSpec`. See `with_settings` for a run with other settings.
     """
     settings = RunSettings(seed, rounds=3, local=local, checkpoint=Checkpoint(0))
     return RunSpec(model, methods, data or tiny_data(), settings, **others)
@@ -127,19 +127,19 @@ class FinishedRun:
 
     @property
     def participations(self) -> dict[int, int]:
-        """The number of dispatches of each client that was ever dispatched."""
+        """The number of jobs of each client that was ever dispatched."""
         counts = self.coordinator.planner.participations
         return {client: int(counts[client]) for client in np.flatnonzero(counts).tolist()}
 
     @property
     def in_flight(self) -> set[int]:
-        """The numbers of the jobs that had not ended when the run did."""
+        """The numbers of the jobs that were still in flight when the run ended."""
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}
 
     @property
     def bits(self) -> tuple[str, str]:
-        """The checksums of the model and of the states; equal if two runs ended alike."""
+        """The checksums of the model and of the client states; equal for bit-identical runs."""
         return self.finished.model_sha256, self.finished.state_sha256
 
     @property
@@ -158,7 +158,7 @@ class FinishedRun:
 
     @property
     def private(self) -> dict[str, np.ndarray]:
-        """Each tensor of the accepted client states, by "client/name"."""
+        """The tensors of all accepted client states, by "client/name"."""
         states = self.coordinator.client_states.named_tensors()
         return {
             f"{client}/{name}": array
@@ -216,7 +216,7 @@ def run(
 
 
 class Spy(InProcess):
-    """A runtime that keeps all messages between coordinator and worker."""
+    """A runtime that stores all messages between coordinator and worker."""
 
     def __init__(self, spec: RunSpec):
         super().__init__(Worker(spec))
@@ -227,7 +227,7 @@ class Spy(InProcess):
         self.kept: Mapping[str, np.ndarray] = {}
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a worker as `InProcess` does, and keep the messages."""
+        """Call a worker as `InProcess` does, and store the messages."""
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":
             published = {each.version: each for each in args[3 : 3 + args[2]]}

@@ -1,4 +1,4 @@
-"""The tiny runs in which a part is tried."""
+"""The tiny runs that a part is tried in."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """The run around the part under test.
+    """The tiny run around the part under test.
 
-    By default small images on six clients of unequal sizes, a small network, and four clients that
-    train at once. The part runs under each of the schedules.
+    By default it has small images on six clients of unequal sizes, a small network, and four
+    clients that train at once. The part runs under each of the schedules.
     """
 
     methods: tuple[Method, ...] = ()
@@ -53,6 +53,6 @@ class Study:
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:
-        """Yield each schedule with the fleet."""
+        """Yield each schedule with its fleet."""
         for schedule in self.schedules:
             yield schedule, self.fleet

@@ -1,12 +1,12 @@
-"""`raysim bench gpu --out DIR`: measure what needs a GPU, in half an hour, without Ray or Hydra.
+"""`raysim bench gpu --out DIR`: half an hour of measurements on a GPU, without Ray or Hydra.
 
-Correctness of every method against the CPU, the same bits on one worker and on two, memory compared
-with the preflight, and four workloads, each compared with a plain loop in PyTorch on the same
-device in the same run: G1 is FedBR's RotatedMNIST setting, G2 its CIFAR-10 setting with VGG11, G3
-CIFAR-10 with 100 clients and ResNet-18, G4 a network without convolutions. Pictures are synthetic,
-of the same shapes.
+They are: the results of every method compared with the CPU; bit-identity of one worker and two;
+memory compared with raysim's estimate before a run; and the speed of four workloads, each compared
+with a plain PyTorch loop on the same device in the same run. G1 is FedBR's RotatedMNIST setting, G2
+its CIFAR-10 setting with VGG11, G3 CIFAR-10 with 100 clients and ResNet-18, G4 a network without
+convolutions. Pictures are synthetic, of the same shapes.
 
-Each part is written as soon as it is measured; a later call with other parts completes the page.
+Each part is written as soon as it is measured. A later call with other parts completes the page.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ ResultRow: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """How the steps of clients are executed: a column of the tables, called "way" there."""
+    """A way to execute the steps of clients; the tables have it in the column "way"."""
 
     name: str
     lanes: int = 1
@@ -96,10 +96,10 @@ CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 
 @dataclass(frozen=True)
 class GpuWorkload:
-    """Clients of equal size that train one epoch.
+    """A speed measurement: clients of equal size that train one epoch.
 
-    samples: of each client. least: how many times as fast as the plain loop it shall be. lanes: the
-    numbers of clients at once that are measured.
+    samples: the number of samples of each client. least: how many times as fast as the plain loop
+    raysim must be. lanes: the numbers of lanes that are measured.
     """
 
     title: str
@@ -120,7 +120,7 @@ class GpuWorkload:
 
     @property
     def modes(self) -> list[ExecutionMode]:
-        """Return the modes that are measured."""
+        """Return the execution modes that are measured."""
         graphs = [_graph_of_lanes(count) for count in self.lanes[:-1]]
         best = self.best_mode
         coarse = []
@@ -131,7 +131,7 @@ class GpuWorkload:
 
     @property
     def best_mode(self) -> ExecutionMode:
-        """Return the mode with the most clients at once, in graphs, in float32."""
+        """Return the mode with the most lanes, CUDA graphs and float32."""
         return _graph_of_lanes(self.lanes[-1])
 
 
@@ -165,8 +165,8 @@ TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 class GpuOptions:
     """What to measure.
 
-    minutes: in which all must be done. seconds: of each measurement of speed. methods: those that
-    are checked; None: all. tiny: sizes that only try the command out.
+    minutes: time limit for all parts. seconds: duration of each speed measurement. methods: the
+    methods that are checked; None checks all. tiny: True uses sizes that only try the command.
     """
 
     device: str = "cuda"
@@ -205,7 +205,7 @@ def every_method() -> dict[str, type[Method]]:
 
 
 def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: ExecutionMode) -> RunSpec:
-    """Return a run of four clients and two rounds, by which a method is checked."""
+    """Return the run that checks a method: four clients and two rounds."""
     source = Synthetic(shape=[1, 8, 8], samples=192, test_samples=40, classes=5)
     data = federate(source, IID(clients=CHECK_CLIENTS), 0)
     rounds = 2
@@ -222,7 +222,7 @@ def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: Executio
 
 
 def _make_method(make: MakeMethod, rounds: int) -> Method | None:
-    """Make the method; one with ramps over a run, such as FRAug, needs the number of rounds."""
+    """Make the method. Methods that change over a run, such as FRAug, get the number of rounds."""
     if make is None:
         return None
     takes_rounds = "rounds" in inspect.signature(make).parameters
@@ -230,7 +230,7 @@ def _make_method(make: MakeMethod, rounds: int) -> Method | None:
 
 
 def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
-    """Run to the end; return the vector with all client states behind it, and the coordinator."""
+    """Run to the end; return the coordinator, and the vector followed by all client states."""
     runtime = InProcess(*(Worker(spec, f"worker-{index}") for index in range(workers)))
     server_spec = replace(spec, device="cpu")
     coordinator = Coordinator(server_spec, Synchronous(CHECK_CLIENTS), Ideal(), runtime)
@@ -254,10 +254,10 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Yield the distance of every mode on the device from the loop on the CPU, and what is allowed.
+    """Yield for every mode its distance from the loop on the CPU, and the allowed distance.
 
-    The distance is a share of the largest change. A model that draws in its steps draws other
-    numbers on another device, so that it is compared with the loop on the device.
+    A distance is a share of the largest change. A model that draws random numbers in its steps
+    draws different ones on another device; it is compared with the loop on the device.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"
@@ -288,7 +288,7 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
 
 
 def _draws_in_steps(make: MakeMethod) -> bool:
-    """Return whether the model draws random numbers in its steps, which cannot be recorded."""
+    """Return True if the model draws random numbers in its steps, which cannot be recorded."""
     networks, _ = build_networks(check_spec(make, torch.float32, "cpu", LOOP))
     return is_stochastic(*networks.values())
 
@@ -313,7 +313,7 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 
 
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Compare the bits of a run with those of a second one, and of one on two workers."""
+    """Compare the bits of a run with those of the same run repeated, and on two workers."""
     rows: list[ResultRow] = []
     for name, make in _checked_methods(options).items():
         modes = [LOOP] if _draws_in_steps(make) else [LOOP, CHECKED_MODES[-1]]
@@ -336,7 +336,7 @@ def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
 
 # --- speed --------------------------------------------------------------------------------------
 def _data_of(workload: GpuWorkload) -> FederatedData:
-    """Return synthetic pictures, evenly split."""
+    """Return synthetic pictures, split evenly over the clients."""
     samples = workload.clients * workload.samples
     source = Synthetic(shape=list(workload.shape), samples=samples, test_samples=200)
     return federate(source, IID(clients=workload.clients), 0)
@@ -345,7 +345,7 @@ def _data_of(workload: GpuWorkload) -> FederatedData:
 def _spec_of(
     workload: GpuWorkload, data: FederatedData, device: str, methods: Sequence[Method] = ()
 ) -> RunSpec:
-    """Return a run of one local epoch a round, without evaluation."""
+    """Return a run with one local epoch per round, without evaluation."""
     local = Local(lr=workload.lr, batch=workload.batch, epochs=1)
     settings = RunSettings(rounds=NEVER, local=local, evaluate=Evaluation(every=NEVER))
     return RunSpec(workload.model, tuple(methods), data, settings, device)
@@ -359,7 +359,7 @@ def _coordinator(spec: RunSpec, workload: GpuWorkload) -> Coordinator:
 
 
 class UtilizationMonitor(threading.Thread):
-    """Asks the driver, some times a second, whether the GPU works."""
+    """A thread that asks the GPU's driver several times a second whether the GPU works."""
 
     def __init__(self, device: str):
         super().__init__(daemon=True)
@@ -368,7 +368,7 @@ class UtilizationMonitor(threading.Thread):
         self._end = threading.Event()
 
     def run(self) -> None:
-        """Record shares until `mean` is called, or none if the driver does not tell."""
+        """Record shares until `mean` is called; record none if the driver does not report them."""
         while not self._end.wait(UTILIZATION_INTERVAL_S):
             share = gpu_utilization(self.device)
             if share is None:
@@ -376,7 +376,7 @@ class UtilizationMonitor(threading.Thread):
             self.shares.append(share)
 
     def mean(self) -> float | None:
-        """Stop, and return the mean share of time in which the GPU worked; None if unknown."""
+        """Stop the thread; return the mean share of time in which the GPU worked, or None."""
         self._end.set()
         self.join()
         return statistics.fmean(self.shares) if self.shares else None
@@ -384,7 +384,7 @@ class UtilizationMonitor(threading.Thread):
 
 @contextmanager
 def _device_use(device: str) -> Iterator[ResultRow]:
-    """Yield a row that gets the device's peak memory and utilization when the block ends."""
+    """Yield a row; when the block ends, write the device's peak memory and utilization into it."""
     row: ResultRow = {}
     is_cuda = device.startswith("cuda")
     if is_cuda:
@@ -401,9 +401,9 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 
 
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
-    """Return seconds a round and steps of clients a second, from the times of the rounds' ends.
+    """Return seconds per round and client steps per second, from the end times of rounds.
 
-    The first two rounds are left out, because they allocate and record.
+    The first two rounds are left out, because they allocate memory and record graphs.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))
     return {
@@ -418,7 +418,7 @@ def _is_long_enough(times: Sequence[float], seconds: float) -> bool:
 
 
 def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
-    """Measure rounds of raysim on one worker in this process."""
+    """Measure the speed of raysim's rounds on one worker in this process."""
     with _device_use(spec.device) as row:
         events = _coordinator(spec, workload).run()
         times: list[float] = []
@@ -433,7 +433,7 @@ def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultR
 
 @contextmanager
 def _default_algorithms() -> Iterator[None]:
-    """Use PyTorch's own choice of algorithms, which workers make deterministic."""
+    """Use PyTorch's default algorithms inside this context; workers use deterministic ones."""
     cudnn = torch.backends.cudnn
     mode = torch.get_deterministic_debug_mode()
     before = cudnn.deterministic, cudnn.allow_tf32
@@ -447,7 +447,7 @@ def _default_algorithms() -> Iterator[None]:
 
 
 class PlainLoop:
-    """The loop of a textbook on one device: one client after another, with `torch.optim.SGD`."""
+    """A plain PyTorch loop: one client after another on one device, with `torch.optim.SGD`."""
 
     def __init__(self, spec: RunSpec, workload: GpuWorkload):
         self.workload = workload
@@ -493,7 +493,7 @@ class PlainLoop:
 def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
     """Measure rounds of the plain loop, with data on the device and PyTorch's default algorithms.
 
-    On a GPU, the default is convolutions in TF32.
+    On a GPU, PyTorch's default computes convolutions in TF32.
     """
     loop = PlainLoop(spec, workload)
     times = [time.perf_counter()]
@@ -505,7 +505,7 @@ def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRo
 
 
 def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Measure a workload in every mode and in the plain loop; G1 with FedBR as well."""
+    """Measure a workload in every mode and in the plain loop; measure G1 with FedBR, too."""
     workload = options.workloads[name]
     data = _data_of(workload)
     spec = _spec_of(workload, data, options.device)
@@ -536,7 +536,7 @@ def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[Res
 
 # --- memory and profile -------------------------------------------------------------------------
 def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Compare what the preflight says that a worker takes with what it takes at its peak."""
+    """Compare a worker's estimated memory with its measured peak."""
     rows: list[ResultRow] = []
     for name, workload in options.workloads.items():
         for mode in (LOOP, workload.best_mode):
@@ -559,7 +559,7 @@ def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
 
 
 def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
-    """Write where the time of G1 goes, in the loop and in graphs."""
+    """Write a profile of G1, in the loop and with CUDA graphs."""
     workload = options.workloads["G1"]
     rows: list[ResultRow] = []
     for mode in (LOOP, workload.best_mode):
@@ -576,7 +576,7 @@ def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
 
 # --- the command --------------------------------------------------------------------------------
 def describe_device(device: str) -> ResultRow:
-    """Return what is measured, and the versions of PyTorch and CUDA."""
+    """Return the name of the device, and the versions of PyTorch and CUDA."""
     is_cuda = device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else device,
@@ -586,10 +586,10 @@ def describe_device(device: str) -> ResultRow:
 
 
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
-    """Measure the parts; write results.json and page.md after each. Return the folder's results.
+    """Measure the parts; write results.json and page.md after each. Return all results.
 
-    say: called with a line for each part. Raise `ValueError` for a part or a device that does not
-    exist.
+    say: function that gets a line for each part. Raise `ValueError` for a part or a device that
+    does not exist.
     """
     for part in options.parts:
         if part not in PARTS:

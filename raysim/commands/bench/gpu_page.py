@@ -120,7 +120,7 @@ def _speed(name: str, workload: Mapping[str, Any], rows: Rows, folder: Path) -> 
 
 
 def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row of the table. plain: the measurement of the plain loop, None without one."""
+    """Return a row of the table. plain: the measurement of the plain loop, or None."""
     line = dict(row)
     if "seconds_per_round" not in row:
         return line
@@ -135,7 +135,7 @@ def _speed_row(row: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[
 
 
 def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
-    """Yield a table; a row that was refused gives the reason in its last cell."""
+    """Yield a table. The last cell of a refused measurement gives the reason."""
     lines = []
     for row in rows:
         cells = [str(row.get(column, "")) for column in columns]

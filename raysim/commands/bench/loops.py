@@ -1,10 +1,10 @@
 """Measure speed against bare PyTorch loops with the same clients, models, arrays and processes.
 
-`raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`),
-with `--floor` of a tuned one too: no optimiser object, no accumulated gradient, one fused update,
-all in one flat vector. It prints the medians of the ratios, so that a machine whose speed drifts
-does not decide. Evaluation and the first rounds of a block are left out. Results go to a JSON file
-as well.
+`raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`).
+With `--floor` it also measures a tuned loop: no optimizer object, no accumulated gradient, one
+fused update, all in one flat vector. It prints the medians of the ratios, so that a machine whose
+speed drifts does not decide. Evaluation and the first rounds of a block are left out. Results are
+also written to a JSON file.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ STOP_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class LoopWorkload:
-    """A run of one local epoch a round.
+    """A run with one local epoch per round, whose speed is measured.
 
-    samples: of each client. rounds: of a block. limit: the ratio to the textbook loop that we
-    promise.
+    samples: the number of samples of each client. rounds: the rounds of a block. limit: the
+    promised ratio to the textbook loop.
     """
 
     clients: int
@@ -66,8 +66,8 @@ class LoopWorkload:
 class LoopOptions:
     """How to measure.
 
-    workers: processes on each side. lanes: clients trained at once; None: as a run does. floor:
-    whether the tuned loop is measured as well. profile: the folder for a profile of each workload.
+    workers: processes on each side. lanes: number of lanes; None takes a run's default. floor: True
+    also measures the tuned loop. profile: the folder for a profile of each workload.
     """
 
     workers: int = 2
@@ -87,7 +87,9 @@ WORKLOADS = {
 class LoopResult:
     """The speed of a workload.
 
-    raysim, bare, floor: seconds a round, medians over blocks. ratios, to_floor: of each block.
+    raysim, bare, floor: seconds per round (medians over blocks) of raysim, of the textbook loop and
+    of the tuned loop. ratios, to_floor: for each block, raysim's seconds divided by those of the
+    textbook loop and of the tuned loop.
     """
 
     workload: str
@@ -106,7 +108,7 @@ class LoopResult:
 
 
 def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
-    """Return the workload as a run: clients of equal size by Dirichlet(0.5), no local tests."""
+    """Return the run of a workload: equal clients by Dirichlet(0.5), without client test sets."""
     partition = DirichletClient(
         clients=workload.clients, alpha=0.5, test_fraction=0.0, fraction=1.0
     )
@@ -118,9 +120,9 @@ def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
 
 
 def source_of(workload: LoopWorkload, root: str | None) -> Source:
-    """Return Fashion-MNIST, or noise of its shape.
+    """Return Fashion-MNIST, or random pictures of the same shape.
 
-    root: the folder that Fashion-MNIST is in; None: it is downloaded; "": noise.
+    root: the folder that contains Fashion-MNIST; None downloads it; "" returns random pictures.
     """
     samples = workload.clients * workload.samples
     if root == "" or samples != 60_000:
@@ -133,11 +135,12 @@ def source_of(workload: LoopWorkload, root: str | None) -> Source:
 # --- the bare loop ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SharedMemory:
-    """What the processes of a bare loop share.
+    """The memory that the processes of a bare loop share.
 
-    inputs, labels: of all clients, one after another. vector: the shared parameters. sums: one row
-    for each process. next_place: of the cohort; `STOP` ends the processes. start: a semaphore for
-    each process. done: released by each process after a round.
+    inputs, labels: the samples of all clients, one client after another. vector: the shared
+    parameters. sums: one row for each process. next_place: the next position in the cohort; `STOP`
+    ends the processes. start: a semaphore for each process. done: released by each process after a
+    round.
     """
 
     inputs: torch.Tensor
@@ -152,7 +155,7 @@ class SharedMemory:
 def _bare_worker(
     index: int, spec: RunSpec, workload: LoopWorkload, memory: SharedMemory, is_tuned: bool
 ) -> None:
-    """Train clients in rounds, taking the next one of the cohort from a shared counter."""
+    """Train clients in rounds; each process takes the next client of the cohort from a counter."""
     torch.set_num_threads(1)
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
     params: list[torch.Tensor] = list(model.parameters())
@@ -185,7 +188,7 @@ def _bare_worker(
 
 
 def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Move the parameters into one flat vector, of which they become views; return it."""
+    """Copy the parameters into one flat vector, make them views of it, and return it."""
     flat = torch.cat([param.detach().reshape(-1) for param in params])
     position = 0
     for param in params:
@@ -197,7 +200,7 @@ def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def _train_textbook(
     model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float
 ) -> None:
-    """Train one client's epoch as a textbook does."""
+    """Train one client's epoch with `torch.optim.SGD`."""
     optimizer = torch.optim.SGD(params, lr=lr)
     model.train()
     for inputs, labels in batches:
@@ -247,7 +250,7 @@ class BareLoop:
             self.processes.append(process)
 
     def time_rounds(self, count: int) -> float:
-        """Make a block of rounds; return seconds a round, without the first ones."""
+        """Make a block of rounds; return the seconds per round, without the first rounds."""
         for index in range(count + WARM_UP_ROUNDS):
             if index == WARM_UP_ROUNDS:
                 since = time.perf_counter()
@@ -272,7 +275,7 @@ class BareLoop:
 
 # --- raysim -------------------------------------------------------------------------------------
 def _time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
-    """Make a block of rounds; return seconds a round, without the first ones."""
+    """Make a block of rounds; return the seconds per round, without the first rounds."""
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
     wall_seconds: list[float] = []
     for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():
@@ -290,7 +293,7 @@ def _write_profile(
     folder: Path,
     show: Print,
 ) -> None:
-    """Make one more block, with profiled workers; write and show where their time goes."""
+    """Make one more block with profiled workers; write the profile and print a summary."""
     from raysim.results import profile
     from raysim.runtime.ray import start_workers
 
@@ -309,9 +312,9 @@ def _write_profile(
 def measure_workload(
     name: str, root: str | None, blocks: int, options: LoopOptions, show: Print
 ) -> LoopResult:
-    """Alternate blocks of raysim's rounds and of bare ones, on a Ray that runs.
+    """Alternate blocks of rounds of raysim and of the bare loops, on a running Ray.
 
-    root: see `source_of`. show: called with a line for each block.
+    root: see `source_of`. show: function that gets a line for each block.
     """
     from raysim.runtime.ray import start_workers
 
@@ -343,7 +346,7 @@ def measure_workload(
 
 
 def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]) -> LoopResult:
-    """Return the result of blocks: seconds a round of raysim, the textbook and the tuned loop."""
+    """Return the result of all blocks."""
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)
     if not floor:
@@ -355,7 +358,7 @@ def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]
 def main(
     names: list[str], root: str | None, out: Path, blocks: int, options: LoopOptions
 ) -> list[LoopResult]:
-    """Measure workloads, print a table, write `out`."""
+    """Measure workloads, print a table, and write `out`."""
     from raysim.runtime import ray as cluster
 
     cluster.connect(cluster.RayOptions())

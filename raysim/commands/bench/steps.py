@@ -1,8 +1,8 @@
 """Measure the cost of a local step of each method compared with FedAvg's: `raysim bench steps`.
 
 The benchmark alternates a method and its reference in one process and reports the median of the
-ratios. The limit of a method is the number of forward and backward passes that it needs, in units
-of FedAvg's three, plus 5 %.
+ratios. The limit of a method follows from the passes that it needs: their cost divided by the cost
+of FedAvg's step (a forward pass costs 1, a backward pass 2), plus 5 %.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 class StepCost:
     """The cost of a method's local step.
 
-    seconds: the median over blocks. ratios: to the reference, of each block; ratio: their median.
-    limit: the ratio that we promise, None: no promise.
+    seconds: the median over blocks. ratios: for each block, the method's seconds divided by those
+    of the reference; ratio: their median. limit: the promised ratio; None without a promise.
     """
 
     method: str
@@ -92,7 +92,7 @@ def _settings(local: Local) -> RunSettings:
 
 
 def step_spec(*methods: Method) -> RunSpec:
-    """Return a run of two clients on noise of 14 x 14 pixels, with FedBR's RotatedMNIST network."""
+    """Return a run of two clients on random 14 x 14 pictures, with FedBR's RotatedMNIST network."""
     source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=CLIENTS), 0)
     local = Local(lr=0.01, epochs=None, steps=STEPS, batch=BATCH)
@@ -107,7 +107,7 @@ def _run_spec(spec: RunSpec) -> Coordinator:
 
 
 def _sum_column(coordinator: Coordinator, column: str) -> float:
-    """Return the sum over all rounds but the first.
+    """Return the sum of a column over all rounds but the first.
 
     In the first round, MOON has no previous model, and memory is allocated.
     """
@@ -124,7 +124,7 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 
 
 def fedbss_and_its_parts() -> tuple[float, float]:
-    """Return the seconds of FedBSS's jobs and of their parts with FedAvg.
+    """Return the seconds of FedBSS's jobs, and the seconds of their parts with FedAvg.
 
     The parts are FedAvg's steps on as many samples, and a forward pass over the data before them.
     """
@@ -145,7 +145,10 @@ def fedbss_and_its_parts() -> tuple[float, float]:
 
 
 def fraug_and_fedbn() -> tuple[float, float]:
-    """Return the seconds of a step of each, on FRAug's network for digits (32 x 32 pixels)."""
+    """Return the seconds per step of FRAug and of FedBN.
+
+    Both train FRAug's network for digits (32 x 32 pixels).
+    """
     source = Synthetic(shape=[3, 32, 32], samples=640, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=CLIENTS), 0)
     local = Local(lr=0.01, momentum=0.5, epochs=None, steps=STEPS, batch=BATCH)
@@ -162,7 +165,7 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure each method and FedAvg in turn, FedBSS and its parts, FRAug and FedBN."""
+    """Measure each method and FedAvg in turn, FedBSS and its parts, and FRAug and FedBN."""
     seconds_per_step()  # warms up
     pairs: dict[str, Callable[[], tuple[float, float]]] = {}
     limits: dict[str, float | None] = {}
@@ -180,7 +183,7 @@ def measure_pairs(
     blocks: int,
     say: Callable[[str], None],
 ) -> list[StepCost]:
-    """Time every pair once per block; a pair returns its seconds and those of its reference."""
+    """Measure every pair once per block; each call of a pair returns two times in seconds."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):
         for name, time_pair in pairs.items():
@@ -213,7 +216,7 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
 
 
 def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
-    """Measure the local steps, print a table, write `out`."""
+    """Measure the local steps, print a table, and write `out`."""
     make_deterministic(1)
     results = bench_steps(blocks, say)
     report("a local step compared with FedAvg's, one thread", results, blocks, out)

@@ -1,15 +1,15 @@
 """Convert the device data of FedScale (Lai et al., ICML 2022) into a trace.
 
-Two pickled dictionaries, by client:
+FedScale has two pickled dictionaries, with clients as keys:
 - `client_device_capacity`: {"computation": ms for one sample's inference, "communication":
-  bandwidth}. Training takes three times as long as inference, and the bandwidth, which is that of
-  both directions, is in units of 1,024 bits a second: as in FedScale's
-  `ClientMetadata.get_completion_time` and its `model_update_size`.
+  bandwidth}. As in FedScale's `ClientMetadata.get_completion_time` and `model_update_size`,
+  training takes three times as long as inference, and the bandwidth holds for both directions in
+  units of 1,024 bits per second.
 - `client_behave_trace`: {"active": [seconds], "inactive": [seconds], "finish_time": seconds, ...}:
-  a client is available from active[i] to inactive[i], and begins again after `finish_time`.
+  a client is available from active[i] to inactive[i]; the times repeat after `finish_time`.
 
-As in FedScale, the two files describe different clients: those of one file are matched with those
-of the other one by one, and the shorter list is repeated.
+As in FedScale, the two files describe different clients: client i of one file is combined with
+client i of the other, and the shorter list is repeated.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _ALLOWED_TYPES = {
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Reads containers and numbers; runs nothing that the file names."""
+    """An unpickler that reads containers and numbers, and never calls code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a type that is allowed. Raise `UnpicklingError` for any other name."""
+        """Return an allowed type. Raise `UnpicklingError` for any other name."""
         if (module, name) not in _ALLOWED_TYPES:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, but only containers and numbers are allowed"
@@ -54,7 +54,7 @@ class _DataUnpickler(pickle.Unpickler):
 def convert(capacity: str, behaviour: str, out: Path) -> str:
     """Write the trace; return a sentence about it.
 
-    capacity, behaviour: FedScale's files. Raise `ValueError` if they are something else.
+    capacity, behaviour: FedScale's files. Raise `ValueError` if they have another content.
     """
     devices = _read_clients(capacity, "computation")
     times = _read_clients(behaviour, "finish_time")
@@ -80,7 +80,10 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 
 
 def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
-    """Return a pickled dictionary of clients, each of which is a dictionary with a key."""
+    """Return a pickled dictionary with a dictionary for each client.
+
+    Check that each has `key`.
+    """
     try:
         path = Path(file)
         with (regular_file(path) if path.exists() else path).open("rb") as content:
@@ -101,7 +104,7 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
 
 
 def _row(client: int, time: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of the trace; nan stands for what is not a number."""
+    """Return a row of the trace; values that are not numbers become nan."""
     milliseconds = _number(device["computation"])
     bandwidth = _number(device.get("communication")) * BYTES_PER_S
     milliseconds_per_sample = TRAINING_PER_INFERENCE * milliseconds

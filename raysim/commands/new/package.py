@@ -1,7 +1,7 @@
 """`raysim new NAME`: write a package with one part of each kind, its options and its tests.
 
-It is a copy of `template`, with NAME in place of `mypackage`; the template itself is a package that
-works.
+The new package is a copy of `template` with NAME in place of `mypackage`. The template itself is a
+complete package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "mypackage"
 
 
 def write(name: str) -> Path:
-    """Write the package; return its folder.
+    """Write the package; return the folder.
 
     Raise `Refused` for a name that a new package cannot have.
     """

@@ -29,8 +29,8 @@ ALWAYS_NAMED = ("method", "seed")
 class StudyRun:
     """One run of a study.
 
-    name: of its folder. settings: the values that vary, without the seed, such as
-    {"method": "fedprox", "partition.alpha": "0.1"}. config: its whole configuration.
+    name: the name of its folder. settings: the values that vary, without the seed, such as
+    {"method": "fedprox", "partition.alpha": "0.1"}. config: the complete configuration.
     """
 
     name: str
@@ -45,8 +45,8 @@ class StudyRun:
 class StudyPlan:
     """A study before it starts.
 
-    conf: the user's own configuration folders. overrides: for each key, an override for each of its
-    values. is_dated: whether the folder's name is the time of the start.
+    conf: the user's own configuration folders. overrides: for each key, a list with one override
+    for each value. is_dated: True if the folder's name is the time of the start.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class StudyPlan:
         return [key for key, overrides in self.overrides.items() if len(overrides) > 1]
 
     def __str__(self) -> str:
-        """Return the number of runs, the values that vary, and the folder."""
+        """Describe the study: the number of runs, the values that vary, and the folder."""
         factors = [f"{len(self.overrides[key])} of {key}" for key in self.varied]
         count = f"{len(self.runs)} run{'s' if len(self.runs) != 1 else ''}"
         product = " x ".join(factors) or "nothing varies"
@@ -86,7 +86,7 @@ class StudyPlan:
         return lines
 
     def log(self, run: StudyRun) -> Path:
-        """Return the file that holds what a run printed."""
+        """Return the path of a run's printed output."""
         return run_table.log_file(self.folder, run.name)
 
     def run_folder(self, run: StudyRun) -> Path:
@@ -96,11 +96,12 @@ class StudyPlan:
 
 # --- the plan -----------------------------------------------------------------------------------
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
-    """Return the study that the overrides describe; those of the first seed come first.
+    """Return the study that the overrides describe, with the runs of the first seed first.
 
     overrides: as for `raysim run`, each with any number of values: "method=fedavg,fedprox",
-    "seed=0..4", "rounds=20". A key that only some options of a group have (method.fedprox.mu) holds
-    for their runs alone. A study that is continued adds them to those of its study.yaml.
+    "seed=0..4", "rounds=20". A key that only some options of a group have (method.fedprox.mu) is
+    used only in runs with these options. If a study is continued, the overrides are added to those
+    of its study.yaml.
 
     Raise `Refused` for an override that no run can have, and for a folder that is in use.
     """
@@ -141,7 +142,7 @@ def _folder(out: Sequence[str]) -> Path:
 
 
 def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
-    """Return the study of the folder, in which the new overrides replace those of the same keys."""
+    """Return the stored study of the folder; new overrides replace old ones with equal keys."""
     stored = run_table.load_plan(study.folder, "study")
     before = {key: tuple(texts) for key, texts in map(expand_override, stored["overrides"])}
     overrides = {**before, **study.overrides}
@@ -190,10 +191,10 @@ def _seed(override: str) -> int:
 
 
 def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
-    """Yield the settings and the configuration of each combination of values, without the seeds.
+    """Yield the settings and the configuration of each combination of values, without seeds.
 
-    A run leaves out overrides of keys that its options do not have, so several combinations may be
-    the same; each is yielded once.
+    An override whose key the run's options do not have is left out. Several combinations may then
+    be equal; each is yielded once.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files
@@ -239,9 +240,9 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Map each key to its part of a run's name: its last part, or all of it if ambiguous.
+    """Map each key to its part of a run's name: the key's last part, or the whole key if ambiguous.
 
-    Longer than in tables, because a study that is continued must find its folders by their names.
+    The names are longer than in tables, because a continued study must find its folders by name.
     """
     parts = {}
     for key, short_name in zip(keys, short_names(keys), strict=True):

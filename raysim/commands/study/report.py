@@ -61,7 +61,7 @@ LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER
 
 @dataclass(frozen=True)
 class RunScores:
-    """A run of a study with its metrics. result: None where the run failed or was not made."""
+    """A run of a study with its metrics. result: None if the run failed or has not been made."""
 
     run: StudyRun
     result: Run | None
@@ -70,9 +70,9 @@ class RunScores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting compared with the reference, where all else is equal.
+    """One setting compared with the reference, with all other settings equal.
 
-    where: the settings that both share, such as "alpha=0.1". differences: one for each seed.
+    where: the settings that both share, such as "alpha=0.1". differences: a value for each seed.
     """
 
     metric: str
@@ -88,7 +88,7 @@ class Comparison:
 def check_metrics(names: Sequence[str]) -> None:
     """Raise `Refused` for a metric that no summary has.
 
-    A method's own reports have a dot in their names; they are known when runs have finished.
+    A metric with a dot in its name is a method's report; it is only known after runs have finished.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
@@ -132,7 +132,7 @@ def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
 
 
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the highest threshold that every run reached, None if there is none."""
+    """Return the highest threshold that every run reached, or None."""
     reached = []
     for summary in summaries:
         rounds_to = summary.get("rounds_to")
@@ -145,7 +145,7 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
 def compared_keys(study: StudyPlan) -> list[str]:
     """Return the keys whose values are compared.
 
-    Methods and their values where they vary, else the first key that varies.
+    These are the method and its settings if they vary, otherwise the first key that varies.
     """
     varied = [key for key in study.varied if key != "seed"]
     of_methods = [key for key in varied if key.partition(".")[0] == "method"]
@@ -153,7 +153,7 @@ def compared_keys(study: StudyPlan) -> list[str]:
 
 
 def _other_keys(study: StudyPlan) -> list[str]:
-    """Return the keys that vary and are not compared: their values make the groups of rows."""
+    """Return the keys that vary but are not compared. Their values define the groups of rows."""
     return [key for key in study.varied if key not in (*compared_keys(study), "seed")]
 
 
@@ -177,7 +177,7 @@ def compare_settings(
 ) -> list[Comparison]:
     """Compare every setting with the first one, over the seeds that both have.
 
-    Holm's correction is over all of them.
+    Holm's correction covers all comparisons.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
     for run_scores in scores:
@@ -215,7 +215,7 @@ def result_groups(study: StudyPlan, scores: Sequence[RunScores]) -> list[RunGrou
 
 
 def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
-    """Return the runs of each setting, which differ in their seeds alone."""
+    """Return the runs of each setting, which differ only in their seeds."""
     groups: dict[tuple[tuple[str, str], ...], list[RunScores]] = {}
     for run_scores in scores:
         groups.setdefault(tuple(run_scores.run.settings.items()), []).append(run_scores)
@@ -226,7 +226,7 @@ def group_by_setting(scores: Sequence[RunScores]) -> list[list[RunScores]]:
 def _format_number(
     metric: str, value: float | None, sign: str = "", *, like: float | None = None
 ) -> str:
-    """Return a number as text. like: for a deviation, its mean, whose decimals it gets."""
+    """Return a number as text. like: the mean of a deviation, so that both get equal decimals."""
     if value is None:
         return MISSING
     if metric.startswith("rounds"):
@@ -246,9 +246,9 @@ def _format_p(value: float | None) -> str:
 
 
 def _direction(metric: str, is_error: bool) -> int:
-    """Return +1 where more is better, -1 where less is, 0 where it is unknown.
+    """Return +1 if more is better, -1 if less is better, 0 if it is unknown.
 
-    is_error: whether the runs are scored by errors of values.
+    is_error: True if the runs are scored by errors of values.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1
@@ -264,10 +264,10 @@ def _title(metric: str) -> str:
 
 
 def settings_table(study: StudyPlan, scores: Sequence[RunScores]) -> list[Column]:
-    """Return a row per setting: its number of runs, and mean ± deviation of each metric.
+    """Return a row per setting: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is over the seeds, with divisor n-1. The best is marked among rows that share all
-    settings that are not compared, as `BEST_RULE` says.
+    The deviation is over the seeds, with divisor n-1. The best setting is marked in each group of
+    rows that share all settings that are not compared; `BEST_RULE` gives the rule.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -300,7 +300,7 @@ def settings_table(study: StudyPlan, scores: Sequence[RunScores]) -> list[Column
 
 
 def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
-    """Return a row per comparison of one metric; columns without content are left out."""
+    """Return a row per comparison of one metric. Empty columns are left out."""
     metric = comparisons[0].metric
     tests = [comparison.test for comparison in comparisons]
     intervals = []
@@ -329,9 +329,9 @@ def differences_table(comparisons: Sequence[Comparison]) -> list[Column]:
 
 # --- the picture --------------------------------------------------------------------------------
 def draw(comparisons: Sequence[Comparison], about: str = "", *, dark: bool = False) -> bytes:
-    """Return a PNG of the differences of one metric with their intervals and their seeds.
+    """Return a PNG of one metric's differences, with intervals and a point for each seed.
 
-    Each group of shared settings has a panel. about: which tests the metric is measured on.
+    Each group of shared settings has a panel. about: the test set that the metric is measured on.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -412,10 +412,11 @@ def report(
     failures: Mapping[str, str] | None = None,
     width: int = 0,
 ) -> str:
-    """Write all results into the study's folder; return the text that is printed of them.
+    """Write all results into the study's folder; return the text to print.
 
-    metrics: what is compared, the first one in the picture too; empty: the usual ones. failures:
-    the sentences of the runs that failed. width: of a line in characters; 0: any.
+    metrics: the compared metrics; the first one is also in the picture. Empty means the usual ones.
+    failures: a sentence for each run that failed. width: the length of a line in characters; 0
+    means no limit.
     """
     names, scores = gather_scores(study, metrics)
     results = [run_scores.result for run_scores in scores if run_scores.result]

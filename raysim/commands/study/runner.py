@@ -41,7 +41,7 @@ Say: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of a run. failure: the sentence that says why it failed, "" if it did not."""
+    """The end of a run. failure: a sentence that says why the run failed, or ""."""
 
     run: StudyRun
     failure: str
@@ -50,7 +50,7 @@ class RunEnd:
 
 # --- before the first run -----------------------------------------------------------------------
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
-    """Build every run and look into its folder; return the study, which knows its finished runs.
+    """Build every run and look into its folder; return the study with its finished runs.
 
     Raise `Refused` for the first run that cannot be made or continued. Nothing is written.
     """
@@ -103,10 +103,10 @@ def make_runs(
     say: Say = print,
     show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Make the runs that are not finished; return the failed ones, each with its sentence.
+    """Make the runs that are not finished; return the failed runs, each with a sentence.
 
-    say: called with a line for each run that has ended. show: called with the runs in progress when
-    one of them begins, and with how far it is after every round.
+    say: function that gets a line for each run that has ended. show: function that gets the runs in
+    progress when one of them begins, and their progress after every round.
 
     Raise `Interrupted` if the user stops the study.
     """
@@ -196,7 +196,7 @@ def _make_one_by_one(
 
 
 def _join_ray(runtime: Node, session: ExitStack) -> str:
-    """Join or start the Ray of a run until the session ends; return its address, "" without Ray."""
+    """Join or start Ray for a run until the session ends; return its address, or "" without Ray."""
     if runtime["name"] == "inprocess":
         return ""
     join_ray(RayOptions(address=runtime.get("address") or "local"), session)
@@ -208,7 +208,8 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 # --- several runs at a time, each in its own process -------------------------------------------
 @dataclass(frozen=True)
 class ChildRun:
-    """A run in its own process, which reads its task from stdin and writes its answer to stdout."""
+    """A run in a separate process, which reads its task from stdin and writes its answer to stdout.
+    """
 
     run: StudyRun
     process: subprocess.Popen[str]
@@ -216,7 +217,7 @@ class ChildRun:
 
     @property
     def stdin(self) -> IO[str]:
-        """Return the pipe whose end tells the process to stop."""
+        """Return the pipe to the process. Closing it tells the process to stop."""
         assert self.process.stdin is not None
         return self.process.stdin
 
@@ -227,7 +228,7 @@ class ChildRun:
         return self.process.stdout
 
     def wait(self, log: Path) -> str:
-        """Return the answer: "", or the sentence that says why the run failed."""
+        """Return the answer: "" for success, or a sentence that says why the run failed."""
         line = self.stdout.readline()
         self.stdin.close()
         status = self.process.wait()
@@ -246,7 +247,7 @@ def _make_side_by_side(
     begin: Callable[[StudyRun], None],
     parallel: int,
 ) -> Generator[RunEnd]:
-    """Make `parallel` runs at a time, on one Ray; yield them in the order in which they end."""
+    """Make `parallel` runs at a time on one Ray; yield them in the order in which they end."""
     waiting = list(runs)
     children: dict[int, ChildRun] = {}  # by the file descriptor of the answer
     with ExitStack() as session:

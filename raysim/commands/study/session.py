@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class StudyResult:
     """The runs of a study and their comparison.
 
-    folder: the study's folder. failures: the sentence that says why a run failed, by its name.
+    folder: the study's folder. failures: for the name of each failed run, a sentence that says why.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class StudyResult:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """Return a row for each run: its settings, seed and scores."""
+        """Return a row for each run: settings, seed and scores."""
         return self._table("study.csv")
 
     @property
@@ -69,9 +69,9 @@ def study(
         result = raysim.study("method=fedavg,fedprox seed=0..4 rounds=20 out=studies/mine")
         result.runs, result.differences
 
-    overrides: those after `raysim study` on the command line, in one text or a list. parallel: runs
+    overrides: the overrides of `raysim study`, in one text or a list. parallel: the number of runs
     at a time. metrics: the compared columns; () for the usual ones. conf, allow: your own folders
-    of options, and the packages whose classes they name. quiet: print nothing.
+    of options, and the packages whose classes they use. quiet: print nothing.
 
     Raise `Refused` for a study that cannot be made (nothing was written), and `Interrupted`.
     """

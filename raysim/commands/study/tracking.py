@@ -1,4 +1,4 @@
-"""A study in MLflow: a run of its own, to which its runs belong, with the report and the tables."""
+"""A study in MLflow: a parent run with the report and the tables; runs are its children."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FILES = (
 
 @contextmanager
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
-    """Begin or continue the study's own run; send its files when the block ends.
+    """Begin or continue the study's parent run; send its files when the block ends.
 
-    Does nothing if no run of the study is tracked. say: called with a line about a server that does
+    Does nothing if no run of the study is tracked. say: function that gets a line if a server does
     not answer.
     """
     tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]

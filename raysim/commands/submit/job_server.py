@@ -1,4 +1,4 @@
-"""A cluster's job server: reach it, submit a job, follow its output, wait for its end."""
+"""A cluster's job server: connect, submit a job, print its output, wait for its end."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SIGNAL_STATUS = 128  # added to a signal's number, as in a shell
 
 
 def find_address(address: str | None) -> str:
-    """Return the job server's URL: as named, else as Ray's variables say, else on this machine.
+    """Return the job server's URL: `address`, else Ray's environment variables, else this machine.
 
-    Raise `ValueError` for an address that is not one.
+    Raise `ValueError` for an invalid address.
     """
     text = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if text in (None, "", "auto", "local"):
@@ -54,7 +54,10 @@ def find_address(address: str | None) -> str:
 
 
 def connect(url: str) -> JobSubmissionClient:
-    """Return a client whose token the job server has accepted. Raise `ValueError`."""
+    """Return a connected client.
+
+    Raise `ValueError` if the job server does not accept its token.
+    """
     _check_token_file()
     _check_connection(url)
     os.environ["RAY_API_SERVER_ADDRESS"] = url  # Ray prefers it to its argument
@@ -72,7 +75,7 @@ def connect(url: str) -> JobSubmissionClient:
 
 
 def _check_connection(url: str) -> None:
-    """Raise `ValueError` if nothing answers; Ray would try for minutes."""
+    """Raise `ValueError` if nothing answers. Without this check Ray tries for minutes."""
     parts = urlsplit(url)
     target = (str(parts.hostname), int(parts.port or PORT))
     try:
@@ -85,7 +88,7 @@ def _check_connection(url: str) -> None:
 
 
 def _check_token_file() -> None:
-    """Raise `ValueError` if the token's file is absent or empty; Ray would end the process."""
+    """Raise `ValueError` if the token's file is missing or empty; Ray would end the process."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not path or os.environ.get("RAY_AUTH_TOKEN"):
         return
@@ -115,9 +118,9 @@ def _describe_refusal(url: str, reason: str) -> str:
 
 
 def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[str, Any]) -> str:
-    """Upload the working directory if the cluster lacks it, and start the job; return its id.
+    """Upload the working directory if the cluster does not have it; start the job, return its id.
 
-    Raise `ValueError` if the cluster does not take the job.
+    Raise `ValueError` if the cluster does not accept the job.
     """
     try:
         return str(client.submit_job(entrypoint=entrypoint, runtime_env=dict(runtime_env)))
@@ -136,7 +139,7 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
 
 
 def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]) -> None:
-    """Pass on the job's output as it comes, to its end.
+    """Print the job's output until the job ends.
 
     Raise `RunStoppedError` if the connection breaks.
     """
@@ -160,7 +163,7 @@ def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]
 def wait_for_end(client: JobSubmissionClient, job: str) -> tuple[int, str]:
     """Wait for a job's end; return its exit status, and a sentence if it did not end by itself.
 
-    Signal n gives 128 + n, as in a shell; a job that was stopped gives 130.
+    If signal n ended the job, the status is 128 + n, as in a shell. A stopped job has status 130.
     """
     details = client.get_job_info(job)
     while not details.status.is_terminal():

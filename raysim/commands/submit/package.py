@@ -39,7 +39,7 @@ REMOTE_TRACKING = ("http://", "https://", "databricks")
 # --- the package --------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PackedFile:
-    """A file of the package. name: its path in the package."""
+    """A file to send to the cluster. name: its path in the job's folder."""
 
     source: Path
     name: str
@@ -47,9 +47,10 @@ class PackedFile:
 
 
 def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
-    """Return the files that a job needs: the package, its configuration, and those of --with.
+    """Return the files to send to the cluster.
 
-    Hidden files and byte code are left out. Raise `Refused` for a path that cannot be packed.
+    These are the package, its configuration, and the files that --with lists. Hidden files and byte
+    code are left out. Raise `Refused` for a path that cannot be packed.
     """
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)
@@ -103,7 +104,7 @@ def _packed_file(path: Path, name: str) -> PackedFile:
 
 
 def describe_size(files: Sequence[PackedFile]) -> str:
-    """Return number and size: "212 files, 1.6 MB (raysim 1.1 MB, conf 0.5 MB)"."""
+    """Return number and size of the files: "212 files, 1.6 MB (raysim 1.1 MB, conf 0.5 MB)"."""
     sizes: Counter[str] = Counter()
     for file in files:
         top, slash, _ = file.name.partition("/")
@@ -113,7 +114,7 @@ def describe_size(files: Sequence[PackedFile]) -> str:
 
 
 def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
-    """Raise `Refused` for more than the limit, with the names of the largest files."""
+    """Raise `Refused` if the files exceed the limit; the error lists the largest ones."""
     total = sum(file.size_bytes for file in files)
     if total <= limit_mb * MB:
         return
@@ -146,10 +147,10 @@ def pack(files: Sequence[PackedFile], folder: Path) -> None:
 # --- the job ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class JobCommand:
-    """The command of a job.
+    """The command that a job runs.
 
-    words: as typed, from "run", "study" or "sweep" on. conf, config: the folders of --conf and the
-    file of --config.
+    words: the words of the command line, from "run", "study" or "sweep" on. conf, config: the
+    folders of --conf and the file of --config.
     """
 
     words: Sequence[str]
@@ -167,7 +168,8 @@ class JobCommand:
     def entrypoint(self) -> str:
         """Return the command for the cluster's shell.
 
-        It joins the cluster, unless it names a runtime or continues a run, which has one.
+        The command joins the cluster, unless it has a `runtime=` or continues a run, which stores
+        one.
         """
         joins = [] if {"runtime", "resume"} & self.settings.keys() else ["runtime=cluster"]
         # Overrides come first: argparse takes no more of them after a flag.
@@ -177,7 +179,7 @@ class JobCommand:
 def with_plugins(
     command: JobCommand, extra: Sequence[str | Path]
 ) -> tuple[JobCommand, list[str | Path]]:
-    """Add the user's installed packages that the command uses to --allow and to --with.
+    """Add the installed packages that the command uses to --allow and to --with.
 
     The nodes of a cluster do not have them installed, but find them in the job's folder.
     """
@@ -193,7 +195,7 @@ def with_plugins(
 
 
 def _used_packages(command: JobCommand) -> dict[str, Path]:
-    """Return the installed packages that the command uses parts of, with their folders."""
+    """Return the installed packages whose parts the command uses, with their folders."""
     folders = {}
     for name in installed_packages():
         conf = conf_folders_of([name])
@@ -219,7 +221,7 @@ def _used_packages(command: JobCommand) -> dict[str, Path]:
 
 
 def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
-    """Raise `Refused` here for what a cluster would refuse, or would lose, later."""
+    """Raise `Refused` on this machine for what the cluster would refuse, or lose, later."""
     _check_out(command)
     _check_packed(command, files)
     paths = [*command.conf, *([command.config] if command.config else [])]
@@ -261,9 +263,9 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
 
 
 def read_runtime_env(path: str | None) -> dict[str, Any]:
-    """Return the job's environment from a file, as Ray reads it: pip, env_vars, ...
+    """Return the job's environment from a file in Ray's format: pip, env_vars, ...
 
-    None: an empty one. Raise `Refused` for a file that is not one.
+    None returns an empty environment. Raise `Refused` for a file in another format.
     """
     if path is None:
         return {}
@@ -282,7 +284,7 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
 
 
 def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job's environment with the commit that is packed."""
+    """Return the job's environment with the git commit of the packed files."""
     variables = {SOURCE: json.dumps(source_commit()), **(environment.get("env_vars") or {})}
     return {**environment, "env_vars": variables}
 
@@ -297,12 +299,12 @@ def submit(
 ) -> int:
     """Pack, upload and start a job; return its exit status.
 
-    address: of the cluster's job server; None: as Ray's variables say. extra: files and folders of
-    --with. environment: the file of --runtime-env. wait: whether the job's output is printed until
-    its end; else return 0 at once.
+    address: the address of the cluster's job server; None reads Ray's environment variables. extra:
+    the files and folders of --with. environment: the file of --runtime-env. wait: True prints the
+    job's output until its end; False returns 0 at once.
 
-    Raise `Refused` for what is wrong before the job runs, `RunStoppedError` if the connection to it
-    breaks, and KeyboardInterrupt, with how to look at the job, which goes on.
+    Raise `Refused` for errors before the job runs, and `RunStoppedError` if the connection breaks.
+    After Ctrl-C the job continues; KeyboardInterrupt then says how to look at the job.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

@@ -1,4 +1,4 @@
-"""The overrides of a sweep: its options, its space, and the values that all its runs have."""
+"""The overrides of a sweep: options of the sweep, searched keys, and values that all runs have."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from raysim.primitives.errors import Refused, suggest
 
 @dataclass(frozen=True)
 class SweepOverrides:
-    """The overrides of a sweep, sorted.
+    """The overrides of a sweep in three groups.
 
-    options: of the sweep itself, by the names of `SweepOptions`. space: the values of each key that
-    is searched. fixed: the overrides of all runs.
+    options: settings of the sweep, by the names of `SweepOptions`. space: the values of each
+    searched key. fixed: overrides that are equal in all runs.
     """
 
     options: Node
@@ -37,11 +37,11 @@ class SweepOverrides:
 
 
 def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ()) -> SweepOverrides:
-    """Sort the overrides of a sweep.
+    """Sort the overrides of a sweep into three groups.
 
     "sweep=NAME" chooses a file of `conf/sweep`, "sweep.trials=8" sets an option of the sweep,
-    "method.fedprox.mu=0.01,0.1" or "local.lr='tag(log, interval(1e-3, 1))'" searches a key, and any
-    other override holds for all runs: a key of the file's space that it names is not searched.
+    "method.fedprox.mu=0.01,0.1" or "local.lr='tag(log, interval(1e-3, 1))'" searches a key. Any
+    other override is used in all runs; if the chosen file searches this key, the override wins.
 
     Raise `Refused` for an option or a range that does not exist.
     """
@@ -86,7 +86,7 @@ def _check_renamed(option: str) -> None:
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
-    """Return a range of a file: a list of values, or text as on the command line."""
+    """Return a range from a file: a list of values, or text as on the command line."""
     if isinstance(values, list):
         return _choice(key, values)
     override = read_setting(f"{key}={values}")

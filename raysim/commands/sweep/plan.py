@@ -59,16 +59,16 @@ WHY_NOT_SEARCHED = {
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """`sweep.*`: how to search, and with what.
+    """The settings `sweep.*`: how to search, and with which resources.
 
-    trials: how many settings (null: all of a grid, else 16). metric: a column of the history, of
-    which the last value counts (null: accuracy_validation if all trials have validation samples,
+    trials: the number of settings to try (null: all of a grid, else 16). metric: a column of the
+    history; its last value counts (null: accuracy_validation if all trials have validation samples,
     else accuracy_global if there is a central test set, else accuracy; for a task whose metric is
-    an error, the same with mae, and the least is best). seeds: runs of each setting,
-    whose mean counts. concurrent: trials at a time (null: as many as fit). workers: of each trial's
-    runs (0: they run in the trial's own process). grace, reduction: ASHA's first rung in rounds,
-    and it lets a part of 1/reduction through. interval: rounds between PBT's exchanges. minutes:
-    no trial runs for longer.
+    an error, the same with mae, and the least is best). seeds: runs of each setting, whose mean
+    counts. concurrent: trials at a time (null: as many as fit). workers: the workers of each
+    trial's runs (0: they run in the trial's own process). grace, reduction: the first rung of ASHA
+    in rounds, and the factor by which each rung reduces the trials. interval: rounds between
+    exchanges of PBT. minutes: the time limit of a trial.
     """
 
     name: str = "default"
@@ -112,8 +112,8 @@ class SweepOptions:
 class SweepPlan:
     """A sweep, composed and checked, as plain data.
 
-    drafts: the configuration for each combination of searched groups, whose values are the key, as
-    JSON. inactive: for the same keys, the searched keys that these options do not have.
+    drafts: the configuration for each combination of searched groups; the keys are the chosen
+    options as JSON. inactive: with the same keys, the searched keys that these options do not have.
     """
 
     options: SweepOptions
@@ -129,16 +129,16 @@ class SweepPlan:
 
     @property
     def out(self) -> str:
-        """Return the folder that out= names, or ""."""
+        """Return the folder that out= gives, or ""."""
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return a point without the keys that its options do not have."""
+        """Return a point without the keys that the point's options do not have."""
         inactive = self.inactive[self._draft_name(point)]
         return {key: value for key, value in point.items() if key not in inactive}
 
     def node(self, point: Mapping[str, object], seed: int | None = None) -> Node:
-        """Return the resolved configuration of a run at a point; reads no file."""
+        """Return the resolved configuration of a run at a point, without reading files."""
         name = self._draft_name(point)
         chosen = json.loads(name)
         values = self.setting(point)
@@ -152,7 +152,10 @@ class SweepPlan:
         return range(self.seed, self.seed + self.options.seeds)
 
     def points(self) -> list[Point]:
-        """Return the settings of a grid or a random search, which are known before it starts."""
+        """Return the settings of a grid or a random search.
+
+        They are known before the sweep starts.
+        """
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
             if self.options.trials not in (None, len(points)):
@@ -210,7 +213,7 @@ def _name(chosen: Mapping[str, object]) -> str:
 
 
 def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
-    """Return the sweep that the overrides describe. Raise `Refused` for one that cannot be."""
+    """Return the sweep that the overrides describe. Raise `Refused` for an impossible sweep."""
     parsed = sort_overrides(overrides, conf)
     space = parsed.space
     options = build_object(SweepOptions, parsed.options, "sweep")
@@ -257,7 +260,7 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 
 
 def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
-    """Raise `Refused` for a key that cannot change during a run, as PBT would change it."""
+    """Raise `Refused` for a key that cannot change during a run, because PBT would change it."""
     for key in space:
         if key in chosen or key.partition(".")[0] not in ("method", "local"):
             raise Refused(
@@ -271,8 +274,8 @@ def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None
 class SweepRequest:
     """A sweep and its folder.
 
-    is_new: whether nothing may be in the folder. is_dated: whether the folder's name is the time of
-    the start.
+    is_new: True if the folder must be empty. is_dated: True if the folder's name is the time of the
+    start.
     """
 
     plan: SweepPlan
@@ -283,7 +286,7 @@ class SweepRequest:
 
 
 def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepRequest:
-    """Return what the overrides of `raysim sweep` ask for. Raise `Refused`."""
+    """Return the sweep and the folder that the overrides describe. Raise `Refused`."""
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)
     has_resume = "resume" in values
@@ -303,7 +306,7 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the sweep of a folder, with more trials or time if the overrides say so."""
+    """Return the sweep of a folder, with more trials or more time if the overrides say so."""
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}
     changeable = (*CHANGEABLE_GROUPS, *(f"sweep.{option}" for option in CHANGEABLE_OPTIONS))

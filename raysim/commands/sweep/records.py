@@ -41,9 +41,10 @@ ENDED = ("done", "stopped")  # a trial is stopped by the scheduler, because othe
 
 @dataclass
 class TrialRecord:
-    """One trial. rows: the mean over the seeds, by round. seconds: of work, without the start.
+    """One trial of a sweep.
 
-    status: "running", "done", "stopped" (by the scheduler) or "failed".
+    rows: the mean over the seeds, by round. seconds: the time of the trial's rounds, without its
+    start. status: "running", "done", "stopped" (by the scheduler) or "failed".
     """
 
     number: int
@@ -68,9 +69,9 @@ class TrialRecord:
 class TrialRecords:
     """All trials of a sweep.
 
-    metric: the column that is compared. total: the number of trials. tracked: whether they are sent
-    to MLflow, at `uri` ("": the usual place). deadline: of time.monotonic(); a trial that stops
-    after it is out of time, not stopped by the scheduler.
+    metric: the compared column. total: the number of trials. tracked: True if the trials are sent
+    to MLflow at `uri` ("" means the usual place). deadline: in time.monotonic(); a trial that ends
+    after it is out of time, and was not stopped by the scheduler.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return what a trial reported that ended in an earlier session: round and metric.
+        """Return round and metric of each report that an ended trial made in an earlier session.
 
         Empty for any other trial.
         """
@@ -131,7 +132,7 @@ class TrialRecords:
 
     # --- this session ---------------------------------------------------------------------------
     def begin(self) -> None:
-        """Begin or continue the sweep's own run on the tracking server."""
+        """Begin or continue the sweep's parent run on the tracking server."""
         options = self.plan.options
         choices = next(iter(self.plan.drafts.values()))["choices"]
         facts = {
@@ -173,7 +174,7 @@ class TrialRecords:
     ) -> None:
         """Record the rows up to a measurement.
 
-        A trial that took over the state of another one continues at an earlier round: its later
+        A trial that took over the state of another trial continues at an earlier round: its later
         rows are removed.
         """
         record = self.all[number]
@@ -197,7 +198,7 @@ class TrialRecords:
         record.error = error
 
     def end(self, number: int) -> None:
-        """Record the end of a trial: its own, the scheduler's decision, or the end of the time."""
+        """Record how a trial ended: finished, stopped by the scheduler, or out of time."""
         record = self.all[number]
         if number in self._ended_before:
             return
@@ -227,7 +228,7 @@ class TrialRecords:
     def finish(
         self, summary: Mapping[str, object], files: Sequence[Path], status: str = "FINISHED"
     ) -> None:
-        """Send all that is tracked, or leave it on disk for later."""
+        """Send all tracked rows, or leave them on disk to be sent later."""
         for number, tracker in self._trackers.items():
             if self.all[number].status == "running":
                 tracker.end({}, [], status="KILLED")
@@ -243,7 +244,7 @@ class TrialRecords:
 
     # --- for reports ----------------------------------------------------------------------------
     def path(self, number: int) -> Path:
-        """Return the folder of a trial's own files."""
+        """Return the folder with the trial's own files."""
         return self.folder / "trials" / f"{number:04d}"
 
     def run_folders(self, number: int) -> list[Path]:
@@ -252,7 +253,7 @@ class TrialRecords:
 
     @property
     def ended(self) -> int:
-        """Return the number of trials that do not run any more."""
+        """Return the number of trials that do not run any longer."""
         return sum(record.status != "running" for record in self.all.values())
 
     def rank(self, record: TrialRecord) -> tuple[bool, float]:
@@ -268,7 +269,7 @@ class TrialRecords:
         return sorted(self.all.values(), key=self.rank)
 
     def best(self) -> TrialRecord | None:
-        """Return the best trial with a score, None if there is none."""
+        """Return the best trial that has a score, or None."""
         return next((record for record in self.ordered() if record.score is not None), None)
 
     def count_equal(self, best: TrialRecord) -> int:
@@ -304,11 +305,11 @@ class TrialRecords:
 
 
 def _ignore(text: str) -> None:
-    """Print nothing: the parent's tracker reports what MLflow did not take."""
+    """Print nothing, because the parent's tracker already reports what MLflow did not accept."""
 
 
 class StatusLine:
-    """The state of the sweep: a live line in a terminal, a line now and then in a log."""
+    """The state of a sweep: a live line in a terminal, or an occasional line in a log."""
 
     def __init__(self, console: Console, quiet: bool, clock: Callable[[], float] = time.monotonic):
         from rich.status import Status

@@ -49,7 +49,7 @@ STATUS_TEXTS = {"done": "", "running": "unfinished", "stopped": "stopped early"}
 def write(records: TrialRecords, numbers: Mapping[str, object]) -> list[Path]:
     """Write all results into the sweep's folder; return their paths.
 
-    numbers: what else the summary says.
+    numbers: additional entries of the summary.
     """
     folder = records.folder
     best = records.best()
@@ -92,7 +92,7 @@ def _write_tables(records: TrialRecords) -> list[Path]:
 def _columns(records: TrialRecords) -> dict[str, list[Any]]:
     """Return the columns of trials.csv; the best trial comes first.
 
-    folder: of the trial's run; with several seeds, that of the first one.
+    The column `folder` has the folder of the trial's run; with several seeds, of the first run.
     """
     ordered = records.ordered()
     settings = [records.plan.setting(record.point) for record in ordered]
@@ -120,7 +120,7 @@ def _is_number(value: object) -> bool:
 
 
 def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Column]:
-    """Return the columns for a person; a value that a setting does not have is a dash."""
+    """Return the columns to print; a value that a setting does not have is a dash."""
     keys = list(records.plan.space)
     titles = ["trial", *short_names(keys), records.metric, "rounds", "time", ""]
     rows = []
@@ -139,7 +139,7 @@ def _printed_columns(records: TrialRecords, most: int | None = None) -> list[Col
 
 
 def table(records: TrialRecords, width: int = 0) -> str:
-    """Return the best trials as text. width: of a line in characters; 0: any."""
+    """Return the best trials as text. width: the length of a line; 0 means no limit."""
     text = format_table(_printed_columns(records, MAX_PRINTED_TRIALS), width)
     left_out = len(records.all) - MAX_PRINTED_TRIALS
     if left_out > 0:
@@ -151,7 +151,7 @@ def table(records: TrialRecords, width: int = 0) -> str:
 def _write_page(records: TrialRecords) -> Path | None:
     """Write report.html: all trials as a table, the pictures, and the curves of the best trials.
 
-    Return None if no trial is done.
+    Return None if no trial has finished.
     """
     groups: list[RunGroup] = []
     for record in records.ordered():
@@ -186,7 +186,8 @@ def _best_config(records: TrialRecords, best: TrialRecord) -> str:
 class KeyAxis:
     """An axis for the values of a key.
 
-    name: what is written next to it. values: of the space. used: the values of the trials.
+    name: the label of the axis. values: the values in the search space. used: the values of the
+    trials.
     """
 
     def __init__(self, key: str, name: str, values: ValueRange, used: Sequence[object]):
@@ -208,11 +209,11 @@ class KeyAxis:
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
-        """Return a value as a number: itself, or its index in the list."""
+        """Return the value if it is a number, else its index in the list of searched values."""
         return float(str(value)) if self.is_numeric else float(self.values.index(value))
 
     def position(self, value: object) -> float:
-        """Return where a value lies, from 0 (the lowest) to 1 (the highest)."""
+        """Return the position of a value on the axis, from 0 (the lowest) to 1 (the highest)."""
         low, high, number = self.low, self.high, self.number(value)
         if self.is_logarithmic:
             low, high, number = math.log(low), math.log(high), math.log(number)
@@ -258,7 +259,10 @@ def _axes(records: TrialRecords) -> list[KeyAxis]:
 
 
 def _scored(records: TrialRecords) -> list[TrialRecord]:
-    """Return the trials that can be drawn; the best comes last, so that it lies on top."""
+    """Return the trials that can be drawn.
+
+    The best is the last one, so that it is drawn on top.
+    """
     scored = []
     for record in reversed(records.ordered()):
         if record.score is not None and math.isfinite(record.score):
@@ -274,9 +278,9 @@ def _title(records: TrialRecords) -> str:
 
 
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
-    """Return a map from scores to colours, with the lowest and the highest score that it spans.
+    """Return a map from scores to colours, and the lowest and the highest score of the map.
 
-    The best score has the colour that is furthest from the page's. Stopped trials do not count
+    The best score has the colour with the most contrast to the page. Stopped trials do not count
     unless there are no others.
     """
     from matplotlib import colormaps
@@ -292,9 +296,9 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 
 
 def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
-    """Draw parallel coordinates: a line per trial through its values to its score.
+    """Draw parallel coordinates: a line for each trial through its values to its score.
 
-    The line of the best trial is thick, those of stopped trials are grey.
+    The line of the best trial is thick. Lines of stopped trials are grey.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -361,9 +365,9 @@ def _draw_scale(ax: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
 
 
 def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
-    """Draw the score against each key, with its deviation over seeds.
+    """Draw the score against each key, with the deviation over seeds.
 
-    The best trial is a star; open circles are trials that were stopped early.
+    The best trial is a star. Open circles are trials that were stopped early.
     """
     axes = _axes(records)
     trials = _scored(records)

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class TrialResult:
     """A trial of a sweep.
 
-    config: the searched keys. metrics: the last row of the history, `{}` if there is none. error:
-    the reason of a trial that failed, None for any other. path: the folder of the trial's run; with
-    several seeds, that of the first one. history: all rows; with several seeds, their means.
+    config: the searched keys with their values. metrics: the last row of the history; `{}` if there
+    is none. error: the reason of a failed trial; None for any other trial. path: the folder of the
+    trial's run; with several seeds, of the first run. history: all rows; with several seeds, their
+    means.
     """
 
     number: int
@@ -39,7 +40,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The trials of a sweep in their order.
+    """The trials of a sweep, in order.
 
     metric: the column that the sweep compared. mode: "max" or "min".
     """
@@ -73,9 +74,9 @@ class SweepResult:
         return len(self) - self.num_errors
 
     def get_best_result(self, metric: str | None = None, mode: str | None = None) -> TrialResult:
-        """Return the trial whose last row has the best value of a column; None: as in the sweep.
+        """Return the trial whose last row has the best value of a column.
 
-        Raise `ValueError` if no trial has a value.
+        metric, mode: None takes those of the sweep. Raise `ValueError` if no trial has a value.
         """
         name = metric or self.metric
         direction = one_of("mode", mode or self.mode, ("max", "min"))
@@ -94,7 +95,8 @@ class SweepResult:
     def get_dataframe(self) -> pd.DataFrame:
         """Return a table with a row for each trial.
 
-        Its last row of the history, its setting as config/KEY, its error and its folder.
+        A row is the last row of the trial's history, the setting as config/KEY, the error and the
+        folder.
         """
         import pandas as pd
 

@@ -52,7 +52,7 @@ def sweep(
         result = raysim.sweep("method=fedprox method.fedprox.mu=0.01,0.1,1 out=sweeps/mu")
         result.get_best_result().config, result.get_best_result().metrics
 
-    overrides: those after `raysim sweep` on the command line, in one text or a list.
+    overrides: the overrides of `raysim sweep`, in one text or a list.
 
     Raise `Refused` for a sweep that cannot be made (nothing was written), and `Interrupted`.
     """
@@ -103,16 +103,17 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
 
 
 def _cluster_options(runtime: RuntimeOptions) -> RuntimeOptions:
-    """Return the cluster to join; without runtime=cluster, one that is started on this machine."""
+    """Return the cluster to join. Without runtime=cluster, Ray starts on this machine."""
     return replace(runtime, address=runtime.address if runtime.name == "cluster" else "local")
 
 
 def _room(
     options: SweepOptions, runtime: RuntimeOptions, device: str, threads: int
 ) -> tuple[dict[str, float], int]:
-    """Return what a worker reserves (without workers: a trial), and how many trials fit at once.
+    """Return what a worker reserves, and how many trials fit at once.
 
-    Raise `ValueError` if a trial does not fit on the cluster.
+    Without workers, return what a trial reserves. Raise `ValueError` if no trial fits on the
+    cluster.
     """
     resources = worker_resources(runtime, device, threads)
     nodes = cluster.node_resources()
@@ -142,7 +143,7 @@ def _room(
 def _choose_metric(
     plan: SweepPlan, experiments: Sequence[Experiment], console: Console
 ) -> SweepPlan:
-    """Return the plan with the metric that is compared, and whether its most or least is best.
+    """Return the plan with the compared metric, and whether the largest or the smallest is best.
 
     The validation score ranks the trials if all of them have validation samples. Otherwise a test
     score does, and a line says so.
@@ -168,10 +169,10 @@ def _choose_metric(
 # --- the search ---------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SweepSession:
-    """A sweep on a Ray that is joined, in a folder that is locked.
+    """A sweep in a locked folder, connected to Ray.
 
-    experiments: a few of its runs, built. resources: of a worker (without workers: of a trial).
-    slots: the number of trials that fit at once.
+    experiments: a few of its runs, built. resources: what a worker reserves (without workers: a
+    trial). slots: the number of trials that fit at once.
     """
 
     plan: SweepPlan
@@ -185,7 +186,7 @@ class SweepSession:
     def run(self, allow: Sequence[str], since: float) -> SweepResult:
         """Make the trials that have not ended, write the results and return them.
 
-        since: of time.monotonic(), when the command began. Raise `Interrupted`.
+        since: the start of the command in time.monotonic(). Raise `Interrupted`.
         """
         options = self.plan.options
         points = self.plan.points() if options.search != "optuna" else []
@@ -237,7 +238,7 @@ class SweepSession:
         )
 
     def _introduce(self, records: TrialRecords, slots: int) -> None:
-        """Print what is searched, how, and on what; then the warnings."""
+        """Print the searched keys, the search algorithm and the resources; then the warnings."""
         options = self.plan.options
         spec = self.experiments[0].spec
         scheduler = {
@@ -268,7 +269,7 @@ class SweepSession:
         self._report_wait()
 
     def _report_wait(self) -> None:
-        """Print that the first trial has to wait for other runs, if it has to."""
+        """Print a line if the first trial has to wait for other runs."""
         options = self.plan.options
         count = options.seeds * options.workers if options.workers else 1
         needs = multiply(self.resources, count)

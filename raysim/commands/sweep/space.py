@@ -42,7 +42,7 @@ class Choice:
 class Interval:
     """All numbers from low to high.
 
-    log: whether each order of magnitude is equally likely. whole: whether only integers are drawn.
+    log: True if each order of magnitude is equally likely. whole: True if only integers are drawn.
     """
 
     low: float
@@ -65,7 +65,7 @@ class Interval:
         return [self.clip(self.low), self.clip(self.high)]
 
     def clip(self, value: object) -> int | float:
-        """Return the nearest number of the interval: an integer, or one of four digits."""
+        """Return the nearest number of the interval: an integer, or a number with four digits."""
         number = min(max(float(str(value)), self.low), self.high)
         if self.whole:
             return round(number)
@@ -94,7 +94,10 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
 
 
 def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
-    """Return independent draws; a longer list begins with a shorter one of the same generator."""
+    """Return independent draws.
+
+    With an equal generator, a longer list begins with a shorter one.
+    """
     points = []
     for _ in range(count):
         points.append({key: values.draw(generator) for key, values in space.items()})
@@ -119,7 +122,7 @@ def grid_points(space: Space) -> list[Point]:
 
 
 def corner_points(space: Space) -> list[Point]:
-    """Return a few points that hold each value of each list, and both ends of each interval."""
+    """Return a few points that cover each value of each list, and both ends of each interval."""
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)
     points = []
@@ -129,7 +132,7 @@ def corner_points(space: Space) -> list[Point]:
 
 
 def clip_point(space: Space, point: Mapping[str, object]) -> Point:
-    """Return the nearest point of the space; values of other keys stay."""
+    """Return the nearest point of the space; values of keys outside the space do not change."""
     clipped = dict(point)
     for key in space.keys() & point.keys():
         clipped[key] = space[key].clip(point[key])

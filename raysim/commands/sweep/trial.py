@@ -1,4 +1,4 @@
-"""One trial of a sweep: the runs of a setting, one for each seed, made round by round together."""
+"""One trial of a sweep: the runs of a setting, one for each seed, made together round by round."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def run_name(number: int, seed: int) -> str:
 
 
 def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
-    """Return the folders of a trial's runs, in the order of the seeds. folder: of the sweep."""
+    """Return the folders of a trial's runs, in the order of the seeds. folder: the sweep's folder.
+    """
     return [run_table.run_folder(folder, run_name(number, seed)) for seed in seeds]
 
 
 class Trial:
-    """The runs of a setting, one for each seed; the mean of their rows is what counts.
+    """The runs of a setting, one for each seed. The mean of their rows is reported.
 
-    metric: the column of the history whose measurements Ray Tune sees.
+    metric: the column of the history that Ray Tune receives.
     """
 
     def __init__(self, runs: Sequence[SteppedRun], metric: str):
@@ -69,7 +70,7 @@ class Trial:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether all rounds were reported."""
+        """Return True if all rounds were reported."""
         return self.rounds_done == self.rounds
 
     def write_due_checkpoint(self) -> None:
@@ -78,7 +79,7 @@ class Trial:
             run.write_due_checkpoint(self.rounds_done)
 
     def close(self) -> None:
-        """Stop the runs where they are."""
+        """Stop the runs at their present round."""
         for run in self.runs:
             run.close()
 
@@ -95,7 +96,7 @@ def open_trial(
 ) -> Trial:
     """Begin or continue a trial. Raise `RunFailedError` for a run that cannot be made.
 
-    configs: a configuration for each seed. folder: of the sweep.
+    configs: a configuration for each seed. folder: the sweep's folder.
     """
     runs: list[SteppedRun] = []
     try:

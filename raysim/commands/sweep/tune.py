@@ -1,9 +1,9 @@
-"""The search of a sweep on Ray Tune, with a process for each trial.
+"""The search of a sweep with Ray Tune; each trial is a process.
 
-Tune decides when a trial starts, stops or takes over the state of another one. This process keeps
-the results; Tune's own files are never read again. A sweep that is continued asks for the same
-trials: those that had ended report again what they had reported, so that searcher and scheduler
-learn of them, and the others continue at their checkpoints.
+Tune decides when a trial starts, stops or takes over the state of another trial. This process keeps
+the results; Tune's own files are never read again. If a sweep is continued, Tune makes the same
+trials: ended trials repeat their reports, so that searcher and scheduler learn of them, and the
+others continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ ENVIRONMENT = {  # options of Tune that only environment variables set, see its 
 # --- a trial, in its own process ----------------------------------------------------------------
 @dataclass(frozen=True)
 class TrialTask:
-    """What all trials of a sweep share.
+    """The settings that all trials of a sweep share.
 
-    folder: of the sweep. metric: the column that is compared. device, packages, driver, mixed: of
-    the process that runs the sweep, which every trial must equal unless `mixed`. resources: of one
-    worker. allow: packages that the configuration may name.
+    folder: the sweep's folder. metric: the compared column. device, packages, driver, mixed:
+    describe the process that runs the sweep; every trial must have the same values unless `mixed`
+    is True. resources: what one worker reserves. allow: packages that the configuration may use.
     """
 
     folder: str
@@ -76,20 +76,20 @@ class TrialTask:
 
 
 class SweepTrial(tune.Trainable):
-    """A trial as Tune drives it: each step ends with the next measurement."""
+    """A trial in the form that Tune calls: each step ends with the next measurement."""
 
     _trial: trial.Trial | None = None
 
     def setup(  # type: ignore[override]  # `with_parameters` adds the others
         self, config: dict[str, Any], plan: SweepPlan, task: TrialTask
     ) -> None:
-        """Keep what all trials share; nothing runs before the first step."""
+        """Store the settings that all trials share. Nothing runs before the first step."""
         self._plan = plan
         self._task = task
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Become another trial."""
+        """Replace this trial by another one in the same process."""
         os.chdir(_START_FOLDER)
         self.cleanup()
         self.config = new_config
@@ -99,7 +99,7 @@ class SweepTrial(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """Return the next measurement: its round, the metric, the rows before it, and seconds."""
+        """Return the next measurement: round, metric, the rows before it, and seconds."""
         metric = self._task.metric
         if self._replay:
             number, value = self._replay[self._replayed]
@@ -168,11 +168,11 @@ class SweepTrial(tune.Trainable):
 
     @property
     def _number(self) -> int:
-        """Return the trial's number, which Tune's folder for it is named by."""
+        """Return the trial's number, from the name of Tune's folder for the trial."""
         return int(Path(self.logdir).name)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the state, for another trial that takes it over."""
+        """Save the state for another trial that takes it over."""
         if self._trial is not None:
             self._trial.write_due_checkpoint()
         folder = Path(checkpoint_dir)
@@ -182,7 +182,7 @@ class SweepTrial(tune.Trainable):
                 checkpoint.copy(path, folder / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Replace the trial's runs with the state of another trial; its own is there already."""
+        """Replace the trial's runs with the saved state, unless it is the trial's own state."""
         self.cleanup()
         folder = Path(str(checkpoint_dir))
         if (folder / ORIGIN).read_text() == str(self._number):
@@ -209,19 +209,19 @@ class SweepTrial(tune.Trainable):
 
 
 def _ignore(text: str) -> None:
-    """Print nothing: the sweep's own process reports the trials."""
+    """Print nothing, because the sweep's process reports the trials."""
 
 
 # --- the search as Tune describes it ------------------------------------------------------------
 class Listener(tune.Callback):
-    """Hands Tune's reports about the trials to the records."""
+    """A Tune callback that passes Tune's reports about the trials to the records."""
 
     def __init__(self, records: TrialRecords, status: StatusLine):
         self._records = records
         self._status = status
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return nothing: Tune stores its callbacks, and the stored ones are never read."""
+        """Return nothing. Tune stores its callbacks, but the stored ones are never read."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -232,7 +232,7 @@ class Listener(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Record a measurement or a failure; replayed measurements are known."""
+        """Record a measurement or a failure. Repeated reports are already recorded."""
         number = _number(trial)
         if "error" in result:
             self._records.fail(number, result["error"])
@@ -247,7 +247,7 @@ class Listener(tune.Callback):
         self._records.end(_number(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record a trial whose process died too often."""
+        """Record the failure of a trial whose process died too often."""
         self._records.fail(
             _number(trial),
             f"its process died {MAX_TRIAL_DEATHS} times, perhaps because of missing memory",
@@ -262,7 +262,7 @@ def _number(tune_trial: Any) -> int:
 def trial_task(
     records: TrialRecords, experiment: Experiment, resources: Resources, allow: Sequence[str]
 ) -> TrialTask:
-    """Return the task of a sweep's trials. experiment: one of its runs, built."""
+    """Return the task of a sweep's trials. experiment: one of the sweep's runs, built."""
     spec = experiment.spec
     return TrialTask(
         folder=str(records.folder.absolute()),
@@ -277,7 +277,7 @@ def trial_task(
 
 
 def _trainable(plan: SweepPlan, task: TrialTask) -> Any:
-    """Return the trial's class with its resources: a bundle for itself and one for each worker."""
+    """Return the trial class with its resources: a bundle for the trial and one for each worker."""
     workers = plan.options.workers
     trial_bundle = {"memory": TRIAL_PROCESS_BYTES} if workers else dict(task.resources)
     worker_bundles = [multiply(task.resources, plan.options.seeds)] * workers
@@ -291,7 +291,7 @@ def multiply(resources: Resources, count: int) -> dict[str, float]:
 
 
 def _trial_config(number: int, point: Point, replay: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return what a trial gets from Tune. replay: the measurements of a trial that has ended."""
+    """Return the config that Tune gives to a trial. replay: the measurements of an ended trial."""
     return {"number": number, "point": point, "replay": list(replay)}
 
 
@@ -343,7 +343,7 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
     replays = {record.number: records.measurements(record.number) for record in earlier}
 
     class NumberedSearch(OptunaSearch):
-        """Optuna's search, whose suggestions are numbered and have the form of a trial's config."""
+        """Optuna's search; it numbers its suggestions and returns them as trial configs."""
 
         count = 0
 
@@ -367,7 +367,10 @@ def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
 
 
 def _distributions(space: Space) -> dict[str, Any]:
-    """Return Optuna's distributions; lists go by their index, because Optuna takes plain values."""
+    """Return Optuna's distributions.
+
+    Lists are searched by index; Optuna accepts only plain values.
+    """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     distributions: dict[str, Any] = {}
@@ -383,7 +386,7 @@ def _distributions(space: Space) -> dict[str, Any]:
 
 
 def _decode(space: Space, params: Mapping[str, Any]) -> Point:
-    """Return the point of Optuna's parameters."""
+    """Return the point that Optuna's parameters describe."""
     point: Point = {}
     for key, values in space.items():
         point[key] = values.values[params[key]] if isinstance(values, Choice) else params[key]
@@ -391,7 +394,7 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 
 
 def _encode(space: Space, point: Point) -> dict[str, Any]:
-    """Return Optuna's parameters of a point."""
+    """Return the parameters of Optuna that describe a point."""
     params = {}
     for key, values in space.items():
         value = point[key]
@@ -400,7 +403,7 @@ def _encode(space: Space, point: Point) -> dict[str, Any]:
 
 
 def free_resources() -> dict[str, float]:
-    """Return what other runs on the cluster leave."""
+    """Return the resources of the cluster that other runs do not use."""
     return dict(ray.available_resources())
 
 
@@ -413,10 +416,10 @@ def search(
     task: TrialTask,
     status: StatusLine,
 ) -> None:
-    """Let Tune make all trials, and wait for it.
+    """Let Tune make all trials, and wait for their end.
 
-    points: the settings of a grid or a random search; empty with Optuna. rounds: of the longest
-    run.
+    points: the settings of a grid or a random search; empty with Optuna. rounds: the rounds of the
+    longest run.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)

@@ -1,1 +1,1 @@
-"""Your own parts for raysim: one of each kind, to be changed into what you need."""
+"""Your own parts for raysim: one example of each kind. Change them into what you need."""

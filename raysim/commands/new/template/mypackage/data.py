@@ -1,4 +1,4 @@
-"""Data: images of stripes, lying, standing or sloping; read once and kept in raysim's cache."""
+"""Data: images of stripes in three directions; read once and kept in raysim's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.primitives.streams import stream
 
 @dataclass(frozen=True)
 class MyData(Source):
-    """Images of `pixels` by `pixels`; a sixth of the `samples` is for tests."""
+    """Images of `pixels` by `pixels` pixels; a sixth of the `samples` is for tests."""
 
     samples: int = 1200
     pixels: int = 8

@@ -10,7 +10,10 @@ from raysim.primitives.checks import at_least
 
 
 class MyMethod(Method):
-    """Lasso on every client. `raysim.Method` lists the hooks; this method fills one."""
+    """A method that adds an L1 penalty to the loss of every client.
+
+    `raysim.Method` lists the hooks; this method overrides one.
+    """
 
     name = "mypackage"
     paper = "Tibshirani 1996"
@@ -19,5 +22,5 @@ class MyMethod(Method):
         self.lam = at_least("method.mypackage.lam", lam, 0.0)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the derivative, in place, for the shared parameters that are trained."""
+        """Add the penalty's derivative to the gradient of the shared parameters, in place."""
         grad.add_(job.params[at].sign(), alpha=self.lam)

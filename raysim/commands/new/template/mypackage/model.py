@@ -1,4 +1,4 @@
-"""A model: a network of features; raysim adds the head, one linear layer to the classes."""
+"""A model: a feature extractor. raysim adds the head, one linear layer to the classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysim.primitives.checks import at_least
 
 @dataclass(frozen=True)
 class MyModel(ModelRecipe):
-    """A network with two hidden layers of `width`."""
+    """A network with two hidden layers of `width` units."""
 
     width: int = 32
 
@@ -21,6 +21,6 @@ class MyModel(ModelRecipe):
         at_least("model.width", self.width, 1)
 
     def extractor(self, input_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
-        """Return the network of features for inputs of a shape, and the number of features."""
+        """Return the extractor for inputs of a shape, and the number of its features."""
         layers = [nn.Flatten(), nn.Linear(math.prod(input_shape), self.width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, self.width), nn.ReLU()), self.width

@@ -8,7 +8,7 @@ from raysim.simulation.events import Round
 
 
 class MyObserver(Observer):
-    """Writes best.txt: the round with the highest value of a column.
+    """An observer that writes best.txt: the round with the highest value of a column.
 
     `raysim.Observer` lists the other moments that an observer can use.
     """
@@ -17,7 +17,7 @@ class MyObserver(Observer):
         self.column = column
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Write the best round of the history so far, which is in `run.rows`."""
+        """Write the best round so far; `run.rows` is the history up to this round."""
         measured = [row for row in run.rows if row.get(self.column) is not None]
         if measured:
             best = max(measured, key=lambda row: row[self.column] or 0.0)

@@ -13,7 +13,10 @@ from raysim.primitives.checks import at_least
 
 @dataclass(frozen=True)
 class MyPartition(Partitioner):
-    """Clients of growing size. raysim then takes each client's test samples out of its own."""
+    """A partition into clients of growing size.
+
+    raysim then takes each client's test samples from that client's rows.
+    """
 
     clients: int = 10
 

@@ -1,4 +1,4 @@
-"""A schedule: rounds that begin small and grow by one client each."""
+"""A schedule: synchronous rounds whose cohort grows by one client each time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from raysim.simulation.schedule import Action, Aggregate, Dispatch, View, Wait
 
 @dataclass(frozen=True)
 class MySchedule:
-    """Rounds of `first` clients, then one more in each, up to `most`."""
+    """Synchronous rounds that grow.
+
+    The first round has `first` clients; each later round has one client more, up to `most`.
+    """
 
     first: int = 2
     most: int = 6
@@ -35,7 +38,7 @@ class MySchedule:
         return self.most
 
     def decide(self, view: View) -> Action:
-        """Return what to do after an event on virtual time. It depends on the view alone."""
+        """Return what to do after an event on virtual time. The answer depends only on `view`."""
         if view.running:
             return Wait()
         if view.arrived:

@@ -1,4 +1,4 @@
-"""Every part does what all parts must do, and all of them run together by name."""
+"""Check every part with raysim's checks, then run all parts together by their options."""
 
 from __future__ import annotations
 
