@@ -886,8 +886,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_workloads(names: Sequence[str]) -> None:
-    """Raise `Refused` for a workload that does not exist, or that cannot be combined with others.
-    """
+    """Raise `Refused` for a workload that does not exist, or cannot be combined with others."""
     known_names = (*WORKLOADS, *SEPARATE_BENCHMARKS)
     for name in names:
         if name in IN_CHECKOUT:

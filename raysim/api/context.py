@@ -61,8 +61,7 @@ class WorkerView(Protocol):
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return normalised inputs and labels of rows. They are augmented if there is a generator.
-        """
+        """Return normalised inputs and labels of rows, augmented if there is a generator."""
         ...
 
     def client_samples(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,7 +69,7 @@ class WorkerView(Protocol):
         ...
 
     def class_counts(self, client: int) -> Tensor:
-        """Return the number of a client's training samples in each class: int64 [C] on the CPU."""
+        """Return how many training samples of each class a client has: int64 [C] on the CPU."""
         ...
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
@@ -194,8 +193,7 @@ class Context:
         return self.trainer.client_samples(self.client)
 
     def class_counts(self) -> Tensor:
-        """Return the number of the client's training samples in each class: int64 [C] on the CPU.
-        """
+        """Return how many training samples of each class the client has: int64 [C] on the CPU."""
         return self.trainer.class_counts(self.client)
 
     @contextmanager
@@ -316,8 +314,7 @@ class Contribution:
 
     @property
     def inputs(self) -> Tensor:
-        """The normalised inputs [n, ...] of the client's training samples, read at the first use.
-        """
+        """The normalised inputs [n, ...] of the client's training samples, read at first use."""
         return self._samples[0]
 
     @property

@@ -95,8 +95,7 @@ class LocalJob:
 
     @property
     def losses(self) -> Tensor:
-        """The task loss [steps] of each step, without terms that methods add; available in `end`.
-        """
+        """The task loss [steps] of each step, without terms of methods; available in `end`."""
         return self.context.losses
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -202,8 +201,7 @@ class LocalJob:
 
     # --- data and random numbers --------------------------------------------------------------
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches (inputs, labels) of the client's training samples, in order, not augmented.
-        """
+        """Yield batches (inputs, labels) of the client's training samples, without augmentation."""
         return self.context.data()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -244,8 +242,7 @@ class LocalJob:
         return labels.index_select(0, torch.from_numpy(rows).to(labels.device)).cpu().numpy()
 
     def class_counts(self) -> Tensor:
-        """Return the number of the client's training samples in each class: int64 [C] on the CPU.
-        """
+        """Return how many training samples of each class the client has: int64 [C] on the CPU."""
         return self.context.class_counts()
 
     def stream(self, purpose: str) -> np.random.Generator:

@@ -63,8 +63,7 @@ class Objective:
         )
 
     def metric(self, name: str | None, kind: Kind) -> Metric:
-        """Return the metric of this name, or the usual one for None. Raises ValueError if unknown.
-        """
+        """Return the metric of this name; None returns the usual one. Raises ValueError."""
         names = [metric.name for metric in self.metrics]
         if name is not None and name not in names:
             raise ValueError(

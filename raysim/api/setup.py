@@ -198,8 +198,7 @@ class Setup:
     # --- what the method can count on ---------------------------------------------------------
     @property
     def model(self) -> Classifier:
-        """The model of the run; if a method replaced it with the hook `model`, the returned model.
-        """
+        """The model of the run, or the model that a method's hook `model` returned instead."""
         return self.networks["model"]  # type: ignore[return-value]
 
     def others_fill(self, hook: str) -> list[str]:
@@ -230,8 +229,7 @@ class Setup:
         self.declared.needs_clients = why
 
     def require(self, condition: object, text: str) -> None:
-        """Raise ValueError unless the condition is true. text: "key: what is wrong. What to do.".
-        """
+        """Raise ValueError unless the condition is true. text: "key: what is wrong. Advice."."""
         if not condition:
             raise ValueError(text)
 
@@ -323,8 +321,7 @@ class Setup:
             )
 
     def keep_optimizer(self) -> None:
-        """Continue a client's optimizer in the client's next job, as `local.keep_optimizer` does.
-        """
+        """Continue a client's optimizer in the client's next job, like `local.keep_optimizer`."""
         self.declared.keeps_optimizer = True
 
     # --- the server and what travels ----------------------------------------------------------

@@ -103,8 +103,7 @@ class Seen:
 
 
 def check_messages(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> Seen:
-    """Check that messages contain what methods declare, and no client state; return the contents.
-    """
+    """Check that messages contain what methods declare, and no client state; return them."""
     seen = _watch(make, schedule, fleet)
     methods = make().methods
     _check_secrets(seen, {method.name for method in methods})

@@ -218,7 +218,7 @@ def _train_tuned(model: nn.Module, params: list[torch.Tensor], batches: Batches,
 
 
 class BareLoop:
-    """Processes that train clients with one shared vector and a sum each, without a framework."""
+    """A loop without a framework: processes that train clients and add up their updates."""
 
     def __init__(
         self, spec: RunSpec, workload: LoopWorkload, processes: int, is_tuned: bool = False

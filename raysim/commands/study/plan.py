@@ -70,7 +70,7 @@ class StudyPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Return each warning once; one that not all runs have names the first of its runs."""
+        """Return each warning once, with the first run that has it unless all runs have it."""
         names_of: dict[str, list[str]] = {}
         for run in self.runs:
             for text in run.warnings:

@@ -208,8 +208,7 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 # --- several runs at a time, each in its own process -------------------------------------------
 @dataclass(frozen=True)
 class ChildRun:
-    """A run in a separate process, which reads its task from stdin and writes its answer to stdout.
-    """
+    """A run in its own process, which reads a task from stdin and writes an answer to stdout."""
 
     run: StudyRun
     process: subprocess.Popen[str]

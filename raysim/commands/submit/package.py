@@ -1,7 +1,7 @@
-"""`raysim submit`: pack the package and its configuration, send them to a cluster, follow the job.
+"""`raysim submit`: pack the package and its configuration, send them, and follow the job.
 
-A job's folder holds `raysim/`, `conf/`, what an installer needs, and what --with names; nothing
-else of the current folder.
+The folder of a job contains `raysim/`, `conf/`, the files for an installer and the files that
+--with lists. It contains nothing else of the current folder.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class SweepPlan:
 
     @property
     def seed(self) -> int:
-        """Return the first seed of each setting, which is the seed of the sweep's draws as well."""
+        """Return the first seed of each setting. It is also the seed of the sweep's draws."""
         return int(self._first_draft()["seed"])
 
     @property

@@ -19,7 +19,9 @@ def run_name(number: int, seed: int) -> str:
 
 
 def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
-    """Return the folders of a trial's runs, in the order of the seeds. folder: the sweep's folder.
+    """Return the folders of a trial's runs, in the order of the seeds.
+
+    folder: the sweep's folder.
     """
     return [run_table.run_folder(folder, run_name(number, seed)) for seed in seeds]
 
@@ -74,7 +76,7 @@ class Trial:
         return self.rounds_done == self.rounds
 
     def write_due_checkpoint(self) -> None:
-        """Follow the runs until the checkpoint of the last reported round is written, if due."""
+        """Continue the runs until the last reported round's checkpoint is written, if it is due."""
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
 
