@@ -115,7 +115,9 @@ class ServerView:
 
     @property
     def summation_group(self) -> int:
-        """The number of consecutive updates that are summed together; the last bit depends on it.
+        """The number of consecutive updates that are summed together.
+
+        The last bit of a sum depends on it.
         """
         return self._server.group  # type: ignore[no-any-return]
 

@@ -25,7 +25,7 @@ LabelLists: TypeAlias = list[list[Any]]  # for each sample the labels that it ha
 
 @dataclass(frozen=True, eq=False)
 class StoredArrays:
-    """A user's arrays while they are written into the cache; test rows come last."""
+    """A source that writes a user's arrays into the cache; test rows come last."""
 
     inputs: NDArray[Any]
     labels: NDArray[Any] | LabelLists
@@ -38,7 +38,7 @@ _arrays_by_digest: dict[str, StoredArrays] = {}
 
 @dataclass(frozen=True)
 class Arrays(Source):
-    """Arrays that `store_arrays` stored. digest: their checksum."""
+    """A source of arrays that `store_arrays` stored. digest: their checksum."""
 
     digest: str = ""
 
@@ -65,10 +65,9 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     """Store a user's samples in the cache and return their source.
 
     data: (inputs, labels), without rows for central tests; ((inputs, labels), (inputs, labels)),
-    the second for central tests; or {"train": ..., "test": ...}. A torch `Dataset` may stand in
-    place of a pair. Arrays, tensors and lists are read.
-    inputs: [n, ...]; images are [n, h, w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table
-    of numbers.
+    where the second pair is for central tests; or {"train": ..., "test": ...}. A torch `Dataset`
+    may replace a pair. Arrays, tensors and lists are accepted. inputs: [n, ...]; images are [n, h,
+    w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers.
     labels: classes or values [n], see `labels.infer_kind`; [n, labels], 0 or 1 for each of several
     labels, or several values; or for each sample a list of its labels.
     A third column, users [n] (integers or text), names the client of each sample for
@@ -101,7 +100,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
 
 
 def _split_halves(data: object) -> tuple[object, object]:
-    """Return the training half and the half for central tests, None if there is none."""
+    """Return the training half, and the half for central tests or None."""
     if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
         return data["train"], data.get("test")
     if isinstance(data, Dataset):
@@ -122,7 +121,7 @@ def _split_halves(data: object) -> tuple[object, object]:
 
 
 def _read_half(part: object, name: str) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs, the labels and perhaps the users of one half."""
+    """Return the inputs, the labels and, if there are some, the users of one half."""
     if isinstance(part, TensorDataset):
         part = part.tensors
     if isinstance(part, Dataset):
@@ -164,7 +163,7 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 
 
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the columns of a torch data set, whose items are (input, label) or with a user."""
+    """Return the columns of a torch data set whose items are (input, label[, user])."""
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
     for row, item in enumerate(items):
         if not isinstance(item, (tuple, list)):
@@ -177,7 +176,7 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 
 
 def _label_lists(column: object) -> LabelLists | None:
-    """Return labels that are lists of different lengths or of text; None for any other column."""
+    """Return labels that are lists of different lengths or of text; None for other columns."""
     if isinstance(column, pd.Series) and column.dtype == object:
         column = column.tolist()
     if not isinstance(column, (list, tuple)) or not column:

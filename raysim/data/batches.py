@@ -1,4 +1,4 @@
-"""Stored inputs to a training batch, on their device: augment, scale and normalise."""
+"""From stored inputs to a training batch on the device: augment, scale and normalise."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raysim.data.crops import TRIES, crop_boxes, resized_crops
 class Pipeline:
     """Normalisation and training-time augmentation.
 
-    mean, std: constants per channel, or one for all; None: images are only scaled to [0, 1].
-    augment: any of `resized_crop`, `crop`, `flip`, `rotate`, `jitter` and `grey`, which are applied
+    mean, std: constants per channel, or one for all; with None, images are only scaled to [0, 1].
+    augment: any of `resized_crop`, `crop`, `flip`, `rotate`, `jitter` and `grey`. They are applied
     in this order, whatever their order in the tuple.
-    crop_area: lowest and highest share of the image that `resized_crop` takes.
-    crop_padding: zeros on each side for `crop`. rotate_degrees: the most that `rotate` turns.
-    jitter: the strength of each of its four changes. grey: the probability of a grey image.
+    crop_area: the smallest and the largest share of the image that `resized_crop` takes.
+    crop_padding: zeros on each side for `crop`. rotate_degrees: the largest angle of `rotate`.
+    jitter: the strength of the four changes of colour. grey: the probability of a grey image.
     """
 
     mean: tuple[float, ...] | None = None
@@ -42,10 +42,10 @@ class Pipeline:
     grey: float = 0.1
 
     def normalise(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return inputs as the model sees them, on their device.
+        """Return inputs for the model, on their device and in `dtype`.
 
-        uint8 [..., c, h, w] becomes (x / 255 - mean) / std, float32 [B, c, ...] becomes
-        (x - mean) / std, both in `dtype`. Token numbers (int64) stay unchanged.
+        uint8 [..., c, h, w] (channels, height, width) becomes (x / 255 - mean) / std. float32 [B,
+        c, ...] becomes (x - mean) / std. Token numbers (int64) stay unchanged.
         """
         if inputs.dtype == torch.int64:
             return inputs
@@ -60,7 +60,7 @@ class Pipeline:
         return scaled.sub_(mean).div_(std)
 
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Augment each image by itself; uint8 [B, c, h, w] to the same.
+        """Augment each image independently; uint8 [B, c, h, w] to the same.
 
         Draws, in this order: four uniforms for each of ten rectangles of each image; vertical and
         horizontal offset of each image; each image's flip (probability 1/2); its angle (uniform up
@@ -90,7 +90,7 @@ class Pipeline:
         return images
 
     def _move_pixels(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Zero-pad and crop, flip and rotate: pixels change their places and nothing else."""
+        """Zero-pad and crop, flip and rotate. Pixels move and keep their values."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))
@@ -117,9 +117,9 @@ class Pipeline:
 def _rotation_sources(
     height: int, width: int, degrees: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each pixel of a turned image, its source pixel and whether that exists.
+    """Return for each pixel of a turned image its source pixel, and True if that exists.
 
-    Both [B, h * w]. Images are turned counter-clockwise.
+    Both results are [B, h * w]. Images are turned counter-clockwise.
     """
     radians = np.deg2rad(degrees)[:, None, None]
     y, x = np.ogrid[:height, :width]

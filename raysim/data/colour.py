@@ -20,7 +20,7 @@ def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply differences from the image's mean brightness by its factor."""
+    """Multiply differences from the image's mean brightness by the image's factor."""
     # integers have the same sum in any order
     total = luma(images).sum(dim=(1, 2, 3), dtype=torch.int64)
     mean = _per_image(total / (images.shape[2] * images.shape[3]))

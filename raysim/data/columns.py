@@ -1,4 +1,4 @@
-"""The columns of a table to inputs, labels and users: which column is which, and its values."""
+"""From columns of a table to inputs, labels and users: choose columns and read values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
 # ---- which column is which -----------------------------------------------------------------------
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """Return the column with the first of the usual names, in upper or lower case, or None."""
+    """Return the first column with a usual name, in upper or lower case, or None."""
     by_lower_case = {name.lower(): name for name in reversed(names)}
     for name in usual:
         if name in by_lower_case:
@@ -40,7 +40,7 @@ def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
 
 
 def find_label(names: Sequence[str], place: str) -> str:
-    """Return the column with a usual name of labels. Raise ValueError if there is none."""
+    """Return the column with a usual name for labels. Raise ValueError if there is none."""
     label = find_column(names, LABEL_NAMES)
     if label is None:
         raise ValueError(
@@ -53,7 +53,7 @@ def find_label(names: Sequence[str], place: str) -> str:
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
     """Return the column of labels.
 
-    It is `data.label`, else `data.label_column` (`usual`), else one with a usual name.
+    It is `data.label`, else `data.label_column` (`usual`), else a column with a usual name.
     """
     if label is None and usual == "label" and usual not in names:
         return find_label(names, place)
@@ -70,11 +70,11 @@ def find_inputs(
     known: Collection[str | None],
     place: str,
 ) -> tuple[list[str], list[str]]:
-    """Return the columns that are the input, and those that are left out.
+    """Return the columns that are the input, and the columns that are left out.
 
-    columns: `data.columns`; None: all columns but the known ones (labels, users, domains), those
-    that number the rows, and those with a usual name of users. types: of all columns.
-    Raise ValueError if these columns cannot be one input together.
+    columns: `data.columns`; None takes all columns except those of labels, users and domains,
+    columns that number the rows, and columns with a usual name for users. types: the types of all
+    columns. Raise ValueError if these columns cannot be one input together.
     """
     if columns is not None:
         return columns, []
@@ -111,7 +111,7 @@ def describe_origin(
     user: str | None,
     unused: Sequence[str] = (),
 ) -> Origin:
-    """Return which columns became inputs, labels and users, with their types."""
+    """Describe which columns became inputs, labels and users, with their types."""
     label_type = _stored_type(types[label])
     return Origin(
         _list_columns(inputs, types), f"{label} ({label_type})", user or "", ", ".join(unused)
@@ -119,7 +119,7 @@ def describe_origin(
 
 
 def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str:
-    """Return columns with their types; of more than four, only some."""
+    """Return columns with their types; if there are more than four, only some."""
     shown = [f"{name} ({_stored_type(types[name])})" for name in names]
     if len(shown) > MAX_COLUMNS_IN_MESSAGE:
         shown = [f"{len(names)} columns: {shown[0]}", shown[1], "...", shown[-1]]
@@ -129,10 +129,10 @@ def _list_columns(names: Sequence[str], types: Mapping[str, pa.DataType]) -> str
 # ---- inputs --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TokenSettings:
-    """How sequences become rows of token numbers.
+    """The settings for turning sequences into rows of token numbers.
 
-    length: tokens kept of a row. padding: the number that fills short rows.
-    tokenizer: a folder or name of Hugging Face's, for text; None: text becomes bytes.
+    length: how many tokens of a row are kept. padding: the number that fills short rows. tokenizer:
+    a folder or name of a Hugging Face tokenizer, for text; with None, text becomes bytes.
     """
 
     length: int
@@ -143,10 +143,11 @@ class TokenSettings:
 def read_inputs(
     table: pa.Table, columns: Sequence[str], settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return the values of the columns, a row for each sample, and its tokens if it has some.
+    """Return the values of the columns, a row for each sample, and its tokens or None.
 
-    Several columns of numbers become one row; a single column holds numbers, vectors of one length,
-    token numbers (lists of integers) or text. Raise ValueError with the place and the column.
+    Several columns of numbers become one row. A single column contains numbers, vectors of one
+    length, token numbers (lists of integers) or text. Raise ValueError with the place and the
+    column.
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
     for name, values in plain.items():
@@ -244,7 +245,8 @@ def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Toke
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
     """Return a column of labels.
 
-    It is an array of numbers or text, [n, outputs] of lists of a fixed size, or a list of lists.
+    The result is an array of numbers or text, an array [n, outputs] from lists of a fixed size, or
+    a list of lists.
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
@@ -298,10 +300,10 @@ def group_values(
 
 
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
-    """Return True if columns of labels of these types can be one column.
+    """Return True if columns of labels of these types can be joined to one column.
 
-    Both hold lists, or neither; both hold text, or neither; with `separate_floats`, both hold
-    floats, or neither.
+    Both contain lists, or neither does; both contain text, or neither does. With `separate_floats`
+    the same holds for floats.
     """
     if _is_list(one) != _is_list(other):
         return False
@@ -324,9 +326,9 @@ def assemble(
     origin: Origin | None = None,
     domain_order: Sequence[str] | None = None,
 ) -> Raw:
-    """Put training rows first, and number users, who become domains.
+    """Put training rows first, and number the users, which become domains.
 
-    users: integers or text; None: there are none. domain_order: see `number_domains`.
+    users: integers or text; None if there are none. domain_order: see `number_domains`.
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None
@@ -363,7 +365,7 @@ def spread_test_rows(
 
 # ---- types of Arrow ------------------------------------------------------------------------------
 def values_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values, also of a dictionary-encoded column."""
+    """Return the type of a column's values, also for a dictionary-encoded column."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
@@ -407,7 +409,7 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
     """Return a column in the plain type of its values.
 
-    key: names the column, for messages. Raise ValueError if it is missing or cannot be read.
+    key: names the column in errors. Raise ValueError if it is missing or cannot be read.
     """
     if name not in table.column_names:
         raise ValueError(
@@ -429,6 +431,6 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
 
 
 def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
-    """Return the row of the first empty value, as a part of a sentence."""
+    """Return the number of the first row with an empty value, as a part of a sentence."""
     rows = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
     return f", the first in row {rows[0]}"

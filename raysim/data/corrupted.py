@@ -1,4 +1,4 @@
-"""Label noise, rotation and pooling of a whole data set, which becomes a cached file of its own."""
+"""Label noise, rotation and pooling of a whole data set; the result is a cached file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 
 
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
-    """Return the data set with the source's corruptions; the clean one if it has none.
+    """Return the data set with the source's corruptions; the clean one if there are none.
 
-    The labels of training rows get noise, then images are rotated and pooled. Rows of no client
-    stay unchanged. If images are rotated and the source has one domain, the angle becomes the
-    domain.
+    The labels of training rows get noise, then images are rotated and pooled. Rows that belong to
+    no client stay unchanged. If images are rotated and the source has one domain, the angle becomes
+    the domain.
     """
     is_rotated = source.rotation.per != "none"
     if not source.label_noise and not is_rotated and source.pool <= 1:
@@ -75,7 +75,7 @@ def _build(source: Source, clean: Dataset, partition: Partition, seed: int) -> S
 
 
 def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
-    """Return all labels, of which exactly floor(ratio * n_k) of client k's training rows change."""
+    """Return all labels; exactly floor(ratio * n_k) of client k's n_k training labels change."""
     rng = stream(seed, "noise")
     order = rng.permutation(clean.train_rows)
     shifts = rng.integers(1, max(clean.num_classes, 2), len(clean))
@@ -94,7 +94,7 @@ def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDA
 def _draw_angles(
     source: Source, clean: Dataset, partition: Partition, seed: int
 ) -> tuple[Ints, Ints]:
-    """Return, for each image of the new file, its row in the clean one and its angle's number."""
+    """Return for each image of the new file its row in the clean file, and the angle's number."""
     rotation, rng = source.rotation, stream(seed, "rotation")
     num_angles = len(rotation.angles)
     numbers = np.full(clean.train_rows, NO_ANGLE)

@@ -1,7 +1,7 @@
 """Label noise and rotation, which make clients' data differ.
 
-Rotations are counter-clockwise as seen (y points down) about the centre ((w-1)/2, (h-1)/2). They
-keep the size and fill with zeros.
+Rotations are counter-clockwise on the screen (y points down) about the centre ((w-1)/2, (h-1)/2) of
+an image of width w and height h. They keep the size and fill with zeros.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ IMAGES_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Rotation:
-    """Which images are turned by which of the `angles` (degrees).
+    """The rotation of images by one of the A `angles` (degrees).
 
-    per: "client" turns the images of client k by angle k mod A; "image": each client draws
-    q ~ Dir(concentration, ...) over the angles, then each of its images draws an angle from q.
-    test: "all" has the central test set once at every angle; "spread" turns its image j by angle
-    j mod A. FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
+    per: "client" turns the images of client k by angle k mod A; with "image" each client draws q ~
+    Dir(concentration, ...) over the angles, then each of its images draws an angle from q. test:
+    "all" has the central test set once at every angle; "spread" turns its image j by angle j mod A.
+    FedBR uses the angles 0, 15, ..., 135 and nearest neighbour.
     """
 
     per: Literal["none", "client", "image"] = "none"
@@ -53,9 +53,9 @@ class Rotation:
 def symmetric_label_noise(
     *, labels: ArrayLike, ratio: float, num_classes: int, order: ArrayLike, shifts: ArrayLike
 ) -> Ints:
-    """Change exactly floor(n * ratio) labels, the first of `order`, to (y + shift) mod C.
+    """Change exactly floor(n * ratio) of the n labels y to (y + shift) mod C (classes).
 
-    shifts: of each label, in 1 to C-1.
+    The first rows of `order` change. shifts: the shift of each label, from 1 to C-1.
     """
     noisy = np.array(labels, dtype=np.int64)
     changed = np.asarray(order)[: fraction_count(total=len(noisy), fraction=ratio)]
@@ -74,7 +74,7 @@ def image_rotation_angles(
 ) -> Floats:
     """Draw the angle of each image by inverse CDF.
 
-    probabilities: of the angles, [A], or [n, A] with a row per image.
+    probabilities: of the A angles, [A], or a row for each image, [n, A].
     """
     numbers = image_angle_numbers(np.asarray(probabilities), np.asarray(uniforms))
     return np.asarray(angles, dtype=np.float64)[numbers]
@@ -88,7 +88,7 @@ def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
     """Return the number of the first angle whose cumulative probability exceeds the uniform.
 
-    It is never an angle of probability 0.
+    An angle of probability 0 is never returned.
     """
     cumulative = np.cumsum(probabilities, axis=-1)
     # the last angle of positive probability, for uniforms above a sum of 0.99...9
@@ -103,9 +103,9 @@ def rotate_images(
     angles: ArrayLike,
     interpolation: Literal["bilinear", "nearest"] = "bilinear",
 ) -> NDArray[np.generic]:
-    """Turn each of images [n, c, h, w] by its angle in degrees.
+    """Turn each image of [n, c, h, w] by its angle in degrees.
 
-    The dtype stays; integers are rounded half up.
+    The dtype stays the same; integers are rounded half up.
     """
     source, angles = np.asarray(images), np.asarray(angles, dtype=np.float64)
     rotate = _rotate_nearest if interpolation == "nearest" else _rotate_bilinear
@@ -120,7 +120,7 @@ def rotate_images(
 
 
 def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Average size x size pixels of images [n, c, h, w], rounded half up.
+    """Replace each size x size block of images [n, c, h, w] by its mean, rounded half up.
 
     h and w must be divisible by `size`.
     """
@@ -148,7 +148,7 @@ def _cos_sin(angle: float) -> tuple[float, float]:
 
 
 def _pixels_at(images: NDArray[Pixel], x: Ints, y: Ints) -> NDArray[Pixel]:
-    """Return the pixels (x, y) of images [n, c, h, w], [n, c, len(x)]; zero outside."""
+    """Return the pixels at (x, y) of images [n, c, h, w], as [n, c, len(x)]; zero outside."""
     n, channels, height, width = images.shape
     is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     places = np.where(is_inside, y * width + x, 0)

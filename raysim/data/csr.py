@@ -1,4 +1,4 @@
-"""The rows of every client in two integer arrays, however many clients there are."""
+"""The rows of every client in two integer arrays, for any number of clients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Floats: TypeAlias = NDArray[np.float64]
 class CSR:
     """The row numbers of N clients: client k has `indices[offsets[k]:offsets[k+1]]`.
 
-    Both arrays are int64; `offsets` has N + 1 entries, the first of which is 0. The arrays can
-    also be read by their names, `csr["indices"]`, as those of the project's test vectors.
+    Both arrays are int64; `offsets` has N + 1 entries, the first of which is 0. The arrays can also
+    be read by name, such as `csr["indices"]`, like those of the project's test vectors.
     """
 
     indices: Ints
@@ -35,7 +35,7 @@ class CSR:
 
     @property
     def counts(self) -> Ints:
-        """Return the number of rows of each client, [N]."""
+        """Return the number of rows of each of the N clients, [N]."""
         return np.diff(self.offsets)
 
     @property
@@ -49,12 +49,12 @@ class CSR:
 
     @classmethod
     def from_counts(cls, indices: Ints, counts: Ints) -> CSR:
-        """Return consecutive parts of `indices`, of `counts[k]` rows for client k."""
+        """Cut `indices` into consecutive parts; client k gets `counts[k]` rows."""
         return cls(indices, np.concatenate(([0], np.cumsum(counts))))
 
     @classmethod
     def from_owners(cls, indices: Ints, owners: Ints, clients: int) -> CSR:
-        """Group row numbers by the client that owns each; a client's rows keep their order."""
+        """Group row numbers by the client that owns them; the rows of a client keep their order."""
         counts = np.bincount(owners, minlength=clients)
         return cls.from_counts(indices[np.argsort(owners, kind="stable")], counts)
 
@@ -63,11 +63,11 @@ class CSR:
 class Partition:
     """The training, test and validation rows of each client; all parts have the same clients.
 
-    train: rows that clients train on; unseen clients have none.
-    test, validation: rows held out of each client's own. validation: None if nothing is held out.
-    spare: training rows that `partition.fraction` left out; None if it left out none.
-    unseen: clients that are never trained, ascending; None: all are trained.
-    with_unseen: the training rows of all clients, unseen ones included; None: as `train`.
+    train: rows that clients train on; unseen clients have none. test, validation: rows that are
+    held out from each client's rows. validation: None if nothing is held out. spare: training rows
+    that `partition.fraction` left out; None if it left out none. unseen: clients that are never
+    trained, ascending; None if all are trained. with_unseen: the training rows of all clients, also
+    of unseen ones; None means that these are the same as `train`.
     """
 
     train: CSR

@@ -32,9 +32,9 @@ FORMAT = 5  # increase it when the same settings give other bytes
 class Samples:
     """A whole data set in memory: training rows first, then the central test rows.
 
-    inputs: [n, ...]; images are uint8 [n, c, h, w]. class_names: of the model's outputs.
-    tokens: None if inputs are no token sequences.
-    columns: which columns became inputs, labels and users, for the plan of a run.
+    inputs: [n, ...]; images are uint8 [n, c, h, w] (channels, height, width). class_names: the
+    names of the model's outputs. tokens: None if inputs are not token sequences. columns: which
+    columns became inputs, labels and users, for the plan of a run.
     """
 
     inputs: Inputs
@@ -88,7 +88,7 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """Return the number of the model's outputs; of classes, those without a sample too."""
+        """Return the number of the model's outputs, including classes without samples."""
         return len(self.class_names)
 
     @property
@@ -97,9 +97,9 @@ class Dataset:
         return self.inputs.dtype == np.uint8 and len(self.shape) == 3
 
     def groups(self) -> tuple[Ints, list[str]]:
-        """Return the class of every row and the classes' names.
+        """Return the class of every row, and the names of the classes.
 
-        Data without classes have one group of all rows.
+        All rows of data without classes are in one group.
         """
         if self.kind == "classification":
             return cast(Ints, self.labels), self.class_names
@@ -130,9 +130,9 @@ def open_or_build(
 
 
 def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
-    """Return the file of this name in this machine's cache folder; write it first if missing.
+    """Return the file with this name in this machine's cache folder; write it if it is missing.
 
-    read: returns the file's bytes on another machine.
+    read: function that returns the file's bytes on another machine.
     """
     path = cache_folder(None) / name
     if not path.exists():
@@ -183,13 +183,13 @@ def _binary_column(values: NDArray[Any]) -> pa.Array:
 
 
 def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Return a view of what `_binary_column` wrote."""
+    """Return a view of a column that `_binary_column` wrote."""
     values = np.frombuffer(column.buffers()[1], dtype=dtype, count=math.prod(shape))
     return values.reshape(shape)
 
 
 def _map_file(path: Path) -> Samples:
-    """Return what `_write` wrote, as views of the file.
+    """Return the data that `_write` wrote, as views of the file.
 
     A damaged file raises one of many errors.
     """
@@ -243,7 +243,7 @@ def _is_verified(path: Path) -> bool:
 
 
 def _mark_verified(path: Path) -> None:
-    """Write the mark; in a folder that is read-only, each process verifies the file again."""
+    """Write the mark. If the folder is read-only, each process verifies the file again."""
     mark, content = _verification_mark(path)
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Several data sets as one: each is a domain, brought to a common size and number of channels."""
+"""Several data sets as one; each is a domain, with a common image size and channels."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MAX_CLASSES_IN_MESSAGE = 12
 
 @dataclass(frozen=True)
 class Domains(Source):
-    """Several data sets; domain k is the k-th name in `domains`.
+    """A source of several data sets; domain k is the k-th name in `domains`.
 
-    A name is scikit-learn's `digits`, a set that torchvision downloads, or a folder in `root` with
-    strips, Parquet files or pictures. All must have the same classes in the same order. `size` and
-    `channels` bring them to one shape.
+    A name is scikit-learn's `digits`, a data set that torchvision downloads, or a folder in `root`
+    with strips, Parquet files or pictures. All must have the same classes in the same order. `size`
+    and `channels` convert them to one shape.
     """
 
     root: str | None = None
@@ -143,7 +143,7 @@ def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
 
 
 def _without_words(names: list[str]) -> list[str]:
-    """Return class names; of names such as "0 - zero", torchvision's for MNIST, only the digit."""
+    """Return the class names; of names such as "0 - zero" (torchvision's MNIST) only the digit."""
     have_words = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
     return [name.partition(" ")[0] for name in names] if have_words else names
 

@@ -30,9 +30,9 @@ CHANNEL_COUNTS = (1, 3, 4)  # of images
 class FederatedData:
     """The data that a run trains and evaluates on.
 
-    It pickles as a path and a few integer arrays.
-    central: rows of the central test set. title: data set and partitioner, for plots.
-    users: text, the name of each client's user; None if clients are no users.
+    It is pickled as a path and a few integer arrays. central: the rows of the central test set.
+    title: data set and partitioner, for plots. users: the name of each client's user, as text; None
+    if clients are not users.
     """
 
     dataset_path: Path
@@ -55,12 +55,12 @@ class FederatedData:
         return str(self.users[client].as_py())
 
     def number(self, client: int) -> str:
-        """Return "2", or "2 (user alice)"."""
+        """Return the client's number as text: "2", or "2 (user alice)"."""
         user = self.user(client)
         return str(client) if user is None else f"{client} (user {user})"
 
     def label(self, client: int) -> str:
-        """Return "client 2", or "client 2 (user alice)"."""
+        """Return the client's name in texts: "client 2", or "client 2 (user alice)"."""
         return f"client {self.number(client)}"
 
 
@@ -119,7 +119,7 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return rows of the central test set as the clients' own tests."""
+    """Return rows of the central test set that the clients are tested on."""
     if source.rotation.per != "none":
         raise ValueError(
             "partition.test_fraction=null takes clients' tests from the central test set, which "
@@ -214,7 +214,7 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Take the training row from clients that have only one; they are scored as before."""
+    """Remove the training row of clients that have only one. Their scores do not change."""
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)
     is_kept = np.repeat(train.counts != 1, train.counts)
@@ -223,7 +223,7 @@ def drop_single_rows(data: FederatedData) -> FederatedData:
 
 
 def pool_clients(data: FederatedData) -> FederatedData:
-    """Give all training rows, ascending, to one client; clients keep their test rows."""
+    """Give all training rows, ascending, to one client. All clients keep their test rows."""
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
     partition = replace(data.partition, train=train, spare=None, with_unseen=None)
@@ -231,12 +231,13 @@ def pool_clients(data: FederatedData) -> FederatedData:
 
 
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
-    """Draw a share of the clients with training samples, rounded, and take them out of training.
+    """Draw a share of the clients with training samples, and take them out of training.
 
-    They keep their training samples, to which methods may adapt a model before it is scored on
-    their tests. Their validation samples are not used: they take no part in the choice of the best
-    round. Raise ValueError if no client is left on one side, if nothing could be scored, or if a
-    trained client shares samples with an unseen one.
+    The number of drawn clients is rounded. They keep their training samples, because methods may
+    adapt a model to these before it is scored on the clients' test rows. Their validation samples
+    are not used: they take no part in the choice of the best round. Raise ValueError if no client
+    is left on one side, if nothing could be scored, or if a trained client shares samples with an
+    unseen one.
     """
     if not share:
         return data
@@ -277,7 +278,7 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
 
 
 def _remove_rows(part: CSR, clients: Ints) -> CSR:
-    """Return the part with the same clients, some of which have no rows any more."""
+    """Return the part with the same clients, without the rows of some clients."""
     counts = part.counts
     counts[clients] = 0
     is_kept = ~np.isin(part.owners, clients)
@@ -286,7 +287,7 @@ def _remove_rows(part: CSR, clients: Ints) -> CSR:
 
 # ---- warnings ------------------------------------------------------------------------------------
 def data_warnings(data: FederatedData) -> Iterator[str]:
-    """Yield warnings about data that may not be meant so.
+    """Yield warnings about data that are probably a mistake.
 
     Most classes have no sample, images have their channels last, or nothing can be scored.
     """

@@ -1,4 +1,4 @@
-"""Measures of how much the clients of a split differ; a result must be read with them."""
+"""Measures of how much the clients of a split differ."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return the measures of `SCALES`, as means over the clients that have samples.
 
-    counts: training samples of each client and class, [N, C].
-    The divergence is 0 if every client has the labels of all clients together, and nears 1 if no
-    two clients share a class. It compares labels alone, not the images of one class.
+    counts: [N, C], training samples of each of N clients in each of C classes. The divergence is 0
+    if every client has the class shares of all clients together, and nears 1 if no two clients
+    share a class. It compares labels only, not the images of one class.
     """
     sizes = counts.sum(axis=1)
     filled = counts[sizes > 0]
@@ -54,7 +54,7 @@ def format_heterogeneity(measures: dict[str, float]) -> str:
 
 
 def entropy(weights: Ints | NDArray[np.floating]) -> Floats:
-    """Return the entropy of each row of weights, [N, C], in nats."""
+    """Return the entropy in nats of each row of weights, [N, C]."""
     shares = weights / weights.sum(axis=1, keepdims=True)
     values: Floats = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
     return values

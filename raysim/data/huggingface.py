@@ -37,12 +37,11 @@ from raysim.primitives.files import user_path
 class HuggingFace(Source):
     """The splits `train` and `test` of a data set.
 
-    root: a folder that `save_to_disk` wrote; or name (and config): on the hub, which `datasets`
-    downloads and keeps.
-    columns: the input, one column of images or what `read_inputs` reads; None: all columns but the
-    label and the user.
-    label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
-    of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
+    root: a folder that `save_to_disk` wrote. name, config: instead of `root`, the names on the hub,
+    from which `datasets` downloads. columns: the input columns, one column of images or columns
+    that `read_inputs` reads; None takes all columns but the label and the user. label, user: other
+    names for `label_column` and `domain_column`, as data=csv has them; if none of these is set,
+    columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
     length, padding, tokenizer: see `TokenSettings`.
     """
@@ -114,7 +113,7 @@ class HuggingFace(Source):
         )
 
     def _load_splits(self) -> list[Any]:
-        """Return the training split, and the test split if there is one."""
+        """Return the training split, and the test split or None."""
         if not self.root and not self.name:
             raise ValueError(
                 "data=huggingface needs data.root: a folder that save_to_disk wrote, or data.name: "
@@ -148,7 +147,7 @@ class HuggingFace(Source):
 
 
 def _class_names(feature: Any) -> list[str] | None:
-    """Return the class names of a label, or of the items of a list of labels; None: it has none."""
+    """Return the class names of a label or of a list's items; None if there are no names."""
     names: list[str] | None = getattr(feature, "names", None)
     if names:
         return names

@@ -1,4 +1,4 @@
-"""Folders of pictures, one for each class, perhaps within one for each domain."""
+"""Folders of pictures: one for each class, optionally inside one for each domain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CSV_COLUMNS = ("path", "domain", "class", "split")
 
 
 class PictureFile(NamedTuple):
-    """A picture file. path: below the root. split: "train", "test", or "" if nothing says it."""
+    """A picture file. path: relative to the root. split: "train", "test", or "" if unknown."""
 
     path: str
     domain: str
@@ -30,11 +30,12 @@ class PictureFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageFolder(Source):
-    """Pictures in root/class/ or root/domain/class/, or in either below root/train/ and root/test/.
+    """A source of pictures in root/class/ or root/domain/class/.
 
-    A file root/split.csv with the columns path, domain, class and split (train or test) lists the
-    pictures and says which are for testing. Without it and without the folders train and test,
-    `test_fraction` of each class of each domain is for testing, evenly spread by name.
+    Both may also be below root/train/ and root/test/. A file root/split.csv with the columns path,
+    domain, class and split (train or test) lists the pictures and says which are for testing.
+    Without this file and without the folders train and test, `test_fraction` of each class of each
+    domain is for testing, evenly spread by name.
     """
 
     root: str | None = None
@@ -120,7 +121,7 @@ def _read_split_file(path: Path) -> list[PictureFile]:
 
 
 def _search(root: Path) -> list[PictureFile]:
-    """Return the pictures below a folder, or below its folders train and test."""
+    """Return the pictures in a folder, or in its subfolders train and test."""
     if not all((root / split).is_dir() for split in SPLITS):
         return _search_split(root, root, "")
     pictures = []

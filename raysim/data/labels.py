@@ -1,4 +1,4 @@
-"""The meaning of labels: one rule for every source, and the numbers that labels are stored as."""
+"""The meaning of labels: one rule for every source, and the stored numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT_FLOATS = 2.0**53  # every whole number below it is a float64
 
 
 class LabelSet(NamedTuple):
-    """Labels as they are stored, the names of the model's outputs, and what is learnt."""
+    """Labels as they are stored, the names of the model's outputs, and the kind of the task."""
 
     values: NDArray[Any]
     names: list[str]
@@ -29,9 +29,9 @@ class LabelSet(NamedTuple):
 def read_labels(values: Any, kind: Kind | None, names: list[str] | None, place: str) -> LabelSet:
     """Return labels in the form in which they are stored.
 
-    values: an array, [n] or [n, outputs], where [n, 1] is read as [n]; or a list of labels for
-    each row. kind: `data.kind`; None: `infer_kind`. names: of the outputs, if the source has them.
-    place: the source in messages.
+    values: an array [n] or [n, outputs], where [n, 1] is read as [n]; or a list of labels for each
+    row. kind: `data.kind`; None uses `infer_kind`. names: the names of the outputs, if the source
+    has them. place: the source in messages.
     """
     if not isinstance(values, np.ndarray):
         return _read_lists(values, kind, names, place)
@@ -55,11 +55,11 @@ def read_labels(values: Any, kind: Kind | None, names: list[str] | None, place: 
 
 
 def infer_kind(values: Any) -> Kind:
-    """Return what is learnt from labels of this form.
+    """Return the kind of task that follows from the form of the labels.
 
     Integers and text [n] are classes. Floats [n] are classes if they are whole numbers from 0 on,
-    at most 100 different ones, with two rows each on average; other floats are values. Integers
-    [n, labels], and lists of labels, are several labels that are there or not.
+    at most 100 different ones, with two rows each on average; other floats are values. Integers [n,
+    labels], and lists of labels, are several labels that are present or absent.
     """
     if not isinstance(values, np.ndarray):
         return "multilabel"
@@ -138,7 +138,7 @@ def _are_whole_classes(values: NDArray[Any]) -> bool:
 
 
 def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return labels that are read as classes, as integers or text."""
+    """Return class labels as integers or text."""
     if values.ndim > 1:
         raise ValueError(
             f"{place} has labels of shape {list(values.shape)}, which are no classes. Give one "
@@ -172,7 +172,7 @@ def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.floa
 def _to_indicators(
     rows: Sequence[Sequence[Any]], names: list[str] | None, place: str
 ) -> tuple[NDArray[np.float32], list[str]]:
-    """Return 1 where a row has a label and 0 elsewhere, [n, labels], and the labels' names."""
+    """Return an array [n, labels] with 1 where a row has a label, else 0, and the labels' names."""
     flat: list[Any] = []
     for row in rows:
         flat += row

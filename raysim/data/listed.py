@@ -1,4 +1,4 @@
-"""A split of the user's own: for each client a list of training rows."""
+"""A split that the user lists: training rows for each client."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FORM = "a list of row numbers for each client, [[0, 5], [1, 2]] or {NAME: [0, 5]
 
 @dataclass(frozen=True)
 class Listed(Partitioner):
-    """Every client has the training rows that a file lists for it.
+    """A partition that a file lists: the training rows of every client.
 
-    file: JSON, a list of lists or an object of lists; the first list is client 0's. Rows count
-    from 0, and rows in no list stay unused.
+    file: JSON, a list of lists or an object of lists; the first list is client 0's. Rows are
+    counted from 0. Rows in no list are not used.
     """
 
     file: str | None = None
@@ -80,7 +80,7 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Return True for lists of rows, and False for an option's values by their keys."""
+    """Return True for lists of rows, and False for a dictionary of settings."""
     if isinstance(part, Mapping):
         list_types = (list, tuple, range, np.ndarray)
         are_lists = all(isinstance(value, list_types) for value in part.values())
@@ -92,7 +92,7 @@ def is_lists_of_rows(part: object) -> bool:
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     """Return the lists of all clients. Raise ValueError for wrong rows.
 
-    total: the number of training rows; None: it is not known yet.
+    total: the number of training rows; None if it is not known yet.
     """
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content

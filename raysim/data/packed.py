@@ -20,11 +20,12 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Strips(Source):
-    """The files <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json of a folder.
+    """A source that reads the files of a folder with strips.
 
-    The splits are train and test; other files are not read. meta.json names the classes
-    (`classes`) and the height of an image in pixels (`height`); without it images are square.
-    root: the folder, or the one around it, in which it is called `name`.
+    The files are <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json. The splits are
+    train and test; other files are not read. meta.json gives the names of the classes (`classes`)
+    and the height of an image in pixels (`height`); without it images are square. root: this
+    folder, or a folder that contains it as `name`.
     """
 
     root: str | None = None
@@ -70,12 +71,12 @@ class Strips(Source):
 
 
 def are_strips(folder: Path) -> bool:
-    """Return True if the folder holds labels of strips."""
+    """Return True if the folder contains labels of strips."""
     return _label_file(folder, "train").is_file()
 
 
 def _strip_files(folder: Path, split: str) -> list[Path]:
-    """Return the split's strips in order; if there are none, the name of the first one."""
+    """Return the files of a split in order; if there are none, the name of the first one."""
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 
@@ -84,7 +85,7 @@ def _label_file(folder: Path, split: str) -> Path:
 
 
 def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
-    """Return the height of an image and the names of the classes, None if the file has none."""
+    """Return the height of an image and the names of the classes; None for a missing entry."""
     is_there = bool(existing_file(path))
     try:
         description = parse_json(path.read_bytes()) if is_there else {}
@@ -130,7 +131,7 @@ def _read_split(folder: Path, split: str, height: int | None) -> tuple[NDArray[n
 
 
 def _cut_strip(path: Path, height: int | None) -> NDArray[np.uint8]:
-    """Return the images of one strip. height: of an image; None: images are square."""
+    """Return the images of one strip. height: the height of an image; None for square images."""
     picture = Picture(str(path), path).open()
     is_grey = picture.mode in ("1", "L", "LA")
     pixels = np.asarray(picture.convert("L" if is_grey else "RGB"))

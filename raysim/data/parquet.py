@@ -43,7 +43,7 @@ ROWS_AT_ONCE = 256  # pictures that are read from a file at once
 class ParquetColumns(NamedTuple):
     """The columns of Parquet files that are the input, the label and the user.
 
-    user: may be missing in the files. unused: columns that are left out.
+    user: this column may be missing in the files. unused: columns that are left out.
     """
 
     inputs: list[str]
@@ -55,13 +55,15 @@ class ParquetColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class Parquet(Source):
-    """Folders with train.parquet and test.parquet, or with parts train-*.parquet and so on.
+    """A source that reads folders with train.parquet and test.parquet.
 
-    root: one such folder, a list of them, or a folder of them; several are domains, named by their
-    folders.
+    A split may also consist of the files train-*.parquet or test-*.parquet.
+
+    root: one such folder, a list of such folders, or a folder that contains them. Several folders
+    are domains with the names of the folders.
     image_column: the picture files, as bytes or in a struct {bytes, path}, as Hugging Face stores
-    them. columns: the input in place of an image; None: all columns but the label and the user, if
-    there is no image column.
+    them. columns: the input columns instead of an image; with None, all columns but the label and
+    the user, if there is no image column.
     label, user: other names for `label_column` and `domain_column`, as data=csv has them; if none
     of these is set, columns with usual names (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
@@ -143,7 +145,7 @@ class Parquet(Source):
         return assemble(inputs, labels, domains, is_test, tokens, origin, domain_order)
 
     def _find_columns(self, path: Path) -> ParquetColumns:
-        """Return the columns that the settings and the first file's schema say."""
+        """Return the columns that follow from the settings and the first file's schema."""
         types = _column_types(path)
         names = list(types)
         label = label_column(names, self.label, self.label_column, str(path))
@@ -201,8 +203,8 @@ class Parquet(Source):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row, an integer or text.
 
-        It is the folder's name if there is no column of domains. Raise ValueError if a column that
-        a setting names is missing.
+        Without a column of domains it is the folder's name. Raise ValueError if the settings give a
+        column that is missing.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -278,7 +280,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def has_parquet_files(folder: Path) -> bool:
-    """Return True if a folder, or one inside it, has training files."""
+    """Return True if a folder, or a folder inside it, has training files."""
     inner = [path for path in folder.iterdir() if path.is_dir()]
     return any(split_files(path, "train") for path in (folder, *inner))
 
@@ -322,7 +324,7 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Put the folder's name in front of the names in a domain column.
 
-    parts: the domains of each file. Return also the order of the domains, None if some are text.
+    parts: the domains of each file. Return also the order of the domains, or None if some are text.
     """
     names = []
     parts_by_folder: dict[str, list[NDArray[Any]]] = {}
@@ -343,8 +345,8 @@ def _prefix_folders(
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
     """Raise ValueError if files mix text and numbers, or lists and single labels.
 
-    kind: with None and classification, floats and integers do not mix either, because integers
-    would become values unnoticed.
+    kind: with None and classification, floats and integers cannot be mixed either, because integers
+    would silently become values.
     """
     first_paths: dict[pa.DataType, Path] = {}
     for path in paths:
@@ -363,9 +365,9 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 
 
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
-    """Return the labels of all files in the form of the first file's.
+    """Return the labels of all files in the form of the first file's labels.
 
-    That is an array of numbers or text, a list for each row, or rows of a fixed length.
+    The form is an array of numbers or text, a list for each row, or rows of a fixed length.
     """
     if isinstance(parts[0], list):
         rows: list[Any] = []
@@ -388,9 +390,9 @@ def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
 
 
 def _read_class_names(paths: list[Path], label: str) -> list[str] | None:
-    """Return the class names in the files' metadata, raysim's or Hugging Face's.
+    """Return the class names from the files' metadata, as raysim or Hugging Face write them.
 
-    Raise ValueError if two files name different classes.
+    Raise ValueError if two files have different class names.
     """
     class_names: list[str] | None = None
     for path in paths:

@@ -70,8 +70,8 @@ BYTES_PER_CLIENT = 100  # of the arrays of a partition
 class Draws:
     """The rows that a partitioner splits, and its two random streams.
 
-    labels, domains: of each row, [n]. Data without classes have the label 0 everywhere.
-    proportions: the stream for clients' shares. orders: the stream for permutations of rows.
+    labels, domains: [n], of each row. Data without classes have the label 0 everywhere.
+    proportions: the stream for the shares of clients. orders: the stream for permutations of rows.
     """
 
     labels: Ints
@@ -90,9 +90,9 @@ class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
     fraction: the share of each client's training rows that is kept.
-    test_fraction: the share of a client's rows that is held out for its own test; None: nothing is
-    held out, and the client is tested on its part of the central test set (`tests`).
-    validation_fraction: the share held out to choose the client's best round.
+    test_fraction: the share of a client's rows that is held out for tests of this client; with
+    None, nothing is held out, and the client is tested on a part of the central test set (`tests`).
+    validation_fraction: the share that is held out to choose the client's best round.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -127,19 +127,19 @@ class Partitioner:
         raise NotImplementedError
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return each client's part of the central test set, as positions in it.
+        """Return each client's part of the central test set, as positions in this set.
 
-        labels, domains: of the central test rows. num_domains: the domains that have training
-        rows; they are numbered first.
+        labels, domains: of the central test rows. num_domains: how many domains have training rows;
+        they have the first numbers.
         """
         raise NotImplementedError
 
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str] | None:
-        """Return the user's name of each client, or None if clients are no users.
+        """Return the user's name of each client, or None if clients are not users.
 
-        partition: what `split` returned. domains: of the training rows.
+        partition: the result of `split`. domains: the domains of the training rows.
         """
         return None
 
@@ -173,7 +173,7 @@ class Partitioner:
 
 @dataclass(frozen=True)
 class IID(Partitioner):
-    """Equal parts of a random permutation."""
+    """A partition into equal parts of a random permutation."""
 
     clients: int
 
@@ -186,14 +186,14 @@ class IID(Partitioner):
 
 @dataclass(frozen=True)
 class Dirichlet(Partitioner):
-    """Each class shared out by a Dirichlet(alpha) draw (Yurochkin et al. 2019).
+    """A partition of each class by a Dirichlet(alpha) draw (Yurochkin et al. 2019).
 
     The shares are drawn again until every client has `minimum` samples.
     per: "class" draws the clients' shares of each class; "client" draws a class distribution for
     each client, normalised per class.
-    balance: a client that holds its equal share gets no further class.
-    grouping: 10 is the rule of FedDF (Lin et al. 2020): clients in groups of ten, each with its
-    consecutive part of the shuffled data and its own draws.
+    balance: a client that has its equal share gets no further class.
+    grouping: 10 is the rule of FedDF (Lin et al. 2020): clients in groups of ten, each group with
+    its consecutive part of the shuffled data and its own draws.
     minimum: None is 1, or half the mean client size with `grouping`.
     """
 
@@ -262,14 +262,15 @@ class Dirichlet(Partitioner):
 
 @dataclass(frozen=True)
 class DirichletClient(Partitioner):
-    """Clients of equal size, each with its own Dirichlet class distribution (Hsu et al. 2019).
+    """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
-    They draw samples without replacement.
+    Clients draw samples without replacement.
     concentration: "symmetric" is Dir(alpha, ..., alpha); "prior_scaled" is Dir(alpha * p), where p
     are the shares of the classes in the data.
     remaining: p are the shares of the classes that are left when a client's turn begins, as in
     FedBR's release.
-    turns: "rotating" lets clients take one sample each; "sequential" one client after another.
+    turns: with "rotating" clients take one sample each in turn; with "sequential" one client takes
+    all its samples before the next one.
     """
 
     by_class: ClassVar[bool] = True
@@ -310,7 +311,7 @@ class DirichletClient(Partitioner):
         )
 
     def _draw_distributions(self, draws: Draws, pools: Ints, clients: int) -> Floats:
-        """Draw class distributions, [clients, C]; a class without samples has probability 0."""
+        """Draw class distributions, [clients, C]; a class without samples gets probability 0."""
         scale = np.ones(len(pools))
         if self.concentration == "prior_scaled":
             scale = pools / pools.sum()
@@ -322,7 +323,7 @@ class DirichletClient(Partitioner):
         return distributions
 
     def _draw_next_client(self, draws: Draws, pools: Ints, size: int) -> Ints:
-        """Return the classes that the next client takes; they are subtracted from `pools`."""
+        """Return the classes that the next client takes; subtract them from `pools`."""
         distribution = self._draw_distributions(draws, pools, 1)
         turns = np.zeros(size, dtype=np.int64)
         return draw_classes(distribution, turns, draws.proportions.random(size), pools)
@@ -336,7 +337,7 @@ class DirichletClient(Partitioner):
 
 @dataclass(frozen=True)
 class Shards(Partitioner):
-    """Data sorted by label and cut into equal shards, a few per client (McMahan et al. 2017)."""
+    """A partition of data sorted by label: equal shards, a few per client (McMahan et al. 2017)."""
 
     by_class: ClassVar[bool] = True
     clients: int
@@ -368,7 +369,7 @@ class Shards(Partitioner):
 
 @dataclass(frozen=True)
 class Quantity(Partitioner):
-    """IID labels, and client sizes by one Dirichlet(alpha) draw (Li et al. 2022).
+    """A partition with IID labels and client sizes from a Dirichlet(alpha) draw (Li et al. 2022).
 
     The sizes are drawn again until every client has `minimum` samples.
     """
@@ -398,7 +399,7 @@ class Quantity(Partitioner):
 
 @dataclass(frozen=True)
 class Domain(Partitioner):
-    """Each domain's samples over clients of its own."""
+    """A partition in which several clients share the samples of one domain."""
 
     clients_per_domain: int = 1
 
@@ -425,12 +426,12 @@ class Domain(Partitioner):
 
 @dataclass(frozen=True)
 class Natural(Partitioner):
-    """Every user is a client; a user is a domain of the data.
+    """A partition in which every user is a client; users are the domains of the data.
 
-    column: the column that names the user of each row, in data that have columns; None: the
-    domains that the data bring, such as the users of LEAF's files.
+    column: the column with the user of each row, in data that have columns; with None, the domains
+    of the data, such as the users in LEAF's files.
     minimum: users with fewer training samples are left out.
-    clients: how many of the remaining users are drawn; None: all.
+    clients: how many of the remaining users are drawn; None takes all.
     """
 
     column: str | None = None
@@ -481,7 +482,10 @@ class Natural(Partitioner):
 
 @dataclass(frozen=True)
 class DomainClass(Partitioner):
-    """A client for each domain and group of classes; classes in no group stay unused."""
+    """A partition with a client for each pair of domain and group of classes.
+
+    Classes in no group are not used.
+    """
 
     by_class: ClassVar[bool] = True
     groups: list[list[int]]

@@ -1,4 +1,4 @@
-"""Encoded pictures to one uint8 array: decode, convert to grey or RGB, resize."""
+"""From encoded pictures to one uint8 array: decode, convert to grey or RGB, resize."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PICTURE_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An encoded picture: its file, or its bytes; `place` names it in messages."""
+    """An encoded picture: a file or bytes. place: the picture in messages."""
 
     place: str
     content: Path | bytes | None
@@ -59,9 +59,9 @@ def stack_images(
 ) -> Pixels:
     """Return all images as uint8 [count, c, h, w].
 
-    size: the height and width they are resized to; None: they have one size already.
-    channels: what they are converted to; None: they have one number of channels already.
-    Raise ValueError if their shapes differ.
+    size: the height and width that they are resized to; None if all have one size already.
+    channels: the number of channels that they are converted to; None if all have the same number
+    already. Raise ValueError if their shapes differ.
     """
     if isinstance(images, np.ndarray):
         height, width = images.shape[2:]
@@ -84,7 +84,7 @@ def stack_images(
 
 
 def _open_all(images: Pixels | Iterable[Picture]) -> Iterator[tuple[str, Image]]:
-    """Yield each image with its name in messages."""
+    """Yield each image with its name for messages."""
     from PIL import Image
 
     if not isinstance(images, np.ndarray):

@@ -1,4 +1,4 @@
-"""A source of data: the settings that all sources share, and the samples that each one returns."""
+"""A source of data: the settings that all sources share, and the samples that it returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTES_PER_TOKEN = 64  # gru, the smallest network for tokens, learns 16 numbers 
 
 
 class Origin(NamedTuple):
-    """Where inputs, labels and users were read: columns, arrays or files, for the plan of a run.
+    """The columns, arrays or files that inputs, labels and users were read from.
 
     unused: columns that were left out.
     """
@@ -51,9 +51,9 @@ class Raw:
     """The samples of a source: arrays, or pictures that are not decoded yet; training rows first.
 
     inputs: [n, ...], uint8 levels, floats, or int64 token numbers.
-    labels: classes [n]; or [n, outputs], values or 1 for labels that are there and 0 for others.
-    class_names: of the outputs. domains: of each row; None: there is one domain.
-    tokens: of token numbers; None: there are as many as the largest number says.
+    labels: classes [n]; or [n, outputs] with values, or with 1 for labels that are present and 0
+    for others. class_names: the names of the outputs. domains: the domain of each row; None for one
+    domain. tokens: the set of token numbers; with None its size follows from the largest number.
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -69,15 +69,15 @@ class Raw:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The settings that all sources of data share.
+    """The base class of sources of data, with the settings that all share.
 
-    only: names of the classes to keep, numbered in this order; None: all.
-    size: images are resized to size x size pixels. channels: 1 makes images grey, 3 RGB.
+    only: names of the classes to keep, numbered in this order; None keeps all.
+    size: images are resized to size x size pixels. channels: 1 makes images grey, 3 makes them RGB.
     cache: the folder of built data sets; None: see `cache_folder`.
-    kind: what is learnt; None: `labels.infer_kind` decides.
+    kind: the kind of the task; None lets `labels.infer_kind` decide.
     label_noise: the share of each client's training labels that become another class.
-    rotation, pool: corruptions of images (corrupted.py). pool: averages of pool x pool pixels.
-    From `mean` on: the settings of `Pipeline`.
+    rotation, pool: corruptions of images (corrupted.py). pool: blocks of pool x pool pixels become
+    means. `mean` and the settings after it are those of `Pipeline`.
     """
 
     only: list[str | int] | None = None
@@ -140,9 +140,9 @@ class Source:
         """Raise ValueError for settings of the subclass that are never valid."""
 
     def files(self) -> list[Path]:
-        """Return the files that `read` reads; download those that are missing.
+        """Return the files that `read` reads; download missing files.
 
-        The data set is built again if a name, a size or a time of them changes.
+        The data set is built again if a name, a size or a time of these files changes.
         """
         return []
 
@@ -233,7 +233,7 @@ class Source:
 def require_root(root: str | None, option: str, content: str) -> Path:
     """Return the path of `data.root`. Raise ValueError if it is not set.
 
-    option: what the user chose, such as "data=csv". content: what the path must be.
+    option: the user's choice, such as "data=csv". content: what the path must contain.
     """
     if not root:
         raise ValueError(f"{option} needs data.root: {content}. Set data.root=PATH.")
@@ -243,10 +243,10 @@ def require_root(root: str | None, option: str, content: str) -> Path:
 def convert_inputs(
     inputs: NDArray[Any], tokens: Tokens | None, name: str
 ) -> tuple[Inputs, Tokens | None]:
-    """Return inputs in the type they are stored in, and their tokens.
+    """Return inputs in the type in which they are stored, and their tokens.
 
-    uint8 stays, floats become float32, other integers are token numbers (int64). Raise ValueError
-    for other types, nan, infinite values, and integers that are no tokens.
+    uint8 stays uint8, floats become float32, other integers are token numbers (int64). Raise
+    ValueError for other types, nan, infinite values, and integers that cannot be tokens.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind
@@ -278,7 +278,7 @@ def convert_inputs(
 
 
 def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) -> LabelArray:
-    """Return labels in the type they are stored in. Raise ValueError if they do not fit `kind`."""
+    """Return labels in their stored type. Raise ValueError if they do not fit `kind`."""
     if kind == "classification":
         return labels.astype(np.int64)
     values = np.asarray(labels[:, None] if labels.ndim == 1 else labels, np.float32)
@@ -300,7 +300,7 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 
 
 def _read_as_kind(raw: Raw, kind: Kind | None, place: str) -> Raw:
-    """Return the samples with labels of `data.kind`. Raise ValueError if they cannot be that."""
+    """Return the samples with labels of `data.kind`. Raise ValueError if that is impossible."""
     if kind in (None, raw.kind):
         return raw
     labels: NDArray[Any] = raw.labels
@@ -318,7 +318,7 @@ def _read_as_kind(raw: Raw, kind: Kind | None, place: str) -> Raw:
 
 
 def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
-    """Return which columns became inputs, labels and users, in one line."""
+    """Describe in one line which columns became inputs, labels and users."""
     if tokens:
         form = "token numbers"
     elif inputs.dtype == np.uint8:
@@ -343,7 +343,7 @@ def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
-    """Return the file of a user's own class: the data set is built again if it changes."""
+    """Return the file of a user's class. The data set is built again if it changes."""
     if cls.__module__.partition(".")[0] == "raysim":
         return []
     try:
@@ -353,7 +353,7 @@ def _code_files(cls: type[Source]) -> list[Path]:
 
 
 def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
-    """Return the samples of these classes; pictures of the others are never decoded."""
+    """Return the samples of these classes. Pictures of other classes are never decoded."""
     if raw.kind != "classification":
         raise ValueError(
             f"data.only={list(classes)} keeps some classes, and the data has none ({raw.kind}). "

@@ -1,4 +1,4 @@
-"""Rows of a data set: which are for testing, their order, and numbers for labels and domains."""
+"""Rows of a data set: test rows, order, and numbers for labels and domains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train_first(is_test: NDArray[np.bool_]) -> tuple[Ints, int]:
 
 # ---- numbers for names ---------------------------------------------------------------------------
 def are_names(value: object) -> bool:
-    """Return True if a value from a file can be the names of classes."""
+    """Return True if a value from a file is a valid list of class names."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
@@ -40,9 +40,9 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Return labels as numbers 0 to C-1, and the names of the C classes.
 
-    values: integers or text; text is numbered by `names`, or alphabetically.
-    names: None gives integers as many classes as the largest label says, but no more than `rows`
-    (None: as many as there are labels). place: the source in messages.
+    values: integers or text; text is numbered by its position in `names`, or alphabetically. names:
+    with None, integers get as many classes as the largest label needs, but at most `rows` (None: as
+    many as there are labels). place: the source in messages.
     """
     rows = len(values) if rows is None else rows
     if values.dtype.kind in "OU":
@@ -87,7 +87,7 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return numbers for domains or users; those without training rows come last.
 
-    values: the name of each row's domain. order: all names in the order of their numbers; None:
+    values: the name of each row's domain. order: all names in the order of their numbers; None uses
     `natural_order`.
     """
     names = values.astype(np.str_)

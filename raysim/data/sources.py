@@ -1,8 +1,8 @@
-"""All sources of data by name, and those that download or generate their samples.
+"""All sources of data by name, and the sources that download or generate samples.
 
-Each source ends as one cached Arrow file (`dataset.py`). Its settings (`raw.py`) say what is done
-with the data: the pixels (size, channels), the corruptions (`corrupted.py`) and the pipeline of the
-training step (`batches.py`).
+Each source results in one cached Arrow file (`dataset.py`). Its settings (`raw.py`) control the
+pixels (size, channels), the corruptions (`corrupted.py`) and the pipeline of the training step
+(`batches.py`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ TORCHVISION_FILES = {  # what torchvision's classes read, below their root
 # ---- data sets by name ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Digits(Source):
-    """The 1,797 digits of scikit-learn, 8x8, no download; every fifth image of a class is test."""
+    """The 1,797 digits of scikit-learn, 8x8 pixels, without download.
+
+    Every fifth image of a class is a test image.
+    """
 
     def read(self) -> Raw:
         from sklearn.datasets import load_digits
@@ -94,7 +97,7 @@ class Digits(Source):
 
 @dataclass(frozen=True)
 class Mnist(Source):
-    """MNIST by torchvision. root: holds the folder MNIST/raw, or gets it by download."""
+    """MNIST by torchvision. root: contains the folder MNIST/raw, or receives the download."""
 
     root: str | None = None
     download: bool = True
@@ -108,7 +111,10 @@ class Mnist(Source):
 
 @dataclass(frozen=True)
 class FashionMnist(Source):
-    """Fashion-MNIST by torchvision. root: holds FashionMNIST/raw, or gets it by download."""
+    """Fashion-MNIST by torchvision.
+
+    root: contains the folder FashionMNIST/raw, or receives the download.
+    """
 
     root: str | None = None
     download: bool = True
@@ -122,7 +128,10 @@ class FashionMnist(Source):
 
 @dataclass(frozen=True)
 class Cifar10(Source):
-    """CIFAR-10 by torchvision. root: holds cifar-10-batches-py, or gets it by download."""
+    """CIFAR-10 by torchvision.
+
+    root: contains the folder cifar-10-batches-py, or receives the download.
+    """
 
     root: str | None = None
     download: bool = True
@@ -136,7 +145,7 @@ class Cifar10(Source):
 
 @dataclass(frozen=True)
 class Cifar100(Source):
-    """CIFAR-100 by torchvision. root: holds cifar-100-python, or gets it by download."""
+    """CIFAR-100 by torchvision. root: contains cifar-100-python, or receives the download."""
 
     root: str | None = None
     download: bool = True
@@ -150,7 +159,10 @@ class Cifar100(Source):
 
 @dataclass(frozen=True)
 class Svhn(Source):
-    """SVHN by torchvision, without `extra`. root: holds train_32x32.mat, or gets it by download."""
+    """SVHN by torchvision, without `extra`.
+
+    root: contains the file train_32x32.mat, or receives the download.
+    """
 
     root: str | None = None
     download: bool = True
@@ -164,7 +176,7 @@ class Svhn(Source):
 
 @dataclass(frozen=True)
 class Usps(Source):
-    """USPS by torchvision. root: holds usps.bz2, or gets it by download."""
+    """USPS by torchvision. root: contains the file usps.bz2, or receives the download."""
 
     root: str | None = None
     download: bool = True
@@ -182,8 +194,9 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set; download them first if one is missing.
 
-    In place of torchvision's files, a folder of the set's name may hold it as strips, Parquet files
-    or pictures. Raise ValueError if files are missing and the download is off or fails.
+    Instead of torchvision's files, a folder with the data set's name may contain it as strips,
+    Parquet files or pictures. Raise ValueError if files are missing and the download is off or
+    fails.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)
@@ -215,9 +228,9 @@ def _root_folder(source: Downloadable) -> Path:
 
 
 def _find_complete_folder(root: Path, set_name: str) -> Path | None:
-    """Return the root, or the folder of the set's name in it, that has all of torchvision's files.
+    """Return the folder with all of torchvision's files, or None.
 
-    None: neither has all of them.
+    It is the root, or the folder in it that has the data set's name.
     """
     for folder in (root, find_folder(root, set_name)):
         if folder and all((folder / name).is_file() for name in TORCHVISION_FILES[set_name]):
@@ -320,9 +333,10 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 
 @dataclass(frozen=True)
 class Synthetic(Source):
-    """Gaussian class prototypes with a shift per domain and noise, for tests and timing.
+    """Random points around Gaussian class prototypes, for tests and timing.
 
-    noise, shift: deviations relative to those of the prototypes. test_samples: central test rows.
+    Each domain shifts all points, and each point gets noise. noise, shift: standard deviations, in
+    units of the prototypes' standard deviation. test_samples: the number of central test rows.
     """
 
     shape: list[int] = field(default_factory=lambda: [1, 8, 8])

@@ -52,7 +52,7 @@ def draw_partition(data: FederatedData, path: str | Path) -> None:
 
 
 def size_edges(sizes: Ints) -> list[float]:
-    """Return the edges of the bars of a histogram of clients' sizes."""
+    """Return the edges of the bars in a histogram of clients' sizes."""
     low, high = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
     # whole numbers of samples, or bins would hold unequal counts of them
     width = (high - low) // MAX_BINS + 1

@@ -10,9 +10,9 @@ from raysim.data.heterogeneity import entropy, heterogeneity
 
 
 def class_counts(data: FederatedData) -> Ints:
-    """Return the training samples of each client and class, [N, C], unseen clients included.
+    """Return the training samples of each of N clients in each of C classes, [N, C].
 
-    Data without classes have one group of all samples, [N, 1].
+    Unseen clients are included. Data without classes have one group of all samples, [N, 1].
     """
     train = data.partition.all_train
     groups, names = data.open().groups()

@@ -2,7 +2,8 @@
 
 The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
 Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). No function makes
-a Python object per client, so that a million clients cost two arrays.
+a Python object per client, so that a million clients cost two arrays. In shapes, N is the number of
+clients, C the number of classes and n the number of samples.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def fraction_count(*, total: int, fraction: float) -> int:
 
 
 def floor_counts(values: NDArray[np.floating]) -> Ints:
-    """Return floor(value + 1e-9) of each value, as `fraction_count` does for one."""
+    """Return floor(value + 1e-9) for each value, like `fraction_count` for one."""
     counts: Ints = np.floor(values + GUARD).astype(np.int64)
     return counts
 
@@ -38,17 +39,17 @@ def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
 
 
 def share_counts(total: int, shares: Floats) -> Ints:
-    """Cut `total` samples at the cumulative shares; the last share gets all that remain."""
+    """Cut `total` samples at the cumulative shares; the last share gets the remaining samples."""
     cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
     cuts[-1] = total
     return np.diff(cuts, prepend=0)
 
 
 def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> Iterator[Ints]:
-    """Yield, for one class after another, how many of its samples each client gets, [N].
+    """Yield for each class how many of its samples each client gets, [N].
 
     sizes: samples of each class, [C]. proportions: the clients' shares of each class, [C, N].
-    balance: a client that holds n/N samples or more gets nothing of the following classes.
+    balance: a client that has n/N samples or more gets nothing of the following classes.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
     totals = np.zeros(clients, dtype=np.int64)
@@ -66,7 +67,7 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
 
 
 def _even_offsets(total: int, parts: int) -> Ints:
-    """Return the bounds of even parts, [parts + 1]; the first ones get one sample more."""
+    """Return the bounds of even parts, [parts + 1]; the first parts get one sample more."""
     numbers = np.arange(parts + 1)
     return numbers * (total // parts) + np.minimum(numbers, total % parts)
 
@@ -79,7 +80,10 @@ def iid_split(*, order: ArrayLike, num_clients: int) -> CSR:
 
 
 def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
-    """Cut a permutation at the cumulative `proportions`, [N]."""
+    """Split shuffled rows over clients: client i gets the share `proportions[i]` of them.
+
+    permutation: the shuffled rows. proportions: the shares of the N clients, [N].
+    """
     indices = np.asarray(order, dtype=np.int64)
     return CSR.from_counts(indices, share_counts(len(indices), np.asarray(proportions)))
 
@@ -87,9 +91,10 @@ def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
 def dirichlet_label_split(
     *, labels: ArrayLike, proportions: ArrayLike, order: ArrayLike, balance: bool = False
 ) -> CSR:
-    """Cut each class, in `order`, at the cumulative `proportions`, [C, N].
+    """Split the rows of each class, in `order`, over clients.
 
-    balance: see `class_counts_by_client`.
+    proportions: the share of each class that each client gets, [C, N]. balance: see
+    `class_counts_by_client`.
     """
     labels, shares = np.asarray(labels), np.asarray(proportions)
     clients = np.arange(shares.shape[1])
@@ -102,9 +107,9 @@ def dirichlet_label_split(
 
 
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
-    """Turn the clients' class distributions, [N, C], into clients' shares of each class, [C, N].
+    """Convert class shares of each client, [N, C], to client shares of each class, [C, N].
 
-    A class that no client wants is shared equally.
+    A class that no client has in its distribution is shared equally.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)
@@ -123,9 +128,9 @@ def dirichlet_client_split(
 ) -> CSR:
     """Let clients take single samples in turn, without replacement.
 
-    proportions: each client's class distribution, [N, C].
-    turns: the client that takes each sample, [n]. uniforms: its draw in [0, 1), [n].
-    order: within a class, samples are taken in this order.
+    proportions: each client's class distribution, [N, C]. turns: the client that takes each sample,
+    [n]. uniforms: the draw in [0, 1) of each turn, [n]. order: within a class, samples are taken in
+    this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -136,8 +141,8 @@ def dirichlet_client_split(
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
     """Return the class that is taken at each turn, by inverse CDF over the classes that are left.
 
-    proportions: each client's class distribution, [N, C].
-    pools: samples left of each class, [C]; what is taken is subtracted in place.
+    proportions: each client's class distribution, [N, C]. pools: samples left of each class, [C];
+    taken samples are subtracted in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -156,7 +161,7 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """Give each turn a sample of the class it took; samples of a class go out in `order`.
+    """Give each turn a sample of its class; samples of a class are given in `order`.
 
     A client's rows are in the order of its turns.
     """
@@ -179,7 +184,7 @@ def shard_split(
     order: ArrayLike,
     assignment: ArrayLike,
 ) -> CSR:
-    """Sort by label, cut into N * S even shards and give client k S of them.
+    """Sort by label, cut into N * S even shards, and give S of them to each client.
 
     assignment: the shards in the order in which clients get them, [N * S].
     """
@@ -196,9 +201,9 @@ def shard_split(
 def domain_split(
     *, domains: ArrayLike, num_domains: int, order: ArrayLike, clients_per_domain: int = 1
 ) -> CSR:
-    """Cut each domain, in `order`, evenly over its clients.
+    """Split each domain, in `order`, evenly over its clients.
 
-    Client `domain * clients_per_domain + part` gets that part of the domain.
+    Client `domain * clients_per_domain + part` gets part number `part` of the domain.
     """
     domains = np.asarray(domains)
     sizes = np.bincount(domains, minlength=num_domains)
@@ -214,9 +219,10 @@ def domain_class_split(
     num_domains: int,
     class_groups: Sequence[Sequence[int]],
 ) -> CSR:
-    """Make a client of each domain and group of classes; its row numbers ascend.
+    """Make a client for each pair of domain and group of classes, with ascending rows.
 
-    Client `domain * len(class_groups) + group`. Rows of classes in no group stay unused.
+    The client's number is `domain * len(class_groups) + group`. Rows of classes in no group are not
+    used.
     """
     domains, labels = np.asarray(domains), np.asarray(labels)
     largest = int(labels.max(initial=0))
@@ -233,9 +239,10 @@ def domain_class_split(
 
 # ---- parts of each client's rows -----------------------------------------------------------------
 def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order: ArrayLike) -> CSR:
-    """Keep the first `fraction_count` rows of each client by `order`.
+    """Keep the first `fraction_count` rows of each client in `order`.
 
-    indices, offsets: of a `CSR`. The rows of a smaller fraction are among those of a larger one.
+    indices, offsets: the arrays of a `CSR`. The rows of a smaller fraction are among those of a
+    larger one.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -243,7 +250,10 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
 
 def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
-    """Return where in `csr.indices` the first `counts[k]` rows by `order` of each client k are."""
+    """Return the positions in `csr.indices` of the first `counts[k]` rows of each client k.
+
+    The rows of a client are taken in `order`.
+    """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))
     places = np.lexsort((ranks[csr.indices], csr.owners))
@@ -252,7 +262,7 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
 
 
 def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
-    """Hold out shares of each client's rows, by `order` first for test, then for validation.
+    """Hold out shares of each client's rows, in `order`, first for test, then for validation.
 
     Each part has `fraction_count` rows, but the last row of a client stays in training.
     """

@@ -1,4 +1,4 @@
-"""A data set by its name, in whichever form it is stored: strips, Parquet files or pictures."""
+"""A data set found by name, stored as strips, Parquet files or pictures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raysim.primitives.files import user_path
 
 @dataclass(frozen=True)
 class Stored(Source):
-    """A data set in a folder, as strips, Parquet files or folders of pictures.
+    """A source that reads a folder with strips, Parquet files or folders of pictures.
 
-    root: the folder of the data set, or the one around it. name: the folder inside `root`; its
+    root: the folder of the data set, or a folder that contains it. name: the folder inside `root`;
     case, blanks, hyphens and underscores do not matter.
     test_fraction: the share of each class of each domain that is for testing, if the files do not
     say which rows are. The columns are those of Parquet files.
@@ -50,7 +50,7 @@ class Stored(Source):
         return self.source().read()
 
     def source(self) -> Strips | Parquet | ImageFolder:
-        """Return the source that reads the stored form. Raise ValueError if there is no folder."""
+        """Return the source for the stored form. Raise ValueError if there is no folder."""
         set_name = self.name or "the images"
         content = f"the folder with {set_name} as strips, Parquet files or folders of pictures"
         option = f"The data set {self.name}" if self.name else "This data set"
@@ -74,7 +74,7 @@ class Stored(Source):
 
 
 def find_folder(root: Path, name: str) -> Path | None:
-    """Return the folder in `root` with this name, whatever its case, blanks and hyphens."""
+    """Return the folder in `root` with this name, ignoring case, blanks and hyphens."""
     inner = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     for path in inner:
         if _letters_and_digits(path.name) == _letters_and_digits(name):
@@ -83,7 +83,7 @@ def find_folder(root: Path, name: str) -> Path | None:
 
 
 def holds_images(folder: Path) -> bool:
-    """Return True if `Stored` could read something in the folder."""
+    """Return True if the folder contains something that `Stored` can read."""
     if are_strips(folder) or has_parquet_files(folder):
         return True
     return any(path.suffix.lower() in PICTURE_SUFFIXES for path in folder.glob("*/**/*"))

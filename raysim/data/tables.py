@@ -1,4 +1,4 @@
-"""Tables as text, CSV and JSON lines, whose columns are inputs, labels and users."""
+"""Tables in CSV and JSON-lines files, whose columns are inputs, labels and users."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 
 @dataclass(frozen=True)
 class TextTable(Source):
-    """A file of rows, or a folder with a file of training rows and perhaps one of test rows.
+    """A source that reads one file of rows, or a folder with a training file.
 
-    columns: the input; None: all columns but the label and the user.
-    label, user: the columns of labels and of users (clients, with partition=natural); None: a
+    The folder may also have a file of test rows.
+
+    columns: the input columns; None takes all columns but the label and the user.
+    label, user: the columns of labels and of users (clients, with partition=natural); None takes a
     column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a test file.
     length, padding, tokenizer: see `TokenSettings`.
@@ -110,7 +112,7 @@ class TextTable(Source):
         return assemble(inputs, labels, users, is_test, tokens, origin)
 
     def _read_file(self, path: Path) -> pa.Table:
-        """Return a file's rows. Raise ValueError if it is empty or names a column twice."""
+        """Return a file's rows. Raise ValueError if it is empty or two columns have one name."""
         try:
             table = self.parse(regular_file(path))
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -132,10 +134,10 @@ class TextTable(Source):
 
 @dataclass(frozen=True)
 class Csv(TextTable):
-    """Comma-separated values with the names of the columns in the first line.
+    """A source of comma-separated values with the names of the columns in the first line.
 
-    delimiter: what separates the values of a row. A field that is empty or NA, and not in quotes,
-    is missing.
+    delimiter: the character between the values of a row. A field that is empty or NA, and not in
+    quotes, is missing.
     """
 
     delimiter: str = ","
@@ -166,7 +168,7 @@ class Csv(TextTable):
 
 @dataclass(frozen=True)
 class JsonLines(TextTable):
-    """A JSON object in each line, with the same keys in all; lists are vectors or tokens."""
+    """A source with a JSON object in each line, with equal keys; lists are vectors or tokens."""
 
     option: ClassVar[str] = "data=jsonl"
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json", ".jsonl.gz")

@@ -1,4 +1,4 @@
-"""Tables of scikit-learn, and NumPy archives of the user's own."""
+"""Tables of scikit-learn, and the user's own NumPy archives."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ARRAY_NAMES = ("x", "y", "user")  # of a NumPy archive
 
 @dataclass(frozen=True)
 class Tabular(Source):
-    """A table that comes with scikit-learn, with columns of mean 0 and deviation 1.
+    """A table that comes with scikit-learn, scaled to columns of mean 0 and deviation 1.
 
-    breast_cancer and wine have classes. diabetes has a value, the course of the disease, which is
-    scaled as the columns are. Means and deviations are those of the training rows.
-    test_fraction: the share of each class that is for testing.
+    breast_cancer and wine have classes. diabetes has a value, the progression of the disease, which
+    is scaled like the columns. Means and deviations are those of the training rows. test_fraction:
+    the share of each class that is for testing.
     """
 
     name: Literal["breast_cancer", "wine", "diabetes"]
@@ -54,7 +54,7 @@ class Tabular(Source):
 
 
 def _standardise(values: NDArray[Any], is_train: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Scale columns to mean 0 and deviation 1 over the training rows; constant ones become 0."""
+    """Scale columns to mean 0 and deviation 1 over the training rows; constant columns become 0."""
     mean, deviation = values[is_train].mean(axis=0), values[is_train].std(axis=0)
     scaled = (values - mean) / np.where(deviation > 0, deviation, 1.0)
     standard: NDArray[np.float32] = scaled.astype(np.float32)
@@ -63,9 +63,9 @@ def _standardise(values: NDArray[Any], is_train: NDArray[np.bool_]) -> NDArray[n
 
 @dataclass(frozen=True)
 class NumPy(Source):
-    """NumPy arrays of any shape: root/train.npz and perhaps root/test.npz.
+    """A source of NumPy arrays of any shape: root/train.npz and optionally root/test.npz.
 
-    Each has x [n, ...], y, and perhaps user [n].
+    Each file has x [n, ...], y, and optionally user [n].
     x: uint8 levels (images are [n, channels, height, width]), floats, or integers, which are token
     numbers; `padding` is the number that fills short sequences. y: labels [n] or [n, outputs], see
     `labels.infer_kind`. user: the user of each sample, for partition=natural.
@@ -101,11 +101,12 @@ class NumPy(Source):
 
 @dataclass(frozen=True)
 class Npz(Source):
-    """One NumPy archive for each client: root/train/0.npz, 1.npz, ..., in the layout of PFLlib.
+    """A source with one NumPy archive for each client, in the layout of PFLlib.
 
-    Test archives are root/test/0.npz, .... Each has x [n, ...] and y, as `NumPy` describes them.
-    The name of a file is the user of its rows, whom partition=natural makes a client.
-    test_fraction: the share of each user's rows that is for testing, without the folder test.
+    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each has x [n, ...] and y,
+    as `NumPy` describes them. The name of a file is the user of its rows; with partition=natural
+    this user is a client. test_fraction: the share of each user's rows that is for testing, without
+    the folder test.
     """
 
     root: str | None = None
@@ -159,12 +160,12 @@ class Npz(Source):
 
 
 def _is_plain_number(text: str) -> bool:
-    """Return True for a number from 0 without leading zeros."""
+    """Return True for the text of an integer from 0 on without leading zeros."""
     return text.isascii() and text.isdecimal() and str(int(text)) == text
 
 
 def _numbered_archives(folder: Path) -> list[Path]:
-    """Return the archives in a folder, by their number, then by name."""
+    """Return the archives in a folder, ordered by number, then by name."""
     if not folder.is_dir():
         return []
     paths = [regular_file(path) for path in folder.glob("*.npz")]
@@ -179,7 +180,10 @@ def _assemble(
     padding: int,
     place: str,
 ) -> Raw:
-    """Return the samples. is_test: None draws `test_fraction` of the rows."""
+    """Return the samples.
+
+    is_test: the mask of test rows. With None, `test_fraction` of the rows become test rows.
+    """
     inputs, users = arrays["x"], arrays.get("user")
     labels = read_labels(arrays["y"], kind, None, place)
     if is_test is None:
@@ -222,7 +226,7 @@ def _concatenate(
 
 
 def _value_kind(key: str, dtype: np.dtype[Any]) -> str:
-    """Return what a type means: levels, integers (classes or tokens), values or text."""
+    """Return what values of a type are: levels, integers (classes or tokens), values or text."""
     if key == "x" and dtype == np.uint8:
         return "levels"
     return "integers" if dtype.kind in "iub" else dtype.kind

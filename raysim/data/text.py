@@ -1,4 +1,4 @@
-"""Token sequences and other data of users: LEAF's files, and Markov chains, which need no file."""
+"""Token sequences and other data of users: LEAF's files, and generated Markov chains."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OTHER_TOKEN = len(LETTERS) + 1  # any other character
 
 @dataclass(frozen=True)
 class Leaf(Source):
-    """The files of LEAF (Caldas et al. 2018): root/train/*.json and root/test/*.json.
+    """A source that reads LEAF's files (Caldas et al. 2018).
 
-    Every user is a domain. Inputs are text, whose characters become tokens; lists of numbers; names
-    of pictures (CelebA); or lists of fields (Sent140). Labels that are single characters are the 80
-    of LEAF's Shakespeare.
-    length: characters kept of a text, the last ones. shape: of inputs that are numbers, such as
-    [1, 28, 28] for FEMNIST; None: as they are. images: the folder of the pictures.
-    field: which field is the text, from 0.
+    The files are root/train/*.json and root/test/*.json. Every user is a domain. Inputs are text,
+    whose characters become tokens; lists of numbers; names of pictures (CelebA); or lists of fields
+    (Sent140). Labels that are single characters are the 80 of LEAF's Shakespeare.
+    length: how many characters of a text are kept, the last ones. shape: the shape of inputs that
+    are numbers, such as [1, 28, 28] for FEMNIST; None keeps their shape. images: the folder of the
+    pictures. field: the number of the field with the text, from 0.
     """
 
     root: str | None = None
@@ -156,12 +156,12 @@ class _LeafRows:
     place: str
 
     def origin(self, form: str) -> Origin:
-        """Return where inputs of this form, labels and users were read."""
+        """Return the files and fields that inputs of this form, labels and users were read from."""
         return Origin(f"x ({form})", f"y ({type_name(self.labels)})", "users")
 
 
 def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
-    """Return one text of each input that is a list of fields."""
+    """Return the text of the chosen field for each input that is a list of fields."""
     texts = []
     for x in inputs:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
@@ -175,7 +175,7 @@ def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
 
 
 def _refuse_fields(inputs: list[Any], place: str) -> None:
-    """Raise ValueError if an input is a list that holds text."""
+    """Raise ValueError if an input is a list that contains text."""
     for x in inputs:
         if not isinstance(x, list):
             continue
@@ -209,13 +209,17 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
 
 @dataclass(frozen=True)
 class Markov(Source):
-    """Token sequences that Markov chains generate; every user is a domain.
+    """A source of token sequences that Markov chains generate; every user is a domain.
 
-    label: "next" is the token that follows the sequence. All users share a chain, of which the
-    share `skew` is replaced by a chain of the user. "chain" is which of `chains` chains made the
-    sequence; the share `skew` of a user's sequences comes from the user's favourite chain.
-    length, shortest: of the sequences, padded at the end.
-    samples, test_samples: of each user.
+    label="next": the label is the token that follows the sequence. A user's transition
+    probabilities are (1 - skew) times those of a common chain plus skew times those of a chain of
+    the user.
+    label="chain": the label is the number of the chain, out of `chains`, that generated the
+    sequence. The share `skew` of a user's sequences comes from the user's favourite chain, the
+    others from any chain.
+    length: the number of tokens of a sequence after padding at the end.
+    shortest: the smallest number of tokens before padding.
+    samples, test_samples: the number of sequences of each user.
     """
 
     users: int = 20

@@ -1,4 +1,4 @@
-"""Columns in any type of NumPy, PyTorch, pandas, SciPy or Arrow to plain NumPy arrays."""
+"""From columns of NumPy, PyTorch, pandas, SciPy or Arrow to plain NumPy arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 def plain_array(column: Any, place: str) -> NDArray[Any]:
     """Return a column as an array of booleans, integers, floats or text.
 
-    Other types of NumPy, such as dates, stay unchanged for the caller to refuse. The columns of a
-    table become the columns of one array. place: the column in messages, such as "data: the labels
-    for train". Raise ValueError for missing values, rows of different shapes and mixed types.
+    Other types of NumPy, such as dates, stay unchanged, and the caller refuses them. The columns of
+    a table become the columns of one array. place: the column in messages, such as "data: the
+    labels for train". Raise ValueError for missing values, rows of different shapes and mixed
+    types.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)
@@ -49,7 +50,7 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
 def as_float32(values: NDArray[Any], place: str) -> NDArray[np.float32]:
     """Return numbers as float32.
 
-    Raise ValueError for numbers that are not finite or beyond the range of float32.
+    Raise ValueError for numbers that are not finite or outside the range of float32.
     """
     if not np.isfinite(values).all():
         raise ValueError(f"{place} are nan or infinite. Replace or remove them.")

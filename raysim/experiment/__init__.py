@@ -1,1 +1,1 @@
-"""Overrides become a configuration, a configuration becomes objects, objects become a run."""
+"""From overrides to a configuration, from a configuration to objects, from objects to a run."""

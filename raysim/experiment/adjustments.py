@@ -1,4 +1,4 @@
-"""Change a run's settings and data where its methods or its model need other ones."""
+"""Change a run's settings and data to what its methods or its model need."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from raysim.training.run_spec import Checkpoint, RunSpec
 
 
 def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
-    """Set what methods cannot run without, except for keys that the user set.
+    """Set the keys that methods require, except for keys that the user set.
 
-    `Method.setup` refuses the user's own wrong values. Also return a sentence for each change.
+    Return the new configuration, and a sentence for each change. If a value of the user is wrong,
+    `Method.setup` refuses it later.
     """
     sentences = []
     for method in methods:
@@ -52,7 +53,7 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
 def drop_untrainable_clients(
     spec: RunSpec, declarations: Declarations, partitioner: Partitioner
 ) -> tuple[RunSpec, tuple[str, ...]]:
-    """Leave out clients of one training sample if the model cannot train on one row.
+    """Leave out clients with one training sample if the model cannot train on one row.
 
     Also return a warning if there are such clients. Raise `ValueError` if every batch, or every
     client, has one row.
@@ -90,7 +91,7 @@ def drop_untrainable_clients(
 
 
 def make_folder_absolute(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the options with a local folder as processes in other folders find it, too."""
+    """Return the options with an absolute folder, which processes in other folders find, too."""
     if not checkpoint.folder or "://" in checkpoint.folder:
         return checkpoint
     return replace(checkpoint, folder=str(user_path(checkpoint.folder).absolute()))

@@ -67,7 +67,8 @@ def build(
 ) -> Experiment:
     """Build and check all objects of a run; download and cache its data if necessary.
 
-    Nothing else is written. See `run` for the arguments. Raise `Refused` for what cannot run.
+    Nothing else is written. See `run` for the arguments. Raise `Refused` for a run that cannot be
+    made.
     """
     parts = {
         "model": model,
@@ -96,7 +97,7 @@ def build(
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
-    """Return the data of a run, split over its clients. Raise `Refused` for what cannot run."""
+    """Return the data of a run, split over its clients. Raise `Refused` if that is impossible."""
     with errors_as_refusals():
         node = _compose_node(config, allow)
         source: Source = build_part(node, "data", allow, {})
@@ -107,7 +108,7 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 def _compose_node(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
-    """Return a whole configuration as it is, or the one that overrides and settings give."""
+    """Return a complete configuration unchanged; otherwise compose overrides and settings."""
     folders = allow_packages(allow)
     if not isinstance(config, (DictConfig, Mapping)):
         return to_dict(compose(_split_text(config), folders, settings=settings))
@@ -214,7 +215,7 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
 def _choose_step_mode(
     spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
-    """Return the spec with lanes, graph and precision, chosen where the user left them open."""
+    """Return the spec with lanes, graph and precision, chosen unless the user set them."""
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):
         raise Refused(
             f"runtime.precision=tf32 needs a GPU of NVIDIA, and device={spec.device}: "

@@ -1,4 +1,4 @@
-"""Complete words on the command line: configuration keys, and options of a group, after a + too."""
+"""Complete words on the command line: configuration keys, and options, also after a "+"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysim.primitives.errors import Refused
 def completions(
     prefix: str, other_words: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return the words that begin with `prefix`. other_words: such as method=fedprox."""
+    """Return the words that begin with `prefix`. other_words: the other words of the command."""
     try:
         options = find_groups(config_folders(folders)).files
         key, equals, value = prefix.partition("=")

@@ -1,8 +1,8 @@
-"""Make one checked configuration of overrides, the folder `conf` and a stored configuration.
+"""Make one checked configuration from overrides, the folder `conf` and a stored configuration.
 
 Hydra composes the files (`hydra_composition`). Overrides are checked and applied here, because
-Hydra accepts too much (a misspelt key with `+` creates a new one) and its errors name its own
-internals.
+Hydra accepts too much (a misspelt key with `+` creates a new key) and its errors use internal
+names.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ def compose(
     stored: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> DictConfig:
-    """Return one resolved configuration; its `choices` name the option of every group.
+    """Return one resolved configuration; its `choices` give the option of every group.
 
     folders: the user's own folders, laid out like `conf`. stored: the configuration file of a run
-    or of a search, which holds for all that no override names; with resume=, that of the run's
-    folder. settings: more overrides, as values by their keys ("rounds", "local.lr";
-    {"local": {"lr": 0.1}} says the same). Raise `Refused` for whatever does not exist.
+    or of a search, whose values are used for all keys without an override; with resume=, the file
+    in the run's folder. settings: more overrides, as values by their keys ("rounds", "local.lr";
+    {"local": {"lr": 0.1}} says the same). Raise `Refused` for keys, options and files that do not
+    exist.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)
@@ -90,8 +91,8 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration and set the user's values in it.
 
-    `stored` gives the options of groups that no override names; with resume=, the configuration
-    of the resumed run does. `settings` are overrides as values.
+    `stored` gives the options of groups without an override; with resume=, the configuration of the
+    resumed run does. `settings` are overrides as values.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}
@@ -113,7 +114,7 @@ def _draft_config(
 def _separate_options(
     overrides: Sequence[str], settings: Mapping[str, object], groups: Groups
 ) -> tuple[dict[str, list[str]], dict[str, SetValue]]:
-    """Return the options that overrides and settings choose, by group, and the values, by key."""
+    """Return the chosen options by group and the values by key, from overrides and settings."""
     parsed = [read_full_key(text) for text in overrides]
     setting_values = full_keys(flatten_settings(settings))
     setting_texts = {key: f"{key}={format_value(value)}" for key, value in setting_values.items()}
@@ -146,7 +147,7 @@ def _separate_options(
 def _restore_objects(
     config: DictConfig, stored: Node, options: Mapping[str, object], groups: Groups
 ) -> None:
-    """Copy the stored nodes of objects from Python, which no option names, into `config`."""
+    """Copy the stored nodes of objects from Python, unless an option replaces them, to `config`."""
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
         is_object = choices.get(group) not in groups.files[group]
@@ -156,7 +157,7 @@ def _restore_objects(
 
 
 def _add_set_keys(config: DictConfig, keys: Sequence[str]) -> None:
-    """Add keys to those that the user set, which no method may change."""
+    """Add keys to those that the user set. Methods cannot change these."""
     earlier_keys = config.choices.get(SET_KEYS) or []
     config.choices[SET_KEYS] = sorted({*earlier_keys, *keys})
 
@@ -207,7 +208,7 @@ def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
 
 # --- stored configurations ------------------------------------------------------------------------
 def _load_stored(path: str | Path | None) -> Node | None:
-    """Load a configuration to start from, without the keys that belong to its own run alone."""
+    """Load a configuration to start from, without the keys that are only valid for one run."""
     if path is None:
         return None
     advice = "Name the config.yaml of a run, or the best.yaml of a search."
@@ -220,7 +221,7 @@ def _load_stored(path: str | Path | None) -> Node | None:
 
 
 def _load_resumed(values: Mapping[str, Any]) -> Node | None:
-    """Load the stored configuration of the run that `resume` names, if there is one."""
+    """Load the stored configuration of the run that `resume` gives, if there is one."""
     for place in _resumed_places(values):
         folder = open_store(place if is_remote(place) else user_path(place))
         if CONFIG_FILE not in folder.names():
@@ -253,7 +254,7 @@ def _resumed_places(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_complete(node: Node) -> bool:
-    """Return whether a configuration has all groups, and the names of their options."""
+    """Return True if a configuration has all groups, and the names of their options."""
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:
         return False
@@ -275,7 +276,7 @@ def _is_complete(node: Node) -> bool:
 def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]:
     """Return the options of a stored configuration that still exist.
 
-    The preset is not among them: its values are stored.
+    The preset is not included, because its values are stored.
     """
     options: dict[str, list[str]] = {}
     if stored is None:
@@ -290,7 +291,7 @@ def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]
 
 
 def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) -> DictConfig:
-    """Return the stored configuration with what the user set taken from the new one."""
+    """Return the stored configuration; keys that the user set have the new values."""
     result = OmegaConf.create(stored)
     for set_key in set_keys:
         keys = next((pair for pair in ALTERNATIVES if set_key in pair), (set_key,))

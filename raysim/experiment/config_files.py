@@ -1,4 +1,4 @@
-"""Read and write configurations as plain data: the files of options, and those that runs store."""
+"""Read and write configurations as plain data: files of options, and files of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SET_KEYS = "_set_"
 
 
 def to_dict(config: DictConfig | Mapping[str, Any]) -> Node:
-    """Return a configuration as dictionaries and lists; "???" stands for a missing value."""
+    """Return a configuration as dictionaries and lists; "???" marks a missing value."""
     if isinstance(config, DictConfig):
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
         return cast(Node, values)
@@ -27,7 +27,7 @@ def to_dict(config: DictConfig | Mapping[str, Any]) -> Node:
 
 
 def to_yaml(config: Node) -> str:
-    """Return a configuration as a run's folder stores it, without passwords of addresses."""
+    """Return a configuration as YAML for a run's folder, without passwords in addresses."""
     text = OmegaConf.to_yaml(OmegaConf.create(drop_set_keys(config)))
     return without_password(str(text))
 
@@ -35,8 +35,7 @@ def to_yaml(config: Node) -> str:
 def load_yaml(path: Path, advice: str = "Restore it, or start in a new folder.") -> Node:
     """Read a configuration file.
 
-    `advice` ends the error. Raise `Refused` if the file is broken, or is no mapping from names to
-    values.
+    `advice` ends the error. Raise `Refused` if the file is broken, or is not a dictionary.
     """
     try:
         node = OmegaConf.to_container(OmegaConf.load(regular_file(path)))

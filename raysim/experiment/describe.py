@@ -1,4 +1,4 @@
-"""Describe a run: the overview before it starts, its split, and what its bits depend on."""
+"""Describe a run: the overview before the start, the split, and what the bits depend on."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _methods(methods: Sequence[Method]) -> str:
 
 
 def hook_names(cls: type[Method]) -> list[str]:
-    """Return the hooks that a method fills, without its checks of the settings."""
+    """Return the hooks that a method overrides, without the hooks that check settings."""
     names = [hook for hook in HOOKS if hook != "settings"]
     return [hook for hook in names if getattr(cls, hook) is not getattr(Method, hook)]
 
@@ -164,7 +164,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
-    """Return the file of the initial weights and what it lacks; "" if all weights are drawn."""
+    """Return the file of the initial weights and what is missing in it; "" without a file."""
     init, weights = experiment.spec.settings.init, experiment.spec.weights
     if weights is None:
         return ""
@@ -274,7 +274,7 @@ def split_facts(data: FederatedData) -> dict[str, object]:
 
 
 def identity(experiment: Experiment) -> dict[str, object]:
-    """Return what the bits of a run depend on besides its methods and data."""
+    """Return everything that the bits of a run depend on, except its methods and data."""
     spec = experiment.spec
     device = spec.device
     if device.startswith("cuda") and torch.cuda.is_available():

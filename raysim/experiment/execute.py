@@ -76,24 +76,24 @@ def run(
             local={"lr": 0.05},
         )
 
-    config: overrides as on the command line, in one text or a list; or what `compose` or `build`
-    returned. settings: the same overrides as arguments, groups by the name of an option
-    (`fleet="lognormal"`), values by their keys.
+    config: overrides as on the command line, in one text or a list; or the result of `compose` or
+    `build`. settings: overrides as keyword arguments: a group with the name of an option
+    (`fleet="lognormal"`), or a key with a value.
 
     methods: objects, and names of options. model, data, partition, schedule, fleet, loss: an
-    object, or the name of an option. data: also (inputs, labels) or (inputs, labels, users), or a
-    pair of those for training and for central tests: arrays, tensors, or a torch Dataset in place
-    of a pair. partition: also the rows of each client, in a list of lists or a dictionary. loss:
-    also a function of outputs and labels to a loss per sample. An object is written into
-    config.yaml if its class can be imported and its arguments are plain values; then the run is
-    continued and repeated like any other. Any other object has to be given again.
+    object, or the name of an option. data: also (inputs, labels) or (inputs, labels, users), or two
+    of these tuples for training and for central tests. They contain arrays or tensors; a torch
+    Dataset may replace a tuple. partition: also the rows of each client, in a list of lists or a
+    dictionary. loss: also a function from outputs and labels to a loss per sample. An object is
+    written into config.yaml if its class can be imported and its arguments are plain values; then
+    the run is continued and repeated like any other. Any other object has to be given again.
 
-    on_round: is called with the row of each round when it is done (a dictionary: `row["round"]`,
-    ...). observers: your own, for more moments than that. They are called after all that raysim
-    itself does, and after those that the configuration names. Neither is called for a run that had
-    finished before, nor is it stored.
+    on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
+    observers: your own observers, for other moments. They are called after raysim's observers and
+    those of the configuration. Neither is called for a run that had finished before, and neither is
+    stored.
     quiet: print nothing but warnings, which go to standard error.
-    allow: packages besides raysim whose classes and options the configuration may name.
+    allow: packages besides raysim whose classes and options the configuration may use.
 
     Raise `Refused` (nothing was written), `TooManyFailuresError` (clients failed; a checkpoint was
     written), `ObserverError` (an observer of yours raised an error; the history was written),
@@ -128,10 +128,10 @@ def run(
 
 
 def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
-    """Return the result of the run in a folder; of an unfinished one, the rounds so far.
+    """Return the result of the run in a folder; for an unfinished run, the rounds so far.
 
     allow: as for `run`. parts: objects (methods, model, data, ...) that config.yaml could not
-    hold. Raise `Refused` if the folder holds no run.
+    store. Raise `Refused` if there is no run in the folder.
     """
     with errors_as_refusals():
         stored = load_run(user_path(folder))

@@ -1,4 +1,4 @@
-"""End a run with one sentence where a hook fails or a file cannot be written."""
+"""End a run with one sentence if a hook fails or a file cannot be written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysim.simulation.events import RunStoppedError
 
 @contextmanager
 def explain_errors(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError` for a hook that fails and for a file that cannot be written.
+    """Raise `RunStoppedError` if a hook fails or a file cannot be written.
 
     `folder` is the run's folder.
     """

@@ -1,4 +1,4 @@
-"""Configuration groups and their options: where the files are, and which options a value names."""
+"""Configuration groups and their options: where the files are, and what a value selects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Groups:
     """The options of every group, and the shared files that options are made of.
 
     files: the file of each option, by group and name. common: the shared files, by "group/_name".
-    state: path, time of change and size of every file. Equal states compose equal configurations.
+    state: path, time of change and size of every file. If the states are equal, the configurations
+    are equal.
     """
 
     files: Mapping[str, Mapping[str, Path]] = field(compare=False)
@@ -48,8 +49,8 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options of `conf`, of the installed packages and of the user's own folders.
 
-    The user's folders go before `conf`, and later ones before earlier ones. Raise `Refused` for
-    a folder that does not exist, and for two files with one name.
+    The user's folders replace `conf`, and later folders replace earlier ones. Raise `Refused` for a
+    folder that does not exist, and for two files with one name.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
@@ -129,7 +130,7 @@ def load_option(path: Path, group: str) -> Node:
 
 
 def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
-    """Return "group=option" for the options of a group whose files hold a key."""
+    """Return "group=option" for the options of a group whose files have a key."""
     paths = groups.files.get(group, {})
     return [f"{group}={name}" for name, path in paths.items() if key in load_option(path, group)]
 
@@ -148,12 +149,12 @@ def option_names(value: object, group: str = "method") -> list[Any]:
 
 
 def join_options(names: Sequence[object], group: str = "method") -> str:
-    """Return a list of options as text that no shell changes: "a+b"."""
+    """Return a list of options as text without special characters of shells: "a+b"."""
     return "+".join(map(str, names)) or NONE.get(group, "null")
 
 
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
-    """Return the options of a group that a value names. Raise `Refused` for unknown ones."""
+    """Return the options of a group that a value selects. Raise `Refused` for unknown ones."""
     options = groups.files[group]
     values = option_names(value, group) if group in LISTS else [value]
     names = [name for name in values if isinstance(name, str)]

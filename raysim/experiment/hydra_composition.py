@@ -1,4 +1,4 @@
-"""Compose the files of the chosen options by Hydra's public API."""
+"""Compose the files of the chosen options with Hydra's public API."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _HYDRA_LOCK = threading.Lock()  # Hydra has one state for a process
 
 
 class Composition(NamedTuple):
-    """What Hydra composed.
+    """The result of Hydra.
 
-    values: the whole configuration. chosen_values: the values, without any preset, of the chosen
+    values: the complete configuration. chosen_values: the values, without any preset, of the chosen
     groups that the preset mentions. choices: the option of every group.
     """
 
@@ -49,9 +49,10 @@ class Composition(NamedTuple):
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
     """Compose the files of these options. The result is cached: copy it before changing it.
 
-    A preset may hold values for all methods of a paper's tables. Those for options that are not
-    chosen are dropped. Of what it says about a group whose option the user chose, the keys that
-    this option has too remain; of what the default preset says, none.
+    A preset may have values for all methods of a paper's tables. Values for options that are not
+    chosen are dropped. If the user chose the option of a group, the preset's values for this group
+    are reduced to the keys that this option also has; all values of the default preset for this
+    group are dropped.
     """
     chosen = {group: list(names) for group, names in options}
     try:
@@ -126,7 +127,7 @@ def _quote(name: str) -> str:
 
 
 def _values(config: DictConfig) -> Node:
-    """Return the values of a configuration, without Hydra's own and with references unresolved."""
+    """Return the values of a configuration, without Hydra's values, with unresolved references."""
     values = cast(Node, OmegaConf.to_container(config))
     values.pop("hydra", None)
     values.pop("experiment", None)
@@ -135,7 +136,7 @@ def _values(config: DictConfig) -> Node:
 
 @contextmanager
 def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
-    """Let Hydra compose the files of these folders; a file of a later one replaces an earlier."""
+    """Let Hydra compose the files of these folders; files of later folders replace earlier ones."""
     with _HYDRA_LOCK, tempfile.TemporaryDirectory(prefix="raysim-conf-") as folder:
         main = roots[0].absolute()
         if len(roots) > 1:  # Hydra would take the first of several files with one name
@@ -179,7 +180,7 @@ def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set
 def _check_user_files(
     chosen: Mapping[str, Sequence[str]], groups: Groups, folders: Sequence[Path]
 ) -> None:
-    """Check the user's own files that are used, since Hydra's errors do not name their faults."""
+    """Check the user's files that are used, because Hydra's errors do not say what is wrong."""
     roots = config_roots(folders)
     if len(roots) == 1:
         return
@@ -206,7 +207,7 @@ def _check_user_files(
 
 
 def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path, Node]]:
-    """Yield the file of an option and those that it is made of, each with its content.
+    """Yield the file of an option and the files that it includes, each with its content.
 
     A broken file counts as empty: `_check_user_files` and Hydra report it.
     """

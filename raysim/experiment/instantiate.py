@@ -1,7 +1,7 @@
-"""Make an object of a configuration node: check its keys and convert its values.
+"""Make an object from a configuration node: check its keys and convert its values.
 
-Keys are checked against the constructor's signature, values against its type annotations. A node
-is a mapping; its key `_target_` names the class. Only code below an allowed prefix is imported.
+Keys are checked against the constructor's signature, values against its type annotations. A node is
+a dictionary; its key `_target_` gives the class. Only code below an allowed prefix is imported.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _TYPE_NAMES = {
 
 # --- classes and objects --------------------------------------------------------------------------
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
-    """Return the class that a `_target_` names.
+    """Return the class that a `_target_` gives.
 
-    Raise `Refused` as `import_target` does, and if the target is no class.
+    Raise `Refused` like `import_target`, and if the target is not a class.
     """
     cls = import_target(target, path, allow)
     if not isinstance(cls, type):
@@ -49,7 +49,7 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
 
 
 def import_target(target: object, path: str, allow: Sequence[str] = ()) -> object:
-    """Return what a `_target_` names, of whatever type; None if its module has no such name.
+    """Return the object that a `_target_` gives, or None if its module has no such name.
 
     Raise `Refused` for names outside `raysim`, the allowed prefixes and the installed packages.
     """
@@ -81,7 +81,10 @@ def import_target(target: object, path: str, allow: Sequence[str] = ()) -> objec
 
 
 def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
-    """Call a class with the values of a node. Raise `Refused`, with the key, if one is wrong."""
+    """Call a class with the values of a node.
+
+    Raise `Refused`, with the key, for a wrong value.
+    """
     values = arguments(cls, node, path)
     try:
         return cls(**values)
@@ -94,7 +97,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the checked arguments that a node gives to a class.
 
-    `later` names arguments that are added in the call, and may be missing here.
+    `later` lists arguments that are added in the call, and may be missing here.
     """
     hints = _type_hints(cls)
     signature = inspect.signature(cls).parameters
@@ -123,7 +126,7 @@ def arguments(
 def defaults(cls: Callable[..., object]) -> dict[str, Any]:
     """Return a constructor's arguments with their defaults, as plain data.
 
-    Nested dataclasses are mappings; "???" stands where there is no default.
+    Nested dataclasses are dictionaries; "???" marks an argument without a default.
     """
     return {name: _default(param, cls) for name, param in inspect.signature(cls).parameters.items()}
 
@@ -157,7 +160,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Return a constructor's message with the key, unless the message names it already."""
+    """Return a constructor's message with the key, unless the message contains it already."""
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):
         return message
@@ -166,9 +169,9 @@ def _add_path(message: str, path: str) -> str:
 
 # --- values ---------------------------------------------------------------------------------------
 def convert(value: Any, kind: Any, path: str) -> Any:
-    """Return the value in the type of an annotation: an integer as a float, a mapping as a class.
+    """Return the value in the type of an annotation: integer to float, dictionary to class.
 
-    Raise `Refused`, with the key and what it may be, for a value that does not fit.
+    Raise `Refused`, with the key and the allowed values, for a value that does not fit.
     """
     origin = get_origin(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
@@ -199,7 +202,7 @@ def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
 
 
 def _split_list(text: str, item_kind: Any) -> list[Any]:
-    """Split "a+b" or "1+28+28", a list without brackets, which shells read as patterns."""
+    """Split "a+b" or "1+28+28", a list without the brackets that shells read as patterns."""
     items = text.split("+")
     if item_kind is int:
         return [int(item) if item.isdecimal() else item for item in items]
@@ -238,7 +241,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    """Return whether a value is an integer of 64 bits, with which NumPy and torch can count."""
+    """Return True if a value is an integer of 64 bits, as NumPy and torch need it."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -255,7 +258,7 @@ def _misfit(value: Any, kind: Any, path: str) -> str:
 
 
 def _nearest_choice(value: Any, kind: Any) -> str:
-    """Return the text of a `Literal`, alone or in a union, that is nearest to a value; or ""."""
+    """Return the most similar text of a `Literal`, alone or in a union; or ""."""
     if not isinstance(value, str):
         return ""
     is_union = get_origin(kind) in (Union, types.UnionType)

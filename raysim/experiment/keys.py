@@ -52,7 +52,7 @@ def check_key(config: DictConfig, key: str, groups: Groups) -> None:
 def _unknown_key(
     config: DictConfig, node: Any, path: list[str], part: str, key: str, groups: Groups
 ) -> str:
-    """Return the error for a key of which `path` exists, and `part` after it does not."""
+    """Return the error for a key whose part `path` exists, and whose next part does not."""
     where = ".".join(path)
     if not isinstance(node, DictConfig):
         return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
@@ -108,7 +108,7 @@ def _suggest_top_key(config: DictConfig, key: str) -> str:
 
 
 def _longer_keys(config: DictConfig, key: str) -> list[str]:
-    """Return the keys of two or three parts that end in this one."""
+    """Return the keys of two or three parts that end with this one."""
     nodes = {str(name): config[name] for name in config}
     for group in LISTS:
         for name, node in config[group].items():
@@ -121,7 +121,7 @@ def _longer_keys(config: DictConfig, key: str) -> list[str]:
 
 
 def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
-    """Set a key of a configuration, in place. `text` names the override in errors."""
+    """Set a key of a configuration, in place. text: the override, for errors."""
     try:
         if _is_unbracketed_list(config, key, value):
             value = [read_setting(f"{key}={item}").value for item in value.split("+")]
@@ -138,7 +138,7 @@ def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set the alternatives of the set keys to null, in place: local.steps of local.epochs."""
+    """Set the alternatives of the set keys to null, in place: local.steps for local.epochs."""
     for pair in ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
             if values.get(key) is not None and other not in values:

@@ -88,7 +88,7 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
 
 
 def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
-    """Create the folder and its parents; `cleanup` removes those that are empty in the end."""
+    """Create the folder and its parents; if they stay empty, `cleanup` removes them."""
     for parent in reversed(folder.parents):
         if not parent.exists():
             cleanup.callback(_remove_empty, parent)
@@ -115,7 +115,7 @@ def _make_with_parents(path: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove a folder that holds nothing but its lock; leave any other folder."""
+    """Remove a folder that contains only its lock; leave any other folder."""
     with suppress(OSError):
         if {path.name for path in folder.iterdir()} == {LOCK_FILE}:
             (folder / LOCK_FILE).unlink()
@@ -148,9 +148,9 @@ def folder_to_resume(out: str | None) -> str:
 
 
 def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
-    """Return whether a study or a sweep is to be continued.
+    """Return True if a study or a sweep must be continued.
 
-    Raise `Refused` for anything but out=DIR resume=latest.
+    Raise `Refused` unless both or neither of out=DIR and resume=latest are given.
     """
     resume = [override for override in overrides if override.partition("=")[0] == "resume"]
     if not resume:
@@ -164,7 +164,7 @@ def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
 
 
 def wrong_folder_error(command: str, folder: Path, file: str) -> Refused:
-    """Return the error for a folder to continue that lacks the plan of a study or a sweep."""
+    """Return the error for a folder that has no plan of a study or a sweep to continue."""
     return Refused(
         f"out={folder} is not the folder of a {command}, it has no {file}: "
         "name another, or leave resume out"
@@ -172,13 +172,13 @@ def wrong_folder_error(command: str, folder: Path, file: str) -> Refused:
 
 
 def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
-    """Return how to continue after an interrupt. allow: packages that the command was given."""
+    """Return how to continue after an interrupt. allow: the packages of --allow."""
     allow_options = "".join(f" --allow {package}" for package in allow)
     return f"raysim {command} out={folder} resume=latest{allow_options} continues it"
 
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:
-    """Connect to a Ray for all runs of a session: this process's own, or the one of the options."""
+    """Connect to one Ray for all runs of a session: this process's, or that of the options."""
     listen_on_loopback(options)
     from raysim.runtime import ray
 
@@ -188,10 +188,10 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 
 # --- scores ---------------------------------------------------------------------------------------
 def score(summary: Mapping[str, object], metric: str) -> float | None:
-    """Return a number of a finished run's summary; None if it has no such number.
+    """Return a number of a finished run's summary, or None if it has no such number.
 
-    "final" is `accuracy`, or `accuracy_global` without tests of clients. If models are scored by
-    another metric, that one is in accuracy's place.
+    "final" is `accuracy`, or `accuracy_global` if clients have no test sets. If models are scored
+    with another metric, it replaces accuracy.
     """
     if metric == "final":
         usual = summary.get("metric", "accuracy")

@@ -1,4 +1,4 @@
-"""Warn of a user's network whose outputs do not suit the loss."""
+"""Warn about a user's network whose outputs do not fit the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raysim.training.run_spec import RunSpec
 
 
 def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
-    """Return a warning if a user's network for classes ends in a softmax.
+    """Return a warning if a user's classifier ends in a softmax.
 
     The usual loss, cross-entropy, takes logits and applies a softmax itself.
     """

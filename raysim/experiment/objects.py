@@ -1,9 +1,9 @@
-"""Parts of a run that a user gives as objects from Python, and how configurations store them.
+"""Parts of a run that a user gives as Python objects, and how configurations store them.
 
 An object is stored like any option, by its class and its arguments, if its class can be imported
-and its arguments are plain values. Such a run is repeated and continued like any other. Of any
-other object (a lambda, a module made by hand, a class of a notebook) the configuration says what
-it was, and that it has to be given again.
+and its arguments are plain values. Such a run is repeated and continued like any other. For any
+other object (a lambda, a module made by hand, a class of a notebook) the configuration stores a
+description, and the user must give the object again.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ PARTS = {
 
 @dataclass(frozen=True)
 class UserObjects:
-    """Objects by their place in the configuration ("model", "method.fedprox"), and their nodes."""
+    """The user's objects by their place in the configuration ("model", "method.fedprox").
+
+    nodes: the configuration nodes of these objects.
+    """
 
     parts: Mapping[str, object] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Return the configuration with these parts; methods come after those that it has."""
+        """Return the configuration with these parts; their methods come after its methods."""
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
             group, _, name = place.partition(".")
@@ -85,11 +88,11 @@ class UserObjects:
 def separate_objects(
     parts: Mapping[str, object], methods: Sequence[object] | None = None
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the objects, by their place, and the names or values of options, by their group.
+    """Return objects by their place, and names or values of options by their group.
 
-    parts: for each group an object, a name or (of all but data) values by key; None for a group
-    that was not given. methods: objects and names. Data, lists of rows and networks stay
-    unchanged: `describe_objects` makes parts of them. Raise `Refused` for a wrong method.
+    parts: for each group an object, a name or (except for data) a dictionary of values; None for a
+    group without one. methods: objects and names. Data, lists of rows and networks stay unchanged:
+    `describe_objects` makes parts from them. Raise `Refused` for a wrong method.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -127,8 +130,9 @@ def describe_objects(
     """Return the objects as parts of a run, with the settings next to them.
 
     settings: for each place, the overrides of its keys. config: the configuration without the
-    objects; what it stores of the same arrays, lists or network holds for keys without a setting.
-    Raise `Refused` for an object that does not fit, and for a setting that it cannot have.
+    objects. If it stores values for the same arrays, lists or network, they are used for keys
+    without a setting. Raise `Refused` for an object that does not fit, and for a setting that it
+    cannot have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():
@@ -160,7 +164,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> Refused:
 
 
 def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refused:
-    """Return the error for a setting next to an object that was made without it."""
+    """Return the error for a setting that cannot change an object that was made without it."""
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
     argument = key.split(".")[0]
@@ -176,7 +180,7 @@ def _no_effect(place: str, part: object, key: str, override: SetValue) -> Refuse
 
 
 def _needs_wrapper(place: str, part: object) -> bool:
-    """Return whether a part is made of the object: of arrays, of lists of rows, of a network."""
+    """Return True if a part is made from the object: from arrays, lists of rows or a network."""
     if place == "data":
         return not hasattr(part, PARTS["data"])
     if place == "partition":
@@ -185,9 +189,9 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return whether a part is a module, its class, or a function that makes one.
+    """Return True if a part is a module, its class, or a function that makes one.
 
-    Some arguments may be fixed by name in a `functools.partial`.
+    Some arguments may be set by name in a `functools.partial`.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -208,7 +212,7 @@ def _wrapper_settings(
 ) -> dict[str, Any]:
     """Return the checked arguments that overrides and a stored node give to a class.
 
-    `identity` names the argument that the object itself decides.
+    identity: the argument that follows from the object.
     """
     names = [name for name in _argument_names(cls) if name != identity]
     for key in overrides:
@@ -224,7 +228,8 @@ def _wrapper_settings(
 def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
     """Return the recipe of a user's own network.
 
-    Settings are its head, its adapters, and arguments of what makes it.
+    Settings are the head, the adapters, and arguments of the class or function that makes the
+    network.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):
@@ -251,7 +256,7 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
 
 
 def _stored_values(stored: object, target: str, *without: str) -> Node:
-    """Return the values of a stored node of the same class, or none."""
+    """Return the values of a stored node of the same class, or {}."""
     if not isinstance(stored, Mapping) or stored.get(TARGET) != target:
         return {}
     return {key: value for key, value in stored.items() if key not in (TARGET, OBJECT, *without)}
@@ -298,7 +303,7 @@ def _argument(place: str) -> str:
 def object_node(part: object) -> Node:
     """Return the node of an object: its class, and the arguments that make an equal one.
 
-    If no file can hold these, the node says what the object was.
+    If no file can store these, the node describes the object.
     """
     if isinstance(part, CustomModel):
         return _network_node(part)
@@ -320,7 +325,7 @@ def object_node(part: object) -> Node:
 
 
 def _network_node(part: CustomModel) -> Node:
-    """Return the node of a user's own network, by the function or class that makes it."""
+    """Return the node of a user's network, with the function or class that makes it."""
     source = part.source
     is_maker = inspect.isfunction(source) or isinstance(source, type)
     maker: Any = source if is_maker else type(source)
@@ -340,7 +345,7 @@ def _network_node(part: CustomModel) -> Node:
 
 
 def _argument_names(cls: type) -> list[str]:
-    """Return the names of a constructor's arguments. Raise `TypeError` if some have none."""
+    """Return the names of a constructor's arguments. Raise `TypeError` for unnamed ones."""
     parameters = inspect.signature(cls).parameters.values()
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -349,7 +354,7 @@ def _argument_names(cls: type) -> list[str]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value as a file has it. Raise `TypeError` for what no file can hold."""
+    """Return a value in the form of a file. Raise `TypeError` if no file can store it."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):
@@ -368,7 +373,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _is_importable(cls: Any) -> bool:
-    """Return whether another process finds the class or function by its name."""
+    """Return True if another process can import the class or function by name."""
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         return False
     try:

@@ -1,8 +1,8 @@
 """Read one override, `key=value`, with Hydra's parser.
 
 Hydra's grammar knows ASCII letters and a few signs only, so that a path such as `/home/ü/x` would
-need quotes inside the shell's. All other characters are hidden in letters that the grammar knows
-before Hydra reads the text, and restored afterwards.
+need quotes inside the shell's. Before Hydra reads the text, all other characters are replaced by
+letters that the grammar knows; they are restored afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\
 
 @dataclass(frozen=True)
 class NumberRange:
-    """All numbers from low to high, both of one type. tags: Hydra's, such as "log"."""
+    """All numbers from low to high, both of one type. tags: tags of Hydra, such as "log"."""
 
     low: int | float
     high: int | float
@@ -55,11 +55,12 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class SettingOverride:
-    """An override as it was read.
+    """An override after parsing.
 
-    text: as the user wrote it. value: of an override that gives a single value. is_sweep: it gives
-    more than one value. choices: these values, if it lists them; choice_texts: what gives one of
-    them each. range: the interval that it names. package: what follows an "@".
+    text: as the user wrote it. value: the value, if there is only one. is_sweep: True if it has
+    more than one value. choices: the listed values; choice_texts: the text of each of them. range:
+    the interval.
+    package: the text after an "@".
     """
 
     text: str
@@ -80,9 +81,9 @@ def _advise_key_and_value(text: str) -> str:
 def read_override(
     text: str, advise: Callable[[str], str] = _advise_key_and_value
 ) -> SettingOverride:
-    """Read one override; "0..4" is 0,1,2,3,4. Raise `Refused` for a text that is none.
+    """Read one override; "0..4" is 0,1,2,3,4. Raise `Refused` for text that is no override.
 
-    `advise` returns what to write in place of a text without "=".
+    advise: function that returns what to write instead of a text without "=".
     """
     _check_text(text)
     letters = _Letters(text)
@@ -96,7 +97,7 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `Refused` for texts whose error from the grammar would not help."""
+    """Raise `Refused` for texts that would give an unclear error of the grammar."""
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise Refused(
             f"{text!r} is no text in UTF-8. Rename the file, or set the shell's encoding (LANG)."
@@ -152,7 +153,7 @@ def _expand_counts(text: str) -> str:
 
 
 class _Letters:
-    """Characters that the grammar does not know, hidden in letters that it knows."""
+    """A substitution of characters that the grammar does not know by letters that it knows."""
 
     def __init__(self, text: str):
         self._mark = "Zq"
@@ -161,7 +162,7 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Return a text that the grammar reads as one with letters of any language."""
+        """Return the text with substitutes, which the grammar accepts."""
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)

@@ -1,4 +1,4 @@
-"""Make objects of a configuration's nodes: its parts, its lists of parts, and its settings."""
+"""Make objects from a configuration's nodes: its parts, its lists of parts, its settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_part(
 ) -> Any:
     """Return the part of a group, such as "fleet": the user's object, or one of the node's class.
 
-    Raise `Refused` if the node names no class, or one of another group.
+    Raise `Refused` if the node gives no class, or the class of another group.
     """
     if group in objects:
         return objects[group]
@@ -83,7 +83,7 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 
 
 def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
-    """Return the function that `_target_` names, if it is one.
+    """Return the function that `_target_` gives, or None if it is not a function.
 
     The keys are its arguments after outputs and labels.
     """
@@ -98,7 +98,7 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 def build_methods(
     config: Node, allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[Method, ...]:
-    """Return the methods of a configuration. Raise `Refused` for names that no method may have."""
+    """Return the methods of a configuration. Raise `Refused` for names that are not allowed."""
     methods = build_list(config, "method", Method, allow, objects)
     check_names(methods)
     return methods
@@ -107,7 +107,7 @@ def build_methods(
 def build_list(
     config: Node, group: str, kind: type[T], allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[T, ...]:
-    """Return the parts of a group of which a run has any number, such as "observer"."""
+    """Return the parts of a group that may have several, such as "observer"."""
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
         raise Refused(
@@ -125,7 +125,7 @@ def build_list(
 
 
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
-    """Return the class that the node of a method or an observer names."""
+    """Return the class that the node of a method or an observer gives."""
     if not isinstance(node, Mapping) or TARGET not in node:
         raise Refused(
             f"{path}={format_value(node)} names no class: give a value to one of its keys instead"
@@ -142,7 +142,7 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
 
 
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
-    """Return the settings of a configuration that name no classes."""
+    """Return the settings of a configuration that have no `_target_`."""
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
     run_keys = {field.name for field in fields(RunSettings)}
     execution_keys = {field.name for field in fields(ExecutionOptions)}
@@ -157,9 +157,9 @@ def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
 
 
 def check_values(node: Node) -> None:
-    """Raise `Refused` for values that no machine would accept.
+    """Raise `Refused` for values that are wrong on every machine.
 
-    Data, devices and code outside raysim are not looked for.
+    Do not check whether data, devices and code outside raysim exist.
     """
     with errors_as_refusals():
         build_settings(node)

@@ -1,8 +1,8 @@
-"""Packages of the user's own: options in a folder `conf` inside them, and classes that these name.
+"""The user's own packages: classes, and options in a folder `conf` inside the package.
 
-A package is found by its entry point, `[project.entry-points."raysim.plugins"] mine = "mine"`,
-once it is installed. `--allow mine` allows any other importable package for a single command.
-Nothing of a package is imported before a configuration names one of its classes.
+An installed package is found by its entry point, `[project.entry-points."raysim.plugins"] mine =
+"mine"`. `--allow mine` allows any other importable package for a single command. A package is
+imported only when a configuration uses one of its classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTRY_POINT_GROUP = "raysim.plugins"
 
 @functools.cache
 def installed_packages() -> tuple[str, ...]:
-    """Return the installed packages that bring parts, by name."""
+    """Return the installed packages that provide parts, by name."""
     points = entry_points(group=ENTRY_POINT_GROUP)
     return tuple(sorted({point.value for point in points}))
 
@@ -51,7 +51,7 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
 
 
 def used_packages(node: object, allow: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages besides raysim that are allowed, or whose classes a node names."""
+    """Return the packages besides raysim that are allowed, or whose classes a node uses."""
     names = {package.partition(".")[0] for package in allow} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))
 
@@ -107,7 +107,7 @@ def _package_locations(package: str) -> list[str]:
 
 
 def _find_spec(package: str) -> ModuleSpec | None:
-    """Return what Python knows of a package without importing it; None for a missing one."""
+    """Return Python's description of a package without importing it, or None if missing."""
     try:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Follow one run: take its events one by one and pass them to its observers."""
+"""Follow one run: read its events one by one and pass them to its observers."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def say(console: Console, text: str) -> None:
 
 
 def warn(console: Console, text: str) -> None:
-    """Print a warning; to standard error if the console is quiet."""
+    """Print a warning; if the console is quiet, print it to standard error."""
     from rich.console import Console
 
     say(Console(stderr=True) if console.quiet else console, text)
 
 
 class Follower:
-    """A reader of a run's events that calls its observers in their order.
+    """A reader of a run's events that calls its observers in order.
 
-    If an error ends the run, it is passed to the observers that had started and had not finished.
+    If an error ends the run, it is passed to all observers that had started and had not finished.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ def record(
 
 
 def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
-    """Return the description of a run that observers get."""
+    """Return the description of a run for its observers."""
     facts = {
         "methods": [method.name for method in experiment.spec.methods],
         "title": experiment.spec.data.title,
@@ -187,8 +187,8 @@ def run_observers(
 ) -> list[Observer]:
     """Return the observers of a run in the order in which they are called.
 
-    is_trial: a sweep makes the run. The sweep sends the trial's rows to MLflow and draws one
-    picture of all trials, so the run itself does neither.
+    is_trial: True if a sweep makes the run. The sweep sends the trial's rows to MLflow and draws
+    one picture of all trials, so the run itself does neither.
     """
 
     def print_line(text: str) -> None:
@@ -252,15 +252,15 @@ def _tracking(
 
 
 def _study_of(folder: Path) -> Path | None:
-    """Return the folder of the tracked study that has a run as STUDY/runs/NAME, or None."""
+    """Return the folder of the tracked study if the run's folder is STUDY/runs/NAME, or None."""
     study = folder.resolve().parent.parent
     return study if (study / "study.yaml").is_file() and read_record(study) else None
 
 
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
-    """Return the user's own observers, wrapped so that an error names the one that fails.
+    """Return the user's own observers, wrapped so that an error says which one failed.
 
-    Raise `Refused` for what cannot be an observer.
+    Raise `Refused` for an object that is not an observer.
     """
     wrapped: list[Observer] = []
     if on_round is not None:
@@ -282,7 +282,7 @@ def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> l
 
 
 def load_finished(experiment: Experiment, folder: Path, console: Console) -> Result:
-    """Return the result of a run that had finished before; send MLflow what it lacks of it."""
+    """Return the result of a run that had finished before; send MLflow the missing rows."""
 
     def print_line(text: str) -> None:
         say(console, text)

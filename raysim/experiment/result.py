@@ -35,9 +35,9 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 class Predictions(NamedTuple):
     """A model's outputs for n test samples.
 
-    labels: [n], as the data has them. scores: [n, outputs], as evaluation ranks them: logits,
-    unless a method changes them. rows: [n], the samples' places in the data set, training rows
-    first.
+    labels: [n], as in the data. scores: [n, outputs], the values that evaluation compares: logits,
+    unless a method changes them. rows: [n], the positions of the samples in the data set, training
+    rows first.
     """
 
     labels: np.ndarray
@@ -54,7 +54,7 @@ class Predictions(NamedTuple):
 
     @property
     def classes(self) -> np.ndarray:
-        """Return the class with the highest score of each sample, [n]."""
+        """Return for each sample the class with the highest score, [n]."""
         return np.asarray(self.scores.argmax(1))
 
 
@@ -88,14 +88,14 @@ class Result:
     # --- tables -----------------------------------------------------------------------------------
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per aggregation, as in history.parquet; nan where nothing was measured."""
+        """Return a row per aggregation, as in history.parquet; nan for values not measured."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
 
     @property
     def clients(self) -> pd.DataFrame:
-        """Return a row per client, by its number: samples, and scores of the last evaluation."""
+        """Return a row per client, in order: samples, and scores of the last evaluation."""
         import pandas as pd
 
         path = self.folder / "clients.parquet"
@@ -110,9 +110,9 @@ class Result:
     def model(self, best: bool = False) -> nn.Module:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
-        Its keys are those of the user's model. best: with the weights of the best round, which
-        `summary["best_model"]` names. Raise `Refused` if clients keep a part of it to themselves,
-        or the run has not finished.
+        Its keys are those of the user's model. best: True loads the weights of the best round, see
+        `summary["best_model"]`. Raise `Refused` if clients have personal parameters, or the run has
+        not finished.
         """
         self._refuse_personal()
         return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
@@ -120,8 +120,8 @@ class Result:
     def client_model(self, client: int) -> nn.Module:
         """Return the model that is scored for a client: with its personal tensors, personalised.
 
-        Raise `Refused` if there is no such client, or no checkpoint of the last round that holds
-        client states.
+        Raise `Refused` if there is no such client, or no checkpoint of the last round with client
+        states.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -129,10 +129,10 @@ class Result:
         return _model_with(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
-        """Return a client's state by full name: personal tensors, and what `Method.state` declares.
+        """Return a client's state by full name: personal tensors, and state that methods declare.
 
-        A client that never trained has the state that it would start from. The state is empty if
-        clients keep nothing. Raise `Refused` as `client_model` does.
+        A client that never trained has its initial state. The result is empty if clients have no
+        state. Raise `Refused` like `client_model`.
         """
         with self._final_state() as final:
             worker, task, _, state = final.scoring(self._client(client))
@@ -141,12 +141,12 @@ class Result:
             }
 
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
-        """Return labels and scores on the central test set, or on a client's tests.
+        """Return labels and scores on the central test set, or on a client's test set.
 
-        The central set is scored by the shared model, a client's tests by its own model, with the
-        weights that were evaluated last; a method (FedExP) may choose these. best: by the shared
-        model of the best round. Raise `Refused` if there are no such samples, and as `model` and
-        `client_model` do.
+        The shared model scores the central test set, and a client's own model the client's test
+        set. Both have the weights that were evaluated last; a method (FedExP) may choose these.
+        best: True uses the shared model of the best round. Raise `Refused` if there are no such
+        samples, and like `model` and `client_model`.
         """
         if client is None:
             self._refuse_personal()
@@ -212,7 +212,7 @@ class Result:
 class _FinalState:
     """The coordinator and a worker at the end of a run, in this process.
 
-    path: the checkpoint of the last round; "" if there is none.
+    path: the checkpoint of the last round, or "".
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
@@ -233,7 +233,7 @@ class _FinalState:
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
     def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return the version that workers receive of these weights, by full name."""
+        """Return the version that workers receive for these weights, which are by full name."""
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
         for name, view in self.coordinator.initial.named(vector, counters).items():
@@ -241,9 +241,9 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return what scores a client's model (None: the shared one): worker, task, version, state.
+        """Return everything to score a client's model: worker, task, version and state.
 
-        The task has no rows.
+        client: None scores the shared model. The task has no rows.
         """
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:

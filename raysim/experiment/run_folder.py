@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, whether it may be used, and which checkpoint is continued."""
+"""The folder of a run: where it is, if it may be used, and which checkpoint is continued."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ RUNTIME_KEYS_OF_BITS = ("runtime.threads", "runtime.lanes", "runtime.graph", "ru
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes, and what it continues from.
+    """The folder that a run writes to, and the checkpoint that it continues from.
 
-    resume: a checkpoint's address, "" for a new run. note: a line for the user. is_restart: the
-    run restarts by itself, after it has lost a process.
+    resume: a checkpoint's address; "" for a new run. note: a line for the user. is_restart: True if
+    the run restarts by itself, after it has lost a process.
     """
 
     folder: Path
@@ -119,7 +119,7 @@ def _latest_place(experiment: Experiment) -> Place:
 
 
 def _has_just_begun(folder: Path) -> bool:
-    """Return whether a folder holds only what a run leaves that is killed at its very beginning."""
+    """Return True if the folder has only the files of a run that was killed at its start."""
     if not folder.is_dir():
         return False
     drafts = config_drafts(folder)
@@ -146,9 +146,9 @@ def begin_folder(experiment: Experiment, place: Place) -> None:
 
 
 def last_checkpoint(folder: Path, options: Checkpoint) -> str:
-    """Return the address of a run's last checkpoint, "" if it has none.
+    """Return the address of a run's last checkpoint, or "".
 
-    The folder of checkpoints may have changed since the run began, so both are searched.
+    The folder of checkpoints may have changed since the run began, so both folders are searched.
     """
     addresses = dict.fromkeys((options.folder_for(folder), Checkpoint().folder_for(folder)))
     return max(map(checkpoint.find_latest, addresses), key=checkpoint.version_of)
@@ -201,7 +201,7 @@ def _continue_checkpoint(address: str, place: Place, rounds: int) -> Place:
 
 
 def check_writable(folder: Path, options: Checkpoint) -> None:
-    """Raise `Refused` if a run's folder, or the one of its checkpoints, cannot be written."""
+    """Raise `Refused` if a run's folder, or the folder of its checkpoints, cannot be written."""
     folders = [("out", folder)]
     for checkpoint_folder in separate_checkpoint_folders(options, folder):
         folders.append(("checkpoint.folder", checkpoint_folder))
@@ -221,7 +221,7 @@ def check_writable(folder: Path, options: Checkpoint) -> None:
 
 
 def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]:
-    """Return the local folder of checkpoints in a list, if they are not in the run's folder."""
+    """Return a list with the local folder of checkpoints if it is outside the run's folder."""
     if not options.folder:
         return []
     store = open_store(options.folder)
@@ -231,7 +231,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 
 
 def _check_run_in(address: str | None, config: Node) -> None:
-    """Raise `Refused` if an address holds results or checkpoints of another run."""
+    """Raise `Refused` if an address contains results or checkpoints of another run."""
     if not address:
         return
     store = open_store(address)

@@ -17,14 +17,14 @@ SHORT_KEYS = {"init": "init.file"}
 
 
 class SetValue(NamedTuple):
-    """A value, and the text by which the user set it."""
+    """A value, and the text with which the user set it."""
 
     value: Any
     text: str
 
 
 class ExtractedOverrides(NamedTuple):
-    """Overrides and settings without those of some places, and those, by place and key."""
+    """Overrides in two parts: those of some places, by place and key, and all others."""
 
     overrides: list[str]
     settings: dict[str, object]
@@ -32,12 +32,12 @@ class ExtractedOverrides(NamedTuple):
 
 
 def read_setting(text: str) -> SettingOverride:
-    """Read one override, also of several values. Raise `Refused` for other texts."""
+    """Read one override with one or several values. Raise `Refused` for other texts."""
     return read_override(text, _suggest_key)
 
 
 def _suggest_key(word: str) -> str:
-    """Return advice for an override without a key: "fedprox" is an option of method."""
+    """Return advice for an override without a key, such as "fedprox", an option of method."""
     overrides = [
         f"{group}={word}"
         for group, options in find_groups().files.items()
@@ -49,7 +49,7 @@ def _suggest_key(word: str) -> str:
 
 
 def single_override(text: str) -> SettingOverride:
-    """Read one override of a single value. Raise `Refused` for Hydra's other kinds."""
+    """Read one override with a single value. Raise `Refused` for Hydra's other kinds."""
     override = read_setting(text)
     key = override.key
     if override.is_delete:
@@ -89,7 +89,7 @@ def expand_override(text: str) -> tuple[str, list[str]]:
 
 
 def read_full_key(text: str) -> SettingOverride:
-    """Read one override of a single value; replace a short key, such as "init", by the full one."""
+    """Read one override with a single value; replace a short key ("init") by the full one."""
     override = single_override(text)
     if isinstance(override.value, Mapping) or override.key not in SHORT_KEYS:
         return override
@@ -102,7 +102,7 @@ def full_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_plus(text: str) -> None:
-    """Raise `Refused` for "+key=value": Hydra adds keys so, but all keys exist here."""
+    """Raise `Refused` for "+key=value": in Hydra it adds a key, but here all keys exist."""
     if text.startswith("+"):
         raise Refused(
             f"'{text}' would add a setting that exists already. Write {text.lstrip('+')}."
@@ -112,7 +112,7 @@ def check_no_plus(text: str) -> None:
 def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return values by their full keys: {"local": {"lr": 0.1}} as {"local.lr": 0.1}.
 
-    Values get the types that files have: tuples and ranges become lists, paths text.
+    Values are converted to the types of files: tuples and ranges to lists, paths to text.
     """
     flat: dict[str, Any] = {}
     for key, value in settings.items():
@@ -128,7 +128,7 @@ def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
 def extract_overrides(
     overrides: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
 ) -> ExtractedOverrides:
-    """Separate the overrides below some places ("data", "method.fedprox") from the others.
+    """Separate the overrides of some places ("data", "method.fedprox") from the others.
 
     Raise `Refused` for an override that chooses an option of such a place, and for a key that is
     given twice.

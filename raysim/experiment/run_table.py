@@ -1,7 +1,7 @@
-"""The folder that `raysim study` and `raysim sweep` write, and how either of them continues.
+"""The folder that `raysim study` and `raysim sweep` write and continue.
 
-study.yaml, sweep.yaml   the plan: the overrides that the command was given, and its --conf folders
-runs/NAME/               a folder for each run, as `raysim run` writes it
+study.yaml, sweep.yaml   the plan: the overrides of the command, and its --conf folders runs/NAME/
+a folder for each run, as `raysim run` writes it
 logs/NAME.txt            what that run printed, with the traceback of an error
 
 Imports no torch, so that a wrong override is refused at once.
@@ -28,17 +28,17 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """Return the file that holds what a run printed."""
+    """Return the file with the printed output of a run."""
     return folder / LOGS / f"{name}.txt"
 
 
 def plan_file(folder: Path, command: str) -> Path:
-    """Return the file that holds the plan. command: "study" or "sweep"."""
+    """Return the file with the plan. command: "study" or "sweep"."""
     return folder / f"{command}.yaml"
 
 
 def configure_run(config: Node, folder: Path, name: str) -> Node:
-    """Return a run's configuration with its own folder, which it continues if it has begun."""
+    """Return a run's configuration with its own folder; the run continues if it has begun."""
     placed = {**config, "out": str(run_folder(folder, name)), "resume": "latest"}
     checkpoint_folder = config["checkpoint"].get("folder")
     if checkpoint_folder:
@@ -56,7 +56,7 @@ def store_plan(
 ) -> None:
     """Write the plan and create the folder of the logs.
 
-    facts: what else the command reads again.
+    facts: additional values, which the command reads again.
     """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
@@ -64,7 +64,7 @@ def store_plan(
 
 
 def load_plan(folder: Path, command: str) -> Node:
-    """Read the plan of a folder. Raise `Refused` where it is broken."""
+    """Read the plan of a folder. Raise `Refused` if it is broken."""
     path = plan_file(folder, command)
     plan = load_yaml(path)
     if not {"overrides", "conf"} <= plan.keys():
@@ -75,10 +75,10 @@ def load_plan(folder: Path, command: str) -> Node:
 
 
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
-    """Return whether the overrides continue a folder that holds a plan.
+    """Return True if the overrides continue a folder that contains a plan.
 
-    With out=DIR resume=latest and the overrides of a new study or sweep, a folder that is absent or
-    empty begins one. Raise `Refused` for any other folder without a plan.
+    With out=DIR resume=latest and the overrides of a new study or sweep, a missing or empty folder
+    begins a new one. Raise `Refused` for any other folder without a plan.
     """
     if not is_resume_requested(overrides, command):
         return False

@@ -47,7 +47,7 @@ StartEvents: TypeAlias = Callable[[Experiment, Path, str], Iterator[Event]]
 
 
 class RunFailedError(Exception):
-    """A run failed. The text is one sentence; the run's log holds the traceback."""
+    """The error of a failed run. Its text is one sentence; the run's log has the traceback."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _append(log: Path, text: str) -> None:
 
 @contextmanager
 def log_console(log: Path) -> Iterator[Console]:
-    """Give a console that writes at the end of a run's log."""
+    """Yield a console that appends to a run's log."""
     from rich.console import Console
 
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def log_console(log: Path) -> Iterator[Console]:
 def attempt(
     config: Node, log: Path, allow: Sequence[str] = (), on_round: OnRound | None = None
 ) -> str:
-    """Make a run to its end; return "", or the sentence that says why it failed."""
+    """Make a complete run; return "", or a sentence that says why it failed."""
     try:
         with record_failure(log), log_console(log) as console:
             run(config, allow=allow, console=console, on_round=on_round)
@@ -92,12 +92,11 @@ def attempt(
 
 
 class SteppedRun:
-    """A run in its own folder that is made round by round, as far as the caller asks.
+    """A run in its own folder that is made round by round, as far as the caller wants.
 
-    config: with `out` and `resume=latest`, as `configure_run` returns it. accepts_changes: whether
-    the values of a run that has begun may differ from its folder's, as in population-based
-    training.
-    Raise `RunFailedError` for a run that cannot be made.
+    config: with `out` and `resume=latest`, as `configure_run` returns it. accepts_changes: True if
+    the values of a run that has begun may differ from the stored ones, as in population-based
+    training. Raise `RunFailedError` for a run that cannot be made.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class SteppedRun:
             return self._follower.follow_until(number)
 
     def to_the_end(self) -> None:
-        """Finish a run whose last round is made: write its results."""
+        """Finish a run after its last round: write its results."""
         if self.is_finished:
             return
         with self._recorded():
@@ -172,7 +171,7 @@ class SteppedRun:
             write_history(self._follower.run.rows, self.folder / HISTORY)
 
     def write_due_checkpoint(self, number: int) -> None:
-        """Follow the run until the checkpoint of a round is written, if one is due there."""
+        """Follow the run until the checkpoint of a round is written, if it is due."""
         every = self._settings.checkpoint.every
         if self.is_finished or not every or number % every:
             return
@@ -184,7 +183,7 @@ class SteppedRun:
                 self._follower.follow_event()  # a checkpoint follows its round at once
 
     def close(self) -> None:
-        """Stop the run where it is; nothing is written."""
+        """Stop the run at its present round; nothing is written."""
         self._session.close()
 
     @contextmanager
@@ -196,8 +195,8 @@ class SteppedRun:
     def _locked(self) -> Iterator[None]:
         """Lock the run's folder while a step works in it.
 
-        Ray Tune may move a paused trial to another process without a word to this one, so the lock
-        is not kept between steps.
+        Ray Tune may move a paused trial to another process without notice, so the lock is not kept
+        between steps.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + LOCK_TIMEOUT_S

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def runtime_events(
     experiment: Experiment, place: Place, console: Console, show_wait: PrintLine
 ) -> Generator[Event, None, None]:
-    """Yield the events of a run. `show_wait` shows what has to start before the first one."""
+    """Yield the events of a run. show_wait: function that shows what the start waits for."""
     if experiment.execution.runtime.name != "inprocess":
         yield from _ray_events(experiment, place, console, show_wait)
         return

@@ -21,10 +21,11 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 
 @dataclass(frozen=True)
 class RuntimeOptions(RayOptions):
-    """Where a run's workers are, and what each of them gets.
+    """The settings of a run's workers: where they are, and their resources.
 
-    lanes: the clients that a worker trains at once. graph: steps are recorded once and replayed.
-    For both, None chooses what was measured to be fast. precision: of products within a step.
+    lanes: the number of clients that a worker trains at once. graph: True records steps once and
+    replays them. For both, None chooses what was fastest in measurements. precision: the type of
+    matrix products in a step.
     """
 
     name: Literal["inprocess", "local", "cluster"] = "local"
@@ -46,7 +47,10 @@ class RuntimeOptions(RayOptions):
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where metrics are sent besides the run's folder. uri: MLflow's store; None: the default."""
+    """The settings of a tracking server, besides the run's folder.
+
+    uri: the address of MLflow's store; None takes the default.
+    """
 
     name: Literal["mlflow", "none"] = "mlflow"
     uri: str | None = None
@@ -57,11 +61,11 @@ class Tracking:
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Where a run is executed and what is kept of it.
+    """The settings of a run's execution and of the files that it keeps.
 
-    These are the keys that `RunSettings` lacks and that name no class. out: the run's folder; None:
+    These are the keys that are not in `RunSettings` and have no class. out: the run's folder; None:
     a dated one in runs. resume: "latest", or a checkpoint's folder. thresholds: accuracies for
-    `rounds_to`. profile: measure where the wall time goes.
+    `rounds_to`. profile: True measures how the wall time is spent.
     """
 
     out: str | None = None
@@ -77,10 +81,10 @@ class ExecutionOptions:
 class Experiment:
     """A run, built and checked; nothing has been written yet.
 
-    config: as the run's folder stores it. spec: what really runs; `method=centralized`, for
-    example, has changed its data and its local steps already. observers: those that the
-    configuration names. changes: a sentence for each setting that methods changed. round_warnings:
-    checks of methods, made after each round.
+    config: as the run's folder stores it. spec: the final settings; `method=centralized`, for
+    example, has already changed its data and its local steps. observers: the observers of the
+    configuration. changes: a sentence for each setting that methods changed. round_warnings: checks
+    of methods, made after each round.
     """
 
     config: Node
@@ -105,4 +109,4 @@ class Experiment:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; the text says how to continue it."""
+    """The error of a run that the user stopped; the text says how to continue it."""

@@ -1,1 +1,1 @@
-"""The loop of a run on virtual time: schedules, fleets, the server, evaluation, checkpoints."""
+"""The loop of a run on virtual time: schedules, fleets, server, evaluation, checkpoints."""

@@ -1,9 +1,9 @@
 """Assign jobs to workers.
 
-The choice changes no result; it decides how busy the workers are.
+The assignment changes no result; it decides how busy the workers are.
 
-A unit is a sequence of jobs that have to go to one worker: a group whose deltas are summed there,
-or the jobs of one client. A unit's work is measured in samples.
+A unit is a sequence of jobs that must go to one worker: a group whose deltas are summed on that
+worker, or the jobs of one client. The work of a unit is its number of samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SLOWDOWN = 1.1
 class StateHome(NamedTuple):
     """The worker that has a client's state.
 
-    is_pending: whether the job that makes the state has not ended.
+    is_pending: True if the job that makes the state has not ended.
     """
 
     worker: int
@@ -30,7 +30,7 @@ class StateHome(NamedTuple):
 
 
 def total_work(unit: Sequence[Job]) -> float:
-    """Return the work of a unit, in samples."""
+    """Return the work of a unit in samples."""
     return sum(job.work for job in unit)
 
 
@@ -43,7 +43,7 @@ def makespan(units: Sequence[Sequence[Job]], workers: int) -> float:
 
 
 def units_by_client(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return a unit per client, its jobs in order of dispatch; the longest units come first."""
+    """Return a unit per client with the jobs in order of dispatch; the longest units come first."""
     units: dict[int, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.number):
         units.setdefault(job.client, []).append(job)
@@ -66,11 +66,11 @@ def assign_units(
     nodes: Sequence[int],
     home_of: Callable[[int], StateHome | None],
 ) -> list[int]:
-    """Return a worker per unit: the least loaded, or the one with the client's state if fair.
+    """Return a worker per unit: the one with the client's state, or the least loaded.
 
-    loads: by worker, samples that it has to train already. nodes: by worker. home_of: returns the
-    home of a client; None if no worker has its state. After a client's home, the least loaded
-    worker of the same node is tried.
+    loads: for each worker, the samples that it must already train. nodes: the node of each worker.
+    home_of: function that returns the `StateHome` of a client, or None if no worker has the state.
+    If the home is too busy, the least loaded worker of the same node is tried next.
     """
     loads = list(loads)
     fair_load = MAX_SLOWDOWN * (sum(loads) + sum(map(total_work, units))) / len(loads)
@@ -95,9 +95,9 @@ def assign_units(
 
 
 def assign_to_nodes(works: Sequence[float], nodes: Sequence[int]) -> list[int]:
-    """Return a worker per group: consecutive groups on a node, where long ones come first.
+    """Return a worker per group: consecutive groups on a node, longest groups first.
 
-    works: by group. nodes: by worker; the last groups go to node 0.
+    works: the work of each group. nodes: the node of each worker; the last groups go to node 0.
     """
     order = sorted(set(nodes), key=lambda node: (node == 0, node))
     members = [[worker for worker, other in enumerate(nodes) if other == node] for node in order]
@@ -113,10 +113,10 @@ def assign_to_nodes(works: Sequence[float], nodes: Sequence[int]) -> list[int]:
 
 
 def assign_groups_to_nodes(groups: Sequence[Sequence[Job]], nodes: Sequence[int]) -> list[int]:
-    """Return a worker per group such that nodes can add up their sums.
+    """Return a worker per group such that nodes can add up the sums of their groups.
 
-    Return none if that saves nothing or takes longer. It saves nothing unless two groups or more
-    are summed on other nodes than the coordinator's, which is node 0.
+    Return an empty list if that saves nothing or takes longer. It saves nothing unless at least two
+    groups are summed on nodes other than node 0, where the coordinator is.
     """
     works = [total_work(group) for group in groups]
     workers = assign_to_nodes(works, nodes)

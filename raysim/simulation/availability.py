@@ -1,8 +1,8 @@
-"""When clients are available: a function of seed, client and virtual time.
+"""Availability of clients: a function of seed, client and virtual time.
 
-Each kind answers for one client or for many, and lists the changes after a moment. Where hardly any
-client is available, a planner follows that list (see `idle_clients.py`) and does not look at all
-clients.
+Each kind answers for one client or for many, and lists the changes after a moment. If very few
+clients are available, the planner follows that list (see `idle_clients.py`) instead of looking at
+all clients.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Change(NamedTuple):
 
 
 class Availability(ABC):
-    """When each client can be dispatched.
+    """The moments at which each client can be dispatched.
 
-    A subclass needs the first two functions; the others follow from them, slowly.
+    A subclass needs the first two functions; the others use them, slowly.
     """
 
     @abstractmethod
@@ -45,24 +45,24 @@ class Availability(ABC):
 
     @abstractmethod
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return when the client's availability changes after `now`; `until` if not earlier.
+        """Return when the client's availability changes after `now`, but at most `until`.
 
         Infinity means never.
         """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return bool [clients]: `available` for each client, at a moment [clients] of its own."""
+        """Return bool [clients]: whether each client is available at its time in `moments`."""
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         return np.array([self.available(client, moment) for client, moment in moments], bool)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return float64 [clients]: `next_change` for each client, after a moment of its own."""
+        """Return `next_change` for all clients, float64 [clients]; each has its own start time."""
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         times = [self.next_change(client, moment, math.inf) for client, moment in moments]
         return np.array(times, np.float64)
 
     def available_clients(self, clients: np.ndarray, now: float) -> np.ndarray:
-        """Return those of these clients that are available."""
+        """Return the available ones among these clients."""
         available = [clients[:0]]
         for place in _blocks(len(clients)):
             block = clients[place]
@@ -72,8 +72,8 @@ class Availability(ABC):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes after `now` among these clients (ascending), in order.
 
-        The time of each client's next change is stored, and the earliest sixteenth are sorted at
-        once. So a change costs the same for any number of clients.
+        The time of each client's next change is stored, and the earliest sixteenth of them is
+        sorted at a time. A change therefore costs the same for any number of clients.
         """
         times = np.empty(len(clients))  # float64 [clients] of the next change
         for place in _blocks(len(clients)):
@@ -97,10 +97,10 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return moments and places (in `clients`) of the changes up to a moment.
+        """Return moments and positions (in `clients`) of the changes up to a moment.
 
-        `times` are moved on to the changes after it. The moment is earlier if a client has very
-        many changes before it.
+        `times` is advanced to the changes after that moment. The moment is earlier if a client has
+        very many changes before it.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -120,12 +120,12 @@ class Availability(ABC):
 
 
 def floats(values: np.ndarray) -> memoryview[float]:
-    """Return the same memory for access to single values, which costs half of NumPy's."""
+    """Return a view of the array whose single values are read twice as fast as NumPy's."""
     return memoryview(values)  # type: ignore[arg-type, call-overload, return-value, unused-ignore]
 
 
 def ints(values: np.ndarray) -> memoryview[int]:
-    """Return `floats` for integers."""
+    """Return a view of the integers whose single values are read twice as fast as NumPy's."""
     return memoryview(values)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -134,9 +134,9 @@ def _blocks(count: int) -> Iterator[slice]:
 
 
 def _interval(now: float, length: float) -> int:
-    """Return the interval of this length that contains `now`.
+    """Return the index of the interval of this length that contains `now`.
 
-    The quotient alone may be rounded to the interval before or after.
+    The rounded quotient alone may give the interval before or after it.
     """
     interval = math.floor(now / length)
     if (interval + 1) * length <= now:
@@ -153,7 +153,7 @@ def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
 
 
 class Diurnal(Availability):
-    """Available for so many hours of each day, from midnight in the client's own time zone.
+    """Clients that are available for a number of hours each day, from midnight in their time zone.
 
     zones: int [clients], hours from the start of the virtual clock to the client's midnight.
     """
@@ -164,12 +164,12 @@ class Diurnal(Availability):
         self._length = hours * HOUR
 
     def available(self, client: int, now: float) -> bool:
-        """Return whether it is day for the client."""
+        """Return True if it is day for the client."""
         midnight = self._midnight[client]
         return now < midnight + (_interval(now - midnight, DAY) * DAY + self._length)
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the next begin or end of the client's day; `until` if not earlier."""
+        """Return the next start or end of the client's day, but at most `until`."""
         midnight = self._midnight[client]
         days = _interval(now - midnight, DAY)
         end = midnight + (days * DAY + self._length)
@@ -191,9 +191,9 @@ class Diurnal(Availability):
 
 
 class _StepDraw(NamedTuple):
-    """What one step of a `MarkovAvailability` drew.
+    """The random numbers of one step of a `MarkovAvailability`.
 
-    A client's place is (client - start) * factor modulo the prime.
+    The place of a client is (client - start) * factor modulo the prime.
     """
 
     start: int
@@ -204,17 +204,17 @@ class _StepDraw(NamedTuple):
 
 
 class MarkovAvailability(Availability):
-    """Available at random: for `on` seconds in the mean, and then not for `off` seconds.
+    """Clients that are available at random: on average `on` seconds, then not for `off` seconds.
 
-    A chain of two states in steps of half the shorter mean. At each step every client has a chance
-    q to be available from then on, 1 - p - q to keep its state, and p to be not available. The
-    state at any time follows from the last step that decided, a few steps back, so nothing has to
-    be stored or run from the start.
+    This is a Markov chain of two states, in steps of half the shorter mean. At each step a client
+    becomes available with probability q, becomes unavailable with probability p, and keeps its
+    state with probability 1 - p - q. The state at any time follows from the last step that changed
+    or confirmed it, a few steps back, so nothing has to be stored or simulated from the start.
 
-    A step draws how many clients come and go, and gives each client a place by an affine map modulo
-    a prime. So the clients that come are known without looking at the others, and a client's state
-    is known without listing the clients that come. The steps of one client are independent; in one
-    step any two clients are.
+    A step draws how many clients become available and unavailable, and gives each client a place by
+    an affine map modulo a prime. The clients that become available are therefore known without
+    looking at the others, and a client's state is known without listing these clients. The steps of
+    one client are independent of each other; in one step any two clients are independent.
     """
 
     def __init__(self, seed: int, clients: int, on: float, off: float):
@@ -250,7 +250,7 @@ class MarkovAvailability(Availability):
         return False if place >= draw.goes else None
 
     def available(self, client: int, now: float) -> bool:
-        """Return the client's state after the last step that decided."""
+        """Return the client's state after the last step that set it."""
         return self._state(client, _interval(now, self._step_s))
 
     def _state(self, client: int, step: int) -> bool:
@@ -262,7 +262,7 @@ class MarkovAvailability(Availability):
         return state
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the next step that changes the client's state; `until` if not earlier."""
+        """Return the time of the next step that changes the client's state, but at most `until`."""
         step = _interval(now, self._step_s)
         if (step + 1) * self._step_s >= until:
             return until
@@ -300,7 +300,7 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return the clients that a step makes available; both ascending."""
+        """Return the clients that a step makes available, ascending."""
         draw = self._draw(step)
         if draw.comes >= len(clients):
             return np.asarray(clients[self._places(clients, step) < draw.comes])
@@ -308,7 +308,7 @@ class MarkovAvailability(Availability):
         return np.asarray(coming[_are_members(coming, clients)])
 
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
-        """Yield the changes step by step; a step costs no more than the clients that change."""
+        """Yield the changes step by step. The cost of a step depends on the clients that change."""
         step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)
         while len(clients):
@@ -339,11 +339,12 @@ def _next_prime(least: int) -> int:
 
 
 class Intervals(Availability):
-    """Available in recorded intervals, which repeat after the client's period if they wrap.
+    """Clients that are available in recorded intervals.
 
-    bounds: float64, starts and ends in turn, of one row after the other. first: int [rows + 1], the
-    place in `bounds` at which each row begins. periods: float64 [rows] seconds. row_of: int
-    [clients]. A client is available at a start and not at an end.
+    The intervals repeat after the client's period if `wrap` is True. bounds: float64, starts and
+    ends in turn, row after row. first: int [rows + 1], the position in `bounds` at which each row
+    begins. periods: float64 [rows], seconds. row_of: int [clients], the row of each client. A
+    client is available at a start and not at an end.
     """
 
     def __init__(
@@ -376,7 +377,7 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return row, begin and end of the current period, and the next bound of the row."""
+        """Return row, start and end of the present period, and the next bound of the row."""
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
             period = self._period[row]
@@ -386,12 +387,12 @@ class Intervals(Availability):
         return row, begin, end, place
 
     def available(self, client: int, now: float) -> bool:
-        """Return whether `now` is in an interval of the client."""
+        """Return True if `now` is in an interval of the client."""
         row, _, _, place = self._find(client, now)
         return (place - self._first[row]) % 2 == 1
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the next start or end of an interval; `until` if not earlier."""
+        """Return the next start or end of an interval, but at most `until`."""
         row, begin, end, place = self._find(client, now)
         first, last = self._first[row], self._last[row]
         if place < last:

@@ -1,4 +1,4 @@
-"""The model of the best round: which score decides, and the weights that had it."""
+"""The model of the best round: its weights, and the score that decides which round is best."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Criterion:
 
 
 def best_criterion(spec: RunSpec) -> Criterion:
-    """Return the validation score, or the training loss if there is no validation split.
+    """Return the validation score, or the training loss if there are no validation samples.
 
     A test score is never used: the score of a model that was chosen by its tests would be too good.
     """
@@ -35,7 +35,7 @@ def best_criterion(spec: RunSpec) -> Criterion:
 
 
 def validation_column(spec: RunSpec) -> str | None:
-    """Return the history's column of the validation score; None without validation samples."""
+    """Return the history's column of the validation score, or None without validation samples."""
     validation = spec.data.partition.validation
     if validation is None or not validation.counts.any():
         return None
@@ -43,7 +43,7 @@ def validation_column(spec: RunSpec) -> str | None:
 
 
 class BestModel:
-    """The weights of the best round so far, the first of equal ones; part of every checkpoint."""
+    """The weights of the best round so far (the first of equal rounds); checkpoints contain it."""
 
     def __init__(self, criterion: Criterion):
         self.criterion = criterion
@@ -52,7 +52,7 @@ class BestModel:
         self.counters: Tensor | None = None
 
     def take(self, row: Row, vector: Tensor, counters: Tensor) -> None:
-        """Keep the weights that were scored in a round if the round is better than all before."""
+        """Keep the scored weights of a round if the round is better than all rounds before."""
         if self._is_better(row):
             self.vector, self.counters = vector, counters
 
@@ -93,7 +93,7 @@ class BestModel:
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
-        """Continue from a checkpoint. vector, counters: its current weights."""
+        """Continue from a checkpoint. vector, counters: the current weights in the checkpoint."""
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:
             self.vector, self.counters = vector, counters

@@ -10,10 +10,10 @@ from raysim.data.partition import CSR
 
 
 class BestRounds:
-    """The first round of the best validation score so far; part of every checkpoint.
+    """The first round with the best validation score so far; checkpoints contain it.
 
-    Scores are given such that higher ones are better. A client without validation samples has its
-    last round. tests: each client's test rows.
+    Scores are transformed so that higher is better. For a client without validation samples the
+    last round is used. tests: each client's test rows.
     """
 
     def __init__(self, tests: CSR):
@@ -29,9 +29,10 @@ class BestRounds:
     def take(
         self, clients: np.ndarray, validation: np.ndarray, hits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Note the validation scores [m] of some clients, and the scores of their test rows.
+        """Record the validation scores [m] of some clients, and the scores of their test rows.
 
-        hits: one client after another. Returns the same for the clients' best rounds so far.
+        hits: the scores of the test rows, client after client. Return the same for the best round
+        of each of these clients so far.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
@@ -53,7 +54,7 @@ class BestRounds:
     def take_shared(
         self, round: int, validation: float, central: float | None
     ) -> tuple[int, float | None]:
-        """Note the shared model's scores; return round and central score of its best round."""
+        """Record the shared model's scores; return round and central score of its best round."""
         best = self._arrays["shared"]
         if validation > best[0]:
             best[:] = validation, round, np.nan if central is None else central

@@ -1,4 +1,4 @@
-"""Calls to workers: make them, wait for them, and make them again when a worker dies."""
+"""Calls to workers: make them, wait for answers, and repeat them when a worker dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SILENCE_WARNING_S = 10.0  # without any answer, after which a run reports which 
 
 @dataclass(eq=False)
 class Call:
-    """A call to a worker, which can be made again if the worker dies before it answers."""
+    """A call to a worker, which can be repeated if the worker dies before it answers."""
 
     worker: int
     method: str
@@ -41,10 +41,10 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 
 
 class WorkerCalls:
-    """Makes every call to workers.
+    """The object that makes every call to workers.
 
-    A worker that died is replaced, and its unanswered calls are made again. timeout_s: seconds
-    without an answer to a call after which its worker counts as dead.
+    A dead worker is replaced, and its unanswered calls are repeated. timeout_s: a worker counts as
+    dead if it does not answer a call for so many seconds.
     """
 
     def __init__(self, runtime: Runtime, client_states: ClientStates, timeout_s: float = math.inf):
@@ -79,14 +79,14 @@ class WorkerCalls:
         return self._unanswered[worker]
 
     def call_all(self) -> None:
-        """Call every worker once. Until its first answer a worker has more time."""
+        """Call every worker once. A worker has more time until its first answer."""
         for worker in range(self.workers):
             self.call(worker, "ready")
 
     def keep(self, *args: object) -> None:
-        """Send these constants to every worker (`Worker.store_constants`); waits.
+        """Send these constants to every worker (`Worker.store_constants`) and wait.
 
-        Workers that start later get them as well.
+        Workers that start later get them, too.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in range(self.workers)]:
@@ -110,7 +110,7 @@ class WorkerCalls:
         return call.value
 
     def wait_with_events(self, calls: Iterable[Call]) -> Iterator[Waiting]:
-        """Wait for these calls; yield an event whenever there is no answer for long."""
+        """Wait for these calls; yield an event whenever no answer came for a long time."""
         for call in calls:
             while not call.is_answered:
                 if not self._wait_for_any():
@@ -120,7 +120,7 @@ class WorkerCalls:
                     )
 
     def _wait_for_any(self) -> bool:
-        """Wait for an answer of any worker, for a while; return False if nothing happened."""
+        """Wait a limited time for an answer of any worker; return False if nothing happened."""
         first_calls = [calls[0] for calls in self._unanswered if calls]
         deadline, slowest = min((self._deadline(call.worker), call.worker) for call in first_calls)
         left_s = max(0.0, deadline - time.monotonic())
@@ -138,12 +138,12 @@ class WorkerCalls:
         return True
 
     def _deadline(self, worker: int) -> float:
-        """Return the time at which a worker that does not answer counts as dead."""
+        """Return the time at which a worker without an answer counts as dead."""
         start_s = 0.0 if self._has_started[worker] else START_TIMEOUT_S
         return self._waiting_since[worker] + self._timeout_s + start_s
 
     def _receive(self, call: Call) -> None:
-        """Take the answer to a call, or replace the worker that died."""
+        """Process the answer to a call, or replace the worker if it died."""
         worker = call.worker
         self._waiting_since[worker] = time.monotonic()
         self._has_started[worker] = True
@@ -160,7 +160,7 @@ class WorkerCalls:
 
     # --- deaths -----------------------------------------------------------------------------------
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
-        """Start a worker in the place of a dead one, and make its unanswered calls again."""
+        """Start a worker that replaces a dead one, and repeat the unanswered calls."""
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1
         if self._deaths_in_a_row[worker] == MAX_DEATHS:

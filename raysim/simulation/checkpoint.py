@@ -3,13 +3,13 @@
 There is no pickle. A checkpoint is a folder `round-000050` with `run.json` (numbers),
 `server.safetensors` (named tensors; several files if there are many), `index.safetensors` and
 `manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
-`states-00000017.safetensors`, where the index has the file of each client (see `state_log.py`), and
-thousands of rows of a long history in `rows-00000009.json`. The manifest has the SHA-256 of every
-file that the checkpoint needs, and of its own content. It is written last; without it a folder is
-no checkpoint. Files are never changed, and files that no manifest names are removed.
+`states-00000017.safetensors` (the index says which file has which client, see `state_log.py`), and
+rows of a long history in `rows-00000009.json`. The manifest has the SHA-256 of every file that the
+checkpoint needs, and of the manifest's own content. It is written last; a folder without it is not
+a checkpoint. Files are never changed, and files that no manifest lists are removed.
 
-A folder is locked while a run writes there (`files.lock_folder`). Behind a URL there are no locks:
-the file `writer` names the process that began to write last; an earlier process finds that before
+A folder is locked while a run writes there (`files.lock_folder`). Behind a URL there are no locks.
+There the file `writer` says which process began to write last. An earlier process reads it before
 it writes or removes anything, and stops.
 """
 
@@ -52,10 +52,10 @@ _ROWS = 4096  # rows of the history in a file
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two aggregations.
+    """The state of a run between two aggregations.
 
-    numbers: JSON. clients: the named tensors of each accepted client state. jobs: by client, the
-    job that left the state.
+    numbers: values for a JSON file. clients: the named tensors of each accepted client state. jobs:
+    for each client, the number of the job that left the state.
     """
 
     numbers: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Snapshot:
 
 
 def save_model(tensors: Arrays, path: Path) -> None:
-    """Write named tensors as one file, complete or not at all."""
+    """Write named tensors as one file; the file appears complete or not at all."""
     with report_full_disk(path, _size(tensors)), draft_file(path) as draft:
         save_file({name: np.asarray(array, order="C") for name, array in tensors.items()}, draft)
 
@@ -92,7 +92,7 @@ def find_latest(where: str | Path) -> str:
 
 
 def version_of(address: str | Path) -> int:
-    """Return the round after which a checkpoint was written; -1 if its name is another one."""
+    """Return the round of a checkpoint, read from the folder's name; -1 for any other name."""
     number = split_address(address)[1].removeprefix("round-")
     return int(number) if number.isdecimal() else -1
 
@@ -102,7 +102,7 @@ def _folder(version: int) -> str:
 
 
 def _files_by_version(place: Store) -> dict[int, Sequence[str]]:
-    """Return the files of each checkpoint's folder that is not empty."""
+    """Return the files of each checkpoint folder that is not empty, by version."""
     folders = [name for name in place.names() if re.fullmatch(r"round-\d+", name)]
     files = {int(folder.removeprefix("round-")): place.names(folder) for folder in folders}
     return {version: files[version] for version in sorted(files) if files[version]}
@@ -118,10 +118,10 @@ def _incomplete_versions(place: Store) -> list[int]:
 
 # --- writing --------------------------------------------------------------------------------------
 class Checkpoints:
-    """Writes the checkpoints of one run where no other run writes, and keeps the last few.
+    """A writer of one run's checkpoints, which keeps the last few.
 
-    where: a folder or a URL. resume: the address of the checkpoint that the run continues from; if
-    it is in `where`, its log is continued.
+    No other run may write to the same place. where: a folder or a URL. resume: the address of the
+    checkpoint that the run continues from; if it is in `where`, its log is continued.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
@@ -135,12 +135,12 @@ class Checkpoints:
         self._index = StateIndex()
 
     def write(self, version: int, snapshot: Snapshot) -> str:
-        """Write a checkpoint, remove all but the last few, and return its address.
+        """Write a checkpoint, remove all but the last few, and return the address.
 
-        Checkpoints of later rounds are removed as well: the run left their course when it continued
-        from an earlier one. The version that was written last is not written again: between two
-        aggregations nothing changes that a result depends on. Raises OSError if another process has
-        begun to write.
+        Checkpoints of later rounds are also removed: if the run continued from an earlier
+        checkpoint, they do not belong to it any more. A version that was written last is not
+        written again, because nothing that a result depends on changes between two aggregations.
+        Raises OSError if another process has begun to write.
         """
         place = self._open()
         if is_remote(self.where):
@@ -184,7 +184,7 @@ class Checkpoints:
     def _write_states(
         self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the states that are not in a file yet; return checksums by name."""
+        """Write the states that are not in a file yet; return the checksums of files by name."""
         files = {}
         for number, tensors in index.write_files(clients, self._next_number()):
             name = _states_name(number)
@@ -192,7 +192,7 @@ class Checkpoints:
         return files
 
     def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write the rows that fill a file by now; return checksums by name."""
+        """Write the rows that are enough for a file; return the checksums of files by name."""
         files = {}
         written = sum(name.startswith("log/rows-") for name in self._log)
         for number in range(written, len(rows) // _ROWS):
@@ -202,7 +202,7 @@ class Checkpoints:
         return files
 
     def _next_number(self) -> int:
-        """Return a number for a new file in the log that no existing checkpoint names."""
+        """Return a number for a new file in the log that no existing checkpoint uses."""
         last = 0
         for manifest in self._manifests.values():
             for name in manifest:
@@ -213,7 +213,7 @@ class Checkpoints:
 
     # --- removing ---------------------------------------------------------------------------------
     def _open(self) -> Store:
-        """Return the store; the first time remove what a killed run had begun to write."""
+        """Return the store; at the first call remove unfinished files of a killed run."""
         if self._store is None:
             self._store = place = open_store(self.where)
             if is_remote(self.where):
@@ -244,7 +244,7 @@ class Checkpoints:
             self._index = _read_index(place, _folder(self._last))
 
     def _remove(self, versions: Sequence[int]) -> None:
-        """Remove checkpoints, and files of the log that only they needed."""
+        """Remove checkpoints, and files of the log that no other checkpoint needs."""
         place = self._open()
         before = _log_files(self._manifests)
         for version in versions:
@@ -256,7 +256,7 @@ class Checkpoints:
             place.remove(name)
 
     def _remove_leftovers(self) -> None:
-        """Remove everything that is no part of a checkpoint."""
+        """Remove everything that does not belong to a checkpoint."""
         place = self._open()
         for version in _incomplete_versions(place):
             place.remove(_folder(version))
@@ -272,7 +272,7 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
-    """Return the files of the log that an index needs, and those with rows."""
+    """Return the log files that the index needs, and the log files that contain rows."""
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
     return {
         name: digest
@@ -310,7 +310,7 @@ def _write_bytes(place: Store, name: str, content: bytes) -> str:
 
 
 def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the arrays, contiguous, as many at a time as a file may have; at least once."""
+    """Yield groups of contiguous arrays, each small enough for one file; at least one group."""
     keys = list(arrays)
     for start in range(0, max(1, len(keys)), MAX_TENSORS):
         part = keys[start : start + MAX_TENSORS]
@@ -319,7 +319,7 @@ def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
 
 # --- reading --------------------------------------------------------------------------------------
 def find_damage(address: str | Path) -> str:
-    """Return what is wrong with a checkpoint; "" if nothing is."""
+    """Return a text that says how a checkpoint is damaged; "" if it is valid."""
     where, folder = split_address(address)
     try:
         place = open_store(where)
@@ -333,7 +333,7 @@ def find_damage(address: str | Path) -> str:
 
 
 def _path(folder: str, name: str) -> str:
-    """Return the path of a file that the manifest in a folder names."""
+    """Return the path of a file that the folder's manifest lists."""
     return name if name.startswith("log/") else f"{folder}/{name}"
 
 
@@ -350,7 +350,7 @@ def _read_manifest(place: Store, folder: str) -> dict[str, str]:
 
 
 def _manifest_if_valid(place: Store, version: int) -> dict[str, str]:
-    """Return the checksums of a checkpoint's files; none if the manifest is damaged."""
+    """Return the checksums of a checkpoint's files; an empty dictionary for a damaged manifest."""
     try:
         return _read_manifest(place, _folder(version))
     except ValueError:
@@ -364,7 +364,7 @@ def _digest_of_manifest(digests: Mapping[str, str]) -> str:
 def read(address: str | Path) -> Snapshot:
     """Read and verify a checkpoint.
 
-    Raises ValueError if it is missing or damaged; the error names the last good one in its folder.
+    Raises ValueError if it is missing or damaged; the error gives the last valid one in its folder.
     """
     where, folder = split_address(address)
     place = open_store(where)
@@ -402,7 +402,7 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return the advice for a damaged checkpoint: the last good one to continue from, if any."""
+    """Return the advice for a damaged checkpoint: continue from the last valid one, if any."""
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
@@ -411,7 +411,7 @@ def _advise(where: str, damaged_folder: str) -> str:
 
 
 def _is_of_earlier_version(place: Store, folder: str) -> bool:
-    """Return whether a version wrote the checkpoint that wrote all client states at once."""
+    """Return True if the checkpoint has the form of earlier versions: all client states in one."""
     try:
         with place.local(f"{folder}/{MANIFEST}") as path:
             manifest = parse_json(path.read_bytes())
@@ -426,7 +426,7 @@ def _read_json(place: Store, name: str) -> Any:
 
 
 def _map_tensors(place: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return all tensors of some files, mapped: they may be larger than memory.
+    """Return all tensors of some files, memory-mapped because they may be larger than memory.
 
     Writing to them does not change the files.
     """
@@ -443,7 +443,7 @@ def _read_index(place: Store, folder: str) -> StateIndex:
 
 
 def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
-    """Return the states of an index in the order of their files; one file is mapped at a time."""
+    """Yield the states of an index in the order of their files; one file is mapped at a time."""
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
     file_of: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())
     mapped: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # by file, by client
@@ -459,7 +459,7 @@ def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
 
 
 def _group_by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
-    """Return arrays with names such as "17/model.bn1.weight" by client and name."""
+    """Group arrays with names such as "17/model.bn1.weight" by client and name."""
     states: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
     for key, array in tensors.items():
         client, _, name = key.partition("/")

@@ -1,4 +1,4 @@
-"""The client state of every client: where it is; sending, committing and spilling it."""
+"""The client states of a run: where each one is; send, commit and spill to disk."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from raysim.vectors.layout import Layout
 class StateUse(NamedTuple):
     """The client state that a part of a call starts from.
 
-    job: the number of the job that left it; -1: the initial state. next_job: the number of the job
-    in the call that leaves the client's next state; -1: the call only reads the state.
+    job: the number of the job that left the state; -1 is the initial state. next_job: the number of
+    the job in the call that leaves the client's next state; -1 if the call only reads the state.
     """
 
     client: int
@@ -43,10 +43,10 @@ class ClientStates:
     worker or when its worker died.
 
     A state is committed when its job is aggregated (`accept`); only committed states are scored and
-    saved. When committed states exceed `budget` [bytes], those of the clients that have been idle
-    longest go to disk (in `folder`), and neither the store nor a worker keeps them.
+    saved. If committed states need more than `budget` bytes, the states of the clients that have
+    been idle longest are written to disk (in `folder`) and removed from the store and the workers.
 
-    stateful: whether clients have states; if not, every job starts from the initial state.
+    stateful: True if clients have states; otherwise every job starts from the initial state.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class ClientStates:
 
     # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Note a client's new job; return the job whose state it starts from, or -1.
+        """Record a client's new job; return the number of the job whose state it starts from.
 
-        -1 means the initial state. Jobs that are lost or discarded are never noted, so the client's
-        next job starts as if they had not existed.
+        -1 means the initial state. Lost or discarded jobs are never recorded, so the client's next
+        job starts as if they had not existed.
         """
         if not self.stateful:
             return -1
@@ -93,25 +93,25 @@ class ClientStates:
 
     @property
     def accepted_jobs(self) -> Mapping[int, int]:
-        """By client: the job that left its accepted state, if it has one."""
+        """For each client that has an accepted state, the number of the job that left it."""
         return self._accepted
 
     # --- places -----------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
-        """Return the worker of a client's last submitted job, and that job.
+        """Return the worker of a client's last submitted job, and the number of that job.
 
         None means that no worker has a state of the client.
         """
         return self._places.get(client)
 
     def worker_died(self, worker: int) -> None:
-        """Forget what a worker had; its clients' next jobs are sent the state they start from."""
+        """Forget the states of a dead worker. They are sent again with the clients' next jobs."""
         self._places = {
             client: place for client, place in self._places.items() if place[0] != worker
         }
 
     def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
-        """Cut a list of clients into parts that read at most a worker's share of the budget."""
+        """Split a list of clients; each part reads at most a worker's share of the budget."""
         limit = self.budget / self.runtime.workers
         start = total = 0
         for index, client in enumerate(clients):
@@ -124,7 +124,7 @@ class ClientStates:
 
     # --- sending ----------------------------------------------------------------------------------
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
-        """Return the states that a call to `worker` must take along, and the bytes read from disk.
+        """Return the states that a call to `worker` must contain, and the bytes read from disk.
 
         A state is None if the worker has it. Clients that leave a next state are on this worker
         from now on, and other workers forget them. Pass the bytes to `release_read` when the call
@@ -149,15 +149,15 @@ class ClientStates:
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Note that a call, for which `send` read so many bytes, is answered or made again."""
+        """Release the bytes that `send` read for a call that is now answered or repeated."""
         self._read_bytes -= read_bytes
 
     def store(self, numbers: Sequence[int], refs: Sequence[Ref]) -> None:
-        """Note where the states will be that the jobs with these numbers leave."""
+        """Record the references to the states that the jobs with these numbers leave."""
         self._stored.update(zip(numbers, refs, strict=True))
 
     def note_sizes(self, result: TrainingResult) -> None:
-        """Note the bytes of the states that the jobs of a call left."""
+        """Record the sizes in bytes of the states that the jobs of a call left."""
         for update, state_bytes in zip(result.updates, result.states, strict=False):
             self._note_size(update.job, state_bytes)
 
@@ -171,9 +171,9 @@ class ClientStates:
         return self._stored[number]
 
     def _is_on_disk(self, client: int, number: int) -> bool:
-        """Return whether the state that this job left is on disk.
+        """Return True if the state that this job left is on disk.
 
-        Only an accepted state ever is, and a newer job of the client may be in flight.
+        Only an accepted state can be on disk, while a newer job of the client may be in flight.
         """
         return client in self._on_disk and self._accepted[client] == number
 
@@ -235,9 +235,9 @@ class ClientStates:
     # --- what there is ----------------------------------------------------------------------------
     @property
     def bytes(self) -> int:
-        """Bytes of all states in the store, and of those read from disk for calls in flight.
+        """Bytes of all states in the store, and of states read from disk for calls in flight.
 
-        A state that a job in flight will leave counts as the mean of the others.
+        A state that a job in flight will leave counts as the mean of the other states.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:
@@ -251,7 +251,7 @@ class ClientStates:
         return sum(self._on_disk.values())
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
-        """Yield every client that has an accepted state, and that state; waits."""
+        """Yield every client that has an accepted state, with that state; waits."""
         for client in self._accepted:
             yield client, self.accepted_state(client)
 
@@ -267,7 +267,7 @@ class ClientStates:
         return from_flat_arrays(self._file.read(client))
 
     def state(self, client: int) -> StoredState | None:
-        """Return the accepted state of a client, None for the initial one; waits."""
+        """Return the accepted state of a client, or None for the initial state; waits."""
         return self.accepted_state(client) if client in self._accepted else None
 
     # --- checkpoints ------------------------------------------------------------------------------

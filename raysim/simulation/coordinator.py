@@ -1,8 +1,8 @@
 """The loop of a run: plan, dispatch, collect, aggregate, evaluate, save.
 
-The planner decides every order, on virtual time, and is ahead of the training. So workers get a job
-as soon as its base version exists and an aggregation is known to take it. Jobs that are lost or
-discarded are never trained.
+The planner decides every order on virtual time and is ahead of the training. Workers therefore get
+a job as soon as its base version exists and it is known that an aggregation will use the update.
+Jobs that are lost or discarded are never trained.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from raysim.vectors.layout import Vector
 
 
 class Coordinator:
-    """One run. `run()` yields its events and ends with `Finished`.
+    """The coordinator of one run. `run()` yields the events of the run and ends with `Finished`.
 
-    folder: where model and checkpoints are written; "": they are not written. resume: the address
-    of the checkpoint to continue from; "": none.
+    folder: where model and checkpoints are written; "" writes none. resume: the address of the
+    checkpoint to continue from; "" starts a new run.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Coordinator:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of the rounds that are reported."""
+        """The history rows of the reported rounds."""
         return self.history.rows
 
     def run(self) -> Iterator[Event]:
@@ -129,9 +129,9 @@ class Coordinator:
         yield finished
 
     def _run_round(self) -> Iterator[Event]:
-        """Train the jobs of the next aggregation and make it.
+        """Train the jobs of the next aggregation, then aggregate.
 
-        Workers score the version before at the same time.
+        Meanwhile workers score the version before.
         """
         try:
             aggregation = self.jobs.next_aggregation()
@@ -158,7 +158,7 @@ class Coordinator:
         self.versions.publish(self.server.version, self.server.published)
 
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
-        """Collect the updates of these jobs, and make the next version of them."""
+        """Collect the updates of these jobs, and make the next version from them."""
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
         self.jobs.finish(jobs)
@@ -182,7 +182,7 @@ class Coordinator:
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 
     def _evaluate(self, pending: PendingRound) -> None:
-        """Start scoring the current version; workers do it before they train the next."""
+        """Start scoring the current version. Workers score it before they train the next one."""
         version = self.server.version
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
@@ -198,7 +198,7 @@ class Coordinator:
         pending.scorings.append(self.evaluator.score(self.server, ref))
 
     def _report_and_save(self, writes_checkpoint: bool) -> Iterator[Event]:
-        """Report the rounds that are made, then write a checkpoint."""
+        """Report the finished rounds, then write a checkpoint."""
         yield from self.reports.report()
         if writes_checkpoint:
             yield self.saver.save()

@@ -1,9 +1,9 @@
-"""Job times that are drawn and do not depend on the job: the delay model of FADAS.
+"""Random job times that do not depend on the job: the delay model of FADAS.
 
 Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024), and
-the released code: each client has a kind, and each of its jobs takes a time that is uniform between
-the kind's bounds. The kind is the largest part of a draw from a Dirichlet distribution. The paper's
-"large" delays are fleet.kinds.slow={least: 50, most: 80}.
+the released code. Each client belongs to a kind, the index of the largest entry of a draw from a
+Dirichlet distribution. The time of each job is uniform between the two bounds of the kind. The
+paper's "large" delays are fleet.kinds.slow={least: 50, most: 80}.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
 @dataclass(frozen=True)
 class DelayKind:
-    """Clients whose jobs take from `least` to `most` seconds.
+    """A kind of clients, whose jobs take from `least` to `most` seconds.
 
-    weight: the parameter of the Dirichlet distribution.
+    weight: the kind's parameter of the Dirichlet distribution.
     """
 
     weight: float
@@ -41,9 +41,9 @@ def _default_kinds() -> dict[str, DelayKind]:
 
 @dataclass(frozen=True)
 class Delays(Fleet):
-    """Kinds of clients by the time that their jobs take.
+    """A fleet whose clients belong to kinds; the kind decides the time of a job.
 
-    scale: multiplies the weights; the larger it is, the fewer clients have kinds of small weight.
+    scale: multiplies the weights. If it is larger, fewer clients belong to kinds of small weight.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)
@@ -74,9 +74,9 @@ class Delays(Fleet):
 
 
 class RandomDelays:
-    """Devices whose jobs take a time that is drawn for each job, between two bounds [clients].
+    """Devices whose job times are drawn for each job, between two bounds [clients].
 
-    key: of the random numbers.
+    key: the key of the random numbers.
     """
 
     def __init__(self, least: np.ndarray, most: np.ndarray, key: int, fate: Fate):
@@ -87,11 +87,11 @@ class RandomDelays:
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job, whose time depends on client and participation alone."""
+        """Return the end of a job. The time depends only on client and participation."""
         least = self._least[client]
         seconds = least + (self._most[client] - least) * uniform(self._key, client, participation)
         return self._fate.trip(client, participation, start, seconds)
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return float64 [clients]: the mean time of a job."""
+        """Return the mean time of a job of each client, float64 [clients]."""
         return np.asarray((self._bounds[0] + self._bounds[1]) / 2)

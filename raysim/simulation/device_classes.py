@@ -43,8 +43,8 @@ from raysim.simulation.fleet import Fleet, Labels, Speeds
 class DeviceClass:
     """One class of devices.
 
-    share: of the clients, 0 to 1. flops: floating-point operations a second in training.
-    bandwidth_down, bandwidth_up: bytes a second. All but the share are medians.
+    share: the share of the clients, 0 to 1. flops: floating-point operations per second in
+    training. bandwidth_down, bandwidth_up: bytes per second. All values but the share are medians.
     """
 
     share: float
@@ -65,7 +65,7 @@ def _default_classes() -> dict[str, DeviceClass]:
 
 @dataclass(frozen=True)
 class DeviceClasses(Fleet):
-    """Each client has a device of one class, drawn once.
+    """A fleet in which each client has a device of one class, drawn once.
 
     The time of a job follows from the FLOPs of the run's model. sigma, bandwidth_sigma: standard
     deviations of the logarithms of speed and bandwidth within a class.
@@ -93,14 +93,14 @@ class DeviceClasses(Fleet):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw the class of each client; every class has its share, but for rounding."""
+        """Draw the class of each client. Every class has its share, except for rounding."""
         ends = np.cumsum([device_class.share for device_class in self.classes.values()])
         places = (stream(seed, "fleet.class").permutation(clients) + 0.5) / clients
         kinds = np.searchsorted(ends[:-1], places, side="right").astype(np.int16)
         return Labels(tuple(self.classes), kinds)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Draw the speeds of each client around the medians of its class."""
+        """Draw the speeds of each client around the medians of the client's class."""
         needed = above(
             "fleet=devices: FLOPs of the model",
             sample_flops(),

@@ -1,9 +1,8 @@
-"""Sends jobs to workers and collects their updates.
+"""Send jobs to workers and collect the updates.
 
 Where and when a job is trained changes no result; it only decides how busy the workers are. The
 jobs of the next aggregation are sent at once. Other jobs wait in a queue, in the order in which
-they will be aggregated, and a worker with fewer than two calls gets as many of them as are worth a
-message.
+they will be aggregated. A worker with fewer than two calls gets several of them in one message.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class TrainCall(Call):
 
 
 class Dispatcher:
-    """Decides which worker trains which jobs, in which calls.
+    """The object that decides which worker trains which jobs, in which calls.
 
-    group_size: most jobs in a sum that a worker makes. floats: of an update's delta.
+    group_size: the most jobs in a sum that a worker makes. floats: the number of floats in a delta.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Dispatcher:
 
     # --- dispatch ---------------------------------------------------------------------------------
     def enqueue(self, job: Job, aggregation: int) -> None:
-        """Let a worker train a job as soon as one has time.
+        """Put a job into the queue, to be trained as soon as a worker has time.
 
         aggregation: the version that the update will be added to.
         """
@@ -102,8 +101,8 @@ class Dispatcher:
     def submit(self, jobs: Sequence[Job], aggregation: int, summable: bool) -> None:
         """Send the jobs of the next aggregation that are still in the queue.
 
-        Then send other jobs to idle workers. jobs: all jobs of the aggregation, in its order.
-        summable: whether workers may sum their updates.
+        Then send other jobs to idle workers. jobs: all jobs of the aggregation, in the order of
+        acceptance. summable: True if workers may sum their updates.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
@@ -151,7 +150,7 @@ class Dispatcher:
         return assign_groups_to_nodes(groups, nodes)
 
     def _chunks(self, jobs: Sequence[Job], group_of: Groups) -> Iterator[Sequence[Job]]:
-        """Cut the jobs for a worker into calls, with not too many deltas in each."""
+        """Split the jobs for a worker into calls, with a limited number of deltas in each."""
         size = len(jobs) if jobs[0].number in group_of else self._max_jobs
         yield from (jobs[start : start + size] for start in range(0, len(jobs), size))
 
@@ -175,9 +174,10 @@ class Dispatcher:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
 
     def _take_bundle(self, worker: int) -> list[Job]:
-        """Take jobs from the queue for a worker: of clients whose state it has or no worker has.
+        """Take jobs from the queue for a worker.
 
-        The first job of an idle worker may be of a client whose state is on another one.
+        They are jobs of clients whose state this worker or no worker has. The first job of an idle
+        worker may be of a client whose state is on another worker.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -194,7 +194,7 @@ class Dispatcher:
         return self._queue.take_bundle(accepts, self._max_jobs, max_samples)
 
     def _send(self, worker: int, jobs: Sequence[Job], group_of: Groups, method: str) -> None:
-        """Have a worker train these jobs. method: "train_apart" if its sums stay there."""
+        """Let a worker train these jobs. method: "train_apart" leaves the sums on the worker."""
         uses: list[StateUse] = []
         if self._client_states.stateful:
             states = [self._client_states.dispatch(job.client, job.number) for job in jobs]
@@ -223,7 +223,7 @@ class Dispatcher:
 
     # --- answers ----------------------------------------------------------------------------------
     def _receive(self, call: Call) -> None:
-        """Note what a worker answered, and give it more to do."""
+        """Record the answer of a worker, and send more jobs to the worker."""
         if isinstance(call, TrainCall):
             result: TrainingResult = call.value
             call.value = None  # its parts are collected one by one
@@ -244,7 +244,7 @@ class Dispatcher:
         return list(dict.fromkeys(self._call_of[job.number] for job in jobs))
 
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
-        """Return the updates of an aggregation, in its order, and the workers' sums; waits."""
+        """Return an aggregation's updates, in the order of acceptance, and workers' sums; waits."""
         calls = self.calls_of(jobs)
         for call in calls:
             self._calls.wait(call)

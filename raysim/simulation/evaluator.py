@@ -1,9 +1,9 @@
 """Score models on the workers, and make columns of the history of the scores.
 
-A client's model is scored in up to four views: `shared` (the vector that is averaged), `own`
-(changed by `personalise`, with the personal part), `finetuned` (its own, fine-tuned on its data
-first), and `common` (its own, on the central test set). The loss decomposition of the FedLD paper
-works with any method.
+A client's model is scored in up to four views: `shared` (the vector that is averaged), `own` (the
+client's own model: changed by `personalise`, with the personal part), `finetuned` (the own model
+after fine-tuning on the client's data), and `common` (the own model on the central test set). The
+loss decomposition of the FedLD paper works with any method.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _no_clients() -> np.ndarray:
 
 @dataclass
 class Scoring:
-    """Calls that score models of one version.
+    """The calls that score models of one version.
 
-    clients, unseen: the scored clients, trained and never trained. reports: by view. members: the
-    clients of the loss decomposition. models: the calls that score each member's local model, and
-    the next shared one. client_scores: by column, pairs of clients and their scores, after
-    `columns` has read them.
+    clients, unseen: the scored clients, trained and never trained. reports: the reports of each
+    view. members: the clients of the loss decomposition. models: the calls that score the local
+    model of each member, and the next shared model. client_scores: for each column, pairs of a
+    client and its score, after `columns` has read them.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -64,7 +64,7 @@ class Scoring:
 
 
 class Evaluator:
-    """Sends scoring tasks to workers, and makes columns of their reports."""
+    """The object that sends scoring tasks to workers and makes columns from their reports."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Evaluator:
         return scoring
 
     def _sample(self, clients: np.ndarray, server: Server, purpose: str) -> np.ndarray:
-        """Draw `evaluate.clients` of the clients, ascending; all if there are no more."""
+        """Draw `evaluate.clients` of the clients, ascending; return all if there are not more."""
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):
             return clients
@@ -184,7 +184,7 @@ class Evaluator:
         return finetune.epochs > 0 and (version == self.rounds or not finetune.last)
 
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
-        """Send tasks to the workers that have the clients' states, and the others evenly."""
+        """Send tasks to the workers that have the clients' states, and other tasks evenly."""
         tasks_of_worker: dict[int, list[ScoringTask]] = {}
         for index, task in enumerate(tasks):
             place = self.client_states.place(task.client)
@@ -213,7 +213,7 @@ class Evaluator:
     def _chunks(
         self, worker: int, tasks: Sequence[ScoringTask]
     ) -> list[tuple[int, Sequence[ScoringTask]]]:
-        """Cut the tasks of a worker into calls that do not read too much from disk."""
+        """Split the tasks of a worker into calls with a limited number of bytes read from disk."""
         parts = self.client_states.split_reads([task.client for task in tasks])
         return [(worker, tasks[part]) for part in parts]
 
@@ -225,8 +225,8 @@ class Evaluator:
     ) -> Scoring:
         """Start scoring each participant's local model and the next shared model.
 
-        Each model is scored on the samples of each participant, with the personal part of the
-        client whose samples they are. bases: what the updates started from, by version.
+        Each model is scored on the samples of every participant, with the personal part of the
+        client that owns the samples. bases: the vectors that updates started from, by version.
         """
         tasks = [self._training_task(update.client) for update in updates]
         scoring = Scoring(members=tuple(update.client for update in updates))
@@ -268,9 +268,9 @@ class Evaluator:
         return [report for call in calls for report in self.calls.wait(call)]
 
     def _shared_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return the shared model's scores on the tests of clients, unseen clients and the center.
+        """Return the shared model's scores on test sets of clients, unseen clients and the center.
 
-        With validation samples, the scores of the best round follow.
+        If there are validation samples, the scores of the best round follow.
         """
         scores, losses = np.empty(0, np.bool_), np.empty(0)
         if reports:
@@ -299,7 +299,7 @@ class Evaluator:
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
         """Return the scores of the clients' own models.
 
-        A report has the scores of a client's tests, and then those of its validation samples.
+        A report has the scores of a client's test samples, then of the client's validation samples.
         """
         if not reports:
             return {}
@@ -328,7 +328,7 @@ class Evaluator:
         return row
 
     def scores(self, scorings: Sequence[Scoring]) -> ClientScores | None:
-        """Return the scores of single clients that `columns` read last; None without any."""
+        """Return the scores of single clients that `columns` read last, or None."""
         scored = [scoring for scoring in scorings if scoring.client_scores]
         if not scored:
             return None
@@ -345,7 +345,7 @@ class Evaluator:
     def _client_columns(
         self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: Scoring
     ) -> Row:
-        """Return scores on the clients' tests: mean over clients, the worst, and each domain's."""
+        """Return scores on the clients' test sets: the mean, the worst, and each domain's."""
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
             return {}
@@ -360,7 +360,7 @@ class Evaluator:
         return row
 
     def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: Scoring) -> Row:
-        """Return scores on the tests of unseen clients: mean over clients, and the worst."""
+        """Return scores on the test sets of unseen clients: the mean and the worst."""
         if not len(scoring.unseen):
             return {}
         name = f"{self.metric.name}{suffix}"
@@ -370,9 +370,9 @@ class Evaluator:
     def _score_clients(
         self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: Scoring
     ) -> np.ndarray:
-        """Return the score of each client, and note it under the name of a column.
+        """Return the score of each client, and store the scores under the name of a column.
 
-        scores: of the clients' test rows, one client after another.
+        scores: the scores of the clients' test rows, client after client.
         """
         ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
         values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
@@ -386,7 +386,7 @@ class Evaluator:
         return float(min(values) if self.metric.higher else max(values))
 
     def _best_columns(self, scoring: Scoring, tested: np.ndarray, validated: np.ndarray) -> Row:
-        """Return validation scores, and each client's test score in its own best round."""
+        """Return validation scores, and each client's test score in the client's best round."""
         if self.best is None or self.validation is None or not len(scoring.clients):
             return {}
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
@@ -424,7 +424,10 @@ class Evaluator:
         return {f"{self.metric.name}_worst_domain": self._worst(values)}
 
     def _decomposition_columns(self, scoring: Scoring) -> Row:
-        """Return the terms of FedLD's equation 2, with participants weighted by their samples."""
+        """Return the terms of equation 2 of the FedLD paper.
+
+        Participants are weighted by their samples.
+        """
         place = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))
         for losses, calls in zip(table, scoring.models, strict=True):
@@ -438,7 +441,7 @@ class Evaluator:
 
 
 def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
-    """Return the scores of these clients, one after another, as far as there are any."""
+    """Return the scores of these clients, client after client, without clients that have none."""
     empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
     parts = [scores[client] for client in clients.tolist() if client in scores]
     return np.concatenate([empty, *parts])

@@ -13,11 +13,12 @@ from raysim.training.identity import Identity
 
 
 class JobRecord(NamedTuple):
-    """A job that has ended, or was in flight when the run ended.
+    """A job that has ended, or that was in flight when the run ended.
 
-    version: its base version. start, finish: virtual seconds. fate: "aggregated", "failed",
-    "discarded", "lost" or "in flight". round: the aggregation that took it, or the next one after
-    its end, or after the run. staleness: of an aggregated or failed job; 0 otherwise.
+    version: the base version. start, finish: virtual seconds. fate: "aggregated", "failed",
+    "discarded", "lost" or "in flight". round: the aggregation that used the update; for other jobs
+    the first aggregation after the job's end, or after the run. staleness: of an aggregated or
+    failed job; 0 for other jobs.
     """
 
     client: int
@@ -35,7 +36,7 @@ Row: TypeAlias = dict[str, float | int | None]
 
 @dataclass(frozen=True, eq=False)
 class ClientScores:
-    """The scores of single clients, by the column of the history that has the mean."""
+    """The scores of single clients. column: the history's column that has their mean."""
 
     clients: Ints  # [n], ascending
     columns: Mapping[str, Floats]  # [n] each, such as "accuracy" and "accuracy_finetuned"
@@ -43,9 +44,9 @@ class ClientScores:
 
 @dataclass(frozen=True)
 class Started:
-    """The start of a run, with the rows of the rounds that a resumed run already has.
+    """The start of a run. rows: the rounds that a resumed run already has.
 
-    processes: those that take part, if there are several.
+    processes: the processes that take part, if there are several.
     """
 
     rows: list[Row]
@@ -65,10 +66,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Waiting:
-    """No worker has answered for a while.
+    """The event that no worker has answered for a long time.
 
-    worker: the one that the run waits for. clients: those that it trains, if any. seconds: since
-    its last answer, or since it began with this call.
+    worker: the worker that the run waits for. clients: the clients that it trains, if any. seconds:
+    the time since its last answer, or since it began with this call.
     """
 
     worker: int
@@ -78,7 +79,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint was written."""
+    """The event that a checkpoint was written."""
 
     version: int
     path: str
@@ -100,8 +101,9 @@ class Profiled:
 class Finished:
     """The end of a run.
 
-    jobs: those that no aggregation took. best_model: round, column that decided, its value, and
-    sha256 of the weights. processes: those that took part, if there are several.
+    jobs: the jobs that no aggregation used. best_model: the round, the column that decided, its
+    value, and the sha256 of the weights. processes: the processes that took part, if there were
+    several.
     """
 
     model_sha256: str
@@ -116,11 +118,14 @@ Event: TypeAlias = Started | Waiting | Round | Saved | Profiled | Finished
 
 
 class RunStoppedError(RuntimeError):
-    """A run that could not continue; its results so far are in its folder."""
+    """The error of a run that could not continue. The results so far are in its folder."""
 
 
 class ProcessLostError(RunStoppedError):
-    """A process or machine of the run is lost; it can continue from its last checkpoint."""
+    """The error of a run that lost a process or a machine.
+
+    The run can continue from its last checkpoint.
+    """
 
 
 class TooManyFailuresError(RunStoppedError):

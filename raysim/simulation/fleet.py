@@ -1,6 +1,7 @@
 """Devices of clients on the virtual clock: job times, availability and drop-outs.
 
-Everything is a function of the run's seed, and never of measured time or of a result of training.
+Everything is a function of the run's seed. It never depends on measured time or on training
+results.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ FLOAT_BYTES = 4
 class Trip(NamedTuple):
     """The end of a job in virtual time.
 
-    finish: virtual seconds. arrives: whether its update arrives then; if not, the client dropped
-    out and the server learns of it then.
+    finish: virtual seconds. arrives: True if the update arrives at that time; False if the client
+    dropped out, and the server learns of it at that time.
     """
 
     finish: float
@@ -34,7 +35,7 @@ class Devices(Protocol):
 
     @property
     def presence(self) -> Availability | None:
-        """When idle clients can be dispatched; None: always."""
+        """The availability of idle clients; None means always available."""
         ...
 
     def trip(
@@ -42,18 +43,18 @@ class Devices(Protocol):
     ) -> Trip:
         """Return the end of a job that begins at `start`.
 
-        Its client receives `down` floats, trains on `samples` samples and sends `up` floats.
+        The client receives `down` floats, trains on `samples` samples and sends `up` floats.
         """
         ...
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return float64 [clients]: how long a job takes each client, without drop-outs."""
+        """Return the duration of a job for each client without drop-outs, float64 [clients]."""
         ...
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of devices: samples [clients] per second; down, up [clients] bytes per second."""
+    """Speeds of devices, each [clients]: samples per second; bytes per second down and up."""
 
     samples: np.ndarray
     down: np.ndarray
@@ -69,12 +70,13 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """A kind of devices. A subclass overrides `speeds`, or `devices` altogether.
+    """A kind of devices. A subclass overrides `speeds`, or `devices` to replace everything.
 
     availability: "always"; "diurnal", for `hours` of each day, in time zones around the world; or
-    "markov", for `on` seconds in the mean and then not for `off`. A client that becomes unavailable
-    loses its job. dropout: the chance that a job is lost for another reason, at any moment of it.
-    patience: the most virtual seconds that a run waits for its first client.
+    "markov", for `on` seconds on average and then not for `off` seconds. A client that becomes
+    unavailable loses its job. dropout: the probability that a job is lost for another reason, at
+    any moment of the job. patience: how many virtual seconds a run waits at most for its first
+    client.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")
@@ -95,15 +97,15 @@ class Fleet:
         at_least("fleet.patience", self.patience, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Return the speeds of so many clients.
+        """Return the speeds of `clients` devices.
 
-        sample_flops: returns the floating-point operations of one sample's forward and backward
-        pass.
+        sample_flops: function that returns the floating-point operations of one sample's forward
+        and backward pass.
         """
         raise NotImplementedError(f"{type(self).__name__} overrides neither speeds nor devices")
 
     def presence(self, seed: int, clients: int) -> Availability | None:
-        """Return when clients are available; None: always."""
+        """Return the availability of clients; None means always available."""
         if self.availability == "diurnal" and self.hours < 24:
             return Diurnal(stream(seed, "fleet.zone").integers(24, size=clients), self.hours)
         if self.availability == "markov":
@@ -112,7 +114,7 @@ class Fleet:
         return None
 
     def _check_wait(self, seconds: float) -> None:
-        """Raise ValueError if no client is available for longer than `patience` in the mean."""
+        """Raise ValueError if the average wait for a client exceeds `patience`."""
         if seconds > self.patience:
             raise ValueError(
                 f"fleet.off={self.off:g} makes a run without available clients wait {seconds:,.0f} "
@@ -125,14 +127,17 @@ class Fleet:
         return Labels((type(self).__name__.lower(),), np.zeros(clients, np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return the devices of a run's clients; `sample_flops` as for `speeds`."""
+        """Return the devices of a run's clients. sample_flops: see `speeds`."""
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         return Fixed(self.speeds(seed, clients, sample_flops), fate)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """Which jobs are lost, and when. lost: the key of the random numbers of drop-outs."""
+    """The rule that decides which jobs are lost, and when.
+
+    lost: the key of the random numbers of drop-outs.
+    """
 
     presence: Availability | None = None
     dropout: float = 0.0
@@ -172,7 +177,7 @@ class Fixed:
         )
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return float64 [clients]: how long a job takes each client, without drop-outs."""
+        """Return the duration of a job for each client without drop-outs, float64 [clients]."""
         speeds = self._speeds
         training = samples / speeds.samples
         receiving = down * FLOAT_BYTES / speeds.down
@@ -181,7 +186,10 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Ideal(Fleet):
-    """Equal devices with a network that takes no time. speed: samples per virtual second."""
+    """A fleet of equal devices with an infinitely fast network.
+
+    speed: samples per virtual second.
+    """
 
     speed: float = field(default=1000.0, kw_only=False)
 
@@ -190,14 +198,14 @@ class Ideal(Fleet):
         above("fleet.speed", self.speed, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
-        """Return equal speeds and a network that takes no time."""
+        """Return equal speeds and an infinitely fast network."""
         network = np.full(clients, np.inf)
         return Speeds(np.full(clients, float(self.speed)), network, network)
 
 
 @dataclass(frozen=True)
 class Lognormal(Fleet):
-    """Log-normally distributed speed and bandwidth, drawn once per client.
+    """A fleet with log-normally distributed speed and bandwidth, drawn once per client.
 
     speed: median samples per second. bandwidth_down, bandwidth_up: median bytes per second. sigma,
     bandwidth_sigma: standard deviations of the logarithms.

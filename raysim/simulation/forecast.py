@@ -19,11 +19,11 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 
 @dataclass(frozen=True)
 class Forecast:
-    """Means over the second half of the planned aggregations, where a run has found its pace.
+    """Means over the second half of the planned aggregations; the first half is the warm-up.
 
-    at_work: clients in flight. seconds: virtual, from one aggregation to the next. staleness: of
-    aggregated updates. lost, discarded: shares of the jobs that end. workers_busy: share of wall
-    time in which workers work, over all planned aggregations.
+    at_work: clients in flight. seconds: virtual seconds from one aggregation to the next.
+    staleness: the staleness of aggregated updates. lost, discarded: shares of the jobs that end.
+    workers_busy: share of wall time in which workers work, over all planned aggregations.
     """
 
     at_work: float
@@ -35,7 +35,7 @@ class Forecast:
 
 
 def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
-    """Return the forecast of a run of so many rounds; the planner cannot be used afterwards.
+    """Return the forecast of a run of `rounds` rounds. The planner cannot be used afterwards.
 
     Raises ValueError if the run cannot begin with this fleet.
     """
@@ -78,11 +78,11 @@ def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, en
 
 
 def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> float:
-    """Return the share of wall time in which so many workers work.
+    """Return the share of wall time in which `workers` workers would work.
 
-    Every worker needs the same time for a sample. As in a run, a job can begin once its base
-    version exists, the jobs of the next aggregation come first, and a job that no aggregation takes
-    is not trained.
+    Every worker needs the same time for a sample. As in a run, a job can begin when its base
+    version exists, the jobs of the next aggregation come first, and a job whose update is never
+    aggregated is not trained.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:

@@ -1,9 +1,10 @@
 """Add up the sums of groups on their nodes: one vector travels instead of one per group.
 
-The server adds group after group, in the order of acceptance. So each node gets consecutive groups
-and adds the sums of its workers to the sum of the node before: the same additions in the same order
-give the same bits. The groups of the coordinator's node come last and are added by the server. A
-vector passes through the nodes in parts, so that several nodes work at the same time.
+The server adds group after group, in the order of acceptance. To keep the bits, each node gets
+consecutive groups and adds the sums of its workers to the sum from the node before: these are the
+same additions in the same order. The groups of the coordinator's node come last and are added by
+the server. A vector passes through the nodes in pieces, so that several nodes work at the same
+time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_up_on_nodes(
 ) -> GroupSums:
     """Let nodes add up the sums of their workers; return the total, or nothing if all failed.
 
-    sums: in the order of acceptance, at least one. floats: of a sum.
+    sums: in the order of acceptance, at least one. floats: the length of a sum.
     """
     links = group_by_node([group_sum.worker for group_sum in sums], runtime.nodes)
     pieces = split_range(0, floats, PART_FLOATS)
@@ -67,7 +68,7 @@ def add_up_on_nodes(
 def group_by_node(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
     """Return the positions of sums, node after node.
 
-    workers: of each sum, in the order of acceptance.
+    workers: the worker of each sum, in the order of acceptance.
     """
     positions = range(len(workers))
     groups = groupby(positions, key=lambda position: nodes[workers[position]])
@@ -75,13 +76,13 @@ def group_by_node(workers: Sequence[int], nodes: Sequence[int]) -> list[list[int
 
 
 def pipeline_order(links: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """Yield (link, piece) in an order in which all links can work on different pieces."""
+    """Yield pairs (link, piece) in an order that lets all links work on different pieces."""
     for turn in range(links + pieces - 1):
         yield from ((link, turn - link) for link in range(links) if 0 <= turn - link < pieces)
 
 
 def join(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the vector of these pieces."""
+    """Return the vector that consists of these pieces."""
     if len(pieces) == 1:
         return pieces[0]
     ends = np.cumsum([len(piece) for piece in pieces])

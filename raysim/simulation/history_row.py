@@ -21,7 +21,7 @@ from raysim.training.run_spec import RunSpec
 
 
 class RowWriter:
-    """Makes a row for every aggregation; counts since the row before."""
+    """The object that makes a row for every aggregation; it counts events since the last row."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class RowWriter:
         self._since = time.monotonic()
 
     def resume(self, wall_seconds: float, rows: list[Row]) -> None:
-        """Continue from a checkpoint that was written after so much wall time and these rows."""
+        """Continue from a checkpoint with this wall time and these rows."""
         self._earlier, self.rows = wall_seconds, rows
 
     @property
     def wall_seconds(self) -> float:
-        """Wall time of the run so far, with its earlier sessions."""
+        """Wall time of the run so far, including earlier sessions."""
         return self._earlier + time.monotonic() - self._since
 
     def row(
@@ -62,7 +62,7 @@ class RowWriter:
         failures: Sequence[Failure],
         store_bytes: int,
     ) -> Row:
-        """Return the row of an aggregation that the server has just made, without its scores."""
+        """Return the row of an aggregation that the server has just made, without scores."""
         staleness = aggregation.staleness
         row: Row = {
             "round": server.version,
@@ -99,17 +99,18 @@ class RowWriter:
         return row
 
     def store_bytes(self, versions: int, results: int) -> int:
-        """Return the bytes in the object store once all updates of a round have arrived.
+        """Return the bytes in the object store after all updates of a round have arrived.
 
-        versions: bytes of the stored versions. results: floats of the updates in flight. Unknown
-        sizes count as a job's upload, or as the mean of the other states.
+        versions: bytes of the stored versions. results: floats of the updates in flight. An unknown
+        size counts as the upload of a job, or as the mean of the other states.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 
     def _busy(self) -> Row:
-        """Return the share of wall time since the last row in which workers worked.
+        """Return the shares of wall time since the last row in which workers worked.
 
-        The mean, and that of the worker that worked least. A call counts when it is answered.
+        They are the mean over workers, and the share of the worker that worked least. A call counts
+        when it is answered.
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)

@@ -1,6 +1,6 @@
 """The clients that are available and idle, in order.
 
-A planner draws from them where hardly any client is available.
+The planner draws from them if very few clients are available.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FEW = 64  # changes of one moment that are made one by one
 class IdleClients:
     """The available, idle clients among `members` (ascending), as a sorted array.
 
-    They depend on the clients that are busy at `now`, and not on when the object was made, so a
-    checkpoint stores nothing of it.
+    They depend only on the clients that are busy at `now`, and not on when the object was made.
+    Checkpoints therefore do not contain them.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class IdleClients:
         return len(self._clients)
 
     def add_finished(self, client: int) -> None:
-        """Add a client whose job ended, with the next `advance`, if it is available then."""
+        """Add a client whose job ended, at the next `advance`, if the client is then available."""
         self._finished.append(client)
 
     def remove(self, client: int) -> None:
-        """Remove a client, if it is there."""
+        """Remove a client if it is in the array."""
         place = bisect_left(self._clients, client)
         if place < len(self._clients) and self._clients[place] == client:
             del self._clients[place]
 
     def advance(self, now: float) -> None:
-        """Make all changes up to `now`."""
+        """Apply all changes up to `now`."""
         while self._read_change() and self._ahead[0].at <= now:
             change = self._ahead.popleft()
             self._remove_all(change.gone)
@@ -61,9 +61,9 @@ class IdleClients:
                 self._insert(client)
 
     def draw(self, count: int, numbers: Iterator[float]) -> list[int]:
-        """Draw so many clients uniformly without replacement, or return all; ascending.
+        """Draw `count` clients uniformly without replacement, or return all; ascending.
 
-        numbers: uniform in [0, 1), as many as are needed.
+        numbers: iterator of uniform numbers in [0, 1).
         """
         size = len(self._clients)
         if count >= size:
@@ -83,7 +83,7 @@ class IdleClients:
         return self._ahead[-1].at
 
     def _read_change(self) -> bool:
-        """Make sure that `_ahead` has the next change; return False if there is none."""
+        """Read the next change into `_ahead`; return False if there is none."""
         if not self._ahead:
             change = next(self._changes, None)
             if change is not None:

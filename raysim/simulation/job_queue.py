@@ -1,4 +1,4 @@
-"""Jobs that wait for a worker, in the order in which they will be aggregated."""
+"""A queue of jobs that wait for a worker, in the order in which they will be aggregated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_PASSED_JOBS = 64  # that a bundle passes over before it is closed
 
 
 class JobQueue:
-    """Jobs that will be aggregated and that no worker has yet."""
+    """The jobs that will be aggregated and that no worker has yet."""
 
     def __init__(self) -> None:
         # A heap. The first four values order the jobs: aggregation, finish, client and number.
@@ -36,7 +36,7 @@ class JobQueue:
     ) -> list[Job]:
         """Remove and return the first jobs that a worker accepts, up to about `max_work` samples.
 
-        accepts: called with a job, and with whether it would be the first one of the bundle.
+        accepts: function of a job, and of a bool that is True for the first job of the bundle.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

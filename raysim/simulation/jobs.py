@@ -1,7 +1,7 @@
-"""The jobs of a run, each with its state, from the plan to their end.
+"""The jobs of a run with their states, from the plan to their end.
 
-The planner runs ahead of the training, so that the end of a job is known soon after its dispatch.
-Only jobs that an aggregation will take go to a worker.
+The planner is ahead of the training, so the end of a job is known soon after its dispatch. Only
+jobs whose updates will be aggregated go to a worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PLANNED_AGGREGATIONS = 64  # by which the planner may be ahead of the server
 
 
 class JobState(enum.StrEnum):
-    """Where a job is on its way from the plan to its end."""
+    """The steps of a job from the plan to its end."""
 
     PLANNED = "planned"  # its base version does not exist yet
     # Its base version exists; it is not known yet whether an aggregation will take it.
@@ -43,9 +43,9 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT, JobState.FINISHED)
 
 @dataclass(slots=True)
 class JobRow:
-    """A row of the table.
+    """A row of the job table.
 
-    aggregation: the version that the update will be added to; -1 while that is not known.
+    aggregation: the version that the update will be added to; -1 while that is unknown.
     """
 
     job: Job
@@ -56,9 +56,9 @@ class JobRow:
 class JobTable:
     """The planned jobs whose end is not recorded yet, and the planned aggregations.
 
-    Only `_set_state` changes the state of a job. A job that is lost or discarded has that state as
-    soon as its end is planned, and stays in the table until the server has made the aggregation
-    before which it ends.
+    Only `_set_state` changes the state of a job. A job that will be lost or discarded gets that
+    state when the planner has decided it. It leaves the table after the first aggregation that
+    follows its end.
     """
 
     def __init__(
@@ -86,14 +86,15 @@ class JobTable:
         return self._aggregations
 
     def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
-        """Return the jobs of an aggregation as they were dispatched, in its order."""
+        """Return the jobs of an aggregation as they were dispatched, in the order of acceptance."""
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
     # --- the plan ---------------------------------------------------------------------------------
     def next_aggregation(self) -> PlannedAggregation:
-        """Return the aggregation that the server makes next, once its jobs are dispatched.
+        """Return the aggregation that the server makes next, after its jobs are dispatched.
 
-        More are planned until it is known how every dispatched job ends. Raises NoClientsLeftError.
+        Plan more aggregations until the end of every dispatched job is known. Raises
+        NoClientsLeftError.
         """
         if not self._aggregations:
             self.plan()
@@ -116,7 +117,7 @@ class JobTable:
     def _try_to_plan(self) -> bool:
         """Plan one more aggregation; return False if no clients are left.
 
-        The run stops for that only when the server has made the aggregations before.
+        The run stops for this reason only after the server has made the planned aggregations.
         """
         try:
             self.plan()
@@ -151,7 +152,7 @@ class JobTable:
             self._versions.release(row.job.version)
 
     def _dispatch(self, row: JobRow) -> None:
-        """Complete a job with what the server's current version adds to it."""
+        """Add to a job the values that depend on the server's current version."""
         server, client = self._server, row.job.client
         row.job = row.job._replace(
             weight=server.weight(client),
@@ -167,7 +168,7 @@ class JobTable:
         self._dispatcher.enqueue(row.job, row.aggregation)
 
     def finish(self, jobs: Iterable[Job]) -> None:
-        """Note that the updates of these jobs are here."""
+        """Record that the updates of these jobs have arrived."""
         for job in jobs:
             self._set_state(self._rows[job.number], JobState.FINISHED)
 
@@ -188,7 +189,7 @@ class JobTable:
         return _record(row.job, row.state, version + 1, staleness)
 
     def unfinished(self) -> tuple[JobRecord, ...]:
-        """Return the records of the jobs that no aggregation took before the run ended."""
+        """Return the records of the jobs that were not aggregated before the run ended."""
         next_round = self._server.version + 1
         return tuple(_record(row.job, JobState.IN_FLIGHT, next_round, 0) for row in self.rows)
 
@@ -208,7 +209,7 @@ class JobTable:
                 self._rows[job.number].aggregation = aggregation.version
 
     def resume(self) -> None:
-        """Put the restored jobs in flight that an aggregation will take; workers must be ready."""
+        """Put restored jobs in flight if they will be aggregated; workers must be ready."""
         for row in self.rows:
             if row.state is JobState.DISPATCHED and row.aggregation >= 0:
                 self._put_in_flight(row)

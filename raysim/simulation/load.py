@@ -1,4 +1,4 @@
-"""The load of a job: known at dispatch, from the settings and the methods alone."""
+"""The load of a job. It is known at dispatch, from the settings and the methods alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class _Traffic:
 
 
 class Loads:
-    """The load of each job of a run. counts: int64 [clients] training samples."""
+    """A function that returns the load of each job of a run.
+
+    counts: int64 [clients], the training samples of each client.
+    """
 
     def __init__(self, spec: RunSpec, declarations: Declarations, counts: np.ndarray):
         layout = declarations.layout
@@ -64,7 +67,7 @@ class Loads:
 
 
 def _downloads(declared: MethodDeclaration, layout: Layout) -> list[_Traffic]:
-    """Return what a method sends with the model."""
+    """Return the tensors that a method sends with the model."""
     downloads = []
     for send in declared.sends:
         when = send.when

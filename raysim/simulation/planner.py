@@ -1,7 +1,7 @@
 """The run on virtual time: dispatches, base versions, and how each job ends.
 
-The plan is a function of configuration and seed alone and does not depend on training. So it can be
-made ahead of the training, and the end of every job is known before a worker gets it.
+The plan is a function of configuration and seed and does not depend on training. It can therefore
+be made before the training, and the end of every job is known before a worker gets the job.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _NO_EXTRAS: Arrays = {}
 
 
 class NoClientsLeftError(RunStoppedError):
-    """No client will become available again."""
+    """The error of a run in which no client will become available again."""
 
 
 class Load(NamedTuple):
-    """A job's samples, with extra passes, and the floats that its client receives and sends."""
+    """The samples of a job, including additional passes, and the floats received and sent."""
 
     work: float
     down: int
@@ -59,7 +59,7 @@ class Load(NamedTuple):
 
 @dataclass
 class PlannedAggregation:
-    """An aggregation, and all that happens between the one before and this one."""
+    """A planned aggregation, and all events between the aggregation before and this one."""
 
     version: int = 0  # the model version that its updates are added to: aggregations made before
     now: float = 0.0  # virtual seconds of the aggregation
@@ -81,7 +81,7 @@ class PlannedAggregation:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PlannedAggregation:
-        """Return the aggregation that `to_json` wrote."""
+        """Return the aggregation from the fields that `to_json` returned."""
         names = ("dispatched", "aggregated", "lost", "discarded")
         jobs = {name: [Job(*job) for job in values[name]] for name in names}
         return cls(**{**values, **jobs})
@@ -100,12 +100,12 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
 
 
 class Planner:
-    """Follows a schedule over a fleet.
+    """A planner that applies a schedule to a fleet.
 
-    counts: int64 [clients] training samples; a client without any is never dispatched. load:
-    returns the `Load` of a client's next job, given client, version, the client's earlier jobs, and
-    how many of those were aggregated. patience: the most virtual seconds to wait for a first
-    client.
+    counts: int64 [clients], training samples; a client without samples is never dispatched. load:
+    function that returns the `Load` of a client's next job from client, version, the number of the
+    client's earlier jobs, and how many of those were aggregated. patience: how many virtual seconds
+    to wait at most for a first client.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Planner:
         self._keys: dict[str, int] = {}  # of single random numbers, by purpose
 
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Return the clients of each pool, fastest first by the seconds of a client's first job."""
+        """Return the clients of each pool. The fastest come first, by the time of a first job."""
         if not self.schedule.pools:
             return []
         first_jobs = (self._load(client, 0, 0, 0).work for client in self.eligible.tolist())
@@ -277,7 +277,7 @@ class Planner:
         self._next.discarded += [jobs[number] for number in numbers]
 
     def _remove_arrived(self, numbers: set[int], purpose: str) -> dict[int, Job]:
-        """Remove jobs from those that have arrived, and return them by number."""
+        """Remove jobs from the arrived ones, and return them by number."""
         removed = {job.number: job for job in self.arrived if job.number in numbers}
         missing = sorted(numbers - removed.keys())
         if missing:
@@ -307,7 +307,7 @@ class Planner:
         return aggregation
 
     def _take_arrived(self, numbers: Sequence[int]) -> list[Job]:
-        """Remove and return arrived jobs in this order; a client's jobs keep their order."""
+        """Remove and return arrived jobs in this order; jobs of one client keep their order."""
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
                 f"{self._name}: decide returned Aggregate({list(numbers)}). Name one or more jobs, "
@@ -367,8 +367,8 @@ class Planner:
         """Draw idle, available clients uniformly without replacement; return them ascending.
 
         The cost grows with the cohort, not with the population or the clients in flight: clients
-        are drawn from all and rejected if they are busy or not available. Where hardly any client
-        is available, they are drawn from a list of the available ones.
+        are drawn from all and rejected if they are busy or not available. If very few clients are
+        available, they are drawn from a list of the available ones.
         """
         members = self._members[pool] if pool >= 0 else self.eligible
         presence = self.devices.presence
@@ -414,7 +414,7 @@ class Planner:
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
-        """Return `count` idle, available clients from these places, or as many as there are."""
+        """Return `count` idle, available clients from these places, or all if there are fewer."""
         busy, now = self._busy, self.now
         drawn: set[int] = set()
         for place in places:
@@ -430,7 +430,7 @@ class Planner:
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
         """Yield uniform numbers in [0, 1) without end.
 
-        A few are made one by one, because a generator costs as much as ten of them.
+        The first few are made one by one, because making a generator costs as much as ten of them.
         """
         if count < EXTRA_DRAWS:
             key = self._keys.get(purpose)
@@ -442,7 +442,7 @@ class Planner:
         return itertools.chain.from_iterable(blocks)
 
     def _track_idle(self, pool: int) -> IdleClients:
-        """Return the tracker of the pool's available, idle clients, at the current moment."""
+        """Return the tracker of the pool's available, idle clients at the current time."""
         idle_clients = self._idle_clients.get(pool)
         if idle_clients is None:
             presence = self.devices.presence
@@ -454,7 +454,7 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return when the next client of the short pools becomes available; infinity if never."""
+        """Return when the next client of the short pools becomes available; infinity for never."""
         if self.devices.presence is None:
             return math.inf
         arrival = min(self._track_idle(pool).next_arrival() for pool in self._short)

@@ -1,4 +1,4 @@
-"""Between the start of a run and round 0: clients contribute, and workers get constants."""
+"""The time between the start of a run and round 0: contributions and workers' constants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_probe(spec: RunSpec) -> None:
 def collect_contributions(
     declarations: Declarations, server: Server, planner: Planner, calls: WorkerCalls
 ) -> None:
-    """Collect the arrays that clients send before round 0, and let the methods assemble them."""
+    """Collect the arrays that clients send before round 0, and pass them to the methods."""
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
     if not methods:
         return
@@ -41,7 +41,7 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, server: Server, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker what clients receive once, and the rows that probes use."""
+    """Send to every worker what clients receive once, and the rows that probes use."""
     constants = server.sent_once()
     if constants or spec.settings.evaluate.probe:
         calls.keep(runtime.put(constants), _probed_rows(spec))

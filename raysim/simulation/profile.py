@@ -12,7 +12,7 @@ from raysim.training.profile import WorkerTrack
 
 
 class WatchedRuntime:
-    """A runtime that times every call and notes when each worker was called."""
+    """A runtime that measures the time of every call and records when each worker was called."""
 
     def __init__(self, runtime: Runtime, spans: Spans):
         self.runtime, self.spans = runtime, spans
@@ -45,13 +45,13 @@ class WatchedRuntime:
             return self.runtime.ready(refs, seconds)
 
     def revive(self, worker: int) -> None:
-        """Replace a worker that died; the profile of the dead one is lost."""
+        """Replace a worker that died; the profile of the dead worker is lost."""
         self.call_times[worker] = []
         self.runtime.revive(worker)
 
 
 class Profile:
-    """Times the parts of a coordinator, and collects the profiles of its workers at the end."""
+    """The times of a coordinator's parts, and the profiles of the workers at the end."""
 
     def __init__(self, runtime: Runtime):
         self.spans = Spans()
@@ -59,7 +59,7 @@ class Profile:
         self.start = self.spans.now()
 
     def watch(self, server: object, evaluator: object, saver: object) -> None:
-        """Start the profile, and time these parts of a coordinator from now on."""
+        """Start the profile: from now on, measure the time of these parts of a coordinator."""
         for owner, name, kind in (
             (server, "step", "sums"),
             (evaluator, "score", "evaluation"),

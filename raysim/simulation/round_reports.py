@@ -29,7 +29,7 @@ class PendingRound:
 
 
 class RoundReports:
-    """Completes the rows of rounds with their scores, and keeps the weights of the best round."""
+    """The object that completes rows with scores and keeps the weights of the best round."""
 
     def __init__(
         self, evaluator: Evaluator, calls: WorkerCalls, history: RowWriter, best_model: BestModel
@@ -39,7 +39,7 @@ class RoundReports:
         self._pending: list[PendingRound] = []
 
     def add(self, pending: PendingRound) -> None:
-        """Report this round next time."""
+        """Add a round, which the next `report` reports."""
         self._pending.append(pending)
 
     def report(self) -> Iterator[Round | Waiting]:

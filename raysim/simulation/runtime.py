@@ -1,4 +1,4 @@
-"""How a coordinator reaches its workers."""
+"""The interface by which a coordinator reaches its workers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Ref: TypeAlias = Any  # a runtime's handle on a result that may not exist yet
 
 
 class WorkerDiedError(RuntimeError):
-    """The process of a worker ended before it answered.
+    """The error of a worker whose process ended before it answered.
 
-    Its memory is lost; the values that it had returned are not.
+    The worker's memory is lost; the values that it had returned are not.
     """
 
 
 class Runtime(Protocol):
-    """Makes calls to workers. Calls to one worker run in the order in which they were made."""
+    """The interface that calls workers. Calls to one worker run in the order they were made."""
 
     @property
     def workers(self) -> int:
@@ -27,25 +27,25 @@ class Runtime(Protocol):
 
     @property
     def nodes(self) -> Sequence[int]:
-        """By worker: the machine that it is on; 0 is the coordinator's own."""
+        """The node of each worker; 0 is the coordinator's node."""
         ...
 
     @property
     def combine_from(self) -> float:
-        """The fewest floats of a vector for which a node adds up the sums of its workers."""
+        """The shortest vector, in floats, for which nodes add up the sums of their workers."""
         ...
 
     @property
     def is_in_process(self) -> bool:
-        """Whether workers are in this process, so that a call has ended when it returns."""
+        """True if workers are in this process, so that a call has ended when it returns."""
         ...
 
     def put(self, value: object) -> Ref:
-        """Store a value once for all workers; a Ref may be an argument of `call`."""
+        """Store a value once for all workers. The returned Ref may be an argument of `call`."""
         ...
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a method of `Worker`; return a Ref per returned value."""
+        """Start a method of `Worker`; return a Ref for each returned value."""
         ...
 
     def get(self, ref: Ref) -> Any:
@@ -53,9 +53,9 @@ class Runtime(Protocol):
         ...
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait for any of these values; return the index of one that exists or whose worker died.
+        """Wait for any of these values; return the index of one that exists or is lost.
 
-        Return None if there is none after so many seconds.
+        A value is lost if its worker died. Return None if there is none within the time limit.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run and its final model, and continues from a checkpoint."""
+"""Write the checkpoints and the final model of a run, and continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raysim.vectors.layout import Vector
 
 
 class RunSaver:
-    """Saves a run.
+    """The object that saves and restores a run.
 
-    initial: the initial model, which names the tensors of the final one. folder: where the model
-    and checkpoints are written; "": they are not written. address: of the checkpoint that the run
-    continues from; "": none.
+    initial: the initial model, whose tensors have the names that the final one needs. folder: where
+    the model and checkpoints are written; "" writes none. address: the address of the checkpoint to
+    continue from; "" starts a new run.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class RunSaver:
 
     @property
     def writes_checkpoints(self) -> bool:
-        """Whether the run writes any checkpoint."""
+        """True if the run writes checkpoints."""
         return self._every > 0
 
     @property
     def is_due(self) -> bool:
-        """Whether a checkpoint follows the current aggregation, which is not the last one."""
+        """True if a checkpoint follows the current aggregation, which is not the last one."""
         version = self._run.server.version
         return self.writes_checkpoints and version % self._every == 0 and version < self._rounds
 
     @property
     def has_folder(self) -> bool:
-        """Whether a checkpoint can be written, even if the run writes none by itself."""
+        """True if a checkpoint can be written, even if the run normally writes none."""
         return bool(self._folder)
 
     def save(self) -> Saved:
@@ -62,9 +62,9 @@ class RunSaver:
         return True
 
     def finish(self) -> Finished:
-        """Write the shared model and that of the best round.
+        """Write the final shared model and the model of the best round.
 
-        Return the checksums of all that the run ended with.
+        Return the checksums of the final state.
         """
         server, best = self._run.server, self._run.best_model
         self._write_model("model.safetensors", server.vector, server.counters)

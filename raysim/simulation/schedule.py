@@ -1,7 +1,7 @@
 """Schedules: when to dispatch, when to aggregate and what to discard, on virtual time.
 
-A schedule stores nothing: its decisions follow from what it sees. So a run can plan ahead, and a
-checkpoint holds nothing of it.
+A schedule stores nothing: its decisions depend only on its argument. A run can therefore plan
+ahead, and a checkpoint contains nothing of a schedule.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from raysim.primitives.checks import above, at_least, one_of
 
 
 class View(NamedTuple):
-    """What a schedule sees after all events of one instant; read-only.
+    """The read-only view that a schedule decides on, after all events of one instant.
 
-    now: virtual seconds. version: aggregations made. running: the jobs in flight by number, in the
-    order of their dispatch, without discarded ones. arrived: the jobs whose updates have arrived,
-    in the order of arrival; ties by client. idle: clients that are not busy; not all need be
-    available. sent: jobs dispatched with this version. since: when the first of them was
-    dispatched. in_pool: how many of `running` each pool has. short: pools in which fewer clients
-    were available, at this moment, than a dispatch requested.
+    now: virtual seconds. version: the number of aggregations made. running: the jobs in flight by
+    number, in the order of their dispatch, without discarded ones. arrived: the jobs whose updates
+    have arrived, in the order of arrival; equal times are ordered by client. idle: the number of
+    clients that are not busy; some may be unavailable. sent: the number of jobs dispatched with
+    this version. since: when the first of them was dispatched. in_pool: how many of `running` each
+    pool has. short: the pools in which, at this moment, fewer clients were available than a
+    dispatch requested.
     """
 
     now: float = 0.0
@@ -41,11 +42,11 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Sample so many idle, available clients (of a pool) and send them the current version.
+    """The action to sample idle, available clients and send them the current version.
 
     If fewer are available, those are dispatched, and the schedule decides again when a job ends or
-    a client becomes available. With pools it decides again at once, because of the other pools;
-    then the pool is in `View.short`.
+    a client becomes available. With pools it decides again at once, because of the other pools; the
+    pool is then in `View.short`.
     """
 
     count: int
@@ -54,14 +55,14 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Aggregate these arrived jobs (numbers, in the order in which they enter the sum)."""
+    """The action to aggregate arrived jobs, given by number in the order of the sum."""
 
     jobs: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Discard:
-    """Discard these jobs (numbers), in flight or arrived.
+    """The action to discard jobs, given by number, in flight or arrived.
 
     A client stays busy until its job would have ended.
     """
@@ -71,7 +72,7 @@ class Discard:
 
 @dataclass(frozen=True)
 class Wait:
-    """Go on to the next event, or to a moment if that comes first."""
+    """The action to go on to the next event, or to a given time if that comes first."""
 
     until: float = math.inf
 
@@ -80,25 +81,25 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 
 
 class Schedule(Protocol):
-    """Decides the next action.
+    """A rule that decides the next action.
 
-    It decides until it returns Wait, and again after the events of the next instant. A client's
-    jobs are aggregated in the order of their dispatch.
+    It is asked repeatedly until it returns Wait, and again after the events of the next instant.
+    Jobs of one client are aggregated in the order of their dispatch.
     """
 
     @property
     def concurrency(self) -> int:
-        """The most jobs in flight at once; of a deadline the most that a round begins with."""
+        """The largest number of jobs in flight; for a deadline, at the start of a round."""
         ...
 
     @property
     def size(self) -> int:
-        """The most updates in one aggregation; of a deadline without late ones."""
+        """The largest number of updates in one aggregation; for a deadline, without late ones."""
         ...
 
     @property
     def max_staleness(self) -> int | None:
-        """The staleness above which updates are discarded; None: no update is discarded."""
+        """The staleness above which updates are discarded; None discards no update."""
         ...
 
     @property
@@ -108,7 +109,7 @@ class Schedule(Protocol):
 
     @property
     def stale(self) -> bool:
-        """Whether an update may start from an older version than the current one."""
+        """True if an update may start from an older version than the current one."""
         ...
 
     def decide(self, view: View) -> Action:
@@ -117,7 +118,7 @@ class Schedule(Protocol):
 
 
 class _Policy:
-    """What most schedules have in common."""
+    """The base class of most schedules."""
 
     max_staleness: int | None = None
     pools: ClassVar[int] = 0
@@ -131,7 +132,7 @@ class _Policy:
 
 @dataclass(frozen=True)
 class Synchronous(_Policy):
-    """Rounds: dispatch a cohort, wait for all of it, aggregate."""
+    """A schedule with rounds: dispatch a cohort, wait for all updates, aggregate."""
 
     cohort: int = 10
 
@@ -161,10 +162,10 @@ class Synchronous(_Policy):
 
 @dataclass(frozen=True)
 class Oversample(_Policy):
-    """Rounds that begin with more clients than needed and end when `cohort` updates arrived.
+    """Rounds that begin with more clients than needed and end after `cohort` updates.
 
-    The other jobs are discarded. factor: clients dispatched, in cohorts (Bonawitz et al., MLSys
-    2019: 1.3).
+    The other jobs are discarded. factor: the number of dispatched clients divided by `cohort`
+    (Bonawitz et al., MLSys 2019: 1.3).
     """
 
     cohort: int = 10
@@ -202,11 +203,11 @@ class Oversample(_Policy):
 
 @dataclass(frozen=True)
 class Deadline(_Policy):
-    """Rounds of at most so many virtual seconds.
+    """Rounds with a time limit of `seconds` virtual seconds.
 
-    If no update has arrived by then, a round waits for the first one. late: what happens to later
-    updates. "discard": they are discarded. "stale": they enter the aggregation of the round in
-    which they arrive, if it is at most `max_staleness` rounds later.
+    If no update has arrived at the limit, a round waits for the first one. late: decides about
+    later updates. "discard": they are discarded. "stale": they enter the aggregation of the round
+    in which they arrive, if that is at most `max_staleness` rounds later.
     """
 
     cohort: int = 10
@@ -231,7 +232,7 @@ class Deadline(_Policy):
 
     @property
     def stale(self) -> bool:
-        """Whether late updates are aggregated."""
+        """True if late updates are aggregated."""
         return self.late == "stale"
 
     def decide(self, view: View) -> Action:
@@ -293,10 +294,10 @@ class Immediate(_Policy):
 
 @dataclass(frozen=True)
 class Tiered(_Policy):
-    """Tiers of equally fast clients, each with its own rounds into one model.
+    """A schedule with tiers of equally fast clients; each tier has rounds of its own.
 
-    FedAT, Chai et al., SC 2021. tiers: how many there are; clients are divided by the time of one
-    job. cohort: clients in a tier's round.
+    All tiers update one model (FedAT, Chai et al., SC 2021). tiers: the number of tiers; clients
+    are divided by the time of one job. cohort: clients in a round of a tier.
     """
 
     tiers: int = 3
@@ -338,15 +339,15 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Return the action that keeps so many clients busy."""
+    """Return the action that keeps `concurrency` clients busy."""
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
-    """Raise ValueError if a schedule needs more busy clients than have samples.
+    """Raise ValueError if a schedule needs more busy clients than there are with samples.
 
-    counts: [clients] training samples.
+    counts: [clients], training samples.
     """
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:

@@ -47,19 +47,19 @@ def default_weighting(methods: Sequence[Method]) -> Weighting:
 
 
 class AggregationError(RunStoppedError):
-    """The server could not make the next version."""
+    """The error of a server that could not make the next version."""
 
 
 class Server:
-    """The shared vector x, and the rule x + sum(w_i * delta_i) / divisor with methods' hooks.
+    """The server: the shared vector x, and the rule x + sum(w_i * delta_i) / divisor with hooks.
 
-    Sums are made in the order of acceptance, in groups of `group` consecutive clients, on the
-    server or on workers.
+    w_i and delta_i are the weight and the delta of update i. Sums are made in the order of
+    acceptance, in groups of `group` consecutive clients, on the server or on workers.
 
     vector: [layout.shared] at the start. counters: [layout.shared_counters]. counts: int64
-    [clients] training samples; 0 for clients that are never trained. size: the most updates in one
-    aggregation. format_client: returns what errors call a client. unseen: the number of clients
-    that are never trained (`evaluate.unseen`).
+    [clients], training samples; 0 for clients that are never trained. size: the most updates in one
+    aggregation. format_client: function that returns the name of a client for errors. unseen: the
+    number of clients that are never trained (`evaluate.unseen`).
     """
 
     def __init__(
@@ -116,17 +116,20 @@ class Server:
 
     @property
     def params(self) -> Tensor:
-        """[layout.trained] the shared trainable parameters."""
+        """The shared trainable parameters [layout.trained]."""
         return self.vector[: self.layout.trained]
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """float64 [able]: where each client's share of [0, 1) ends, by its share of samples."""
+        """The cumulative shares of samples, float64, of the clients that have samples.
+
+        The last one is 1.
+        """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
     @property
     def summable(self) -> bool:
-        """Whether workers may sum updates: no method needs single updates or changes weights."""
+        """True if workers may sum updates: no method needs single updates or changes weights."""
         return not self._weighers and self._combiner is None and not self.needs_single_updates
 
     def stream(self, purpose: str) -> np.random.Generator:
@@ -148,7 +151,7 @@ class Server:
     def assemble(
         self, declared: MethodDeclaration, parts: Sequence[Mapping[str, np.ndarray]]
     ) -> None:
-        """Let a method make server state of what clients sent before round 0.
+        """Let a method make server state from the arrays that clients sent before round 0.
 
         parts: the arrays of each client, by full name, in the order of client numbers.
         """
@@ -171,11 +174,11 @@ class Server:
         return self._sent("once")
 
     def sent_to(self, client: int) -> Arrays:
-        """Return what this client alone receives, by full name."""
+        """Return what only this client receives, by full name."""
         return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
-        """Return what methods declared to send, by full name."""
+        """Return the tensors that methods declared to send, by full name."""
         arrays: dict[str, np.ndarray] = {}
         for declared in self.declarations.methods:
             for send in declared.sends:
@@ -208,7 +211,7 @@ class Server:
 
     # --- the step ---------------------------------------------------------------------------------
     def receive(self, arrivals: Sequence[Update | Failure]) -> list[Update | Failure]:
-        """Let methods replace the updates of an aggregation on their arrival; return all."""
+        """Let methods replace the updates of an aggregation on arrival; return all updates."""
         with self._name_failures():
             for declared in self.declarations.methods:
                 if declared.change_updates is not None:
@@ -224,9 +227,9 @@ class Server:
     ) -> None:
         """Make the next version. Raises AggregationError.
 
-        updates: in the order of acceptance; None for a failed client, which keeps its place. sums:
-        those that workers made. staleness: of each update. bases: what updates started from, by
-        version.
+        updates: in the order of acceptance; None for a failed client, which keeps its position.
+        sums: the sums that workers made. staleness: a value for each update. bases: the vectors
+        that updates started from, by version.
         """
         self.report = {}
         if any(update is not None for update in updates):
@@ -243,7 +246,7 @@ class Server:
 
     @contextmanager
     def _name_failures(self) -> Iterator[None]:
-        """Raise AggregationError that names the method whose hook fails."""
+        """Raise AggregationError with the name of the method whose hook fails."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -284,7 +287,7 @@ class Server:
         return aggregation
 
     def _step_of_methods(self, direction: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return the step that the methods make of the combined direction."""
+        """Return the step after all methods have changed the combined direction."""
         # With several methods the first may change the direction in place.
         combined = direction.clone() if len(self._steppers) > 1 else direction
         aggregation = replace(aggregation, combined=combined)
@@ -297,7 +300,7 @@ class Server:
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
-        """Return the direction [layout.trained] and the step of the floating buffers."""
+        """Return the direction [layout.trained] and the step of the buffers of floats."""
         trained = self.layout.trained
         if self._combiner is None:
             total = self._sum_updates(updates, aggregation.weights, sums)
@@ -317,7 +320,7 @@ class Server:
         return direction, self._average_buffers(total, aggregation)
 
     def _move(self, direction: Tensor, buffers: Tensor, aggregation: Aggregation) -> None:
-        """Add the step, into a new vector: the old one may lie in an object store."""
+        """Add the step and store a new vector; the old one may be read-only in an object store."""
         trained, start = self.layout.trained, self.params
         moved = torch.empty_like(self.vector)
         out = moved[:trained]
@@ -332,7 +335,7 @@ class Server:
         self.vector = moved
 
     def _describe_divergence(self, aggregation: Aggregation) -> str:
-        """Return why the next vector is not finite: all weights are 0, or updates are long."""
+        """Return why the next vector is not finite: all weights are 0, or updates are large."""
         clients = [self.format_client(client) for client in aggregation.clients]
         reason = f"of clients {', '.join(clients[:20])}"
         if not any(aggregation.weights):
@@ -352,10 +355,10 @@ class Server:
         )
 
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
-        """Turn the weighted sum of buffers' changes into the step to the clients' mean buffers.
+        """Return the change that makes the server's buffers the mean of the clients' buffers.
 
-        The mean is of the buffers and not of their changes, because a stale change can make a
-        variance negative.
+        The argument is the weighted sum of the buffers' changes. The mean change is not simply
+        added, because a stale change could make a variance negative.
         """
         trained = self.layout.trained
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
@@ -369,7 +372,7 @@ class Server:
     ) -> Tensor:
         """Sum w * delta over groups of consecutive updates, then over the groups.
 
-        sums: of the groups that workers have already summed.
+        sums: the sums of the groups that workers have already made.
         """
         jobs_in_sum = {job: jobs for jobs in sums for job in jobs}
         remaining_weights = iter(weights)
@@ -395,7 +398,7 @@ class Server:
 def _check_weights(
     aggregation: Aggregation, method: str, format_client: Callable[[int], str]
 ) -> None:
-    """Raise HookMistake unless there is one finite weight for each update."""
+    """Raise HookError unless there is one finite weight for each update."""
     weights, updates = aggregation.weights, aggregation.updates
     count = len(weights) if isinstance(weights, Sized) else "no"
     if count != len(updates):
@@ -412,7 +415,7 @@ def _check_weights(
 
 
 def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size: int) -> Server:
-    """Return the server of a run at its start. size: most updates in one aggregation."""
+    """Return the server of a run at its start. size: the most updates in one aggregation."""
     settings, partition = spec.settings, spec.data.partition
     return Server(
         declarations,

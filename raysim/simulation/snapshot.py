@@ -1,7 +1,7 @@
-"""Take a run's state between two aggregations, restore it, and make its checksums.
+"""Store and restore a run's state between two aggregations, and make its checksums.
 
-The state includes the plan so far and the jobs in flight. After a resume those are trained again
-from their base versions.
+The state includes the plan so far and the jobs in flight. After a resume those jobs are trained
+again from their base versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raysim.simulation.versions import Versions
 
 @dataclass(frozen=True)
 class RunState:
-    """The parts of a run that change: together all that a checkpoint holds."""
+    """The parts of a run that change. A checkpoint stores all of them."""
 
     server: Server
     planner: Planner
@@ -107,7 +107,7 @@ def _published(arrays: Mapping[str, np.ndarray], version: int) -> PublishedVersi
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Return the entries whose names have a prefix, by name without it."""
+    """Return the entries whose names have a prefix, without the prefix."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}
 

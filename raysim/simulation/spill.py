@@ -1,4 +1,4 @@
-"""Arrays on disk instead of in memory: one unnamed file with a place for every client."""
+"""Arrays on disk instead of in memory: one unnamed file with a region for every client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where one array lies in the file."""
+    """The position of one array in the file."""
 
     key: str
     dtype: np.dtype
@@ -24,9 +24,9 @@ class _Piece:
 
 
 class SpillFile:
-    """Dictionaries of arrays by client. The file grows with the clients, not with the writes.
+    """A file with dictionaries of arrays by client. It grows with the clients, not the writes.
 
-    folder: on the disk to use; "": the system's folder for temporary files. The file is removed
+    folder: on the disk to use; "" is the system's folder for temporary files. The file is removed
     when the process ends in any way.
     """
 
@@ -43,7 +43,7 @@ class SpillFile:
         self._end = 0
 
     def write(self, client: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace a client's arrays. Raises OSError that names the folder."""
+        """Replace a client's arrays. Raises OSError with the name of the folder."""
         needed = sum(_aligned_bytes(array) for array in arrays.values())
         start, room = self._places.get(client, (self._end, 0))
         if room < needed:

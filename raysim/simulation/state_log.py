@@ -1,10 +1,10 @@
 """The client states of checkpoints as an append-only log: changed states go to new files.
 
-A file of the log is written once, and the manifest of every checkpoint that needs it names it. An
+A file of the log is written once, and the manifest of every checkpoint that needs it lists it. An
 index has the file of each client's state. A file is abandoned when less than half of its bytes are
-still some client's state, or when there are very many small ones: the states left in it are written
-again with the new ones. So a checkpoint costs what changed (over a long run about twice that at
-most), and the log takes at most twice the space of the states.
+still in use, or when there are very many small files: the states that are still in use are written
+again with the new ones. The cost of a checkpoint is the size of the changed states (over a long run
+at most about twice that), and the log takes at most twice the space of the states.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StateIndex:
     """The file of each client's accepted state.
 
     states: int64 [clients, 4]: client, the job that left its state, number of the file, bytes; a
-    client that is accepted for the first time comes last. files: int64 [files, 2]: number, bytes
-    written into it.
+    client that is accepted for the first time comes last. files: int64 [files, 2]: number of the
+    file, bytes written into it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))
@@ -64,7 +64,7 @@ class StateIndex:
 
     @property
     def jobs(self) -> dict[int, int]:
-        """By client: the job that left its accepted state."""
+        """For each client, the number of the job that left the accepted state."""
         return dict(self.states[:, [CLIENT, JOB]].tolist())
 
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
@@ -96,9 +96,9 @@ class StateIndex:
     def write_files(
         self, clients: Mapping[int, Arrays], number: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield numbers, from `number` on, and tensors of new files with the unwritten states.
+        """Yield numbers (starting at `number`) and tensors of new files with the unwritten states.
 
-        The index notes the file and the size of each of these states.
+        The index records the file and the size of each of these states.
         """
         tensors: dict[str, np.ndarray] = {}
         size = 0
@@ -120,7 +120,7 @@ class StateIndex:
             yield number, tensors
 
     def with_sizes(self) -> StateIndex:
-        """Return the index with the bytes of all files, once all states are written."""
+        """Return the index with the bytes of all files, after all states are written."""
         numbers = np.unique(self.states[:, FILE])
         live = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
         known = dict(self.files.tolist())

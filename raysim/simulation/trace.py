@@ -47,9 +47,9 @@ _BUFFER_BYTES = 1 << 18  # of each column, read at once: a row group may be the 
 
 
 class RecordedDevices(NamedTuple):
-    """The rows of a trace; bounds and first as in `Intervals`.
+    """The rows of a trace. bounds, first: see `Intervals`.
 
-    rate: [rows] the column `rate_name`, which is "speed" or "flops".
+    rate: [rows], the column `rate_name`, which is "speed" or "flops".
     """
 
     bounds: np.ndarray
@@ -63,12 +63,13 @@ class RecordedDevices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Fleet):
-    """Clients behave like those of a trace.
+    """A fleet whose clients behave like the devices of a trace.
 
-    With as many clients as rows, client k is row k (the first is 0). With fewer, each client is
-    another row, drawn once; with more, every row is used equally often, or once more. wrap: whether
-    a client's trace repeats after its period; if not, the client is not available any more.
-    availability: "trace", or as in any other fleet; then only the speeds come from the file.
+    If the run has as many clients as the trace has rows, client k is row k (the first is 0). With
+    fewer clients, each client gets a different random row, drawn at the start; with more, every row
+    is used equally often, or once more. wrap: True repeats a client's trace after its period; False
+    makes the client unavailable after it. availability: "trace", or as in any other fleet; then
+    only the speeds come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
@@ -98,7 +99,7 @@ class Trace(Fleet):
 
 
 def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
-    """Return int64 [clients]: the row of the trace for each client."""
+    """Return the row of the trace for each client, int64 [clients]."""
     if clients == rows:
         return np.arange(clients)
     generator = stream(seed, "fleet.trace")
@@ -108,7 +109,7 @@ def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
 
 # --- reading --------------------------------------------------------------------------------------
 def read(file: str) -> RecordedDevices:
-    """Read and check a trace. Raises ValueError that names file, client and row."""
+    """Read and check a trace. Raises ValueError with file, client and row."""
     # Opening a pipe would block, and Ctrl-C would not end it.
     if not Path(file).is_file() and Path(file).exists():
         raise ValueError(f"{file} is no regular file. {HELP}")
@@ -141,9 +142,10 @@ def read(file: str) -> RecordedDevices:
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield some rows at a time.
+    """Yield batches of rows.
 
-    Each row group has its own reader, because a reader keeps all row groups that it has read.
+    Each row group has its own reader, because a reader keeps all row groups that it has read in
+    memory.
     """
     for group in range(parquet.num_row_groups):
         yield from parquet.iter_batches(
@@ -164,7 +166,7 @@ def summarise_trace(file: str) -> str:
 
 
 def _check_columns(file: str, schema: pa.Schema) -> str:
-    """Return the name of the rate; raise ValueError unless all columns have their types."""
+    """Return the name of the rate column; raise ValueError unless all columns have their types."""
     rates = [name for name in RATES if name in schema.names]
     if len(rates) != 1:
         columns = " and ".join(rates) or "neither speed nor flops"
@@ -205,7 +207,8 @@ def _read_batch(
 ) -> tuple[np.ndarray, ...]:
     """Return the bounds, the number of bounds of each row, and the numbers of each row.
 
-    earlier_rows: of the file, before this batch. Raises ValueError for the first row with an error.
+    earlier_rows: the number of rows before this batch. Raises ValueError for the first row with an
+    error.
     """
     for name in ("client", *LISTS):
         if batch.column(name).null_count:
@@ -241,7 +244,7 @@ def _join_intervals(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and ends in turn, without those between touching intervals of a client.
 
-    Also returns which of all starts and ends these are.
+    Also return a mask of the starts and ends that remain.
     """
     bounds = np.stack([start, end], axis=1).ravel()
     is_kept = np.ones(len(bounds), bool)
@@ -277,7 +280,7 @@ def _check_clients_differ(file: str, clients: pa.ChunkedArray) -> None:
 
 
 def describe_error(row: Mapping[str, Any]) -> str:
-    """Return the error in a row of a trace, in words; "" if there is none."""
+    """Return a text about the error in a row of a trace; "" if there is none."""
     for name in (*NUMBERS, *RATES):
         if name not in row:
             continue
@@ -316,7 +319,7 @@ def _describe_interval_error(
 
 
 def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a trace of rows that have all columns; `describe_error` must find nothing in them."""
+    """Write rows with all columns as a trace. The caller checks them with `describe_error`."""
     rate_name = next(name for name in RATES if name in rows[0])
     columns = [("client", pa.int64())]
     columns += [(name, pa.list_(pa.float64())) for name in LISTS]

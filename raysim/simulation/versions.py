@@ -1,4 +1,4 @@
-"""The needed model versions: the current one, and the base versions of jobs in flight."""
+"""The model versions that are needed: the current one, and base versions of jobs in flight."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from raysim.simulation.runtime import Ref, Runtime
 
 
 class Versions(Mapping[int, PublishedVersion]):
-    """Published versions by number. They lie in the runtime's store and nowhere else.
+    """The published versions by number. They are only in the runtime's store.
 
-    The coordinator reads a version from there, without a copy, if the server or a checkpoint needs
-    it. A version is dropped when it is not the current one and no job holds it.
+    The coordinator reads a version from the store, without a copy, if the server or a checkpoint
+    needs it. A version is dropped when it is not the current one and no job holds it.
     """
 
     def __init__(self, runtime: Runtime):
@@ -25,23 +25,23 @@ class Versions(Mapping[int, PublishedVersion]):
         self._sizes: dict[int, int] = {}
 
     def publish(self, version: int, make: Callable[[], PublishedVersion]) -> None:
-        """Store the current version, unless it was restored; drop the one before if not held."""
+        """Store the current version unless it was restored; drop the previous one if not held."""
         before, self._current = self._current, version
         if version not in self.refs:
             self._store(make())
         self._drop_unless_needed(before)
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
-        """Store the base versions of a checkpoint's jobs in flight, which hold them afterwards."""
+        """Store the base versions of a checkpoint's jobs in flight; these jobs hold them."""
         for version in published:
             self._store(version)
 
     def hold(self, version: int) -> None:
-        """Note that a job starts from this version."""
+        """Record that a job starts from this version."""
         self._holders[version] += 1
 
     def release(self, version: int) -> None:
-        """Note that a job needs its base version no longer."""
+        """Record that a job does not need its base version any more."""
         self._holders[version] -= 1
         self._drop_unless_needed(version)
 
@@ -64,7 +64,7 @@ class Versions(Mapping[int, PublishedVersion]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all versions in the store."""
+        """The bytes of all versions in the store."""
         return sum(self._sizes.values())
 
     def __getitem__(self, version: int) -> PublishedVersion:
