@@ -56,7 +56,7 @@ def test_kept_runs_belong_to_plannable_studies(tmp_path: Path) -> None:
     for name in names:
         started(tmp_path, name)
     studies = started(tmp_path)  # what they have written down
-    assert len(studies) == 22
+    assert len(studies) == 25
     planned: dict[tuple[object, ...], list[dict[str, str]]] = {}
     for words in studies:
         assert words[0] == "study" and words[2] == "resume=latest"
