@@ -1,4 +1,4 @@
-"""Ready learners: models that are not networks of PyTorch, for `raysim.run(methods=[...])`."""
+"""Ready learners, models that are not PyTorch networks, for `raysim.run(methods=[...])`."""
 
 from raysim.learners.sklearn_linear import SklearnLinear
 

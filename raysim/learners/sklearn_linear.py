@@ -32,9 +32,10 @@ ESTIMATORS = ("SGDClassifier", "Perceptron", "PassiveAggressiveClassifier", "SGD
 
 
 class SklearnLinear(Learner):
-    """estimator: a class of `sklearn.linear_model`. options: its arguments.
+    """A learner that trains a linear model of scikit-learn.
 
-    Raises ValueError for another estimator, and TypeError for arguments that it does not have.
+    estimator: a class of `sklearn.linear_model`. options: the arguments of the class. Raises
+    ValueError for another estimator, and TypeError for arguments that it does not have.
     """
 
     name = "sklearn_linear"

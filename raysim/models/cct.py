@@ -22,10 +22,11 @@ WIDTH, HEADS, BLOCKS = 256, 4, 7
 
 @dataclass(frozen=True)
 class Cct7(ModelRecipe):
-    """Seven blocks on the tokens of one 3x3 convolution, which draw random numbers in training.
+    """CCT-7/3x1: seven blocks on the tokens of one 3x3 convolution.
 
-    attention_dropout: acts on the attention probabilities. drop_path: the rate of the last block;
-    the rates of the blocks before it rise evenly from 0.
+    It draws random numbers in training. attention_dropout: the dropout rate of attention
+    probabilities.
+    drop_path: the rate of the last block; the rates of the blocks before it rise evenly from 0.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -56,7 +57,7 @@ class Cct7(ModelRecipe):
 
 
 class MapsToTokens(nn.Module):
-    """Feature maps [B, D, H, W] to tokens [B, H * W, D]."""
+    """A layer that converts feature maps [B, D, H, W] to tokens [B, H * W, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(2).transpose(1, 2)
@@ -121,7 +122,7 @@ class Block(nn.Module):
 
 
 class SequencePool(nn.Module):
-    """A learnt weighted mean of tokens, [B, N, D] to [B, D]."""
+    """A learnt weighted mean of T tokens, [B, T, D] to [B, D]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class SequencePool(nn.Module):
 
 
 def _initialise_layer(module: nn.Module) -> None:
-    """Initialise one layer as the authors do; LayerNorm keeps its 1 and 0."""
+    """Initialise one layer as the authors do; LayerNorm keeps weight 1 and bias 0."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
         if module.bias is not None:

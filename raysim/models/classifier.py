@@ -15,7 +15,7 @@ Shape = tuple[int, ...]  # of one input; channels, height and width of an image
 class Classifier(nn.Module):
     """A network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
-    The head is one `Linear(F, C)`.
+    F is the number of features, C the number of outputs. The head is one `Linear(F, C)`.
     """
 
     is_split: ClassVar[bool] = True  # False: it has neither features nor a head
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 class ModelRecipe:
     """The options of a network; `build` makes the network.
 
-    A subclass defines `extractor`, or `network` if its networks need more.
+    A subclass overrides `extractor`, or `network` if its networks need more.
     """
 
     # The inputs that its networks take: images [channels, height, width], token numbers, numbers
@@ -48,15 +48,18 @@ class ModelRecipe:
     reads: ClassVar[Literal["images", "tokens", "numbers", "any"]] = "any"
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
-        """Return a new feature extractor and its F. Raise ValueError if inputs do not fit."""
+        """Return a new feature extractor and its number of features.
+
+        Raise ValueError if inputs do not fit.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} makes no extractor. Define `extractor` or `network` in it."
         )
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """Return a new network; torch's generator has the seed.
+        """Return a new network. The caller has seeded torch's generator.
 
-        tokens: of inputs that are token numbers; None: inputs are images or other numbers.
+        tokens: describes inputs that are token numbers; None if inputs are images or other numbers.
         """
         return Classifier(*self.extractor(input_shape), num_classes)
 
@@ -107,7 +110,8 @@ def is_stochastic(*networks: nn.Module) -> bool:
     """Return True if training may draw from torch's generator, which then needs a seed.
 
     Dropout and stochastic depth draw. The test is a positive rate in any submodule, `p` or an
-    attribute with "drop" in its name. A false alarm costs a seed, a miss the repeatability.
+    attribute with "drop" in its name. A false alarm only costs a seed, but a miss would cost the
+    repeatability.
     """
     for network in networks:
         for module in network.modules():

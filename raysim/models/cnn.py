@@ -16,7 +16,7 @@ from raysim.primitives.checks import one_of
 class Mlp(ModelRecipe):
     """A multilayer perceptron: Linear and ReLU for each width.
 
-    Benchmark W2 has the width 64, W3 the widths 2700 and 2700.
+    The benchmark W2 has the width 64, W3 the widths 2700 and 2700.
     """
 
     reads: ClassVar[Literal["numbers"]] = "numbers"
@@ -43,9 +43,10 @@ class Mlp(ModelRecipe):
 class Cnn(ModelRecipe):
     """The CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    pool: size of the pools; FedBSS has 3, benchmark W1 has 2. padding: of the convolutions.
-    stride: of the pools. A 3x3 pool is padded by 1 if it has to halve a padded map (padding 2,
-    stride 2), which gives the usual parameter count of the literature.
+    pool: the size of the pools; FedBSS has 3, benchmark W1 has 2. padding: the padding of the
+    convolutions.
+    stride: the stride of the pools. A 3x3 pool is padded by 1 if it has to halve a padded map
+    (padding 2, stride 2), which gives the usual parameter count of the literature.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -81,7 +82,7 @@ class Cnn(ModelRecipe):
 class MnistCnn(ModelRecipe):
     """FedBR's network for RotatedMNIST: four convolutions and a global average.
 
-    The normalisation follows the ReLU.
+    Normalisation layers follow the ReLU.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -101,7 +102,7 @@ class MnistCnn(ModelRecipe):
 
 @dataclass(frozen=True)
 class DigitsCnn(ModelRecipe):
-    """The network for the digit domains. Its batches must have at least two rows.
+    """The network for the digit domains. Its batches need at least two rows.
 
     variant: "fraug" has overlapping pools, "fedbn" plain ones.
     """
@@ -181,9 +182,9 @@ class SmallCnn(ModelRecipe):
 def flat_size(
     name: str, input_shape: Shape, channels: int, windows: list[tuple[int, int, int]]
 ) -> int:
-    """Return the values per image after windows of (size, stride, padding), with `channels` maps.
+    """Return the number of values per image after windows of (size, stride, padding).
 
-    Raise ValueError if a window finds nothing left of the image.
+    channels: the number of maps. Raise ValueError if nothing of the image is left for a window.
     """
     height, width = input_shape[1:]
     for window, stride, padding in windows:

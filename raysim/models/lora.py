@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2022) by peft: only they and the head are trained."""
+"""Low-rank adapters (LoRA, Hu et al. 2022) by peft. Only they and the head are trained."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raysim.primitives.extras import import_optional
 class Lora:
     """The settings of low-rank adapters.
 
-    rank: of the adapters; 0: there are none, and all parameters are trained.
-    alpha: their product is scaled by alpha / rank.
-    layers: names, or ends of names, of the layers that get one; None: every linear layer in front
-    of the head.
+    rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
+    alpha: the product of an adapter's matrices is scaled by alpha / rank.
+    layers: names, or ends of names, of the layers that get an adapter; None: every linear layer in
+    front of the head.
     """
 
     rank: int = 0

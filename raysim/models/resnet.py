@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class ResNet(ModelRecipe):
     """A residual network (He et al. 2016).
 
-    groups: of group normalisation. stem: "small" (3x3, stride 1, no pool) is for 32x32 images,
-    "imagenet" for large ones. pretrained: load torchvision's IMAGENET1K_V1 weights, from
-    torch.hub's cache or by download; the head is drawn.
+    groups: the number of groups of group normalisation. stem: "small" (3x3, stride 1, no pool) is
+    for 32x32 images, "imagenet" for large ones. pretrained: load torchvision's IMAGENET1K_V1
+    weights, from torch.hub's cache or by download; the head gets random weights.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
@@ -66,7 +66,7 @@ class ResNet(ModelRecipe):
 
 
 def _replace_stem(net: Network, channels: int, is_small: bool) -> None:
-    """Replace the first convolution, initialised as by torchvision; the small stem has no pool."""
+    """Replace the first convolution, initialised as in torchvision; the small stem has no pool."""
     size, stride, padding = (3, 1, 1) if is_small else (7, 2, 3)
     net.conv1 = nn.Conv2d(channels, 64, size, stride, padding, bias=False)
     nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")

@@ -19,9 +19,9 @@ from raysim.primitives.kinds import Tokens
 
 
 def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
-    """Return the values [B, T, D] at each row's last token that is no padding, [B, D].
+    """Return the values [B, T, D] at each row's last token that is not padding, as [B, D].
 
-    A row of nothing but padding gives its first value.
+    A row with only padding gives its first value.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     last = torch.where(tokens != padding, places, 0).amax(1)
@@ -30,7 +30,7 @@ def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gru(ModelRecipe):
-    """An embedding and gated recurrent units (Cho et al. 2014), as LEAF has, but smaller."""
+    """An embedding and gated recurrent units (Cho et al. 2014), a smaller form of LEAF's model."""
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
     embedding: int = 16
@@ -48,7 +48,7 @@ class Gru(ModelRecipe):
 
 
 class _RecurrentExtractor(nn.Module):
-    """Tokens [B, T] to the state of the last layer at the last token, [B, width]."""
+    """A network from tokens [B, T] to the last layer's state at the last token, [B, width]."""
 
     def __init__(self, tokens: Tokens, embedding: int, width: int, layers: int):
         super().__init__()
@@ -63,7 +63,7 @@ class _RecurrentExtractor(nn.Module):
 
 @dataclass(frozen=True)
 class Transformer(ModelRecipe):
-    """An encoder of pre-norm blocks with learnt positions.
+    """A transformer encoder of pre-norm blocks with learnt positions.
 
     It draws random numbers in training if `dropout` is above 0.
     """
@@ -94,7 +94,7 @@ class Transformer(ModelRecipe):
 
 
 class _TransformerExtractor(nn.Module):
-    """Tokens [B, T] to features [B, width]."""
+    """A network from tokens [B, T] to features [B, width]."""
 
     def __init__(self, tokens: Tokens, length: int, width: int, blocks: list[_EncoderBlock]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that cannot train on one row, such as BatchNorm of vectors: one row has no variance."""
+"""Find layers that cannot train on one row, such as BatchNorm: one row has no variance."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
     """Return the layer that fails on one row but not on two, in train mode; "" if none does.
 
-    A layer fails by an error, or by outputs that are not finite. The model stays unchanged.
-    make_inputs: returns inputs of that many rows, on any device.
+    A layer fails if it raises an error, or if its outputs are not finite. The model stays
+    unchanged.
+    make_inputs: function that returns inputs of a given number of rows, on any device.
     """
     parameter = next(model.parameters(), torch.empty(0))
     devices = [parameter.device] if parameter.device.type == "cuda" else []
@@ -32,7 +33,7 @@ def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> st
 
 
 def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
-    """Return the inputs on a parameter's device, and in its type unless they are token numbers."""
+    """Return the inputs on a parameter's device, and in its dtype unless they are token numbers."""
     dtype = parameter.dtype if inputs.is_floating_point() else inputs.dtype
     return inputs.to(parameter.device, dtype)
 

@@ -1,4 +1,4 @@
-"""Any network as features and one linear head, if it can be split so; and networks of users."""
+"""Split any network into features and one linear head, if possible; networks of users."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_LAYERS_IN_MESSAGE = 5
 
 
 class SplitNetwork(Classifier):
-    """A network whose last linear layer is its head; the rest computes the features.
+    """A network that is split into features and its last linear layer, the head.
 
-    An identity takes the place of the head in the rest.
+    In the part for the features, an identity replaces the head.
     """
 
     def __init__(self, net: nn.Module, head_name: str):
@@ -66,7 +66,7 @@ class WholeNetwork(Classifier):
 def original_network(model: nn.Module) -> nn.Module:
     """Return the network as its author wrote it, with the parameters of this model.
 
-    A `SplitNetwork` cannot be used any more. Models of raysim's own are returned unchanged.
+    A `SplitNetwork` cannot be used afterwards. raysim's own models are returned unchanged.
     """
     if isinstance(model, SplitNetwork):
         return model.whole()
@@ -100,8 +100,8 @@ def split_network(
     """Return the network split at `head`, or whole if it cannot be split.
 
     head: the name of a linear layer; None: the last one. inputs: examples [B, ...], for which the
-    split network must compute the same outputs. Raise ValueError if the network cannot take them,
-    has another number of outputs, or if `head` is no linear head.
+    split network must compute the same outputs. Raise ValueError if the network does not accept
+    them, has another number of outputs, or if `head` is not a linear head.
     """
     if isinstance(net, Classifier):
         return net
@@ -168,10 +168,10 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
-    """Return True if this layer makes the very tensor of outputs, in training and evaluation.
+    """Return True if this layer returns the tensor of outputs, in training and in evaluation.
 
-    Equal numbers are not enough: a scale that starts at 1, or dropout, would act on the features
-    once the layer is taken out.
+    Equal numbers are not enough: a scale that starts at 1, or dropout, would change the features if
+    the layer were removed.
     """
     layer_outputs: list[object] = []
 
@@ -209,7 +209,7 @@ def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> b
 
 
 def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
-    """Return inputs [rows, ...] to try a network with, always the same."""
+    """Return inputs [rows, ...] for trying a network; always the same."""
     generator = torch.Generator().manual_seed(0)
     if tokens is not None:
         return torch.randint(tokens.size, (rows, *input_shape), generator=generator)
@@ -219,9 +219,9 @@ def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> 
 # ---- networks from outside raysim ----------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class ExternalModel(ModelRecipe):
-    """A network that is defined outside raysim.
+    """A recipe for a network that is defined outside raysim.
 
-    head: the name of its last linear layer; None: the last one is found. lora: its adapters.
+    head: the name of its last linear layer; None finds it. lora: the settings of adapters.
     """
 
     head: str | None = None
@@ -242,10 +242,12 @@ class ExternalModel(ModelRecipe):
 
 @dataclass(frozen=True)
 class CustomModel(ExternalModel):
-    """A user's module, whose parameters are where training starts, or what makes one.
+    """A recipe for a user's module.
 
-    source: a module, or a function or class that makes one. options: its arguments; those of
-    `DATA_ARGUMENTS` that it has are filled in, unless `options` has them.
+    source: a module, whose parameters are the initial ones, or a function or class that makes a
+    module.
+    options: arguments of the function or class. Its arguments that are in `DATA_ARGUMENTS` are
+    filled in unless `options` has them.
     """
 
     source: nn.Module | Callable[..., nn.Module]

@@ -15,7 +15,10 @@ CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 
 @dataclass(frozen=True)
 class Vgg11(ModelRecipe):
-    """Eight 3x3 convolutions, five max-pools and a global average, drawn as in torchvision."""
+    """VGG-11: eight 3x3 convolutions, five max-pools and a global average.
+
+    It is initialised as in torchvision.
+    """
 
     reads: ClassVar[Literal["images"]] = "images"
 

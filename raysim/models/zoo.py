@@ -1,4 +1,4 @@
-"""Networks by the names that torchvision, timm and Hugging Face give them."""
+"""Networks with the names that torchvision, timm and Hugging Face give them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def is_torchvision_model(name: str) -> bool:
 class Torchvision(ExternalModel):
     """A classifier of torchvision.models.
 
-    pretrained: load its default weights, from torch.hub's cache or by download; layers of another
-    shape, such as the head, are drawn. options: for its constructor.
+    pretrained: load the model's default weights, from torch.hub's cache or by download; layers of
+    another shape, such as the head, get random weights. options: arguments of the constructor.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Torchvision(ExternalModel):
 class Timm(ExternalModel):
     """A model of timm. pretrained: load its weights, from the cache or the hub.
 
-    options: for `timm.create_model`.
+    options: arguments of `timm.create_model`.
     """
 
     name: str
@@ -94,7 +94,8 @@ class HuggingFaceModel(ExternalModel):
     """A classifier of transformers, for token sequences or images.
 
     name: a folder or a name on the hub, whose configuration is used; or a type of model, such as
-    bert. pretrained: load the weights of that folder or name. options: for the configuration.
+    bert.
+    pretrained: load the weights of that folder or name. options: values for the configuration.
     """
 
     name: str
@@ -173,7 +174,7 @@ def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _suggest_name(name: str, names: list[str]) -> str:
-    """Return the end of a message: the nearest name, or some of very many names."""
+    """Return the end of a message: the nearest name, or a few of very many names."""
     near = nearest(name, names)
     if near:
         return f"did you mean {near}?"

@@ -1,4 +1,4 @@
-"""Check a value that a user gave: return the value, or raise `ValueError` with what is allowed.
+"""Check a value that a user gave: return it, or raise `ValueError` with the allowed values.
 
 A number must be finite; nan and other types are in no range. `name` is the key of the
 configuration, such as "local.lr". `why` ends the error, such as "it keeps the divisor away from 0".
@@ -27,7 +27,11 @@ def in_range(
     below: float = math.inf,
     why: str = "",
 ) -> N:
-    """Return a finite number whose range has included (least, most) or excluded ends."""
+    """Return the number. Raise ValueError unless it is finite and inside the range.
+
+    least, most: the limits, if they are allowed values. above, below: the limits, if they are not
+    allowed values.
+    """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     allowed = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]
     if math.isfinite(least) and math.isfinite(most):
@@ -42,32 +46,32 @@ def in_range(
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a real number of Python or NumPy, whatever its annotation says."""
+    """Return True if a value is a real number of Python or NumPy, whatever its annotation says."""
     return isinstance(value, Real)
 
 
 def is_finite(value: float) -> bool:
-    """Return whether a number is neither nan nor infinite, also one too large for a float."""
+    """Return True unless a number is nan, infinite or too large for a float."""
     return isinstance(value, int) or math.isfinite(value)
 
 
 def at_least(name: str, value: N, least: float) -> N:
-    """Return a finite number >= least."""
+    """Return the number. Raise ValueError unless it is finite and >= least."""
     return in_range(name, value, least=least)
 
 
 def above(name: str, value: N, bound: float, why: str = "") -> N:
-    """Return a finite number > bound."""
+    """Return the number. Raise ValueError unless it is finite and > bound."""
     return in_range(name, value, above=bound, why=why)
 
 
 def between(name: str, value: N, low: float, high: float) -> N:
-    """Return a number from low to high, both included."""
+    """Return the number. Raise ValueError unless it is from low to high, both included."""
     return in_range(name, value, least=low, most=high)
 
 
 def one_of(name: str, value: V, allowed: Collection[object]) -> V:
-    """Return one of the allowed values; the error names all, and the nearest to a misspelt name."""
+    """Return the value. Raise ValueError, with the nearest allowed value, unless it is allowed."""
     if value in list(allowed):  # a mapping or a set would hash it
         return value
     near = ""
@@ -79,7 +83,7 @@ def one_of(name: str, value: V, allowed: Collection[object]) -> V:
 
 
 def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> V:
-    """Return a value for which `holds` is true. `allowed` describes such values in the error."""
+    """Return the value. Raise ValueError unless `holds` is true; `allowed` describes the values."""
     if not holds:
         raise ValueError(f"{name}={value!r} must be {allowed}{f': {why}' if why else ''}")
     return value

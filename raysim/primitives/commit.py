@@ -13,7 +13,7 @@ SOURCE = "RAYSIM_SOURCE"
 
 @functools.cache
 def source_commit() -> dict[str, str]:
-    """Return the commit of the current folder, and whether its files are changed; {} without git.
+    """Return the git commit of the current folder and if its files are changed; {} without git.
 
     The keys are "commit" and "dirty" ("true" or "false").
     """

@@ -1,4 +1,4 @@
-"""Errors that a user sees in place of a traceback, and the nearest valid name to a misspelt one."""
+"""Errors that a user sees instead of a traceback, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MAX_LISTED_NAMES = 20
 
 
 class Refused(ValueError):
-    """A request that cannot be carried out: the key with its value, what is wrong, what to do."""
+    """The error of a request that cannot be carried out.
+
+    Its text has the key with its value, what is wrong, and what to do.
+    """
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows in place of a traceback through raysim."""
@@ -22,7 +25,7 @@ class Refused(ValueError):
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Raise `Refused` for errors that a wrong setting causes; pass all other errors on."""
+    """Raise `Refused` for errors that a wrong setting causes; do not change other errors."""
     try:
         yield
     except Refused:

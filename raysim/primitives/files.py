@@ -1,4 +1,4 @@
-"""Files and folders that several processes read or write at the same time."""
+"""Read and write files and folders that several processes use at the same time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "File too 
 # --- files that appear as a whole -----------------------------------------------------------------
 @contextlib.contextmanager
 def draft_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a draft, which gets its final name once all of it is on the disk.
+    """Yield the path of a draft; it gets its final name after all of it is on the disk.
 
     Readers, also those after a crash, see the old content or all of the new one.
     """
@@ -83,7 +83,7 @@ def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means a full disk, or a quota or limit that is exceeded."""
+    """Return True if an error means a full disk, or a quota or limit that is exceeded."""
     full_errors = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError) and error.errno in full_errors:
         return True
@@ -92,7 +92,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 # --- paths ----------------------------------------------------------------------------------------
 def conf_folder() -> Path:
-    """Return the folder of the configuration files: in an installed package, or in a checkout."""
+    """Return the folder of the configuration files, in an installed package or in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
@@ -101,7 +101,7 @@ def conf_folder() -> Path:
 def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote; ~ is the home folder.
 
-    Raise `Refused` for what cannot be a path.
+    Raise `Refused` for a value that cannot be a path.
     """
     if "\0" in str(text):
         raise Refused(f"{str(text)!r} is no path: it contains a NUL")
@@ -156,7 +156,7 @@ def regular_file(path: Path) -> Path:
 
 
 def existing_file(path: Path) -> list[Path]:
-    """Return a list with the path of a regular file, empty if nothing is there.
+    """Return a list with the path of a regular file; empty if there is no file.
 
     Raise `Refused` for anything but a regular file.
     """
@@ -164,7 +164,7 @@ def existing_file(path: Path) -> list[Path]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Raise `ValueError`, also if it is nested too deeply."""
+    """Return the value of a JSON text. Raise `ValueError`, also for too many nested levels."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -174,10 +174,10 @@ def parse_json(text: str | bytes) -> Any:
 # --- locks ----------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
-    """Lock a folder, which is made if it is missing; wait while another process has it.
+    """Lock a folder; wait while another process has locked it. A missing folder is made.
 
-    A long wait is reported. `setting` names the folder in errors. Raise `ValueError` if the folder
-    cannot be written.
+    A long wait is reported. `setting` is the key of the folder in errors. Raise `ValueError` if the
+    folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder of a run. Raise `Refused` if another process has it."""
+    """Lock the folder of a run. Raise `Refused` if another process has locked it."""
     path = folder / LOCK_FILE
     if path.exists() and not path.is_file():
         raise Refused(f"{path} is no file that can be locked. Remove it.")
@@ -215,7 +215,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _lock_soon(handle: TextIO) -> bool:
-    """Return whether the file could be locked before a wait has to be reported."""
+    """Return True if the file could be locked before a wait has to be reported."""
     deadline = time.monotonic() + SILENT_WAIT_S
     while not _lock(handle):
         if time.monotonic() >= deadline:
@@ -225,9 +225,9 @@ def _lock_soon(handle: TextIO) -> bool:
 
 
 def _lock(handle: TextIO, wait: bool = False) -> bool:
-    """Lock a file until it is closed; return False if another process has it.
+    """Lock a file until it is closed; return False if another process has locked it.
 
-    Some network file systems have no locks; there every process gets one.
+    Some network file systems have no locks; there every process gets the lock.
     """
     import fcntl
 
@@ -241,7 +241,7 @@ def _lock(handle: TextIO, wait: bool = False) -> bool:
 
 
 def this_process() -> str:
-    """Return the name of this process for readers on other machines."""
+    """Return a name of this process that readers on other machines understand."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

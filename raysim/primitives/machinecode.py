@@ -1,4 +1,4 @@
-"""Keep the machine code of `raysim.vectors.blocks.compiled` in numba's files, safe to share."""
+"""Keep the machine code of `raysim.vectors.blocks.compiled` in numba's files, safely shared."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FunctionCache: Any = caching.FunctionCache  # numba has no types
 
 
 class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
-    """A cache next to the function's own file, or else where numba keeps a user's files.
+    """A cache next to the function's own file, or in numba's folder for a user's files.
 
     numba compares the file's age and the bytecode. This cache also compares constants, the plain
     values of names from the module and the compiler's options, so that code of an older source is
-    never used for a newer one. A failure on disk only costs the time to compile. Raise
+    never used for a newer one. A failed write only costs the time to compile again. Raise
     `RuntimeError` if neither place can be written.
     """
 
@@ -42,7 +42,7 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save the code for these types.
 
-        Only one process does so at a time: two would give the same name to their code.
+        Only one process saves at a time, because two would give the same name to their code.
         """
         folder = Path(self.cache_path)
         with contextlib.suppress(Exception), wait_for_folder(folder, "NUMBA_CACHE_DIR"):
@@ -50,7 +50,7 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 
 
 def digest(function: Callable[..., Any], options: object) -> str:
-    """Return a digest of what a function's machine code depends on; equal in all processes."""
+    """Return a digest of all that a function's machine code depends on; equal in all processes."""
     code: Any = function.__code__
     module_values = getattr(function, "__globals__", {})
     values = [(name, module_values.get(name)) for name in code.co_names]

@@ -28,7 +28,7 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> float:
-    """Return the memory of this machine, or of its container if that has less; inf if unknown."""
+    """Return the memory of this machine, or of its container if that is less; inf if unknown."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -38,7 +38,7 @@ def total_memory_bytes() -> float:
 
 
 def check_memory(what: str, needed_bytes: float) -> None:
-    """Raise `ValueError` if data need more memory than there is.
+    """Raise `ValueError` if data need more memory than the machine has.
 
     `what` describes the data in the plural, with the setting: "2 images of data.size=30000".
     """

@@ -41,7 +41,7 @@ UNKNOWN = "?"
 
 
 def ascii_equivalent(character: str) -> str:
-    """Return ASCII text that stands for a character; "?" if there is none."""
+    """Return ASCII text that can replace a character, or "?"."""
     if character in EQUIVALENTS:
         return EQUIVALENTS[character]
     name = unicodedata.name(character, "")

@@ -1,6 +1,6 @@
-"""Measure what a process spends its time on, as spans of a few kinds.
+"""Measure how a process spends its time, as time intervals (spans) of a few kinds.
 
-A second counts for the innermost span that is open.
+If spans are nested, the time counts for the innermost open span.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_KEPT_SPANS = 100_000
 
 
 class Span(NamedTuple):
-    """One piece of work with its begin and end, in seconds since the epoch."""
+    """A time interval with a kind of work; begin and end are in seconds since the epoch."""
 
     name: str
     kind: str
@@ -48,10 +48,10 @@ class Track:
 
 @dataclass
 class Spans:
-    """A recorder of the spans of a process.
+    """A recorder of the time intervals (spans) of a process.
 
-    whole: kinds whose spans count as a whole, without spans inside. settle: is called before a span
-    closes, to wait for a device that works on its own. calls: spans that lie in no other.
+    whole: kinds inside which no other spans are recorded. settle: function called before a span
+    closes, to wait for a device that works asynchronously. calls: the outermost spans.
     """
 
     whole: Sequence[str] = ()
@@ -71,7 +71,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[None]:
-        """Measure the time of what is done inside."""
+        """Measure the time of the code inside this context."""
         if self._open and self._open[-1][0] in self.whole:
             yield
             return
@@ -97,7 +97,7 @@ class Spans:
             self.calls.append(span)
 
     def watch(self, owner: object, name: str, kind: str) -> None:
-        """Measure every further call of one object's method."""
+        """Measure every later call of one object's method."""
         function = getattr(owner, name)
 
         def timed(*args: object, **options: object) -> object:

@@ -37,7 +37,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield where to write a file, which then replaces an older one as a whole."""
+        """Yield the path for writing a file; at the end it replaces an older file as a whole."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft_file(path) as draft:
@@ -45,9 +45,9 @@ class LocalStore:
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Yield where to read a file; memory that maps it stays valid.
+        """Yield the path for reading a file; memory that maps it stays valid.
 
-        Raise `OSError`, or `ValueError` for what is no file.
+        Raise `OSError`, or `ValueError` if it is not a file.
         """
         yield regular_file(self.path / name)
 
@@ -66,7 +66,7 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def draft_folder(self) -> Path:
-        """Return a folder on the disk on which files are drafted."""
+        """Return a folder on the disk for drafts of files."""
         return self.path
 
 
@@ -99,7 +99,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield where to write a file, which is then sent."""
+        """Yield the path for writing a file, which is sent at the end."""
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
             draft = Path(folder) / "draft"
             yield draft
@@ -108,7 +108,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Fetch a file and yield where to read it. Raise `OSError` if that fails."""
+        """Fetch a file and yield the path for reading it. Raise `OSError` if that fails."""
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
             copy = Path(folder) / "copy"
             with self._errors_with_address():
@@ -116,7 +116,7 @@ class RemoteStore:
             yield copy
 
     def settle(self, *folders: str) -> None:
-        """Do nothing: a file that was sent is there."""
+        """Do nothing, because a file that was sent is stored."""
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it exists."""
@@ -124,7 +124,7 @@ class RemoteStore:
             self._files.rm(self._path(name), recursive=True)
 
     def draft_folder(self) -> Path:
-        """Return a folder on the disk on which files are drafted."""
+        """Return a folder on the disk for drafts of files."""
         return Path(tempfile.gettempdir())
 
     def _path(self, name: str) -> str:
@@ -146,7 +146,7 @@ Store: TypeAlias = LocalStore | RemoteStore
 
 
 def is_remote(address: str | Path) -> bool:
-    """Return whether an address is a URL that names no folder of this machine."""
+    """Return True if an address is a URL outside this machine."""
     return "://" in str(address) and not str(address).startswith(_LOCAL_PREFIXES)
 
 
@@ -162,7 +162,7 @@ def open_store(address: str | Path) -> Store:
 
 
 def split_address(address: str | Path) -> tuple[str, str]:
-    """Return the address of the outer folder, and the last name of an address."""
+    """Split an address into the address of the outer folder and the last name."""
     text = str(address).rstrip("/")
     if is_remote(text):
         folder, _, name = text.rpartition("/")

@@ -19,7 +19,7 @@ def _purpose_code(purpose: str) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _words(number: int) -> tuple[int, ...]:
-    """Return a non-negative number as 32-bit words, the lowest first."""
+    """Return a non-negative number as 32-bit words, the lowest word first."""
     if number <= _MASK_32:
         return (number,)
     return (number & _MASK_32, *_words(number >> 32))
@@ -29,7 +29,7 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return the generator named (purpose, keys): e.g. ("batches", client, participation).
 
     Generators of different names are independent. A purpose always has the same number of keys:
-    (3,) and (3, 0) would name the same stream.
+    (3,) and (3, 0) would give the same stream.
     """
     # The words that SeedSequence([seed, code, *keys]) would make itself, a third faster: workers
     # make a stream per job.
@@ -41,18 +41,18 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
 
 def torch_seed(seed: int, purpose: str, *keys: int) -> int:
-    """Return a seed for torch's generator, for what needs it (dropout, initialisation)."""
+    """Return a seed for torch's generator, which dropout and initialisation use."""
     return int(stream(seed, purpose, *keys).integers(2**63 - 1))
 
 
 # --- numbers that are looked up, not drawn in turn ------------------------------------------------
 def stream_key(seed: int, purpose: str) -> int:
-    """Return the key by which `uniform` looks up numbers for a purpose."""
+    """Return the key with which `uniform` finds the numbers of a purpose."""
     return int(stream(seed, purpose).integers(1 << 63))
 
 
 def uniform(key: int, *place: int) -> float:
-    """Return the number in [0, 1) that belongs to a place, in whatever order places are asked.
+    """Return the number in [0, 1) that belongs to a place; the order of the calls has no effect.
 
     It serves a virtual clock that needs a million numbers: making a generator for each costs ten
     times as much. Each part of the place goes through the finaliser of SplitMix64 (Steele, Lea and

@@ -1,3 +1,3 @@
-"""The version of raysim, which is part of the code, also where that is not installed."""
+"""The version of raysim. It is part of the code, so that it is known without installation."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""Where workers run: in this process, or as Ray's actors."""
+"""The runtimes: workers in this process, or workers as Ray actors."""

@@ -19,7 +19,7 @@ from raysim.training.worker import Worker
 
 
 class InProcess:
-    """A `Runtime` whose workers live in this process.
+    """A `Runtime` whose workers are in this process.
 
     members: the workers.
     """
@@ -41,15 +41,15 @@ class InProcess:
         return [result] if returns == 1 else list(result)
 
     def get(self, ref: Any) -> Any:
-        """Return the value itself; copy a client state from its device now."""
+        """Return the value itself; a client state is first copied from its device."""
         return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
-        """Return the first index: all values exist."""
+        """Return the first index, because all values exist."""
         return 0
 
     def revive(self, worker: int) -> None:
-        """Do nothing: a worker of this process cannot die alone."""
+        """Do nothing: a worker in this process cannot die alone."""
 
 
 @contextmanager

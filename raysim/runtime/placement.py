@@ -25,16 +25,16 @@ RESOURCE_KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}
 
 @dataclass(frozen=True)
 class RayOptions:
-    """The settings `runtime.*`: how many workers, their resources, and where. None: chosen.
+    """The settings `runtime.*`: how many workers, their resources, and where they are.
 
-    workers: number of workers. cpus, gpus: of each worker; CPUs are the number of threads unless
-    set. resources: other resources of each worker. address: "local" or None starts a cluster on
-    this machine; "auto" or HOST:PORT joins one. strategy: PACK fills one node after another, SPREAD
-    alternates, STRICT_PACK stays on one node. wait: seconds to wait for other runs; None: forever.
-    preflight: whether the memory of one job is measured first; None: if it decides how many workers
-    share a GPU. combine: whether nodes add up the sums of their workers before they travel, which
-    changes no bit; None: for models of 1 MiB and more. mixed: whether processes may differ in what
-    bits depend on.
+    None lets raysim choose. workers: the number of workers. cpus, gpus: resources of each worker;
+    CPUs are the number of threads unless set. resources: other resources of each worker. address:
+    "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins one. strategy: PACK
+    fills one node after another, SPREAD alternates, STRICT_PACK stays on one node. wait: seconds to
+    wait for other runs; None waits forever. preflight: True measures the memory of one job first;
+    None does so if it decides how many workers share a GPU. combine: True lets nodes add up the
+    sums of their workers before they travel, which changes no bit; None does so for models of 1 MiB
+    and more. mixed: True allows processes that differ in what bits depend on.
     """
 
     workers: int | None = None
@@ -50,7 +50,7 @@ class RayOptions:
 
     @property
     def combine_from(self) -> float:
-        """Return the size of a model, in floats, from which nodes add up sums."""
+        """Return the size of a model, in floats, above which nodes add up sums."""
         if self.combine is None:
             return 1 << 18
         return 0 if self.combine else math.inf
@@ -80,8 +80,8 @@ class RayOptions:
 def listen_on_loopback(options: RayOptions) -> None:
     """Let a Ray cluster that this process will start listen on the loopback interface only.
 
-    Ray reads the variable when it is imported. If this process has imported Ray already, the
-    cluster listens on all interfaces.
+    Ray reads the environment variable when it is imported. If this process has imported Ray
+    already, the cluster listens on all interfaces.
     """
     if options.address in (None, "local") and "ray" not in sys.modules:
         os.environ.setdefault(RAY_CLUSTERS_VARIABLE, "0")
@@ -100,12 +100,12 @@ class Size:
 
 
 class NoRoomError(ValueError):
-    """The cluster has fewer resources in all than the requested workers need."""
+    """The error of a cluster that has fewer resources in all than the workers need."""
 
 
 # --- workers --------------------------------------------------------------------------------
 def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str, float]:
-    """Return what a worker reserves; on a GPU a whole one, unless `runtime.gpus` is set."""
+    """Return what a worker reserves; on a GPU a whole GPU, unless `runtime.gpus` is set."""
     if device.startswith("cuda:"):
         raise ValueError(
             f"device={device} names one GPU, and Ray assigns a GPU to every worker. Set "
@@ -123,12 +123,12 @@ def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str
 
 
 def gpu_share(workers: int) -> float:
-    """Return the largest share of a GPU, in Ray's steps, that so many workers can have."""
+    """Return the largest share of a GPU that `workers` workers can have, in Ray's steps."""
     return RESOURCE_STEPS // workers / RESOURCE_STEPS
 
 
 def node_capacity(node: Resources, each: Resources) -> int | None:
-    """Return how many workers fit on an empty node; None: any number.
+    """Return how many workers fit on an empty node; None means any number.
 
     A share of a GPU cannot be split between two GPUs.
     """
@@ -149,7 +149,7 @@ def _times(available: float, amount: float) -> int:
 def worker_capacity(
     nodes: Sequence[Resources], each: Resources, strategy: str = "PACK"
 ) -> int | None:
-    """Return how many workers fit on empty nodes; None: any number."""
+    """Return how many workers fit on empty nodes; None means any number."""
     if not each:
         return None
     capacities = [node_capacity(node, each) or 0 for node in nodes]
@@ -161,10 +161,10 @@ def worker_capacity(
 def choose_size(
     options: RayOptions, each: Resources, nodes: Sequence[Resources], most: int
 ) -> Size:
-    """Return `runtime.workers` workers; if it is not set, as many as fit and find work.
+    """Return `runtime.workers` workers; if it is not set, as many as fit and can have work.
 
-    most: number of clients that are in flight at once. Raises NoRoomError with the scarce resource,
-    the request, the resources of the nodes, and the number of workers that fit.
+    most: the number of clients in flight at once. Raises NoRoomError with the scarce resource, the
+    request, the resources of the nodes, and the number of workers that fit.
     """
     capacity = worker_capacity(nodes, each, options.strategy)
     requested = options.workers or 1
@@ -207,7 +207,7 @@ def _describe_shortage(
 
 
 def _describe_nodes(nodes: Sequence[Resources], each: Resources) -> str:
-    """Describe the nodes by the named resources, equal nodes together."""
+    """Describe the resources of the nodes; equal nodes are described together."""
     kinds = Counter(
         format_resources({name: node.get(name, 0.0) for name in each}) for node in nodes
     )

@@ -27,10 +27,10 @@ USABLE_SHARE = 0.95  # of a GPU's memory; allocators leave gaps
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of memory for a worker.
+    """The memory that a worker needs, in bytes.
 
-    job: the peak of a worker. room: what its device has for workers. state: the client state of
-    one client.
+    job: the peak of a worker. room: the memory of the device that workers can use. state: the size
+    of one client's state.
     """
 
     job: int
@@ -39,10 +39,10 @@ class MemoryNeed:
 
 
 def memory_use(device: str) -> tuple[int, int]:
-    """Return two numbers of bytes: the peak of this process, and the room of its device.
+    """Return the peak memory of this process and the room of its device, in bytes.
 
     On a GPU, the peak is torch's tensors and CUDA's context, and the room is the memory that other
-    processes do not hold now. On a CPU, the peak is the largest resident size of this process, and
+    processes do not use now. On a CPU, the peak is the largest resident size of this process, and
     the room is all memory of the machine, in use or not.
     """
     if not device.startswith("cuda"):
@@ -54,7 +54,7 @@ def memory_use(device: str) -> tuple[int, int]:
 
 
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
-    """Train and score the largest client in this process; return the memory that this took.
+    """Train and score the largest client in this process; return the memory that this needs.
 
     With lanes, as many clients of that size are trained at once. read: see `memory_use`.
     """
@@ -83,7 +83,7 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 def only(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
     """Return the data with samples for these clients only.
 
-    Each of them has the samples of the first one. central: rows of the central test set that
+    All of them get the samples of the first one. central: the rows of the central test set that
     remain.
     """
     partition = Partition(_only(data.partition.train, clients), _only(data.partition.test, clients))
@@ -103,7 +103,7 @@ def _only(part: CSR, clients: Sequence[int]) -> CSR:
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
     """Return how many workers fit on a GPU, next to its share of the client states.
 
-    clients, gpus: of the run.
+    clients, gpus: their numbers in the run.
     """
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE_SHARE * need.room - states) // max(1, need.job)))

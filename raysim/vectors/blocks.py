@@ -1,6 +1,7 @@
 """Arithmetic on long vectors, in blocks that fit into a cache and that threads share.
 
-The bits of a result depend neither on the size of the blocks nor on the number of threads.
+The bits of a result depend neither on the size of the blocks nor on the number of threads. In
+shapes, d is the length of a vector.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def _pool() -> ThreadPoolExecutor:
 def compile_function(function: F) -> F:
     """Return `function` of arrays and numbers as machine code.
 
-    It is compiled at the first call, which takes a second or so, and kept on disk. One pass over a
-    vector then does what takes PyTorch many, without Python's lock. Nothing is reordered, but a
-    product that is added is rounded once. The function may not call one of another module.
+    It is compiled at the first call, in about a second, and kept on disk. One pass over a vector
+    then does what takes PyTorch many, without Python's lock. Nothing is reordered, but a product
+    that is added is rounded once. The function may not call a function of another module.
     """
     import numba  # slow to import, and few methods need it
 
@@ -61,12 +62,12 @@ def compile_function(function: F) -> F:
 
 
 def split_range(start: int, stop: int, size: int) -> list[slice]:
-    """Return slices of `size` entries that cover those from `start` to `stop`."""
+    """Return slices of `size` entries from `start` to `stop`; the last one may be shorter."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> list[T]:
-    """Call `work` on blocks of `size` of `length` entries; return its results in their order.
+    """Call `work` on blocks of `size` out of `length` entries; return the results in order.
 
     `work` runs in several threads. It writes nothing outside its block and does not call
     `in_blocks` itself.
@@ -80,7 +81,7 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
 def is_finite(values: Tensor) -> bool:
     """Return True if all entries are finite.
 
-    Mostly one pass without a copy, because a finite sum has finite terms.
+    This is usually one pass without a copy, because a finite sum has finite terms.
     """
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
@@ -90,7 +91,8 @@ def run_compiled(
 ) -> None:
     """Run the compiled `rule` on all entries of the arrays [d], on the CPU, block by block.
 
-    settings: numbers, which are converted to the dtype of the arrays. switches: passed unchanged.
+    settings: numbers, which are converted to the dtype of the arrays. switches: values passed
+    unchanged.
     """
     views = [array.detach().numpy() for array in arrays]
     numbers = [views[0].dtype.type(setting) for setting in settings]
@@ -99,7 +101,7 @@ def run_compiled(
 
 
 def fold_groups(groups: Sequence[WeightedVectors], into: Tensor | None = None) -> Tensor:
-    """Return the sum over groups of w_1 a_1 + w_2 a_2 + ..., each added in its order: [d].
+    """Return the sum of all groups, [d]; a group is w_1 a_1 + w_2 a_2 + ... in its order.
 
     Every sum of updates on the server is made here. A group that a worker has summed is one vector
     of weight 1. into: the tensor for the sum, or None for a new one.

@@ -27,9 +27,10 @@ _ROWS = 8
 def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     """Return the inner products of m vectors [d] of one dtype: symmetric, float64 [m, m].
 
-    On the CPU. Parts of float32 vectors are multiplied in float32 and added in float64: entries are
-    off by about 1e-8 |g_i| |g_j|, at most 1e-6. Float64 throughout takes twice as long. The last
-    entries, fewer than 8192, are multiplied in float64.
+    They are computed on the CPU. Parts of float32 vectors are multiplied in float32 and added in
+    float64. The error of the product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6
+    |g_i| |g_j|. Computing everything in float64 takes twice as long. The last entries, fewer than
+    8192, are multiplied in float64.
     """
     arrays = [row.numpy() for row in rows]
     count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT
@@ -61,7 +62,7 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
 def linear_combination(
     rows: Sequence[Tensor], weights: Sequence[float], group: int, into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 g_1 + w_2 g_2 + ... [d], with the bits of the server's own sum.
+    """Return w_1 g_1 + w_2 g_2 + ... [d], with the same bits as the server's sum.
 
     group: how many consecutive vectors are added together first. into: the tensor for the sum, or
     None for a new one.
@@ -70,7 +71,7 @@ def linear_combination(
 
 
 def stretches(layout: Layout, granularity: Granularity) -> list[slice]:
-    """Return slices of the shared parameters: one for all, or one for each tensor."""
+    """Return slices of the shared parameters: one slice for all, or one for each tensor."""
     if granularity == "model":
         return [slice(0, layout.trained)]
     return [

@@ -1,9 +1,10 @@
 """One flat vector for all trainable tensors and floating buffers; modules see views of it.
 
-The order is: shared parameters, shared buffers, personal parameters, personal buffers. What travels
-is the front `[0, layout.shared)`; what a server step may scale is `[0, layout.trained)`. Integer
-buffers have a vector of their own. Frozen parameters (requires_grad False) are no part of it,
-because every process builds them from the seed.
+The order is: shared parameters, shared buffers, personal parameters, personal buffers. The first
+`layout.shared` entries travel between server and clients. The first `layout.trained` of these are
+the shared parameters, which a server step may scale. Integer buffers have a separate vector. Frozen
+parameters (requires_grad False) are not in the vector, because every process builds them from the
+seed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a network, at `path` in it, with its place [start, stop) in the vector."""
+    """One tensor of a network, at `path` in the network and at [start, stop) in the vector."""
 
     network: str
     path: str
@@ -31,13 +32,13 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The full name, unique in a run: "model.head.weight"."""
+        """The full name, which is unique in a run: "model.head.weight"."""
         return f"{self.network}.{self.path}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of each tensor in the vector; fixed for a run and equal in all processes."""
+    """The position of each tensor in the vector; constant in a run and equal in all processes."""
 
     entries: tuple[Entry, ...]  # floating, by position
     counters: tuple[Entry, ...]  # integer buffers, by position
@@ -59,7 +60,7 @@ class Layout:
 
     @property
     def personal_entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-        """The tensors that stay on a client, by position: floating ones, then integer buffers."""
+        """The tensors that stay on a client, by position: floats first, then integer buffers."""
         return tuple(e for e in self.entries if e.personal), tuple(
             e for e in self.counters if e.personal
         )
@@ -214,7 +215,7 @@ class Vector:
         return VectorStorage(data, counters, views)
 
     def use_storage(self, storage: VectorStorage) -> None:
-        """Let the modules see other flat tensors, with the values that these hold."""
+        """Let the modules see other flat tensors, with the values of those tensors."""
         self.data, self.counters = storage.data, storage.counters
         for places, parameter, view in zip(
             self._places, self._parameters, storage.views, strict=True
@@ -225,9 +226,9 @@ class Vector:
                 parameter.data = view
 
     def collect(self) -> None:
-        """Take the tensors of the modules back after code that may have replaced them.
+        """Copy the modules' tensors back to the vector after code that may have replaced them.
 
-        A tensor that a module holds outside of the flat tensors is copied into them, and gradients
+        A module's tensor that is not a view of the flat tensors is copied into them, and gradients
         are dropped. Raises ValueError for a tensor of another shape; the modules see the flat
         tensors again in either case.
         """
@@ -255,7 +256,7 @@ class Vector:
 
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the modules see other tensors, and `data` and `counters` be others, inside `with`.
+        """Let modules, `data` and `counters` use other tensors inside `with`.
 
         tensors: one for each entry and counter of the layout. They may be any tensors, such as
         views of a client's state, whereas `use_storage` changes parameters in place.
@@ -273,17 +274,17 @@ class Vector:
 
     @property
     def shared(self) -> Tensor:
-        """[layout.shared] the part that travels."""
+        """The part that travels, [layout.shared]."""
         return self.data[: self.layout.shared]
 
     @property
     def shared_counters(self) -> Tensor:
-        """[layout.shared_counters] the integer buffers that travel."""
+        """The integer buffers that travel, [layout.shared_counters]."""
         return self.counters[: self.layout.shared_counters]
 
     @property
     def personal(self) -> Tensor:
-        """[layout.personal] the part that stays on the client."""
+        """The part that stays on the client, [layout.personal]."""
         return self.data[self.layout.shared :]
 
     def tensors(self, entries: Iterable[Entry]) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 class OptimizerSettings:
     """The settings of the local optimizer; its buffers start at 0 in every job.
 
-    weight_decay: of "sgd" and "adam" it is added to the gradient; "adamw" decays the parameters
+    weight_decay: with "sgd" and "adam" it is added to the gradient; "adamw" decays the parameters
     themselves (Loshchilov and Hutter, ICLR 2019), as torch.optim.AdamW does.
     """
 
@@ -51,7 +51,7 @@ class OptimizerSettings:
 
 
 class LocalOptimizer:
-    """The optimizer of one stage; SGD has the bits of torch.optim.SGD."""
+    """The optimizer of one stage. SGD gives the same bits as torch.optim.SGD."""
 
     def __init__(self, settings: OptimizerSettings):
         self.settings = settings
@@ -70,7 +70,7 @@ class LocalOptimizer:
         return {"steps": torch.tensor([self.steps]), **flat}
 
     def load(self, saved: Mapping[str, Tensor], like: Sequence[Tensor]) -> None:
-        """Load what `save` returned. like: tensors with the shapes of the parameters."""
+        """Load the buffers that `save` returned. like: tensors with the parameters' shapes."""
         sizes = [part.numel() for part in like]
         for name, parts in (("first", self.first), ("second", self.second)):
             if name in saved:
@@ -81,9 +81,10 @@ class LocalOptimizer:
         self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Move `params` in place, downhill along `grads`.
+        """Move `params` in place, against the gradients `grads`.
 
-        rate: a tensor [] where a recorded step must not know it.
+        rate: the learning rate, as a scalar tensor if the step is recorded and the rate may change
+        later.
         """
         settings = self.settings
         self.steps += 1
@@ -110,7 +111,7 @@ class LocalOptimizer:
             torch._foreach_add_(params, grads, alpha=-rate)
 
     def _adam(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Step as Adam (Kingma and Ba 2015), with its defaults 0.9, 0.999, 1e-8."""
+        """Make a step of Adam (Kingma and Ba 2015) with the defaults 0.9, 0.999, 1e-8."""
         assert not isinstance(rate, Tensor), "a recorded step has a `RecordedOptimizer`"
         if not self.first:
             self.first = [torch.zeros_like(grad) for grad in grads]
@@ -124,9 +125,9 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Do the same with tensors in place of Python's numbers.
+        """Make a step of Adam with tensors instead of Python numbers.
 
-        counts: steps made, [] or one for each row [K].
+        counts: the number of steps made: a scalar tensor, or a number for each of K rows [K].
         """
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
@@ -155,7 +156,7 @@ class StackedOptimizer(LocalOptimizer):
     def step_rows(
         self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float
     ) -> None:
-        """Move all rows and count a step for `rows`; the other rows hold nothing that counts."""
+        """Move all rows and count a step for `rows`; the values of other rows are not used."""
         for row in rows:
             self.counts[row] += 1
         self.step(params, grads, rate)
@@ -167,7 +168,7 @@ class StackedOptimizer(LocalOptimizer):
         self._adam_by_counts(params, grads, rate, counts.clamp(min=1))
 
     def row(self, row: int) -> LocalOptimizer:
-        """Return the optimizer of one client, whose buffers are rows of these."""
+        """Return the optimizer of one client; its buffers are views of a row."""
         single = LocalOptimizer(self.settings)
         single.first, single.second = (
             [part[row] for part in self.first],
@@ -177,7 +178,7 @@ class StackedOptimizer(LocalOptimizer):
         return single
 
     def restart(self, row: int, saved: Mapping[str, Tensor]) -> None:
-        """Start a row again, from what `save` of an optimizer returned, or from 0."""
+        """Reset the buffers of a row to the result of an optimizer's `save`, or to 0."""
         self.counts[row] = int(saved.get("steps", 0))
         single = self.row(row)
         _refill(single, saved)
@@ -186,7 +187,7 @@ class StackedOptimizer(LocalOptimizer):
 class RecordedOptimizer(LocalOptimizer):
     """The optimizer of recorded steps; its buffers and its count are never replaced.
 
-    `steps` is counted by the caller, since a replay runs no Python.
+    The caller counts `steps`, because a replay runs no Python code.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -196,13 +197,13 @@ class RecordedOptimizer(LocalOptimizer):
         self._count = torch.zeros((), dtype=widest_float(device), device=device)
 
     def restart(self, saved: Mapping[str, Tensor]) -> None:
-        """Start again, from what `save` of an optimizer returned, or from 0."""
+        """Reset the buffers to the result of an optimizer's `save`, or to 0."""
         self.steps = int(saved.get("steps", 0))
         self._count.fill_(self.steps)
         _refill(self, saved)
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Step as `LocalOptimizer` does, and leave `steps` unchanged."""
+        """Step as `LocalOptimizer` does, without changing `steps`."""
         steps = self.steps
         super().step(params, grads, rate)
         self.steps = steps
@@ -234,7 +235,11 @@ def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _StageOptimizer:
-    """The optimizer of a stage. shared: the shared parameters that it moves. rate: its factor."""
+    """The optimizer of a stage.
+
+    shared: the parts of the shared parameters that it moves. rate: the stage's factor on the
+    learning rate.
+    """
 
     optimizer: LocalOptimizer
     shared: tuple[slice, ...]
@@ -242,7 +247,7 @@ class _StageOptimizer:
 
 
 class Optimizers:
-    """The local optimizers of one job, by the name of their stage."""
+    """The local optimizers of one job, by the name of the stage."""
 
     def __init__(self) -> None:
         self._working: dict[str, _StageOptimizer] = {}
@@ -256,10 +261,11 @@ class Optimizers:
         shared: tuple[slice, ...],
         rate: float,
     ) -> LocalOptimizer:
-        """Return the optimizer of a stage, created at its first step.
+        """Return the optimizer of a stage; create it at its first step.
 
-        It continues from the buffers given to `resume`, if there are some. like: the parameters.
-        shared, rate: see `movements`.
+        It continues from the buffers that `resume` received, if there are some. like: the
+        parameters. shared,
+        rate: see `movements`.
         """
         if stage not in self._working:
             optimizer = LocalOptimizer(settings)
@@ -270,7 +276,7 @@ class Optimizers:
         return self._working[stage].optimizer
 
     def saved_buffers(self, stage: str) -> dict[str, Tensor]:
-        """Return the buffers that `resume` got for a stage."""
+        """Return the buffers that `resume` received for a stage."""
         prefix = f"{stage}/"
         return {
             key.removeprefix(prefix): value
@@ -297,7 +303,7 @@ class Optimizers:
         return buffers
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Let the optimizers of this job continue from what `save` returned."""
+        """Let the optimizers of this job continue from the result of `save`."""
         self._saved = saved
 
     def movements(self) -> list[tuple[slice, int, float]]:

@@ -1,9 +1,9 @@
 """Caches of clients' vectors on the server: rows on disk or in memory.
 
-The room for all rows is reserved at once. A cache is one tensor of the rows in use, and its storage
-is the room, so that it may be an entry of `server.state`: a checkpoint writes the rows in use, and
-`rows_with_room` moves restored rows into a new room. Rows on disk take no memory except the page
-cache. Their file has no name, so that it vanishes with the process.
+The space for all rows is reserved at once. A cache is a tensor of the rows in use, and its storage
+is the whole reserved space. It may therefore be an entry of `server.state`: a checkpoint writes the
+rows in use, and `rows_with_room` moves restored rows into a newly reserved space. Rows on disk take
+no memory except the page cache. Their file has no name, so that it vanishes with the process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ GIB = 2**30
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
-    """Return an empty cache [0, ...] with room for `shape`.
+    """Return an empty cache [0, ...] with reserved space for `shape`.
 
-    place: "disk" is a file in the folder for temporary files, taken at once; "memory" is taken when
-    a row is first written. Raises ValueError if the disk is too small.
+    place: "disk" is a file in the folder for temporary files, whose space is taken at once; the
+    space in "memory" is taken when a row is first written. Raises ValueError if the disk is too
+    small.
     """
     if place == "memory" or not math.prod(shape):
         return torch.empty(shape, dtype=dtype)[:0]
@@ -50,10 +51,10 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 
 
 def extend_rows(rows: Tensor, count: int) -> Tensor:
-    """Return the first `count` rows of the room that `rows` lie in.
+    """Return the first `count` rows of the reserved space that `rows` are in.
 
-    The rows that are added are set to zero, because checksums and checkpoints read also those that
-    nobody has written.
+    The added rows are set to zero, because checksums and checkpoints also read rows that were never
+    written.
     """
     more = rows.as_strided((count, *rows.shape[1:]), rows.stride())
     more[len(rows) :].zero_()
@@ -61,7 +62,7 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
-    """Return the rows, moved into a new reserved room unless theirs has `capacity` rows."""
+    """Return the rows, moved into newly reserved space unless theirs has `capacity` rows."""
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()
     roomy = storage.nbytes() >= math.prod(shape) * rows.dtype.itemsize
@@ -75,9 +76,9 @@ def check_budget(
 ) -> None:
     """Raise ValueError for a cache that may become larger than its budget.
 
-    key: the key of the method ("method.ace"). size: bytes that it keeps for each client. budget: in
-    GiB. what: the kind of rows, for the text. less: another setting that would fit
-    ("method.fedcda.memory=2"), or "".
+    key: the key of the method ("method.ace"). size: bytes for each client. budget: in GiB. what:
+    the kind of rows, for the text. less: another setting that would fit ("method.fedcda.memory=2"),
+    or "".
     """
     needed = clients * size / GIB
     if needed <= budget:
@@ -96,7 +97,7 @@ def claim_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> list[int]:
-    """Return the rows of clients in `state[cache]`; `state["clients"]` has whose they are.
+    """Return the rows of clients in `state[cache]`; `state["clients"]` has the owners.
 
     New clients get zeros.
     """

@@ -48,7 +48,7 @@ ROOM_CHECK_S = 30
 
 
 def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.ObjectRef[Any]]:
-    """Store the data set's file for other nodes; [] if all bundles are on this node."""
+    """Store the data set's file for other nodes; return [] if all bundles are on this node."""
     if group is None:
         return []
     nodes = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
@@ -60,7 +60,7 @@ def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.Objec
 def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
     """Return the run with a data set that this node can read.
 
-    content: see `store_dataset`. The first process on a node that misses the file writes it; other
+    content: see `store_dataset`. The first process on a node without the file writes it; other
     processes map it.
     """
     path = spec.data.dataset_path
@@ -71,13 +71,13 @@ def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> 
 
 
 class RayWorker(Worker):
-    """A worker as an actor."""
+    """A worker in a Ray actor."""
 
     def __init__(self, spec: RunSpec, name: str, content: Sequence[ray.ObjectRef[Any]] = ()):
         super().__init__(with_local_dataset(spec, content), name)
 
     def identity(self) -> Identity:
-        """Return what the bits of this worker depend on."""
+        """Return the facts that the bits of this worker depend on."""
         return identify_process(self.name, self.spec.packages, self.spec.device)
 
 
@@ -90,8 +90,8 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 def actor_class(kind: type) -> Any:
     """Return the actor class of a process that holds an object, with the methods of the object.
 
-    The process can replace the object by another one (`become`). Ray looks up methods in the class,
-    and would miss what a profile puts on an object.
+    The process can replace the object (`become`). Ray looks up methods in the class, and would not
+    find methods that a profile adds to an object.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -182,9 +182,9 @@ class RayRuntime:
     """A `Runtime` whose workers are actors and whose values lie in the object store.
 
     start: starts the actor of a worker, given its number. nodes, combine_from: see `Runtime`.
-    actors: of the workers, if they exist. participants: compares each worker that is ready with the
-    driver; None: no comparison. identify: starts a task that identifies the place of a worker,
-    given its number, after its process died.
+    actors: the actors of the workers, if they exist. participants: compares each worker that is
+    ready with the driver; None compares nothing. identify: starts a task at the place of a worker
+    that died, given its number; it returns the identity of that place.
     """
 
     is_in_process = False
@@ -297,10 +297,10 @@ class RayRuntime:
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
-        """Return a worker's identity; None if it is unknown.
+        """Return a worker's identity, or None if it is unknown.
 
         A worker with another version of raysim or of a library may die before it can answer. Then
-        the identity is that of a task in its place.
+        the identity comes from a task at the worker's place.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
             identity: Identity = ray.get(answer)
@@ -322,7 +322,7 @@ class RayRuntime:
 
 
 def _has_lost_bundle() -> bool:
-    """Return whether a bundle of this run is on a lost node: no other node has room for it."""
+    """Return True if a bundle of this run is on a lost node and no other node has room for it."""
     group = ray.util.get_current_placement_group()
     if group is None:
         return False
@@ -336,7 +336,7 @@ def start_workers(
 ) -> RayRuntime:
     """Start workers outside any placement group, all at once, or let actors become them.
 
-    cpus: that each worker reserves.
+    cpus: the CPUs that each worker reserves.
     """
     actor, shared = actor_class(kind).options(num_cpus=cpus), ray.put(spec)
     become_all(actors, [(shared, f"worker-{index}") for index in range(workers)])
@@ -384,7 +384,7 @@ def start_workers_in(
 
 
 def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
-    """Replace the objects that actors hold, all at once. Raises the error of the first actor.
+    """Replace the objects in actors, all at once. Raises the error of the first actor.
 
     parts: the arguments of each new object. Nothing happens without actors.
     """
@@ -394,7 +394,7 @@ def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _nodes(group: PlacementGroup) -> list[int]:
-    """Return the number of each bundle's node; the node of the first bundle is 0."""
+    """Return the node number of each bundle; the node of the first bundle is 0."""
     node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]
     numbers: dict[str, int] = {}
     for index in range(len(node_ids)):

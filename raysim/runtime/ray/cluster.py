@@ -35,7 +35,7 @@ QUICK_PLACEMENT_S = 2
 
 
 def connect(options: RayOptions) -> bool:
-    """Start or join a cluster, unless this process has one; return whether it did.
+    """Start or join a cluster, unless this process has one; return True if it did.
 
     Raises ValueError with the reason if Ray does not start or cannot be joined.
     """
@@ -74,8 +74,8 @@ def connect(options: RayOptions) -> bool:
 def _ensure_token() -> None:
     """Give the cluster of this process a token, unless the user has one.
 
-    Ray would write a token into the home folder, where processes that start at the same moment
-    overwrite the tokens of each other.
+    Otherwise Ray would write a token into the home folder, where processes that start at the same
+    time overwrite each other's tokens.
     """
     if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return
@@ -85,7 +85,7 @@ def _ensure_token() -> None:
 
 @contextmanager
 def connection(options: RayOptions) -> Iterator[None]:
-    """Connect as `connect` does; disconnect at the end if this call has connected."""
+    """Connect as `connect` does; at the end of the context, disconnect if this call connected."""
     has_connected = connect(options)
     try:
         yield
@@ -107,7 +107,8 @@ def disconnect() -> None:
 def start_local_nodes(count: int, cpus: int) -> Any:
     """Start a cluster of several Ray nodes on this machine, for tests of traffic between nodes.
 
-    cpus: that each node declares. The returned object has `address`, and `shutdown()` to end it.
+    cpus: the CPUs that each node declares. The returned object has `address`, and `shutdown()` to
+    end it.
     """
     from ray.cluster_utils import Cluster
 
@@ -126,7 +127,7 @@ def node_resources() -> list[dict[str, float]]:
 
 
 def has_gpus() -> bool:
-    """Return whether any node has a GPU."""
+    """Return True if a node has a GPU."""
     return any(node.get("GPU") for node in node_resources())
 
 
@@ -149,11 +150,12 @@ def run_bundles(size: Size) -> list[dict[str, float]]:
 def reserve(
     bundles: list[dict[str, float]], name: str, options: RayOptions, say: Say
 ) -> Iterator[PlacementGroup]:
-    """Wait for a placement group, and remove it at the end.
+    """Wait until Ray has reserved the run's resources; free them when the context ends.
 
-    Inside another placement group (a trial) that group is used and not removed. say: is called with
-    what the run waits for. Raises ValueError if other runs still hold the resources after
-    `options.wait` seconds. Ray also removes the group when this process dies.
+    Ray calls the reservation a placement group. Inside the placement group of a trial, that group
+    is used and not removed. say: function that gets a text about what the run waits for. Raises
+    ValueError if other runs still have the resources after `options.wait` seconds. Ray also removes
+    the group when this process dies.
     """
     outer = ray.util.get_current_placement_group()
     if outer is not None:

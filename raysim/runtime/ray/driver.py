@@ -50,12 +50,12 @@ def plan_workers(
     say: Say = print,
     measure: Measure = preflight.measure,
 ) -> Size:
-    """Return the number of workers, and what each reserves.
+    """Return the number of workers, and what each of them reserves.
 
-    These are the requested workers if the cluster is large enough, otherwise as many as fit and
-    find work. Inside a placement group (a trial of a search) the group decides. concurrency: number
-    of clients in flight. measure: see `preflight.measure`. Raises ValueError with the number that
-    would fit.
+    These are the requested workers if the cluster is large enough, otherwise as many as fit and can
+    have work. Inside a placement group (a trial of a search) the group decides. concurrency: the
+    number of clients in flight. measure: see `preflight.measure`. Raises ValueError with the number
+    that would fit.
     """
     each = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -161,7 +161,7 @@ def run(
     folder: str = "",
     resume: str = "",
 ) -> Iterator[Event]:
-    """Run on the connected cluster, in a placement group of its own.
+    """Run on the connected cluster, in the run's own placement group.
 
     folder, resume: see `Coordinator`. Raises the coordinator's errors, and ProcessLostError if a
     process of the run dies.
@@ -200,8 +200,8 @@ def _receive(messages: Any, timeout: float | None, extra_s: float, say: Say) -> 
     """Yield the coordinator's messages. Raises ProcessLostError if none comes in time.
 
     The coordinator sends a message every few seconds, except while it waits for Ray to start a
-    worker; then the user is told. timeout: `faults.timeout`; None: wait forever. extra_s: seconds
-    beyond it that the first message may take.
+    worker; then a line tells the user. timeout: `faults.timeout`; None waits forever. extra_s:
+    additional seconds for the first message.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s
     silent_s = 0.0

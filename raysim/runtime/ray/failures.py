@@ -26,9 +26,9 @@ _MAX_LOG_CHARACTERS = 200  # of a log line that an error repeats
 
 @dataclass(frozen=True)
 class _Cause:
-    """A cause, and what to do.
+    """A cause of a failed start, and what to do about it.
 
-    words: texts by which messages of Ray or of the operating system name the cause.
+    words: texts in the messages of Ray or of the operating system that show the cause.
     """
 
     words: tuple[str, ...]
@@ -88,7 +88,8 @@ _CAUSES = (
 def describe_failed_start(address: str, error: BaseException) -> str:
     """Return the text of an error that Ray raised: the key, the problem and what to do.
 
-    address: "local" for a cluster that this process starts, otherwise of the cluster to join.
+    address: "local" for a cluster that this process starts, otherwise the address of the cluster to
+    join.
     """
     if "Version mismatch" in str(error):
         text = " ".join(str(error).split())
@@ -165,7 +166,7 @@ def _describe_local(error: BaseException) -> str:
 
 
 def _temporary_folder() -> tuple[str, str]:
-    """Return the variable that names the folder of Ray's sockets and logs, and the folder."""
+    """Return the folder of Ray's sockets and logs, and the variable that sets it."""
     for variable in ("RAY_TMPDIR", "TMPDIR"):
         folder = os.environ.get(variable)
         if folder:

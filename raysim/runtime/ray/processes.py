@@ -35,7 +35,7 @@ Request: TypeAlias = tuple[list[dict[str, float]], str]  # bundles and strategy
 
 @dataclass(frozen=True)
 class RunProcesses:
-    """The processes of a run, and their bundles. end: ends the processes."""
+    """The processes of a run, and their bundles. end: function that ends the processes."""
 
     request: Request
     group: PlacementGroup
@@ -45,7 +45,7 @@ class RunProcesses:
 
     @property
     def are_idle(self) -> bool:
-        """Return whether all workers are alive and have no calls left to do."""
+        """Return True if all workers are alive and have no calls left."""
         answers = [worker.ready.remote() for worker in self.workers]
         with suppress(ray.exceptions.RayError):
             return bool(ray.get(answers, timeout=IDLE_TIMEOUT_S))
@@ -56,7 +56,7 @@ class RunProcesses:
 class _WaitingProcesses:
     """The processes that wait for the next run, if there are any.
 
-    name: of all runs together.
+    name: the name of all these runs in Ray.
     """
 
     name: str
@@ -85,8 +85,8 @@ def keep_processes(name: str) -> Iterator[None]:
     """Let the runs in this context use the same processes, which saves seconds for each run.
 
     A run with another number or size of workers gets new processes, and so does the run after a
-    failed run. name: under which Ray's dashboard shows the processes. A nested context changes
-    nothing.
+    failed run.
+    name: the name of the processes in Ray's dashboard. A nested context changes nothing.
     """
     global _waiting
     if _waiting is not None:
