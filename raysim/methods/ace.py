@@ -99,8 +99,9 @@ def _refresh(
 ) -> None:
     """Put new updates into the cache, and make `total` the sum of the active rows, in place.
 
-    fresh: updates [D] by row. cache: [R, D]. total: float64 [D] the sum of the rows `counted`.
-    counted, active: bool [R] before and after.
+    fresh: updates [D] by row. cache: R rows, [R, D]. total: float64 [D], the sum of the rows
+    `counted`.
+    counted, active: bool [R], the rows in the sum before and after.
     """
     changes = torch.zeros_like(active)
     changes[list(fresh)] = True
@@ -119,15 +120,16 @@ def _refresh(
 
 
 def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
-    """Return eta times the mean of the active rows, float64 [D]; 0 without active rows."""
+    """Return eta times the mean of the active rows, float64 [D]; zeros without active rows."""
     return total * (server_lr / max(1, int(active.sum())))
 
 
 class ACE(Method):
-    """server_lr: eta. max_staleness: None for ACE, else ACED. initialise: see above.
+    """A server rule that steps along the mean of all clients' latest updates.
 
-    cache: "disk" or "memory". budget: the largest size of the cache, in GiB. The direction may feed
-    a server optimizer.
+    server_lr: eta. max_staleness: None for ACE, a number for ACED. initialise: see the module.
+    cache: "disk" or "memory". budget: the largest size of the cache, in GiB. A server optimizer may
+    follow.
     """
 
     name = "ace"
@@ -150,7 +152,7 @@ class ACE(Method):
         self.budget = at_least("method.ace.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep, for each client seen, its last update, that update's version, and its part."""
+        """Keep the last update of each client seen, its version, and whether it is in the sum."""
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):
@@ -168,12 +170,12 @@ class ACE(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a row, if all of them fit into the budget."""
+        """Return the shape of a row. Raise ValueError if all rows do not fit into the budget."""
         check_budget("method.ace", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta times the mean of the entries that count, after the new updates came in."""
+        """Return eta times the mean of the active entries, after the new updates are stored."""
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)
         versions = padded(state["versions"], len(state["clients"]))

@@ -47,7 +47,10 @@ def project_onto_simplex(values: Tensor) -> Tensor:
 
 
 class AFL(Method):
-    """step_size: gamma, with which lambda ascends; 0 keeps it uniform."""
+    """A server rule that minimises the loss of the worst mixture of the clients.
+
+    step_size: gamma, the step of lambda's ascent; 0 keeps lambda uniform.
+    """
 
     name = "afl"
     paper = "Mohri et al., ICML 2019"
@@ -57,7 +60,7 @@ class AFL(Method):
         self.step_size = at_least("method.afl.step_size", step_size, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep lambda on the server; each job uploads F_i."""
+        """Keep the weights lambda on the server; each job uploads its loss F_i."""
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
             f"method.afl: {run.clients_with_samples} clients have training samples, and AFL "
@@ -80,11 +83,11 @@ class AFL(Method):
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload F_i."""
+        """Upload F_i, the loss of the received model."""
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Weigh by lambda; only ratios count, so the largest is 1."""
+        """Use lambda as weights. Only ratios count, so the largest weight is 1."""
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())
         if largest == 0:
@@ -94,7 +97,7 @@ class AFL(Method):
         return aggregation.with_weights([weight * ratio for weight, ratio in pairs])
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Ascend with lambda, and project it."""
+        """Move lambda by an ascent step, and project it onto the simplex."""
         if not self.step_size:
             return
         clients = torch.tensor(aggregation.clients)

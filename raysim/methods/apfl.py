@@ -45,7 +45,7 @@ PERSONAL, SHARED = "apfl.model", "model"
 
 
 def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[str, Tensor]:
-    """Return alpha v + (1 - alpha) w by path; gradients reach v alone."""
+    """Return alpha v + (1 - alpha) w by path; only v gets gradients."""
     received = dict(shared.named_parameters())
     return {
         path: alpha * own + (1.0 - alpha) * received[path].detach()
@@ -54,7 +54,10 @@ def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[s
 
 
 class APFL(Method):
-    """alpha: the weight of a client's own model at first. adaptive: whether it is learnt."""
+    """A method whose client models are mixtures of the shared model and a model of the client.
+
+    alpha: the initial weight of the client's model. adaptive: True learns this weight.
+    """
 
     name = "apfl"
     paper = "Deng et al., 2020"
@@ -64,7 +67,7 @@ class APFL(Method):
         self.adaptive = adaptive
 
     def setup(self, run: Setup) -> None:
-        """Add v_i, a private network, which is trained before w in each step."""
+        """Add the client's model v_i, a private network, which is trained before w in each step."""
         run.needs("gradients")
         run.excludes("local", "it mixes with a shared model, and local training shares none")
         run.network("model", copy.deepcopy(run.model), private=True)
@@ -101,14 +104,14 @@ class APFL(Method):
         return min(1.0, max(0.0, alpha - job.rate * slope))
 
     def _mixture_loss(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return f(m)."""
+        """Return f(m), the loss of the mixture."""
         personal = job.network("model")
         mixture = mix(personal, job.model, job.scratch["alpha"])
         outputs = functional_call(personal, mixture, (out.batch.inputs,))
         return job.task.objective.loss(outputs, out.batch.targets)
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load m into the model that is scored, with the statistics of v_i's network."""
+        """Load the mixture m into the scored model, with the statistics of v_i's network."""
         networks, alpha = client.vector.networks, client.state["alpha"]
         mixture = mix(networks[PERSONAL], networks[SHARED], alpha)
         tensors = mixture | dict(networks[PERSONAL].named_buffers())

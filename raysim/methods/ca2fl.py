@@ -73,7 +73,7 @@ def _calibrate(
 ) -> Tensor:
     """Return `scale` times v, in the dtype of `deltas`; update the cache and its sum in place.
 
-    cache: [R, D]. total: float64 [D] the sum of its rows. rows: the row of each update.
+    cache: R rows, [R, D]. total: float64 [D], the sum of the rows. rows: the row of each update.
     """
     into = torch.empty_like(deltas[0])
 
@@ -91,10 +91,10 @@ def _calibrate(
 
 
 class CA2FL(Method):
-    """server_lr: eta. average: h is the mean over "all" clients or over those "seen".
+    """A server rule that corrects the mean of a buffer by each client's last update.
 
-    cache: "disk" or "memory". budget: the largest size of the cache, in GiB. The direction may feed
-    a server optimizer.
+    server_lr: eta. average: h is the mean over "all" clients or over those "seen". cache: "disk" or
+    "memory". budget: the largest size of the cache, in GiB. A server optimizer may follow.
     """
 
     name = "ca2fl"
@@ -115,7 +115,7 @@ class CA2FL(Method):
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the last update of each client seen, and the sum of them."""
+        """Keep the last update of each client seen, and the sum of these updates."""
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):
@@ -129,12 +129,12 @@ class CA2FL(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of a row, if all of them fit into the budget."""
+        """Return the shape of a row. Raise ValueError if all rows do not fit into the budget."""
         check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta v."""
+        """Return eta v, the calibrated step."""
         state, clients = server.state, most_rows(server)
         seen = len(state["clients"])  # before this flush, as h is
         rows = rows_of(aggregation, server, self.cache)

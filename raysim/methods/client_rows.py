@@ -1,8 +1,7 @@
-"""Rows that a method keeps on the server for each client that it has seen.
+"""Rows that a method keeps on the server, one or more for each client that it has seen.
 
-CA2FL and ACE keep updates, FedCDA keeps models.
-
-The rows in use are `server.state["cache"]`; `server.state["clients"]` has the client of each.
+CA2FL and ACE keep updates, FedCDA keeps models. The rows in use are `server.state["cache"]`;
+`server.state["clients"]` has the client of each row.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ PLACES = ("disk", "memory")
 
 
 def most_rows(server: ServerView) -> int:
-    """Return the largest number of rows: clients without samples do not take part."""
+    """Return the largest possible number of rows: one for each client that has samples."""
     return server.clients_with_samples
 
 
 def refuse_sample_weights(run: Setup) -> None:
-    """Raise ValueError for weights by samples, which have no part in a mean over rows."""
+    """Raise ValueError for weights by samples, which a mean over rows cannot use."""
     run.require(
         run.weighting != "samples",
         f"weighting=samples has no effect on method '{run.method}', which counts all clients "
@@ -42,7 +41,7 @@ def declare_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> None:
-    """Keep rows of this shape on the server: none yet, and room for each client with samples."""
+    """Keep rows of this shape on the server: none at first, at most one per client with samples."""
 
     def room(server: ServerView) -> Tensor:
         return reserve((most_rows(server), *shape(server)), server.params.dtype, place)
@@ -59,5 +58,5 @@ def rows_of(
 
 
 def padded(column: Tensor, rows: int) -> Tensor:
-    """Return a copy of a column [R, ...] with zeros for new rows, so that it has `rows`."""
+    """Return a copy of a column [R, ...], extended with zeros for new rows to length `rows`."""
     return torch.cat([column, column.new_zeros(rows - len(column), *column.shape[1:])])

@@ -32,7 +32,7 @@ def coordinate_median(updates: Tensor) -> Tensor:
 
 
 class CoordinateMedian(Method):
-    """The median in place of the mean; it has no settings."""
+    """A server rule that uses the median instead of the mean; it has no settings."""
 
     name = "coordinate_median"
     paper = "Yin et al., ICML 2018"

@@ -43,7 +43,8 @@ DISCRIMINATOR = "dann.discriminator"
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
     """Return the mean cross-entropy of `domain_logits` [B, N] with the label `domain`.
 
-    domain: in [0, N), the same for all rows; a tensor [] if the step must not read its value.
+    domain: in [0, N) for N clients, the same for all rows; a scalar tensor if the step is recorded,
+    because a recorded step must not read its value.
     """
     scores = F.log_softmax(domain_logits, dim=-1)
     if isinstance(domain, Tensor):
@@ -63,7 +64,7 @@ def generator_loss(
 
 
 def adversary(domain_logits: Tensor, domain: int | Tensor, weight: float) -> Tensor:
-    """Return the term that a generator step adds to the loss of the classes."""
+    """Return the term that a generator step adds to the classification loss."""
     return -weight * discriminator_loss(domain_logits, domain)
 
 
@@ -73,7 +74,7 @@ def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
 
 
 class _Reversal(torch.autograd.Function):
-    """The identity; its gradient is multiplied by -weight."""
+    """The identity function, whose gradient is multiplied by -weight."""
 
     @staticmethod
     def forward(features: Tensor, weight: float) -> Tensor:
@@ -89,8 +90,9 @@ class _Reversal(torch.autograd.Function):
 
 
 class Dann(Method):
-    """lam: weight of the adversary. width: of the discriminator's three linear layers.
+    """A method with a discriminator that guesses the client from features; training opposes it.
 
+    lam: weight of the adversarial term. width: width of the discriminator's three linear layers.
     discriminator_steps: r, for each generator step. rate: factor on local.lr for the discriminator.
     mode: "alternate", or "grl" for one step with gradient reversal.
     """
@@ -121,13 +123,13 @@ class Dann(Method):
         self.rate, self.mode = rate, mode
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return a budget of steps that holds a whole turn of discriminator and classifier."""
+        """Return a budget of steps that contains a whole cycle of discriminator and classifier."""
         if self.mode != "alternate" or local.steps is None:
             return {}
         return {"local.steps": max(local.steps, 1 + self.discriminator_steps)}
 
     def setup(self, run: Setup) -> None:
-        """Add delta, from features to an output per client, which alternates with the model."""
+        """Add the discriminator, from features to an output per client; train it in turns."""
         run.needs("features")
         clients, period = run.task.clients, 1 + self.discriminator_steps
         run.require(
@@ -153,7 +155,7 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return a period of 1 + r steps, or one step for both networks."""
+        """Return a cycle of 1 + r steps, or one step for both networks."""
         if self.mode == "grl":
             return [[Stage(trains=("model", DISCRIMINATOR))]]
         adversary = Stage(
@@ -166,7 +168,7 @@ class Dann(Method):
         return turn
 
     def cost(self, job: Participation) -> float:
-        """Subtract the backward pass of the model, which a discriminator step saves."""
+        """Return a negative cost: a discriminator step saves the backward pass of the model."""
         if self.mode == "grl":
             return 0.0
         share = self.discriminator_steps / (1 + self.discriminator_steps)
@@ -184,7 +186,7 @@ class Dann(Method):
         return discriminator_loss(logits, job.scratch["domain"])
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the adversary's term."""
+        """Add the adversarial term."""
         discriminator, domain = job.network("discriminator"), job.scratch["domain"]
         if self.mode == "grl":
             reversed_features = _Reversal.apply(out.features, self.lam)

@@ -51,9 +51,10 @@ def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
 
 
 class Ditto(Method):
-    """lam weighs the pull; 0 is local training from the initial model.
+    """A method in which each client also trains a personal model near the received one.
 
-    lr_factor: the learning rate of v_k is lr_factor * local.lr.
+    lam: the weight of the pull; 0 is local training from the initial model. lr_factor: the learning
+    rate of the personal model v_k is lr_factor * local.lr.
     """
 
     name = "ditto"
@@ -64,7 +65,7 @@ class Ditto(Method):
         self.lr_factor = above("method.ditto.lr_factor", lr_factor, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Add v_k, a private network with the initial values of the model."""
+        """Add the personal model v_k, a private network with the model's initial values."""
         run.needs("gradients")
         run.excludes(
             "local", "it draws personal models to a shared one, and local training shares none"
@@ -76,7 +77,7 @@ class Ditto(Method):
         return job.trained_samples
 
     def end(self, job: LocalJob) -> None:
-        """Make S steps of the personal model."""
+        """Train the personal model for S steps."""
         network = job.network("model").train()
         pairs = _pairs(job.layout)
         params = job.vector.tensors(personal for personal, _ in pairs)
@@ -108,7 +109,7 @@ class Ditto(Method):
             left = left[size:]
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load v_k into the model that is scored."""
+        """Load the personal model v_k into the scored model."""
         vector = client.vector
         tensors = vector.named(vector.data, vector.counters)
         for name, value in tensors.items():

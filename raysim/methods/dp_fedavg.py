@@ -66,7 +66,7 @@ def noise_of_sum(noise: float, bit_noise: float) -> float:
 
 
 def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> float:
-    """Return the next C. within: the (noisy) share of updates that C did not clip."""
+    """Return the next bound C. within: the (noisy) share of updates that C did not clip."""
     return bound * math.exp(-rate * (within - quantile))
 
 
@@ -90,9 +90,9 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
 def epsilon(
     noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False
 ) -> float:
-    """Return epsilon after some rounds of `cohort` out of `clients`.
+    """Return epsilon after `rounds` rounds of `cohort` out of `clients`.
 
-    poisson: True if each client joins by a coin of its own, False if the cohort is drawn as a set.
+    poisson: True if each client joins independently, False if the cohort is drawn as a set.
     """
     spent = rounds * _divergences(noise, clients, cohort, poisson)
     rdp = import_optional("dp_accounting.rdp", "method=dp_fedavg")
@@ -100,11 +100,12 @@ def epsilon(
 
 
 class DPFedAvg(Method):
-    """noise: z, in units of how much one client can change what a round releases.
+    """A server rule with clipped updates and noise, for differential privacy.
 
-    clip: C in the first round. quantile: share of updates that C should not clip; None keeps C.
-    rate: of the changes of C. bit_noise: s; None is the larger of m / 20 and z. delta: None is
-    clients^-1.1.
+    noise: z, in units of how much one client can change the released values of a round. clip: the
+    bound C in the first round. quantile: the share of updates that C should not clip; None keeps C
+    constant. rate: the speed of C's changes. bit_noise: s; None is the larger of m / 20 and z.
+    delta: None is clients^-1.1.
     """
 
     name = "dp_fedavg"
@@ -135,7 +136,7 @@ class DPFedAvg(Method):
         self.delta = delta
 
     def setup(self, run: Setup) -> None:
-        """Keep C and the number of releases; refuse whatever would not be private."""
+        """Keep C and the number of releases; refuse everything that would not be private."""
         run.excludes("fedexp", "its step depends on single updates, which are not private")
         run.needs_clients("its noise hides a client among others")
         run.require(
@@ -150,7 +151,7 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError where more than clipped updates travels or is read."""
+        """Raise ValueError if anything but clipped updates is sent or read."""
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:
             if entry.network != "model":
@@ -175,7 +176,7 @@ class DPFedAvg(Method):
         return ()
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the noisy mean of the clipped updates; set the next C."""
+        """Return the noisy mean of the clipped updates; set the next bound C."""
         rows, bound = weighted_rows(aggregation, server), float(server.state["bound"])
         factors = [clip_factor(row, bound) for row in rows]
         total = linear_combination(rows, factors, server.summation_group)
@@ -198,7 +199,7 @@ class DPFedAvg(Method):
         return total.div_(cohort)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
-        """Report the bound, the share within it, and the epsilons so far."""
+        """Report the bound, the share of updates within it, and the epsilons so far."""
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}
         if self.noise:

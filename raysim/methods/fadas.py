@@ -49,7 +49,7 @@ MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 def delay_adaptive_lr(
     *, server_lr: float, max_staleness: int, threshold: int, rule: str = "scale"
 ) -> float:
-    """Return eta_t of a buffer whose stalest update has `max_staleness`."""
+    """Return the rate eta_t for a buffer with the largest staleness `max_staleness`."""
     one_of("method.fadas.rule", rule, RULES)
     if max_staleness <= threshold:
         return server_lr
@@ -71,7 +71,7 @@ def amsgrad_step(
 ) -> dict[str, Tensor]:
     """Return the parameters and moments after one step, all [D], on the CPU.
 
-    step: its number, from 1, for bias correction; None for no correction.
+    step: the number of the step, from 1, for bias correction; None for no correction.
     """
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
     into = torch.empty_like(params)
@@ -87,9 +87,9 @@ def _step(
     eps: float,
     step: int | None,
 ) -> None:
-    """Write the step into `arrays[0]`, from the update `arrays[1]` and the moments behind it.
+    """Write the step into `arrays[0]`.
 
-    The moments change in place.
+    arrays[1] is the update; the moments follow and change in place.
     """
     growth, growth2 = (
         (1.0, 1.0) if step is None else (1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step))
@@ -121,9 +121,10 @@ def _amsgrad(
 
 
 class FADAS(Method):
-    """server_lr: eta. threshold: largest staleness at the full rate; None for always.
+    """A server rule with AMSGrad that takes smaller steps after very stale updates.
 
-    rule: "scale" or "cap". beta1, beta2, eps, bias_correction: of AMSGrad.
+    server_lr: eta. threshold: the largest staleness at the full rate; None always uses the full
+    rate. rule: "scale" or "cap". beta1, beta2, eps, bias_correction: settings of AMSGrad.
     """
 
     name = "fadas"
@@ -151,14 +152,14 @@ class FADAS(Method):
         self.beta1, self.beta2, self.bias_correction = beta1, beta2, bias_correction
 
     def setup(self, run: Setup) -> None:
-        """Take the server's step; keep the moments, zero, and the number of steps."""
+        """Replace the server's step; keep the moments, initially zero, and the number of steps."""
         run.owns("step")
         for name in MOMENTS:
             run.server_state(name, run.zeros)
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return AMSGrad's step at the rate that the stalest update allows."""
+        """Return AMSGrad's step at the rate for the largest staleness."""
         rate = self.server_lr
         if self.threshold is not None:
             rate = delay_adaptive_lr(

@@ -45,19 +45,19 @@ CONVERGED_DEVIATION = 0.1
 
 
 def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
-    """Return y' + (x - y') W."""
+    """Return the mixture y' + (x - y') W of the client's last and the received parameters."""
     return old + (new - old) * weights
 
 
 def updated_weights(
     weights: Tensor, gradient: Tensor, old: Tensor, new: Tensor, rate: float
 ) -> Tensor:
-    """Return W after one step, in [0, 1]; gradient: of the loss by the mixed parameters."""
+    """Return W after one step, in [0, 1]. gradient: of the loss for the mixed parameters."""
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 
 
 def has_converged(losses: Sequence[float]) -> bool:
-    """Return whether the losses of the last passes hardly differ."""
+    """Return True if the losses of the last passes are nearly equal."""
     if len(losses) <= COMPARED_PASSES:
         return False
     return float(np.std(losses[-COMPARED_PASSES:])) < CONVERGED_DEVIATION
@@ -78,14 +78,18 @@ def parts_of(vector: Tensor, entries: Sequence[Entry]) -> Tensor:
 
 
 def write_parts(vector: Tensor, entries: Sequence[Entry], values: Tensor) -> None:
-    """Write what `parts_of` returned back into a vector."""
+    """Write the values that `parts_of` returned back into a vector."""
     sizes = [entry.stop - entry.start for entry in entries]
     for entry, part in zip(entries, values.split(sizes), strict=True):
         vector[entry.start : entry.stop] = part
 
 
 class FedALA(Method):
-    """layers: p. share: s, of the client's samples. rate: eta."""
+    """A method in which each client learns how much of the received model to take.
+
+    layers: p, the number of top layers. share: s, the share of the client's samples that is used.
+    rate: eta.
+    """
 
     name = "fedala"
     paper = "Zhang et al., AAAI 2023"
@@ -96,7 +100,7 @@ class FedALA(Method):
         self.rate = above("method.fedala.rate", rate, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep y' and W of the top layers on the client, both empty at first."""
+        """Keep y' and W of the top layers on the client; both are empty at first."""
         run.needs("gradients")
         run.client_state("trained", lambda samples: torch.empty(0))
         run.client_state("weights", lambda samples: torch.empty(0))
@@ -109,7 +113,7 @@ class FedALA(Method):
         return passes * self._subset_size(job.samples)
 
     def begin(self, job: LocalJob) -> None:
-        """Learn W and start from the mixture, once the client has trained before."""
+        """Learn W and start from the mixture, if the client has trained before."""
         old = job.state["trained"]
         if not len(old):
             return
@@ -126,7 +130,7 @@ class FedALA(Method):
         job.state["trained"] = parts_of(job.params, top_entries(job.layout, self.layers))
 
     def personalise(self, client: PersonalModel) -> None:
-        """Mix the current model and the client's last one, once it has weights."""
+        """Mix the current model and the client's last one, if the client has weights."""
         weights = client.state["weights"]
         if not len(weights):
             return
@@ -138,7 +142,7 @@ class FedALA(Method):
     def _learn_weights(
         self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor
     ) -> Tensor:
-        """Return W after this job's passes."""
+        """Return W after the passes of this job."""
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
         if is_first_time:
@@ -172,7 +176,7 @@ class FedALA(Method):
         return loss
 
     def _batches(self, job: LocalJob) -> list[tuple[Tensor, Tensor]]:
-        """Return the batches that W is learnt on: the same in each pass."""
+        """Return the batches that W is learnt on; they are the same in each pass."""
         order = job.stream("subset").permutation(job.rows)
         rows = order[: self._subset_size(len(order))]
         size = job.local.batch

@@ -72,9 +72,10 @@ def arrival_rates(
     max_staleness: int | None = None,
     factors: Tensor | None = None,
 ) -> list[float]:
-    """Return a_t of each arrival, in their order; 0 if it is staler than `max_staleness`.
+    """Return the rate a_t of each arrival, in order; 0 if it is staler than `max_staleness`.
 
-    base_versions: int64 [M]. factors: [M] multiply the rates, up to 1; None for no factors.
+    base_versions: int64 [M] for M arrivals. factors: [M], multiply the rates, up to 1; None for no
+    factors.
     """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
@@ -106,8 +107,9 @@ _WEIGHS = "its weights are those of a mean, and FedAsync mixes single models one
 
 
 class FedAsync(Method):
-    """alpha: the rate at staleness 0. kind, a, b: of sigma. max_staleness: None for no limit.
+    """A server rule that moves the shared model towards each arriving model.
 
+    alpha: the rate at staleness 0. kind, a, b: settings of sigma. max_staleness: None for no limit.
     alpha_decay: factor on alpha for each version. The schedule decides when to mix.
     """
 
@@ -147,7 +149,7 @@ class FedAsync(Method):
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the way from x to the mixed model, buffers included."""
+        """Return the difference from x to the mixed model, including buffers."""
         how: dict[str, Any] = {
             "base_versions": torch.tensor([update.version for update in aggregation.updates]),
             "version": server.version,

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class FedBABU(Method):
-    """epochs: of fine-tuning, 0 for none. finetune: what is fine-tuned."""
+    """A method that trains the body only, and fine-tunes a head for each client's score.
+
+    epochs: epochs of fine-tuning, 0 for none. finetune: the part that is fine-tuned.
+    """
 
     name = "fedbabu"
     paper = "Oh et al., ICLR 2022"
@@ -36,7 +39,7 @@ class FedBABU(Method):
         self.finetune = one_of("method.fedbabu.finetune", finetune, ("head", "all"))
 
     def setup(self, run: Setup) -> None:
-        """Fix the head, train the body alone, and fine-tune for scores."""
+        """Freeze the head, train only the body, and fine-tune for scores."""
         run.needs("features")
         head = run.model.get_submodule("head")
         run.fixed_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])

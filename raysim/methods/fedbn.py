@@ -42,8 +42,8 @@ def split_parameter_names(
 ) -> dict[str, list[str]]:
     """Return the entries of a model that travel ("shared") and that do not ("personal").
 
-    Personal is what belongs to one of ``norm_modules`` (the text before the last dot) and to the
-    ``scope``: "all", "statistics", "affine" or "none". Raises ValueError for another scope.
+    An entry is personal if it belongs to one of ``norm_modules`` (the text before the last dot) and
+    to the ``scope``: "all", "statistics", "affine" or "none". Raises ValueError for another scope.
     """
     one_of("method.fedbn.scope", scope, SCOPES)
     layers, entries = set(norm_modules), SCOPES[scope]
@@ -59,8 +59,9 @@ def reestimate_statistics(
 ) -> None:
     """Replace running statistics by the mean over the batches, weighted by their sizes.
 
-    These layers normalise with each batch meanwhile, the others as they did; modes and momenta are
-    as before afterwards. Batches of one sample have no variance and are left out.
+    Meanwhile these layers normalise with each batch, and other layers do not change their
+    behaviour. Afterwards modes and momenta are as before. Batches of one sample have no variance
+    and are left out.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]
     seen = 0
@@ -87,8 +88,9 @@ class FedBN(Method):
     """FedAvg with private normalisation layers.
 
     layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
-    name_rule: keep what has this text in its name instead. reestimate: see above; it costs a pass
-    over the samples of each client that never trained, in every evaluation.
+    name_rule: instead of using types, keep tensors whose names contain this text. reestimate: see
+    the module; it costs a pass over the samples of each client that never trained, in every
+    evaluation.
     """
 
     name = "fedbn"
@@ -121,7 +123,7 @@ class FedBN(Method):
         self.name_rule, self.reestimate = name_rule, reestimate
 
     def setup(self, run: Setup) -> None:
-        """Keep the normalisation layers on the client, and warn where the model has none."""
+        """Keep the normalisation layers on the client; warn if the model has none."""
         if not self.reestimate:
             run.skip("personalise")
         if self.scope == "none":

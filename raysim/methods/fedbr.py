@@ -78,10 +78,10 @@ def contrastive_loss(
     tau2: float,
     temperature_mode: str = "multiply",
 ) -> Tensor:
-    """Return L_con, the mean over the rows of projected embeddings [B, D]: eqs. (2), (5), (6).
+    """Return L_con, the mean over the rows of projected embeddings [B, D] (FedBR: eqs. 2, 5, 6).
 
-    Row j of each belongs together. Raises ValueError for another mode than "multiply" and "divide",
-    and for a division by a temperature of 0 or less.
+    Row j of all arguments belongs together. Raises ValueError for another mode than "multiply" and
+    "divide", and for a division by a temperature of 0 or less.
     """
     kappa1, kappa2 = (_similarity_scale(tau, temperature_mode) for tau in (tau1, tau2))
     positive = kappa1 * F.cosine_similarity(z_local_pseudo, z_global_pseudo, dim=-1)
@@ -107,7 +107,7 @@ def _similarity_scale(tau: float, temperature_mode: str) -> float:
 
 
 def pseudo_label_loss(logits: Tensor, targets: Tensor | None = None) -> Tensor:
-    """Return the mean cross-entropy of logits [B, C] with targets [B, C]; None is uniform."""
+    """Return the mean cross-entropy of logits [B, C] with targets [B, C]; None means uniform."""
     log_probabilities = F.log_softmax(logits, dim=-1)
     if targets is None:
         return -log_probabilities.mean()
@@ -117,10 +117,11 @@ def pseudo_label_loss(logits: Tensor, targets: Tensor | None = None) -> Tensor:
 def mixture_pseudo_data(
     proxy_means: Tensor, inputs: Tensor, labels: Tensor, indices: Tensor, num_classes: int
 ) -> dict[str, Tensor]:
-    """Mix each proxy mean with K of the client's samples, Algorithm 3, eq. (4).
+    """Mix each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
-    Return "inputs" [R, ...] and "targets" [R, C]. proxy_means: [R, ...], with uniform labels.
-    inputs: [n, ...]. labels: int64 [n] or float [n, C]. indices: int64 [R, K] the samples; K = 0
+    Return "inputs" [R, ...] and "targets" [R, C] for R means. proxy_means: [R, ...], with uniform
+    labels.
+    inputs: [n, ...]. labels: int64 [n] or float [n, C]. indices: int64 [R, K], the samples; K = 0
     leaves the means unchanged.
     """
     parts = indices.shape[1] + 1
@@ -132,7 +133,7 @@ def mixture_pseudo_data(
 
 
 def make_projector(features: int, projection: str) -> nn.Module:
-    """Return P: three linear layers with ReLU, in the widths of the paper or of the code."""
+    """Return the projection P: three linear layers with ReLU, as wide as in the paper or code."""
     hidden, out = (256, 128) if projection == "paper" else (2 * features, features)
     first, second = nn.Linear(features, hidden), nn.Linear(hidden, hidden)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, out))
@@ -142,15 +143,18 @@ PROJECTOR = "fedbr.projector"
 
 
 class FedBR(Method):
-    """lam: weight of Component 1 (uniform outputs). mu: of Component 2 (contrast). 0 is none.
+    """A method that trains on pseudo-data to reduce the bias of local learning.
 
-    pseudo: "rsm", means of `samples_per_mean` samples of a client, of which each sends
-    `means_per_client` (None: B) before round 0; or "mixture", B means of a public `proxy` set,
-    mixed at every step with `mix_samples` samples of the batch each. pseudo_batch: B rows.
-    pseudo_refresh: B new ones every "round", or "once". fresh: means of raw data every round, which
-    only a simulator can do. sources: who is drawn equally often (see above). projection: the
-    paper's widths (256, 256, 128), the released code's (2F, 2F, F), or none. max_step=False leaves
-    the projector as received.
+    lam: weight of Component 1 (uniform outputs). mu: weight of Component 2 (contrast). 0 switches
+    it off.
+    pseudo: "rsm", means of `samples_per_mean` samples of a client; each client sends
+    `means_per_client` (None: B) of them before round 0. "mixture", B means of a public `proxy` set,
+    mixed at every step with `mix_samples` samples of the batch each. pseudo_batch: B, the number of
+    rows.
+    pseudo_refresh: draw B new rows every "round", or "once". fresh: means of raw data every round,
+    which only a simulator can make. sources: which sources are drawn equally often (see the
+    module). projection: the paper's widths (256, 256, 128), the released code's (2F, 2F, F) for F
+    features, or none. max_step=False does not train the projector.
     """
 
     name = "fedbr"
@@ -207,12 +211,12 @@ class FedBR(Method):
 
     @property
     def _public(self) -> Source | None:
-        """The proxy set; None if pseudo-data are means of clients' samples."""
+        """The proxy set, or None if pseudo-data are means of clients' samples."""
         return self.proxy if self.pseudo == "mixture" else None
 
     @property
     def _size(self) -> tuple[int, int]:
-        """The number of means that a round needs, and of samples in each."""
+        """Two numbers: the means that a round needs, and the samples in each mean."""
         return self.pseudo_batch, self.samples_per_mean
 
     @property
@@ -281,13 +285,13 @@ class FedBR(Method):
         return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Keep the pool of all means; of what is drawn once, only the drawn ones."""
+        """Keep the pool of all means; if they are drawn once, keep only the drawn ones."""
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
         if self.pseudo_refresh == "once":
             server.state["pool"] = self.draw_pseudo_data(server)
 
     def draw_pseudo_data(self, server: ServerView) -> Tensor:
-        """Draw B rows: of the pool, without replacement; or new means of the proxy set."""
+        """Draw B rows without replacement from the pool, or make new means of the proxy set."""
         generator = server.stream("pseudo")
         if self._public is not None:
             proxy = self._public, _proxy_set(self)
@@ -304,7 +308,7 @@ class FedBR(Method):
         job.scratch["pseudo"] = fresh_means(job, self._size, self.sources)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the samples of the batch that each pseudo-sample is mixed with: int64 [B, K]."""
+        """Draw the K samples of the batch for each pseudo-sample: int64 [B, K]."""
         shape = (self.pseudo_batch, self.mix_samples)
         return [torch.from_numpy(generator.integers(size, size=shape)) for size in job.plan.sizes]
 
@@ -313,7 +317,7 @@ class FedBR(Method):
         return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add lam L_p + mu L_con, the latter with the projector as the max step left it."""
+        """Add lam L_p + mu L_con; L_con uses the projector after the max step."""
         terms = []
         if self.lam:
             logits = job.model.head(self._features(job, out))
@@ -324,7 +328,7 @@ class FedBR(Method):
         return loss + sum(terms)
 
     def pseudo_data(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor | None]:
-        """Return this step's pseudo-data [B, ...] and targets [B, C]; None: all are uniform."""
+        """Return this step's pseudo-data [B, ...] and targets [B, C]; None: uniform targets."""
         means = job.scratch["pseudo"] if self.fresh else job.received["pseudo"]
         if not self._mixes:
             return means, None
@@ -338,7 +342,7 @@ class FedBR(Method):
         return mixed["inputs"], mixed["targets"]
 
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
-        """Return L_con; row j of the pseudo-data meets row j of the batch, modulo its length."""
+        """Return L_con; row j of the pseudo-data meets row j of the batch, modulo its size."""
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]
         project = job.network("projector") if self._projects else nn.Identity()
@@ -346,7 +350,7 @@ class FedBR(Method):
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
 
     def global_of(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return features of the received model, once per job unless pseudo-data change in it."""
+        """Return the received model's features of pseudo-data, once per job if they stay equal."""
 
         def compute() -> Tensor:
             received = cast("Classifier", job.frozen()["model"])
@@ -357,7 +361,7 @@ class FedBR(Method):
         return job.once("global", compute)
 
     def _features(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return features of pseudo-data, which BatchNorm's running statistics do not see."""
+        """Return features of pseudo-data without changing BatchNorm's running statistics."""
 
         def compute() -> Tensor:
             with job.keep_statistics():
@@ -368,6 +372,6 @@ class FedBR(Method):
 
 @functools.lru_cache(maxsize=4)
 def _proxy_set(method: FedBR) -> Dataset:
-    """Return the proxy set, built at the first call; no part of the method, which is copied."""
+    """Return the proxy set, built at the first call. It is not stored in the method."""
     assert method.proxy is not None, "pseudo=mixture needs a proxy set"
     return method.proxy.build()

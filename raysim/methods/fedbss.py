@@ -52,19 +52,18 @@ class SampleSplit(TypedDict):
 
 
 def uncertainty(*, probabilities: Tensor) -> Tensor:
-    """Return 1 - (largest - smallest class probability) of each row, eq. (4): [N].
+    """Return 1 - (largest - smallest class probability) of each row (FedBSS: eq. 4), [N].
 
-    probabilities: [N, C]. A uniform row gives 1, a one-hot row 0.
+    probabilities: N samples, [N, C]. A uniform row gives 1, a one-hot row 0.
     """
     return 1.0 - (probabilities.amax(dim=-1) - probabilities.amin(dim=-1))
 
 
 def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSplit:
-    """Order the samples by loss and split at the most uncertain one, eqs. (3) and (5).
+    """Order samples by loss, split at the most uncertain one (FedBSS: eqs. 3 and 5).
 
-    losses, uncertainties: [N].
-
-    The unbiased part is never empty, the biased one may be. Needs at least one sample.
+    losses, uncertainties: N samples, [N]. The unbiased part is never empty, the biased part may be.
+    Needs at least one sample.
     """
     comparable = torch.where(losses.isfinite(), losses, torch.inf)
     ranked, order = torch.sort(comparable, stable=True)
@@ -74,12 +73,10 @@ def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSpli
 
 
 def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
-    """Return a_e, the share of the biased samples in `epoch`, eq. (6) and its ablations.
+    """Return a_e, the share of biased samples in `epoch` (FedBSS: eq. 6, or a variant).
 
-    epoch: from 1 to total_epochs.
-
-    "cosine" (6), "linear" e/E, "filter" 0, "all" 1. Raises ValueError for another kind or an epoch
-    outside 1..E.
+    epoch: from 1 to E = total_epochs. kind: "cosine" is eq. 6, "linear" is e/E, "filter" is 0,
+    "all" is 1. Raises ValueError for another kind or an epoch outside 1..E.
     """
     if not 1 <= epoch <= total_epochs:
         raise ValueError(
@@ -101,7 +98,7 @@ def included_count(*, num_biased: int, fraction: float) -> int:
 def selected_indices(
     *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
 ) -> Tensor:
-    """Return the samples of one epoch: int64 positions in the client's samples, by loss."""
+    """Return the samples of one epoch, ordered by loss: int64 positions in the client's samples."""
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
     num_biased = len(losses) - split["num_unbiased"]
@@ -111,11 +108,12 @@ def selected_indices(
 
 
 class FedBSS(Method):
-    """warmup_rounds: versions before stage 2. kind: of a_e, see `inclusion_fraction`.
+    """A method that trains on easy samples first and adds hard ones epoch by epoch.
 
-    refresh: number of jobs of stage 2 between two computations of losses and uncertainties, which
-    are client state. A job is in stage 2 if its base version is at least `warmup_rounds`, however
-    late it arrives.
+    warmup_rounds: versions before stage 2. kind: the form of a_e, see `inclusion_fraction`.
+    refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,
+    which are client state. A job is in stage 2 if its base version is at least `warmup_rounds`,
+    even if it arrives late.
     """
 
     name = "fedbss"
@@ -152,7 +150,7 @@ class FedBSS(Method):
         run.select(self._select)
 
     def cost(self, job: Participation) -> float:
-        """Return the ranking pass; virtual time does not know how many samples it leaves."""
+        """Return the ranking pass. Virtual time cannot know how many samples are selected."""
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 
     def begin(self, job: LocalJob) -> None:
@@ -179,7 +177,10 @@ class FedBSS(Method):
         self._report(job)
 
     def _report(self, job: LocalJob) -> None:
-        """Report Figure 3d: share of biased samples, the dividing loss, mean uncertainty."""
+        """Report the share of biased samples, the dividing loss and the mean uncertainty.
+
+        Figure 3d of the FedBSS paper shows them.
+        """
         losses, uncertainties = job.state["losses"], job.state["uncertainties"]
         split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
         unbiased = split["num_unbiased"]

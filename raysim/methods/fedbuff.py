@@ -39,9 +39,9 @@ NORMALIZATIONS = ("count", "weights", "none")
 def arrival_weights(
     *, staleness: Tensor, exponent: float = 0.5, sample_weights: Tensor | None = None
 ) -> Tensor:
-    """Return (1 + s_i)^-a, float64 [K], times `sample_weights` [K] unless None.
+    """Return (1 + s_i)^-a, float64 [K], times `sample_weights` [K] unless these are None.
 
-    staleness: int64 [K].
+    staleness: int64 [K], s_i of the K updates.
     """
     weights = (1.0 + staleness.double()).pow(-exponent)
     return weights if sample_weights is None else weights * sample_weights.double()
@@ -103,9 +103,10 @@ def buffered_step(
 
 
 class FedBuff(Method):
-    """exponent: a. normalization: the divisor, "count", "weights" or "none".
+    """A server rule that gives stale updates of a buffer less weight.
 
-    The schedule decides when to aggregate (`schedule=buffered`).
+    exponent: a. normalization: the divisor, "count", "weights" or "none". The schedule decides when
+    to aggregate (`schedule=buffered`).
     """
 
     name = "fedbuff"
@@ -120,7 +121,7 @@ class FedBuff(Method):
         self.normalization = normalization
 
     def setup(self, run: Setup) -> None:
-        """Refuse or warn of weights whose sum is not divided out again."""
+        """Refuse, or warn about, weights whose sum is not divided out again."""
         if self.normalization == "weights":
             return
         run.require(

@@ -243,11 +243,11 @@ _CHANGES_MEAN = "it changes a mean update, and FedCDA sets the model to a mean o
 
 
 class FedCDA(Method):
-    """Cache the last models of every client on the server, and choose among them.
+    """A server rule that caches the last models of every client and chooses among them.
 
-    memory: K. batches: B. smoothness: L. warmup: what the first rounds average, the participants'
-    models ("fedavg") or the newest of every client seen ("selected"). cache: where models are
-    kept. budget: the most memory that they may take, in GiB.
+    memory: K, the models per client. batches: B. smoothness: L. warmup: the average in the first
+    rounds, of the participants' models ("fedavg") or of the newest model of every client seen
+    ("selected"). cache: where models are kept. budget: the most memory that they may take, in GiB.
     """
 
     name = "fedcda"

@@ -59,7 +59,10 @@ def server_direction(
 
 
 class FedCM(Method):
-    """alpha: the share of the new gradient; 1 is FedAvg. warm_start: skip mixing in round 1."""
+    """A method that mixes every local gradient with the last round's mean direction.
+
+    alpha: the share of the new gradient; 1 is FedAvg. warm_start: skip mixing in round 1.
+    """
 
     name = "fedcm"
     paper = "Xu et al., 2021"
@@ -70,7 +73,7 @@ class FedCM(Method):
         self.warm_start = warm_start
 
     def setup(self, run: Setup) -> None:
-        """Keep Delta on the server, zero at first, and send it to clients."""
+        """Keep the mean direction Delta on the server, initially zero, and send it to clients."""
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'fedcm' computes Delta from the "

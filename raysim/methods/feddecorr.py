@@ -57,7 +57,10 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
 
 
 class FedDecorr(Method):
-    """beta: the weight of the penalty. variant: its form."""
+    """A method that adds a penalty on the correlation between features.
+
+    beta: the weight of the penalty. variant: the form of the penalty.
+    """
 
     name = "feddecorr"
     paper = "Shi et al., ICLR 2023"

@@ -57,7 +57,10 @@ def updated_drift(
 
 
 class FedDyn(Method):
-    """alpha: the weight of the regularisation; 0 is FedAvg."""
+    """A method that adds a linear and a quadratic term to each client's loss.
+
+    alpha: the weight of the regularisation; 0 is FedAvg.
+    """
 
     name = "feddyn"
     paper = "Acar et al., ICLR 2021"
@@ -67,7 +70,7 @@ class FedDyn(Method):
         self.alpha = at_least("method.feddyn.alpha", alpha, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep g_k on each client and h on the server, both zero at first."""
+        """Keep the correction g_k on each client and the drift h on the server, initially zero."""
         for other in ("fedcda", "fedasync", "ca2fl", "ace"):
             run.excludes(
                 other, "it takes another step, and FedDyn needs the plain mean of the updates"
@@ -87,7 +90,7 @@ class FedDyn(Method):
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))
 
     def end(self, job: LocalJob) -> None:
-        """Update g_k."""
+        """Update the client's correction g_k."""
         size = job.layout.trained
         trained, received = job.params[:size], job.broadcast[:size]
         correction = job.state["gradient"]

@@ -113,10 +113,12 @@ def squared_norm(values: np.ndarray) -> float:
 
 
 class FedExP(Method):
-    """epsilon: bounds the step size. epsilon_scale: "count" multiplies it by the participants.
+    """A server rule with a longer step if the clients' updates disagree more.
 
+    epsilon: bounds the step size. epsilon_scale: "count" multiplies epsilon by the number of
+    participants.
     epsilon_decay: factor on epsilon after each version. minimum: the least step size; 0 shows the
-    ratio itself.
+    unbounded ratio.
     """
 
     name = "fedexp"
@@ -138,20 +140,20 @@ class FedExP(Method):
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Take the server's step; each job uploads the squared norm of its update."""
+        """Replace the server's step; each job uploads the squared norm of its update."""
         run.warn_if_single("the server's step is FedAvg's")
         run.owns("step")
         run.upload("square", 1)
         run.scores(self._mean_iterate)
 
     def end(self, job: LocalJob) -> None:
-        """Upload |D_i|^2."""
+        """Upload |D_i|^2, the squared norm of the update."""
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
         job.upload["square"] = moved.square_().sum(dtype=torch.float64).reshape(1)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return eta D; eta is computed from the update before other methods changed it."""
+        """Return eta D, where eta is computed from updates before other methods changed them."""
         assert aggregation.combined is not None, "a step has a combined direction"
         eta = self._step_size(aggregation.combined, aggregation, server.version)
         server.report["step_size"] = eta

@@ -85,9 +85,9 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients float64 [m, m] of each harmonised update (a row) in the original ones.
+    """Return coefficients float64 [m, m]: row i makes harmonised update i from the original ones.
 
-    products: the Gram matrix [m, m] of the original updates. pairs: None: all, in order.
+    products: the Gram matrix [m, m] of the m original updates. pairs: None takes all, in order.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -140,9 +140,10 @@ def harmonized_aggregate(
 
 
 class FedGH(Method):
-    """order: of the pairs. conflict_test: compare original updates, or the changed ones.
+    """A server rule that removes conflicts between updates before they are averaged.
 
-    granularity: harmonise whole models or each tensor separately.
+    order: the order of the pairs. conflict_test: compare original updates, or the changed ones.
+    granularity: harmonise whole models, or each tensor separately.
     """
 
     name = "fedgh"
@@ -249,7 +250,10 @@ _MOMENTUM = 0.99
 
 
 class HierarchicalFedGH(Method):
-    """eps: added to divisors, so that none is 0."""
+    """A server rule that harmonises the updates of each tensor in a tree (FedLD's FedGH).
+
+    eps: added to divisors, so that none is 0.
+    """
 
     name = "fedgh_hierarchical"
     paper = "Zeng et al., MICCAI 2024 (code)"

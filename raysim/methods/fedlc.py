@@ -94,9 +94,10 @@ def calibrated_cross_entropy(
 
 
 class FedLC(Method):
-    """tau: the scale of the margins. denominator: "all" or "others". count_floor: see above.
+    """A task loss that lowers the logits of the client's rare classes.
 
-    It replaces the task loss; the terms of other methods see the logits without shifts.
+    tau: the scale of the margins. denominator: "all" or "others". count_floor: see the module. It
+    replaces the task loss; the terms of other methods see the logits without shifts.
     """
 
     name = "fedlc"
@@ -119,7 +120,7 @@ class FedLC(Method):
         run.owns("loss")
 
     def begin(self, job: LocalJob) -> None:
-        """Compute what is subtracted from the logits [outputs of the model] in this job."""
+        """Compute the shifts of the logits in this job, one for each output of the model."""
         counts = job.class_counts()
         margins = calibration_margins(
             class_counts=counts, tau=self.tau, count_floor=self.count_floor

@@ -62,7 +62,7 @@ Normalization: TypeAlias = Literal["l2", "sum", "none"]
 
 # --- client -------------------------------------------------------------------------------------
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return rho_b = f_b[y_b] - max_{c != y_b} f_b[c]: [B].
+    """Return each row's margin: the label's logit minus the largest other logit, [B].
 
     logits: [B, C], C >= 2. labels: int64 [B].
     """
@@ -97,7 +97,10 @@ def margin_control_penalty(
 
 
 def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return (1 - sigmoid(rho_b / T)) f_b [B, C]; the factor has a gradient, too."""
+    """Return the logits times 1 - sigmoid(margin / temperature), [B, C].
+
+    The factor has a gradient, too.
+    """
     factors = torch.sigmoid(-margins(logits, labels) / temperature)
     return factors.unsqueeze(1) * logits
 
@@ -109,16 +112,17 @@ def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) ->
 
 
 def _heaviest(targets: Tensor) -> Tensor:
-    """Return labels [B]; of soft targets [B, C] the heaviest class."""
+    """Return labels [B]; for soft targets [B, C] the class with the largest weight."""
     if targets.ndim == 1:
         return targets
     return targets.argmax(dim=1)
 
 
 class MarginControl(Method):
-    """lam: the weight of the penalty on large logits. kind: its form.
+    """A penalty on large logits in the local loss.
 
-    threshold: with kind="threshold", the margin up to which there is no penalty.
+    lam: the weight of the penalty. kind: the form of the penalty. threshold: with kind="threshold",
+    the margin up to which there is no penalty.
     """
 
     name = "fedld_margin"
@@ -153,7 +157,10 @@ class MarginControl(Method):
 
 
 class DampedMargin(Method):
-    """temperature: how fast the factor on the logits falls with their margin; small is fast."""
+    """A cross-entropy whose logits are multiplied by a factor that falls as their margin grows.
+
+    temperature: a smaller value makes the factor fall faster.
+    """
 
     name = "fedld_damped"
     paper = "Zeng et al., MICCAI 2024"
@@ -167,7 +174,7 @@ class DampedMargin(Method):
         run.owns("loss")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the task loss of damped logits."""
+        """Return the cross-entropy of the damped logits."""
         targets = out.batch.targets
         damped = damped_logits(out.logits, _heaviest(targets), self.temperature)
         return job.task.objective.loss(damped, targets)
@@ -175,7 +182,7 @@ class DampedMargin(Method):
 
 # --- server -------------------------------------------------------------------------------------
 def num_principal_components(*, num_clients: int, fraction: float) -> int:
-    """Return L: the fraction of m, rounded down, at least 1."""
+    """Return L, the number of components: the fraction of m, rounded down, at least 1."""
     return max(1, math.floor(fraction * num_clients + 1e-9))
 
 
@@ -233,9 +240,11 @@ def principal_gradient_aggregate(
 
 
 class PrincipalGradient(Method):
-    """fraction: L over the number of updates. normalization: w. tol: what counts as zero.
+    """A server rule that rebuilds updates from the principal directions of all updates.
 
-    granularity: rebuild whole models or each tensor separately.
+    fraction: L divided by the number of updates. normalization: the form of the weights w. tol: the
+    limit below which values count as zero. granularity: rebuild whole models, or each tensor
+    separately.
     """
 
     name = "fedld_principal"

@@ -115,7 +115,7 @@ def raw_rows(
 ) -> np.ndarray:
     """Draw rows of the data set, int64 [steps, rows, samples], uniformly with replacement.
 
-    Each of `rows` has a client of its own, and `samples` of that client.
+    Each row belongs to one drawn client and has `samples` samples of that client.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
     first = partition.offsets[clients]
@@ -132,10 +132,12 @@ def _clients_with_samples(partition: CSR) -> np.ndarray:
 
 
 class FedMix(Method):
-    """lam: the share of the means; 0 is FedAvg. means: pairs that each client sends before round 0.
+    """A method that mixes a client's samples with means of other clients' samples.
 
-    pairs: one for "each" sample of a step or "one" for all. naive: NaiveMix. taylor_scale, fresh:
-    see above.
+    lam: the share of the means; 0 is FedAvg. means: the number of pairs that each client sends
+    before round 0. pairs: a pair for "each" sample of a step, or "one" for all. naive: True is
+    NaiveMix. taylor_scale,
+    fresh: see the module.
     """
 
     name = "fedmix"
@@ -212,7 +214,7 @@ class FedMix(Method):
         return torch.from_numpy(np.stack(chosen)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Return u, which requires a gradient, or NaiveMix's x~."""
+        """Return inputs u, which require a gradient, or NaiveMix's mixed inputs."""
         pair = self._fresh_pair(job, batch) if self.fresh else self._pooled_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
         scaled = (1 - self.lam) * batch.inputs

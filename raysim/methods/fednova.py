@@ -58,7 +58,7 @@ def effective_steps(
 
 
 def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Return (sum_j p_j a_j) / a_i of each update: exactly 1 where all a_i are equal."""
+    """Return (sum_j p_j a_j) / a_i for each update: exactly 1 if all a_i are equal."""
     total = sum(weights)
     factors = []
     for update_steps in steps:
@@ -70,7 +70,10 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 
 
 class FedNova(Method):
-    """mu: the mu of a proximal term in the local loss (`method.fedprox.mu`); 0 without one."""
+    """A server rule that divides each update by its number of local steps.
+
+    mu: the mu of a proximal term in the local loss (`method.fedprox.mu`); 0 without one.
+    """
 
     name = "fednova"
     paper = "Wang et al., NeurIPS 2020"
@@ -79,7 +82,7 @@ class FedNova(Method):
         self.mu = at_least("method.fednova.mu", mu, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let each job upload a_i; refuse optimizers other than SGD."""
+        """Let each job upload its effective steps a_i; refuse optimizers other than SGD."""
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'fednova' counts steps of SGD. Set "
@@ -95,7 +98,7 @@ class FedNova(Method):
         run.upload("steps", 1)
 
     def end(self, job: LocalJob) -> None:
-        """Upload a_i."""
+        """Upload the effective steps a_i."""
         moves = [(steps, rate) for _, steps, rate in job.moves()]
         steps, rate = max(moves, default=(job.plan.steps, job.rate))
         local = job.local

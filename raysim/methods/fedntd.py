@@ -54,7 +54,10 @@ def not_true_distillation_loss(
 
 
 class FedNTD(Method):
-    """beta: the weight of the distillation. temperature: tau."""
+    """A method that distils the received model's outputs for all classes but the true one.
+
+    beta: the weight of the distillation. temperature: tau.
+    """
 
     name = "fedntd"
     paper = "Lee et al., NeurIPS 2022"
@@ -72,7 +75,7 @@ class FedNTD(Method):
         return FORWARD * job.trained_samples if self.beta else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add beta L_NTD."""
+        """Add the distillation, beta L_NTD."""
         if not self.beta:
             return loss
         if out.batch.pair is None:

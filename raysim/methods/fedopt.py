@@ -89,9 +89,9 @@ def fedadam_step(
     tau: float = 1e-3,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return what `fedadagrad_step` returns, for FedAdam.
+    """Return the values that `fedadagrad_step` returns, for FedAdam.
 
-    step: number of the server's step, from 1, for bias correction; None: no correction.
+    step: the number of the server's step, from 1, for bias correction; None for no correction.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step)
@@ -109,7 +109,7 @@ def fedyogi_step(
     tau: float = 1e-3,
     step: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return what `fedadam_step` returns, for FedYogi."""
+    """Return the values that `fedadam_step` returns, for FedYogi."""
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step, yogi=True)
 
@@ -134,7 +134,7 @@ def _adapt(
 ) -> None:
     """Write the step into `arrays[0]`; the others are the update and both moments.
 
-    The moments change in place. beta2=None: FedAdagrad. step=None: no bias correction.
+    The moments change in place. beta2: None is FedAdagrad. step: None makes no bias correction.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
@@ -183,7 +183,10 @@ def _adaptive(
 
 
 class FedAvgM(Method):
-    """server_lr: eta. momentum: beta. nesterov: look ahead by one step of momentum."""
+    """A server rule with momentum.
+
+    server_lr: eta. momentum: beta. nesterov: look ahead by one step of momentum.
+    """
 
     name = "fedavgm"
     paper = "Hsu et al. 2019"
@@ -238,7 +241,7 @@ class _Adaptive(Method):
 
 
 class FedAdagrad(_Adaptive):
-    """The second moment is a sum of squares. server_lr: eta."""
+    """A server rule with Adagrad: the second moment is a sum of squares. server_lr: eta."""
 
     name = "fedadagrad"
 
@@ -247,7 +250,10 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """A second moment that forgets. bias_correction: use TensorFlow's form."""
+    """A server rule whose second moment forgets old values.
+
+    bias_correction: True uses TensorFlow's form.
+    """
 
     def __init__(
         self,
@@ -266,13 +272,16 @@ class _Decaying(_Adaptive):
 
 
 class FedAdam(_Decaying):
-    """The second moment is a moving average of squares. server_lr: eta."""
+    """A server rule with Adam: the second moment averages squares over time. server_lr: eta."""
 
     name = "fedadam"
 
 
 class FedYogi(_Decaying):
-    """The second moment moves by at most (1 - beta2) times the square. server_lr: eta."""
+    """A server rule with Yogi.
+
+    The second moment moves by at most (1 - beta2) times the square. server_lr: eta.
+    """
 
     name = "fedyogi"
 

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 class Statistics(TypedDict):
     """A client's V_i, h_i [C, D], class means [C, D] and class counts int64 [C].
 
-    Absent classes have zeros.
+    The module defines V_i and h_i; D is the number of features. Absent classes have zeros.
     """
 
     variance: float
@@ -88,7 +88,7 @@ def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> S
 def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Statistics:
     """Return the statistics of batches.
 
-    As sum_k pi_k mean_k |f|^2 is the mean of all |f|^2, three sums are enough.
+    The sum over k of pi_k mean_k |f|^2 is the mean of all |f|^2, so three sums are enough.
     """
     batch_sums = [_sums(features, labels, num_classes) for features, labels in batches]
     sums = torch.stack([row[0] for row in batch_sums]).sum(0)
@@ -221,12 +221,12 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return whether there was an aggregation; the first one makes prototypes."""
+    """Return True if there was an aggregation; the first one makes prototypes."""
     return view.version > 0
 
 
 def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that sends the server state of a name once there are prototypes."""
+    """Return a function that sends a named server state as soon as prototypes exist."""
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
@@ -238,11 +238,13 @@ def _budget(local: Local) -> tuple[str, int]:
 
 
 class FedPAC(Method):
-    """lam: the weight of R. head_epochs: the part of local.epochs in which the head is trained.
+    """A method with a shared extractor and, for each client, a mixture of all clients' heads.
 
-    head_lr_factor: factor on local.lr in the head phase. min_weight: the largest weight of a
-    client's head that becomes 0. The server keeps a head for each client that took part: 20 KB
-    each for 10 classes of 512 features, 2 GB for 100,000 clients.
+    lam: the weight of the alignment R. head_epochs: the part of local.epochs in which the head is
+    trained.
+    head_lr_factor: factor on local.lr in the head phase. min_weight: weights of a client's head up
+    to this value become 0. The server keeps a head for each client that took part: 20 KB each for
+    10 classes of 512 features, 2 GB for 100,000 clients.
     """
 
     name = "fedpac"
@@ -340,7 +342,7 @@ class FedPAC(Method):
         job.upload["variance"] = job.params.new_tensor([statistics["variance"]])
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add lam R in the extractor phase."""
+        """Add the alignment lam R in the extractor phase."""
         is_extractor_phase = job.stage.name == "fedpac.extractor"
         if not self.lam or not is_extractor_phase or "prototypes" not in job.received:
             return loss
@@ -352,7 +354,7 @@ class FedPAC(Method):
         job.upload["class_means"] = self._measure(job)["class_means"].to(job.params)
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the mixture of heads, once there is one."""
+        """Load the mixture of heads, if it exists."""
         if "head" in client.received:
             _load_head(client.vector, client.received["head"])
 
@@ -368,7 +370,7 @@ class FedPAC(Method):
 
     @staticmethod
     def _alignment(job: LocalJob, out: Outputs) -> Tensor:
-        """Return R of a batch."""
+        """Return the alignment R of a batch."""
 
         def alignment(labels: Tensor) -> Tensor:
             return feature_alignment_loss(
@@ -414,6 +416,6 @@ class FedPAC(Method):
 
 
 def _head_of(client: int, server: ServerView) -> Tensor | None:
-    """Return a copy of a client's mixture of heads; None before its first update."""
+    """Return a copy of a client's mixture of heads, or None before its first update."""
     rows = (server.state["clients"] == client).nonzero()
     return server.state["heads"][int(rows)].clone() if len(rows) else None

@@ -95,7 +95,10 @@ def nearest_prototype_head(
 
 
 class FedProto(Method):
-    """lam: weight of the distance to prototypes. predict: "head" or "prototype"."""
+    """A method that exchanges the mean features of each class instead of parameters.
+
+    lam: the weight of the distance to prototypes. predict: "head" or "prototype".
+    """
 
     name = "fedproto"
     paper = "Tan et al., AAAI 2022"

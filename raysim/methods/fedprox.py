@@ -45,7 +45,10 @@ def proximal_gradient(params: Tensor, global_params: Tensor, mu: float) -> Tenso
 
 
 class FedProx(Method):
-    """mu: the weight of the term, which the reported loss leaves out; 0 is FedAvg."""
+    """A method that adds a quadratic pull to the received model.
+
+    mu: the weight of the term, which is not part of the reported loss; 0 is FedAvg.
+    """
 
     name = "fedprox"
     paper = "Li et al., MLSys 2020"

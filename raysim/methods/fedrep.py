@@ -45,7 +45,10 @@ def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
 
 
 class FedRep(Method):
-    """mode: "alternate" is FedRep, "joint" FedPer, which ignores the two numbers of epochs."""
+    """A method that shares the extractor and keeps a head on each client.
+
+    mode: "alternate" is FedRep, "joint" is FedPer, which ignores the two numbers of epochs.
+    """
 
     name = "fedrep"
     paper = "Collins et al., ICML 2021"
@@ -66,7 +69,7 @@ class FedRep(Method):
 
     @property
     def _fewest_steps(self) -> int:
-        """Return the smallest budget in steps in which the head has one."""
+        """Return the smallest budget in steps that has at least one step for the head."""
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
@@ -108,6 +111,6 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Subtract the extractor's backward pass, which head steps save."""
+        """Return a negative cost: head steps save the extractor's backward pass."""
         share = self.head_epochs / self._total_epochs
         return (FORWARD - 1) * share * job.trained_samples

@@ -38,7 +38,10 @@ KINDS = ("binary", "relative")
 
 
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
-    """Return s_c for `class_counts` [C], at least one of them above 0: float64 [C], alpha to 1."""
+    """Return the scale s_c, from alpha to 1, of each class: float64 [C].
+
+    class_counts: [C], at least one count is above 0.
+    """
     counts = class_counts.double()
     presence = (counts > 0).double() if kind == "binary" else counts / counts.max()
     return alpha + (1.0 - alpha) * presence
@@ -54,9 +57,10 @@ def restricted_softmax_cross_entropy(
 
 
 class FedRS(Method):
-    """alpha: the scale of a class without a sample; 1 is FedAvg on the model without the bias.
+    """A task loss that scales down the logits of classes that the client lacks.
 
-    kind: "binary" or "relative".
+    alpha: the scale of a class without samples; 1 is FedAvg on the model without the bias. kind:
+    "binary" or "relative".
     """
 
     name = "fedrs"
@@ -78,7 +82,7 @@ class FedRS(Method):
         run.owns("loss")
 
     def begin(self, job: LocalJob) -> None:
-        """Compute the client's scales [outputs of the model]."""
+        """Compute the client's scales, one for each output of the model."""
         counts = job.class_counts()
         scales = class_scales(class_counts=counts, alpha=self.alpha, kind=self.kind)
         padded = F.pad(scales, (0, job.num_classes - len(scales)), value=1.0)

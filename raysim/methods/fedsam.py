@@ -45,19 +45,23 @@ _SMALLEST_NORM = 1e-12
 
 
 def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
-    """Return rho g / |g|: [n]."""
+    """Return the step uphill, rho g / |g|, of a gradient g [n]."""
     scale: Tensor = rho / grad.norm().clamp_min(_SMALLEST_NORM)
     return grad * scale
 
 
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
-    """Return rho T^2 g / |T g| with T = |params| + eta; all are [n]."""
+    """Return FedASAM's step uphill, rho T^2 g / |T g| with T = |params| + eta; all are [n]."""
     scale = params.abs() + eta
     return scale * sharpness_shift(scale * grad, rho)
 
 
 class FedSAM(Method):
-    """rho: the length of the step uphill; 0 is FedAvg. adaptive: use FedASAM's, with its eta."""
+    """A method that uses the gradient at a point a little uphill, to find flat minima.
+
+    rho: the length of the step uphill; 0 is FedAvg. adaptive: True uses the step of FedASAM, with
+    eta.
+    """
 
     name = "fedsam"
     paper = "Qu et al., ICML 2022"

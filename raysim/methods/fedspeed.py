@@ -52,9 +52,10 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
 
 
 class FedSpeed(Method):
-    """lam: a large value makes the proximal term weak. rho: the step uphill.
+    """A method that pulls local models to the received one and corrects the bias of this pull.
 
-    alpha: the share of the gradient uphill.
+    lam: a large value makes the proximal term weak. rho: the step uphill. alpha: the share of the
+    gradient uphill.
     """
 
     name = "fedspeed"
@@ -67,7 +68,7 @@ class FedSpeed(Method):
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep c_k, zero at first; skip the second pass if its gradient has no share."""
+        """Keep the correction c_k, initially zero; skip the second pass if its share is 0."""
         run.corrects("shift")
         run.client_state("correction", run.zeros)
         if not (self.alpha and self.rho):
@@ -88,12 +89,12 @@ class FedSpeed(Method):
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add (theta - x^t) / lam - c_k."""
+        """Add the pull (theta - x^t) / lam and subtract the correction c_k."""
         grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)
         grad -= job.state["correction"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Update c_k, and subtract lam c_k from the uploaded model."""
+        """Update the correction c_k, and subtract lam c_k from the uploaded model."""
         trained = job.params[: job.layout.trained]
         start = job.start[: job.layout.trained]
         correction = updated_correction(job.state["correction"], trained, start, self.lam)

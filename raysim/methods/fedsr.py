@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def representation_norm_penalty(*, representations: Tensor) -> Tensor:
-    """Return mean_b |z_b| of `representations` [B, Z]."""
+    """Return the mean norm of `representations` [B, Z]."""
     penalty: Tensor = representations.norm(dim=1).mean()
     return penalty
 
@@ -63,10 +63,10 @@ def conditional_information_penalty(
     reference_std_raw: Tensor,
     scale: Tensor | float = 1.0,
 ) -> Tensor:
-    """Return the KL above, summed over Z, the mean over B.
+    """Return the module's KL divergence, summed over Z features, as the mean over B.
 
-    mean, std: [B, Z], std > 0. labels: int64 [B]. reference_mean: [C, Z]. reference_std_raw:
-    [C, Z], before its softplus. scale: s, not 0.
+    mean, std: [B, Z], std > 0. labels: int64 [B]. reference_mean: [C, Z]. reference_std_raw: [C,
+    Z], before its softplus. scale: s, not 0.
     """
     centre = reference_mean[labels]
     spread = F.softplus(reference_std_raw)[labels]
@@ -78,9 +78,9 @@ def conditional_information_penalty(
 
 
 class Gaussian(Classifier):
-    """A classifier of draws from N(mu, sigma^2) in training and of mu otherwise.
+    """A classifier that uses draws from N(mu, sigma^2) in training and mu otherwise.
 
-    It is scored over fixed noise.
+    It is scored with constant noise.
     """
 
     # Training draws from torch's generator; see `is_stochastic`.
@@ -98,7 +98,7 @@ class Gaussian(Classifier):
         return mean, F.softplus(raw)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return z [B, Z]; its attribute `moments` has the mu and sigma that it was drawn from."""
+        """Return z [B, Z]. Its attribute `moments` has the mu and sigma of the draw."""
         mean, std = self.moments(x)
         # A view of the mean, so that the attribute is not set on `mean` itself.
         z = mean + std * torch.randn_like(mean) if self.training else mean.view_as(mean)
@@ -131,9 +131,10 @@ REFERENCE = "fedsr.reference"
 
 
 class FedSR(Method):
-    """alpha_l2r: the weight of the norm. alpha_cmi: the weight of the KL.
+    """A method that learns short, noisy features near a common Gaussian of their class.
 
-    width: Z; None: as many as the model's features. samples: draws of z in a score.
+    alpha_l2r: the weight of the norm. alpha_cmi: the weight of the KL divergence. width: Z, the
+    number of features; None takes as many as the model has. samples: draws of z for a score.
     """
 
     name = "fedsr"

@@ -85,9 +85,9 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q). w_q is mul^(q - num // 2) times the mean squared
-    distance of all rows, which is a constant in gradients. kernel="moments": return the mean
-    squared differences of means and of unbiased covariances instead.
+    Kernel q = 0..num-1 is exp(-|a - b|^2 / w_q) with the width w_q: mul^(q - num // 2) times the
+    mean squared distance of all rows, which is a constant in gradients. kernel="moments" returns
+    the mean squared differences of means and of unbiased covariances instead.
     """
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
@@ -125,10 +125,12 @@ def classification_loss(
     proto_labels: Tensor,
     weight: float,
 ) -> Tensor:
-    """Return the classifier's loss; all logits are [B, C], all labels int64 [B].
+    """Return (1 - weight) real + weight/2 (domain + proto), three mean cross-entropies.
 
-    domain_logits: of v~, features around the real ones, which have their labels. proto_logits: of
-    v^, features around prototypes. weight: beta, the share of both together.
+    All logits are [B, C], all labels int64 [B]. real_logits: of the real features. domain_logits:
+    of features generated around the real ones, with the labels of the real ones. proto_logits: of
+    features generated around the class prototypes. weight: the share of the two generated parts
+    together, beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
     proto = F.cross_entropy(proto_logits, proto_labels)
@@ -144,7 +146,7 @@ def generator_loss(
     lam: float,
     metric: str = "mmd",
 ) -> Tensor:
-    """Return the generator's loss for fake_embeddings e [B, D] and reference features [k, D]."""
+    """Return the generator's loss for its features e [B, D] and reference features [k, D]."""
     logits = F.linear(fake_embeddings, head_weight, head_bias)
     distance = DISTANCES[metric](fake_embeddings, reference)
     return F.cross_entropy(logits, labels) - lam * distance
@@ -160,7 +162,7 @@ def rtnet_loss(
     lam: float,
     metric: str = "mmd",
 ) -> Tensor:
-    """Return RTNet's loss for v~ and f(x), v^ and c_y^, all [B, D]."""
+    """Return RTNet's loss for v~ and f(x), v^ and c_y^ (see the module), all [B, D]."""
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
     entropies = _entropy(domain_logits) + _entropy(proto_logits)
@@ -191,9 +193,9 @@ def class_prototype_ema(
 
 
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
-    """Return how far a ramp is at `step` of `total_steps`: from 0 to 1, never falling.
+    """Return the height of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
 
-    "exp": e^(gamma (s - T)), the paper's. "laine_aila": e^(-gamma (1 - min(s/T, 1))^2).
+    "exp": e^(gamma (s - T)), as in the paper. "laine_aila": e^(-gamma (1 - min(s/T, 1))^2).
     "reciprocal": 1 - 1/(gamma s + 1). "constant": 1/2.
     """
     if form == "exp":
@@ -206,7 +208,7 @@ def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "e
 
 
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
-    """Return all classes in turn, int64 [B]; each step continues where the last one ended."""
+    """Return all classes in turn, int64 [B]; each step continues after the step before."""
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
 
 
@@ -217,7 +219,7 @@ def _one_hot(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
 
 # --- the two networks ---------------------------------------------------------------------------
 class Conditional(nn.Module):
-    """Layers whose input is a row [B, n] joined with its one-hot label [B, C]."""
+    """Layers whose input is rows [B, n] joined with their one-hot labels [B, C]."""
 
     def __init__(self, num_classes: int, *layers: nn.Module):
         super().__init__()
@@ -230,7 +232,7 @@ class Conditional(nn.Module):
 
 
 def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
-    """Return G, from noise [B, Z] to features [B, D], none of which is negative."""
+    """Return the generator G from noise [B, Z] to non-negative features [B, D]."""
     first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
     layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
     return Conditional(num_classes, *layers)
@@ -239,14 +241,17 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
 def make_rtnet(
     source: int, features: int, hidden: int, num_classes: int, norm: bool
 ) -> Conditional:
-    """Return H, from G's features [B, source] to residuals [B, D]. norm: end with a BatchNorm."""
+    """Return RTNet H from G's features [B, source] to residuals [B, D].
+
+    norm: True ends with a BatchNorm.
+    """
     first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
     last = (nn.BatchNorm1d(features),) if norm else ()
     return Conditional(num_classes, first, nn.BatchNorm1d(hidden), nn.ReLU(), second, *last)
 
 
 class FRAug(Method):
-    """Add the generator and RTNet to FedBN.
+    """FedBN with two more networks that make features for training: a generator and RTNet.
 
     rounds: T, the end of the ramps; the configuration sets it to the run's rounds. noise_dim: Z,
     half of D in the paper. generator_lam, rtnet_lam: lambda_G and lambda_H. generator_metric,
@@ -324,7 +329,7 @@ class FRAug(Method):
 
     # --- before the run -------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Add G, which travels, and H, which does not; keep BatchNorm and prototypes on clients."""
+        """Add G, which is sent, and H, which is not; keep BatchNorm and prototypes on clients."""
         run.needs("classes", "features")
         run.targets("integer")
         run.owns("loss")
@@ -370,7 +375,7 @@ class FRAug(Method):
             )
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return batches of two or more: those of one sample are left out."""
+        """Return batches of two or more. Batches of one sample are left out."""
         return {"local.batch": max(local.batch, 2)}
 
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
@@ -438,7 +443,7 @@ class FRAug(Method):
         return [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]
 
     def draw_labels(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Return y^ for each batch; its three steps have the same."""
+        """Return the labels y^ for each batch; its three steps have the same labels."""
         classes, sizes = job.task.num_classes, job.plan.sizes
         first = job.version * len(sizes)
         return [balanced_labels(size, classes, first + step) for step, size in enumerate(sizes)]
@@ -517,7 +522,7 @@ class FRAug(Method):
         job.state["prototypes"] = class_prototype_ema(prototypes, features, labels, momentum)
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
-        """Return what RTNet transforms: G(noise [2, B, Z], labels [2B]), or the noise itself."""
+        """Return RTNet's input: G(noise [2, B, Z], labels [2B]), or the noise itself."""
         rows = noise.flatten(0, 1)
         if not self.use_generator:
             return rows
@@ -526,7 +531,7 @@ class FRAug(Method):
     def _synthetic(
         self, job: LocalJob, anchors: Tensor, source: Tensor, labels: Tensor, strength: float
     ) -> Tensor:
-        """Return v~ and v^ [2B, D] of the same number of anchors and sources."""
+        """Return the generated features v~ and v^ together, [2B, D]."""
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
         return anchors + strength * cast(Tensor, job.network("rtnet")(source, labels))
@@ -534,7 +539,7 @@ class FRAug(Method):
 
 # --- what a step needs --------------------------------------------------------------------------
 def _anchors(job: LocalJob) -> Tensor:
-    """Return c_y^ [B, D]."""
+    """Return the prototype of each label, [B, D]."""
     prototypes: Tensor = job.state["prototypes"]
     return prototypes.index_select(0, job.drawn("labels"))
 
@@ -544,7 +549,7 @@ def _noise(job: LocalJob, out: Outputs) -> Tensor:
 
 
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:
-    """Return f(x) after the classifier's step, in eval mode: one pass for G and RTNet."""
+    """Return f(x) after the classifier's step, in eval mode; G and RTNet share the pass."""
     features = job.model.features
     return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))
 

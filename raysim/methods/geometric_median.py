@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """Return b [m] after `steps` steps; after none a itself.
+    """Return the weights b [m] of m updates after `steps` steps; after 0 steps a itself.
 
     products: the Gram matrix of the updates, float64 [m, m]. weights: a [m].
     """
@@ -47,7 +47,10 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 
 
 class GeometricMedian(Method):
-    """steps: of Weiszfeld's algorithm. nu: the least distance; smaller ones count as nu."""
+    """A server rule that uses the geometric median of the updates.
+
+    steps: steps of Weiszfeld's algorithm. nu: the least distance; smaller distances count as nu.
+    """
 
     name = "geometric_median"
     paper = "Pillutla et al., IEEE TSP 2022"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Return q after one round, with sum 1: [N].
+    """Return the weights q of the N clients after one round, with sum 1: [N].
 
     weights: q [N], above 0. losses: [M] of the clients `indices`, int64 [M]. The computation is in
     logarithms, because exp(step_size * loss) may overflow.
@@ -58,9 +58,10 @@ def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 
 
 class GroupDRO(Method):
-    """step_size: eta_q. batches: l_i is the loss of the first batch or of all.
+    """A server rule that gives clients with a high loss more weight, growing exponentially.
 
-    prior: q before the first round, uniform or by samples.
+    step_size: eta_q. batches: the client's loss l_i is that of the first batch or of all batches.
+    prior: the weights q before the first round, uniform or by samples.
     """
 
     name = "groupdro"
@@ -90,7 +91,7 @@ class GroupDRO(Method):
         return torch.from_numpy(np.log(start / start.sum()))
 
     def end(self, job: LocalJob) -> None:
-        """Upload l_i, without the terms that methods add."""
+        """Upload the client's loss l_i, without terms that other methods add to the loss."""
         losses = job.losses
         if not len(losses):  # No step had the task loss.
             losses = losses.new_zeros(1)
@@ -100,9 +101,9 @@ class GroupDRO(Method):
             job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Update q, then weigh by it.
+        """Update q, then use it as weights.
 
-        Only ratios count, so the largest is 1 and equal ones change nothing.
+        Only ratios count: the largest weight is 1, and equal weights change nothing.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

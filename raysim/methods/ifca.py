@@ -84,7 +84,10 @@ def copy_network(
 
 
 class IFCA(Method):
-    """clusters: k, the number of models."""
+    """A method with k models, of which each client trains the one that fits its data best.
+
+    clusters: k, the number of models.
+    """
 
     name = "ifca"
     paper = "Ghosh et al., NeurIPS 2020"
@@ -119,7 +122,7 @@ class IFCA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Choose a model, and train it in the place of model 0."""
+        """Choose a model, and train it at the place of model 0."""
         losses = [mean_loss(job.networks[name], job.task, job.data()) for name in self._names]
         cluster = losses.index(min(losses))
         job.upload["cluster"] = job.params.new_tensor([cluster])

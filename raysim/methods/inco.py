@@ -62,7 +62,7 @@ def cross_layer_gradient(
     value_clip: float | None = 0.1,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return g' for `target` g and `source` g0, CPU tensors of one shape.
+    """Return the mixed update g' for `target` g and `source` g0, CPU tensors of one shape.
 
     granularity="kernel": mix each [o, i] slice of [O, I, ...] separately.
     """
@@ -75,7 +75,7 @@ def cross_layer_gradient(
 
 
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
-    """Return rows [groups, group size] that are mixed separately: kernels, or the whole tensor."""
+    """Return the rows [groups, group size] to mix separately: kernels, or the whole tensor."""
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:
         size = values.numel()
@@ -94,7 +94,7 @@ def _settings(
 def _mix(
     rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
 ) -> None:
-    """Replace each of `rows` [n, k] by its g' (compiled); sums are in float64."""
+    """Replace each of `rows` [n, k] by its mixed update (compiled); sums are in float64."""
     chunk = 64  # Rows whose factors are computed at once.
     square = np.empty(chunk, rows.dtype)
     square0 = np.empty(chunk, rows.dtype)
@@ -155,10 +155,10 @@ def _candidates(name: str) -> Sequence[str]:
 
 
 class InCo(Method):
-    """granularity, align: see above. clamp_max: the largest theta.
+    """A server rule that mixes the update of a stage's first block into its deeper blocks.
 
-    value_clip: the largest absolute value of a mixed update; None: no bound. eps: added to
-    divisors.
+    granularity, align: see the module. clamp_max: the largest theta. value_clip: the largest
+    absolute value of a mixed update; None for no bound. eps: added to divisors.
     """
 
     name = "inco"

@@ -55,9 +55,10 @@ def squared_distances(products: Tensor) -> Tensor:
 
 
 class Krum(Method):
-    """byzantine: f, the number of arbitrary updates in an aggregation.
+    """A server rule that averages the updates that are closest to most others.
 
-    selected: the number of updates that are averaged; None: n - f.
+    byzantine: f, the number of arbitrary updates in an aggregation. selected: the number of updates
+    that are averaged; None is n - f.
     """
 
     name = "krum"

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class LocalTraining(Method):
-    """keep_optimizer: whether a client keeps its optimizer from job to job."""
+    """A method in which every client keeps its own model.
+
+    keep_optimizer: True lets a client keep its optimizer from job to job.
+    """
 
     name = "local"
     paper = "no aggregation"

@@ -73,9 +73,10 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
 
 
 class Mixup(Method):
-    """alpha: the parameter of lam's Beta distribution.
+    """A method that trains on weighted means of two samples and of their labels.
 
-    Targets are soft; `batch.pair` has the labels of each pair and lam.
+    alpha: the parameter of lam's Beta distribution. Targets are soft; `batch.pair` has the labels
+    of each pair and lam.
     """
 
     name = "mixup"

@@ -42,7 +42,7 @@ def model_contrastive_loss(
 ) -> Tensor:
     """Return l_con, the mean over the batch; 0 without a previous model.
 
-    z_local, z_global: [B, D]. z_previous: [P, B, D].
+    z_local, z_global: [B, D]. z_previous: features of P previous models, [P, B, D].
     """
     if not len(z_previous):
         return z_local.new_zeros(())
@@ -54,8 +54,9 @@ def model_contrastive_loss(
 
 
 class Moon(Method):
-    """mu: the weight of the contrast. temperature: tau.
+    """A method that pulls features to the received model's, away from the client's last model's.
 
+    mu: the weight of the contrast. temperature: tau.
     head: "mlp" adds a projection of two linear layers to the model, with `width` hidden units
     (None: as many as features) and `out` outputs; "none" contrasts the features themselves.
     previous: the number of the client's earlier models in the contrast.
@@ -91,7 +92,7 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Keep the client's last models [P, layout.total], none at first."""
+        """Keep the client's last P models [P, layout.total]; none at first."""
         run.needs("features")
         if self.mu:
             run.client_state("previous", lambda samples: torch.empty(0))

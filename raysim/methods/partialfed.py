@@ -88,9 +88,9 @@ def sample_loading_policy(
 def partial_initialize(
     *, global_layers: Sequence[Tensor], local_layers: Sequence[Tensor], load_global: Tensor
 ) -> list[Tensor]:
-    """Return u g + (1 - u) c for each layer, with u from `load_global` [L].
+    """Return u g + (1 - u) c for each layer: received values g, the client's values c.
 
-    If u is bool, the result is one of the two tensors itself.
+    load_global: u [L] for L layers. If u is bool, the result is one of the two tensors itself.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -116,12 +116,14 @@ def _layer(entry: Entry) -> str:
 
 
 class PartialFed(Method):
-    """strategy: which layers are loaded. num_loaded: their number, for bottom_up and top_down.
+    """A method that loads only some layers of the shared model.
 
+    strategy: which layers are loaded. num_loaded: their number, for bottom_up and top_down.
     max_staleness: load all layers after an absence of more versions. For strategy=adaptive:
-    policy_steps, policy_lr, policy_batch: the steps of Adam in each job, their rate and the samples
-    of each step. temperature: tau at first; it is multiplied by `decay` in each version, down to
-    `floor`. sample_decision: draw the layers with noise.
+    policy_steps, policy_lr,
+    policy_batch: the steps of Adam in each job, their rate and the samples of each step.
+    temperature: tau at first; it is multiplied by `decay` in each version, down to `floor`.
+    sample_decision: draw the layers with noise.
     """
 
     name = "partialfed"
@@ -167,7 +169,7 @@ class PartialFed(Method):
         self._check_strategy()
 
     def _check_strategy(self) -> None:
-        """Raise ValueError for settings that the strategy does not use, or lacks."""
+        """Raise ValueError for settings that the strategy does not use, or that are missing."""
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
                 f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "
@@ -231,7 +233,7 @@ class PartialFed(Method):
         job.state["version"] = torch.full((1,), job.version)
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load what the client trained last, if it ever trained."""
+        """Load the model that the client trained last, if there is one."""
         if not len(client.state["model"]):
             return
         vector = client.vector
@@ -243,13 +245,13 @@ class PartialFed(Method):
         return self.max_staleness is not None and age > self.max_staleness
 
     def _mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return which layers this job loads: bool [L]."""
+        """Return a mask of the L layers that this job loads: bool [L]."""
         if self.strategy == "adaptive":
             return self._learnt_mask(job, layers)
         return self._fixed_mask(layers, job.model)
 
     def _fixed_mask(self, layers: Sequence[str], model: nn.Module) -> Tensor:
-        """Return which layers a strategy without a policy loads: bool [L]."""
+        """Return a mask of the L layers that a strategy without a policy loads: bool [L]."""
         if self.num_loaded is not None:
             return fixed_loading_mask(
                 num_layers=len(layers), strategy=self.strategy, num_loaded=self.num_loaded
@@ -266,7 +268,10 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return bool [L] after some steps on the logits; the model does not change."""
+        """Return a mask of the loaded layers, bool [L], after steps on the logits.
+
+        The model does not change.
+        """
         logits = job.state["logits"].clone()
         optimizer = LocalOptimizer(OptimizerSettings("adam"))
         if job.state["adam"]:
@@ -356,7 +361,7 @@ def _fold_statistics(
 ) -> dict[str, Tensor]:
     """Return a BatchNorm's tensors with the statistics folded into weight and bias.
 
-    torch has no derivative by running statistics. The outputs in eval mode are the same.
+    torch has no derivative for running statistics. The outputs in eval mode are the same.
     """
     mean, var = tensors[f"{path}.running_mean"], tensors[f"{path}.running_var"]
     if not module.affine:

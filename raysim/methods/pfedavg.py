@@ -38,9 +38,10 @@ MODES = ("after_local", "finetune", "finetune_last")
 
 
 class PFedAvg(Method):
-    """mode: which model is a client's own.
+    """FedAvg with a model for each client that is adapted to the client's data.
 
-    adapt_epochs, head_only: the epochs of fine-tuning, and whether only the head is trained.
+    mode: decides which model is the client's own. adapt_epochs, head_only: the epochs of
+    fine-tuning, and True to train only the head.
     """
 
     name = "pfedavg"
@@ -71,10 +72,10 @@ class PFedAvg(Method):
         run.skip("end", "personalise")
 
     def end(self, job: LocalJob) -> None:
-        """Keep w_k."""
+        """Keep the trained model w_k."""
         job.state["model"] = job.vector.shared.clone()
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load w_k, if the client ever trained."""
+        """Load the client's trained model w_k, if there is one."""
         if len(client.state["model"]):
             client.vector.shared.copy_(client.state["model"])

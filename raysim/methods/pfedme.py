@@ -54,7 +54,10 @@ def envelope_shift(
 
 
 class PFedMe(Method):
-    """steps: K. lam: the weight of the pull to w. personal_lr: eta_p. beta: the server's rate."""
+    """A method in which each client's own model minimises its loss plus a pull to the shared one.
+
+    steps: K. lam: the weight of the pull to w. personal_lr: eta_p. beta: the server's rate.
+    """
 
     name = "pfedme"
     paper = "Dinh et al., NeurIPS 2020"
@@ -69,7 +72,7 @@ class PFedMe(Method):
         self.beta = above("method.pfedme.beta", beta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep theta [layout.total] on the client; it is empty at first."""
+        """Keep the client's own model theta [layout.total] on the client; it is empty at first."""
         run.client_state("theta", lambda samples: torch.empty(0))
         if self.beta == 1:
             run.skip("step")
@@ -90,7 +93,7 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return lam (w - theta)."""
+        """Return the gradient of the pull, lam (w - theta)."""
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()
         stretches = job.layout.stretches(job.layout.entries_in(job.stage.trains))
@@ -101,7 +104,7 @@ class PFedMe(Method):
         return -self.lam * shift
 
     def end(self, job: LocalJob) -> None:
-        """Keep theta, with the running statistics after training."""
+        """Keep the client's own model theta, with the running statistics after training."""
         theta = job.scratch["theta"].clone()
         for entry in job.layout.entries:
             if not entry.parameter:
@@ -109,7 +112,7 @@ class PFedMe(Method):
         job.state["theta"] = theta
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load theta, if the client has one."""
+        """Load the client's own model theta, if there is one."""
         if client.trained:
             client.vector.data.copy_(client.state["theta"])
 

@@ -1,6 +1,6 @@
-"""Pseudo-data of FedBR: means of clients' samples (Algorithm 2) or of a public set (Algorithm 3).
+"""Pseudo-data of FedBR: means of clients' samples (Algorithm 2) or of a public set (3).
 
-A mean of M samples stands for them all and has no label. `fedbr.py` says which choices there are.
+A mean of M samples represents all of them and has no label. `fedbr.py` describes the choices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def random_sample_mean(inputs: Tensor, indices: Tensor) -> Tensor:
 
 
 def class_chances(labels: np.ndarray) -> np.ndarray:
-    """Return the chance of each sample, float64 [n], if all classes are drawn equally often.
+    """Return the probability of each sample, float64 [n], if classes are drawn equally often.
 
     labels: int64 [n]; only classes that occur count.
     """
@@ -50,7 +50,7 @@ def class_chances(labels: np.ndarray) -> np.ndarray:
 def client_means(client: Contribution, size: tuple[int, int], sources: str) -> np.ndarray:
     """Return means of the client's own samples, drawn with replacement: [size[0], ...].
 
-    size: number of means and of samples in each.
+    size: two numbers: the means, and the samples in each mean.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())

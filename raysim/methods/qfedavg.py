@@ -61,7 +61,10 @@ def divisor(
 
 
 class QFedAvg(Method):
-    """q: how much more a high loss counts; 0 is the mean of updates."""
+    """A server rule that weights clients by the power q of their loss.
+
+    q: how much more a high loss counts; 0 is the mean of updates.
+    """
 
     name = "qfedavg"
     paper = "Li et al., ICLR 2020"
@@ -71,7 +74,7 @@ class QFedAvg(Method):
         self.q = at_least("method.qfedavg.q", q, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let each job upload F_i and L |D_i|^2; refuse methods that divide the sum otherwise."""
+        """Let each job upload F_i and L |D_i|^2; refuse methods that change the divisor."""
         for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
             run.excludes(other, "both decide what the sum of updates is divided by")
         run.upload("loss", 1)

@@ -36,9 +36,10 @@ def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
 def combine_by_coordinate(
     rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: ServerView
 ) -> Tensor:
-    """Return the direction [trained] that a rule makes of each column of the weighted updates.
+    """Return the direction [trained] that a rule makes from each column of the weighted updates.
 
-    rule: from some columns [m, d] to one number for each [d]. Columns are taken in blocks.
+    rule: function from some columns [m, d] of m updates to one number for each column [d]. Columns
+    are processed in blocks.
     """
     rows = weighted_rows(aggregation, server)
     direction = torch.empty_like(server.params)

@@ -43,9 +43,10 @@ def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control:
 
 
 def effective_steps(num_steps: int, momentum: float) -> float:
-    """Return K', the plain steps that move as far as momentum steps under a constant gradient.
+    """Return K', the number of plain steps that move as far as K steps with momentum.
 
-    Raises ValueError without a step, and for a momentum outside [0, 1).
+    The gradient is assumed constant. Raises ValueError without a step, and for a momentum outside
+    [0, 1).
     """
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(
@@ -65,10 +66,11 @@ def updated_control_variate(
     num_steps: int,
     momentum: float = 0.0,
 ) -> Tensor:
-    """Return the next c_i by Option II: c_i - c + (x - y) / (K' lr), all [d].
+    """Return the next c_i by Option II of SCAFFOLD: c_i - c + (x - y) / (K' lr), all [d].
 
     global_params: x. local_params: y, which the client trained from x. lr: the mean rate of the
-    steps. Raises ValueError if no step can have moved the client.
+    steps. K' is the number of steps, corrected for momentum (`effective_steps`). Raises ValueError
+    if there was no step, or if lr is 0.
     """
     if lr <= 0.0:
         raise ValueError(
@@ -91,9 +93,10 @@ def server_control_variate(
 
 
 class Scaffold(Method):
-    """Use Option II. Control variates cover all shared trainable parameters of all networks.
+    """A method that corrects local gradients by control variates, with Option II of the paper.
 
-    A group of parameters that ascends (FedBR's projector) has the gradient of its negated loss.
+    Control variates cover all shared trainable parameters of all networks. If a group of parameters
+    ascends (FedBR's projector), its gradient is that of the negated loss.
     """
 
     name = "scaffold"
@@ -114,7 +117,7 @@ class Scaffold(Method):
         run.upload("control")
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Apply g - c_i + c."""
+        """Apply the correction g - c_i + c."""
         grad -= job.state["control"][at]
         grad += job.received["control"][at]
 
@@ -136,7 +139,7 @@ class Scaffold(Method):
         job.upload["control"] = control - old
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Add the mean over all N clients of the changes of c_i."""
+        """Add the mean change of the c_i over all N clients."""
         changes = torch.stack(aggregation.uploads("control"))
         control = server.state["control"]
         server.state["control"] = server_control_variate(control, changes, server.population)

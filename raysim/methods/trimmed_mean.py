@@ -46,7 +46,10 @@ def trimmed_mean(updates: Tensor, share: float) -> Tensor:
 
 
 class TrimmedMean(Method):
-    """share: the share of the updates that is left out at either end."""
+    """A server rule that leaves out the largest and smallest changes of each parameter.
+
+    share: the share of the updates that is left out at either end.
+    """
 
     name = "trimmed_mean"
     paper = "Yin et al., ICML 2018"

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 def supervised_contrastive_loss(
     features: Tensor, labels: Tensor, temperature: float, base_temperature: float
 ) -> Tensor:
-    """Return SC times temperature / base_temperature.
+    """Return the contrastive loss SC (see the module) times temperature / base_temperature.
 
     features: [n, D], normalised here. labels: int64 [n]. A row without another row of its label
     adds 0 to the mean over n.
@@ -144,8 +144,9 @@ class Doubled(Classifier):
 
 
 class Vhl(Method):
-    """alpha, gamma, kappa: the weights of the three added terms. temperature: T.
+    """A method that also trains on labelled noise, and aligns real features with it.
 
+    alpha, gamma, kappa: the weights of the three added terms. temperature: T.
     virtual: the number of virtual images. virtual_batch: virtual images in a step. label_mode:
     "extra" or "shared". align_epochs: the first epochs of a job, in which features are aligned;
     with local.steps, which has no epochs, they are aligned in all steps.
@@ -208,7 +209,7 @@ class Vhl(Method):
         run.check(self.note_changed_inputs)
 
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
-        """Note whether another method changes inputs, so that aligned images need a second pass."""
+        """Record if another method changes inputs, so that aligned images need a second pass."""
         self._are_inputs_changed = False
         for declared in run.methods:
             changes_inputs = declared.has_hook("batch") and not declared.adds_rows
@@ -231,7 +232,7 @@ class Vhl(Method):
         return torch.arange(self.virtual) % server.task.num_classes
 
     def inputs(self, server: ServerView) -> Tensor:
-        """Return the virtual images [virtual, ...], which depend on the seed and the data alone."""
+        """Return the virtual images [virtual, ...], which depend only on the seed and the data."""
         task, generator = server.task, stream(server.seed, "vhl.virtual")
         channels, height, width = task.shape
         edge = (channels, COARSE, COARSE)

@@ -38,7 +38,7 @@ class SplitNetwork(Classifier):
         _replace_module(net, head_name, nn.Identity())
 
     def whole(self) -> nn.Module:
-        """Return the original network with these parameters; this model cannot be used any more."""
+        """Return the original network with these parameters; do not use this model afterwards."""
         _replace_module(self.extractor, self.head_name, self.head)
         return self.extractor
 

@@ -192,7 +192,7 @@ def _cannot_be_made(name: str, error: BaseException) -> ValueError:
 if not TYPE_CHECKING:  # mypy would take every attribute of this module for one that exists
 
     def __getattr__(name: str) -> None:
-        """Raise `Refused` with the new name of a class that stored configurations may name."""
+        """Raise `Refused` with the new name of a renamed class that old configurations use."""
         if name == "HuggingFace":
             raise Refused(
                 "model._target_: raysim.models.zoo.HuggingFace is now called "

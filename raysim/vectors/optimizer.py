@@ -307,7 +307,7 @@ class Optimizers:
         self._saved = saved
 
     def movements(self) -> list[tuple[slice, int, float]]:
-        """Return (part of the shared parameters, steps made there, factor on the rate) of each."""
+        """Return for each optimizer: part of the shared parameters, steps, factor on the rate."""
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():
             earlier_steps = int(self.saved_buffers(name).get("steps", 0))
