@@ -28,7 +28,7 @@ def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply differences from each pixel's brightness by the image's factor."""
+    """Multiply each channel's difference from the pixel's brightness by the image's factor."""
     grey = luma(images)
     return _to_levels(grey + _per_image(factors) * (images.to(torch.int32) - grey))
 

@@ -147,7 +147,7 @@ def _separate_options(
 def _restore_objects(
     config: DictConfig, stored: Node, options: Mapping[str, object], groups: Groups
 ) -> None:
-    """Copy the stored nodes of objects from Python, unless an option replaces them, to `config`."""
+    """Copy the stored settings of Python objects to `config`, unless an option replaces them."""
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
         is_object = choices.get(group) not in groups.files[group]

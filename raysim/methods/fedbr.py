@@ -256,7 +256,7 @@ class FedBR(Method):
         )
 
     def _declare_pseudo_data(self, run: Setup) -> None:
-        """Declare what is collected and sent; fresh means are counted as if they were sent."""
+        """Declare what is collected and sent; means of `fresh` are counted as sent."""
         floats = self.pseudo_batch * math.prod(run.task.shape)
         if self.pseudo == "rsm" and not self.fresh:
             run.gather(self.own_means, self.join_means)

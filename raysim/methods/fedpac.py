@@ -106,7 +106,7 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 
 
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of features by class [C, D], of samples by class [C], and of all squares."""
+    """Return feature sums [C, D] and sample counts [C] of the classes, and the sum of squares."""
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
     members = (labels == classes.unsqueeze(1)).double()
@@ -177,8 +177,8 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
     """Return the argmin of a'Pa over a >= 0, sum(a) = 1; all float64.
 
-    P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A it is
-    b / sum(b) of the non-negative least squares |Ab|^2 + (sum(b) - 1)^2.
+    P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A the argmin
+    is b / sum(b), where b >= 0 minimises |Ab|^2 + (sum(b) - 1)^2.
     """
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
@@ -226,7 +226,7 @@ def _has_prototypes(view: Participation | ServerView) -> bool:
 
 
 def _sent_later(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that sends a named server state as soon as prototypes exist."""
+    """Return a function that sends a server state as soon as prototypes exist."""
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
@@ -331,7 +331,7 @@ class FedPAC(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Load the mixture of heads, and measure the client with the received extractor."""
+        """Load the mixture of heads; sum the features of the received extractor."""
         if "head" in job.received:
             _load_head(job.vector, job.received["head"])
         statistics = self._measure(job)

@@ -62,7 +62,9 @@ def cross_layer_gradient(
     value_clip: float | None = 0.1,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return the mixed update g' for `target` g and `source` g0, CPU tensors of one shape.
+    """Return g', the update `target` g mixed with the update `source` g0 of another layer.
+
+    Both are CPU tensors of one shape.
 
     granularity="kernel": mix each [o, i] slice of [O, I, ...] separately.
     """

@@ -69,7 +69,7 @@ class Column:
 
 
 def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Column]:
-    """Return the columns of rows of texts: the first one holds labels, all others numbers."""
+    """Return the columns of a table of texts: the first holds labels, the others numbers."""
     label, *numbers = zip(head, *rows, strict=True)
     columns = [Column(label[0], list(label[1:]))]
     for title, *texts in numbers:

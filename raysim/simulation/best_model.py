@@ -93,7 +93,7 @@ class BestModel:
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
-        """Continue from a checkpoint. vector, counters: the current weights in the checkpoint."""
+        """Continue from a checkpoint, whose last round has the weights vector and counters."""
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:
             self.vector, self.counters = vector, counters

@@ -31,8 +31,8 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the validation scores [m] of some clients, and the scores of their test rows.
 
-        hits: the scores of the test rows, client after client. Return the same for the best round
-        of each of these clients so far.
+        hits: a score for each test row, client after client. Return the scores and hits of the
+        best round so far of each of these clients.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))

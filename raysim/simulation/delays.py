@@ -65,7 +65,7 @@ class Delays(Fleet):
         return Labels(tuple(self.kinds), parts.argmax(axis=1).astype(np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return devices with the bounds of their kinds."""
+        """Return the devices; each has the shortest and longest delay of its kind of client."""
         fate = Fate(self.presence(seed, clients), self.dropout, stream_key(seed, "fleet.dropout"))
         kinds = self.labels(seed, clients).kinds
         least = np.array([kind.least for kind in self.kinds.values()])

@@ -69,7 +69,7 @@ class Waiting:
     """The event that no worker has answered for a long time.
 
     worker: the worker that the run waits for. clients: the clients that it trains, if any. seconds:
-    the time since its last answer, or since it began with this call.
+    the time since its last answer or, if it has not answered yet, since its current call began.
     """
 
     worker: int

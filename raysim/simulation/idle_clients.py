@@ -50,7 +50,7 @@ class IdleClients:
             del self._clients[place]
 
     def advance(self, now: float) -> None:
-        """Apply all changes up to `now`."""
+        """Apply all changes of availability up to the virtual time `now`."""
         while self._read_change() and self._ahead[0].at <= now:
             change = self._ahead.popleft()
             self._remove_all(change.gone)

@@ -121,9 +121,9 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative shares of samples, float64, of the clients that have samples.
+        """The cumulative sample shares of the clients with samples; the last entry is 1.
 
-        The last one is 1.
+        float64 [clients with samples].
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 

@@ -33,7 +33,7 @@ class FrozenNetworks:
         return self._vectors[name].networks
 
     def vector(self, name: str) -> Vector:
-        """Return the vector of a set, with the values that were loaded last."""
+        """Return the vector of a set of frozen networks, with the values loaded last."""
         if name not in self._vectors:
             trained = self._trained
             networks = {key: copy.deepcopy(net).eval() for key, net in trained.networks.items()}

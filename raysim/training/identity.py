@@ -241,7 +241,7 @@ def are_equal(identities: Sequence[Identity]) -> bool:
 
 
 def describe_processes(identities: Sequence[Identity]) -> list[dict[str, object]]:
-    """Return the processes for a summary, those with equal facts together."""
+    """Describe the processes for the summary; processes with equal identities share an entry."""
     groups: dict[tuple[tuple[str, str], ...], list[Identity]] = {}
     for identity in identities:
         groups.setdefault(tuple(identity.facts.items()), []).append(identity)

@@ -24,7 +24,7 @@ from raysim.vectors.layout import VectorStorage
 
 
 class LanesError(Refused):
-    """A step cannot be computed for several clients at once, or cannot be recorded."""
+    """A step cannot be computed for several clients at once, or not recorded as a CUDA graph."""
 
 
 @dataclass(eq=False)

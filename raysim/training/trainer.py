@@ -70,7 +70,7 @@ class RunningJob:
         return self.ctx.plan.steps
 
     def loss_rows(self) -> list[int]:
-        """Return the number of rows behind each loss."""
+        """Return the number of rows that each loss is averaged over."""
         if self.result is not None:
             return [self.samples] if self.losses else []
         has_task = [any(stage.has_task_loss for stage in stages) for stages in self.cycle]

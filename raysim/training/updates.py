@@ -139,7 +139,7 @@ class UpdateBuilder:
         return loss
 
     def _counters(self) -> np.ndarray:
-        """Return the shared integer buffers as trained."""
+        """Return the shared integer buffers with their values after training."""
         if not self.layout.shared_counters:
             return _NO_COUNTERS
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())

@@ -66,7 +66,7 @@ class Layout:
         )
 
     def entries_in(self, prefixes: Iterable[str]) -> tuple[Entry, ...]:
-        """Return the trainable entries of networks or modules ("model.head"), by position."""
+        """Return the parameters of networks or modules ("model.head"), sorted by position."""
         dotted = tuple(prefix + "." for prefix in prefixes)
         return tuple(
             entry for entry in self.entries if entry.parameter and entry.name.startswith(dotted)
@@ -159,7 +159,7 @@ def _put(places: Iterable[_Place], tensor: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class VectorStorage:
-    """Two flat tensors, and the views of them that the modules of a vector use."""
+    """Two flat tensors (floats and integers), and the views of them that the modules use."""
 
     data: Tensor
     counters: Tensor
