@@ -820,7 +820,7 @@ def _new(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     if not arguments.runs:
-        raise Refused("report: needs the folder of a run. Name one or several")
+        raise Refused("report: needs the folder of a run. Give one or several")
     from raysim.results.report import (
         as_csv,
         comparison_table,
@@ -899,7 +899,7 @@ def _check_workloads(names: Sequence[str]) -> None:
                 f"bench {name}: this workload does not exist. Use {', '.join(known_names)}"
             )
         if name in SEPARATE_BENCHMARKS and len(names) > 1:
-            raise Refused(f"bench {name}: this benchmark runs in one process. Name it alone")
+            raise Refused(f"bench {name}: this benchmark runs in one process. Give it alone")
 
 
 def _bench_gpu(arguments: argparse.Namespace) -> int:

@@ -186,7 +186,7 @@ def test_commands_in_texts_are_found() -> None:
     assert len(COMMANDS) > 50
 
 
-def test_zsh_passes_the_arguments_of_bash(
+def test_command_gets_same_arguments_in_zsh_and_bash(
     in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]
 ) -> None:
     """But for a comment, which zsh takes for words where it is typed."""

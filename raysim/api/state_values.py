@@ -50,8 +50,8 @@ def _pack_value(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}#float", torch.tensor(value, dtype=torch.float64)
     else:
         raise UnstorableValueError(
-            f"'{name}' is a value of type {type(value).__name__}. Keep a tensor, a number, bytes, "
-            "or a mapping of these."
+            f"client state '{name}' has the type {type(value).__name__}. Store a tensor, a number, "
+            "bytes, or a dictionary of these."
         )
 
 

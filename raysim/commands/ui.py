@@ -44,7 +44,7 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
     uri = f"sqlite:///{find_database(place)}"
     charts = CHARTS.format(find_experiment_id(uri))
     if _is_listening(port):
-        raise Refused(f"--port {port} is taken by another program. Name another one")
+        raise Refused(f"--port {port} is taken by another program. Give another one")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryFile() as log:
@@ -71,7 +71,7 @@ def find_database(place: str) -> Path:
             return (folder / name).resolve()
     raise Refused(
         f"{place} has no mlflow.db, which runs write unless tracking=none or tracking.uri is set. "
-        "Name the folder that runs are in, or the address of a server"
+        "Give the folder that runs are in, or the address of a server"
     )
 
 

@@ -230,7 +230,7 @@ def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Toke
         tokenizer = transformers.AutoTokenizer.from_pretrained(settings.tokenizer)
     except Exception as error:  # the hub, its cache and a file can fail in many ways
         raise ValueError(
-            f"data.tokenizer={settings.tokenizer} cannot be read ({error}). Name a folder that has "
+            f"data.tokenizer={settings.tokenizer} cannot be read ({error}). Give a folder that has "
             "it."
         ) from error
     padding = tokenizer.pad_token_id

@@ -103,7 +103,7 @@ class Domains(Source):
         hint = suggest(name, ["digits", *TORCHVISION_SOURCES], "known are")
         raise ValueError(
             f"data.domains names {name}, but data.root={root} has no folder {name} with strips, "
-            "Parquet files or pictures. Name the folder around it in data.root, or another "
+            "Parquet files or pictures. Give the folder around it in data.root, or another "
             f"domain; {hint}."
         )
 

@@ -134,7 +134,7 @@ class HuggingFace(Source):
         except Exception as error:  # the hub, its cache and files can fail in many ways
             reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
             raise ValueError(
-                f"data.{key}={self.root or self.name} cannot be read ({reason}). Name a folder "
+                f"data.{key}={self.root or self.name} cannot be read ({reason}). Give a folder "
                 "that save_to_disk wrote, or a data set that can be downloaded."
             ) from error
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}

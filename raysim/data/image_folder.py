@@ -70,7 +70,7 @@ class ImageFolder(Source):
         content = "a folder with a subfolder of pictures per class"
         root = require_root(self.root, "data=image_folder", content)
         if not root.is_dir():
-            raise ValueError(f"data.root={self.root} is no folder. Name {content}.")
+            raise ValueError(f"data.root={self.root} is not a folder. Set {content}.")
         return root
 
     def _find_pictures(self) -> list[PictureFile]:
@@ -80,7 +80,7 @@ class ImageFolder(Source):
         pictures = _read_split_file(table[0]) if table else _search(root)
         if not pictures:
             raise ValueError(
-                f"data.root={root} holds no pictures class/*.jpg or domain/class/*.jpg. Name a "
+                f"data.root={root} holds no pictures class/*.jpg or domain/class/*.jpg. Give a "
                 "folder that has some."
             )
         return sorted(pictures)

@@ -65,7 +65,7 @@ class Strips(Source):
             if not all(path.is_file() for path in paths):
                 raise ValueError(
                     f"data.root={self.root} holds no {set_name}: {split}-000.png (or .webp) or "
-                    f"{split}-labels.npy is missing in {folder}. Name the folder that has them."
+                    f"{split}-labels.npy is missing in {folder}. Give the folder that has them."
                 )
         return folder
 

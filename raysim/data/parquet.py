@@ -190,12 +190,12 @@ class Parquet(Source):
         for folder in folders:
             if not split_files(folder, "train"):
                 raise ValueError(
-                    f"data.root={folder} holds no train.parquet and no train-*.parquet. Name a "
+                    f"data.root={folder} holds no train.parquet and no train-*.parquet. Give a "
                     "folder that has them."
                 )
             if self.test_fraction is None and not split_files(folder, "test"):
                 raise ValueError(
-                    f"data.root={folder} holds no test.parquet and no test-*.parquet. Name a "
+                    f"data.root={folder} holds no test.parquet and no test-*.parquet. Give a "
                     "folder that has them, or set data.test_fraction."
                 )
         return folders

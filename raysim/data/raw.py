@@ -362,7 +362,7 @@ def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
     for name in classes:
         if name not in raw.class_names:
             hint = suggest(name, raw.class_names, "the data has")
-            raise ValueError(f"data.only names {name!r}: {hint}")
+            raise ValueError(f"data.only contains {name!r}, which is not a class: {hint}")
     numbers = np.full(len(raw.class_names), -1)
     numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
     labels = numbers[raw.labels]

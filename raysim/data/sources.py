@@ -208,7 +208,7 @@ def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     missing = next(name for name in TORCHVISION_FILES[set_name] if not (root / name).is_file())
     if not source.download:
         raise ValueError(
-            f"data.root={root} holds no {set_name}: {missing} is missing there. Name the folder "
+            f"data.root={root} holds no {set_name}: {missing} is missing there. Give the folder "
             "that holds it, or set data.download=true."
         )
     with wait_for_folder(root, "data.root"):
@@ -256,7 +256,7 @@ def _download(folder: Path, set_name: str, missing: str) -> None:
     except Exception as error:  # torchvision and the network fail in many ways
         raise ValueError(
             f"data.root={folder} holds no {set_name} ({missing} is missing there) and its download "
-            f"failed ({_download_error(error)}). Name a folder that holds it in data.root."
+            f"failed ({_download_error(error)}). Give a folder that holds it in data.root."
         ) from error
 
 

@@ -78,7 +78,7 @@ class TextTable(Source):
         if train or test:
             what = " and ".join(path.name for path in train + test)
         raise ValueError(
-            f"data.root={self.root} holds {what}. Name a file, or a folder with one {train_name} "
+            f"data.root={self.root} holds {what}. Give a file, or a folder with one {train_name} "
             f"and perhaps one {test_name}."
         )
 

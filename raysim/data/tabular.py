@@ -82,7 +82,7 @@ class NumPy(Source):
     def files(self) -> list[Path]:
         root = require_root(self.root, "data=numpy", "a folder with train.npz")
         if not (root / "train.npz").is_file():
-            action = "Name a folder that has it, with x and y in it"
+            action = "Give a folder that has it, with x and y in it"
             if _numbered_archives(root / "train"):
                 action += ", or set data=npz, which reads one file for each client"
             raise ValueError(f"data.root={self.root} holds no train.npz. {action}.")
@@ -121,7 +121,7 @@ class Npz(Source):
         root = require_root(self.root, "data=npz", content)
         train = _numbered_archives(root / "train")
         if not train:
-            action = "Name a folder that has them, one file for each client"
+            action = "Give a folder that has them, one file for each client"
             if (root / "train.npz").is_file():
                 action += ", or set data=numpy, which reads train.npz"
             raise ValueError(
@@ -144,7 +144,7 @@ class Npz(Source):
                 names.append(f"{path.parent.name}/{path.name}")
         if not archives:
             raise ValueError(
-                f"data.root={self.root} holds no samples in any file. Name a folder with samples."
+                f"data.root={self.root} holds no samples in any file. Give a folder with samples."
             )
         arrays = _concatenate(archives, names, place)
         sizes = [len(archive["y"]) for archive in archives]

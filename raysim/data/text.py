@@ -59,7 +59,7 @@ class Leaf(Source):
             sorted((root / "test").glob("*.json")),
         )
         if not train:
-            raise ValueError(f"data.root={self.root} holds no train/*.json. Name {content}.")
+            raise ValueError(f"data.root={self.root} holds no train/*.json. Give {content}.")
         return [*train, *test]
 
     def read(self) -> Raw:
@@ -113,7 +113,7 @@ class Leaf(Source):
         for path in paths:
             if not path.is_file():
                 raise ValueError(
-                    f"data.images={images} holds no {path.name}. Name the folder that has it."
+                    f"data.images={images} holds no {path.name}. Give the folder that has it."
                 )
         numbers = np.arange(len(names))
         raw = assemble(numbers, labels, rows.users, rows.is_test, None, rows.origin("files"))

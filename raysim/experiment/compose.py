@@ -211,7 +211,7 @@ def _load_stored(path: str | Path | None) -> Node | None:
     """Load a configuration to start from, without the keys that are only valid for one run."""
     if path is None:
         return None
-    advice = "Name the config.yaml of a run, or the best.yaml of a search."
+    advice = "Give the config.yaml of a run, or the best.yaml of a search."
     if not user_path(path).is_file():
         raise Refused(f"{path} is no file. {advice}")
     node = load_yaml(user_path(path))

@@ -59,7 +59,7 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     for root in roots:
         if not root.is_dir():
             raise Refused(
-                f"{root}: this configuration folder does not exist. Name one that does, "
+                f"{root}: this configuration folder does not exist. Give one that does, "
                 "or leave it out."
             )
         may_replace = root in (*folders, roots[0])
@@ -120,7 +120,7 @@ def load_option(path: Path, group: str) -> Node:
     """Read the file of an option. Raise `Refused` if it is broken, or does not fit its group."""
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
-        raise Refused(f"{path} is empty. Name a class in it, or remove it.")
+        raise Refused(f"{path} is empty. Give a class in it, or remove it.")
     if group in LISTS and TARGET in node:
         raise Refused(
             f"{path} begins with {TARGET}. Begin it with a name, such as {path.stem}:, "

@@ -43,7 +43,7 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     if not isinstance(cls, type):
         raise Refused(
             f"{path}.{TARGET}={format_value(target)} is no class. "
-            "Name one, such as raysim.methods.fedprox.FedProx."
+            "Give one, such as raysim.methods.fedprox.FedProx."
         )
     return cls
 
@@ -61,7 +61,7 @@ def import_target(target: object, path: str, allow: Sequence[str] = ()) -> objec
         if package in sys.stdlib_module_names:
             raise Refused(
                 f"{setting} lies outside raysim, in Python itself. "
-                "Name a class of raysim, or of a package of your own."
+                "Give a class of raysim, or of a package of your own."
             )
         raise Refused(
             f"{setting} lies outside raysim: allow its code to run with --allow {package}, "
@@ -196,7 +196,7 @@ def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
     cls = resolve(value[TARGET], path) if TARGET in value else kind
     if not issubclass(cls, kind):
         raise Refused(
-            f"{path}.{TARGET}={format_value(value[TARGET])} does not fit. Name a {kind.__name__}."
+            f"{path}.{TARGET}={format_value(value[TARGET])} does not fit. Give a {kind.__name__}."
         )
     return build_object(cls, value, path)
 

@@ -152,8 +152,8 @@ class Result:
             self._refuse_personal()
         elif best:
             raise Refused(
-                "best=True: the clients' own models of the best round are not kept. "
-                "Leave out client or best."
+                "best=True: the clients' own models are kept only for the last round. Remove "
+                "`client` or `best=True`."
             )
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))

@@ -160,7 +160,7 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
         address = str(user_path(address))
         if not Path(address).is_dir():
             raise Refused(
-                f"resume={address} is no folder. Name a checkpoint such as "
+                f"resume={address} is not a folder. Give a checkpoint such as "
                 "runs/NAME/checkpoints/round-000010, or latest."
             )
     out = experiment.execution.out

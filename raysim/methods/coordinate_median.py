@@ -42,7 +42,7 @@ class CoordinateMedian(Method):
         """Warn of aggregations of two updates, whose median is their mean."""
         if run.max_updates <= 2:
             run.warn(
-                "method 'coordinate_median' is the mean: an aggregation has at most "
+                "method 'coordinate_median' gives the mean, because an aggregation has at most "
                 f"{run.max_updates} updates. Aggregate three or more at once."
             )
 

@@ -111,8 +111,8 @@ class FedBN(Method):
             )
         if name_rule is not None and layers != "batch":
             raise ValueError(
-                f"method.fedbn.name_rule={name_rule} replaces layers={layers}. Set layers=batch or "
-                "name_rule=null."
+                f"method.fedbn.name_rule={name_rule} and method.fedbn.layers={layers} both select "
+                "layers. Set method.fedbn.layers=batch or method.fedbn.name_rule=null."
             )
         if reestimate and scope not in ("all", "statistics"):
             raise ValueError(
@@ -134,7 +134,7 @@ class FedBN(Method):
         if self.name_rule is not None:
             run.warn(
                 f"method.fedbn.name_rule={self.name_rule}: no parameter of the model has this text "
-                "in its name, so that the run equals FedAvg. Set method.fedbn.name_rule=null to "
+                "in its name, so the run equals FedAvg. Set method.fedbn.name_rule=null to "
                 "find BatchNorm layers by their type."
             )
         else:

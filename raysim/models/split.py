@@ -117,7 +117,7 @@ def split_network(
         last_layers = ", ".join(linear_layers[-MAX_LAYERS_IN_MESSAGE:]) or "none"
         raise ValueError(
             f"model.head={head} is no linear layer of {type(net).__name__}, which has "
-            f"{last_layers}. Name one of these, or set model.head=null."
+            f"{last_layers}. Give one of these, or set model.head=null."
         )
     name = head or next(reversed(linear_layers), None)
     if name is not None and _makes_the_outputs(net, name, inputs):
@@ -127,8 +127,8 @@ def split_network(
         net = model.whole()
     if head is not None:
         raise ValueError(
-            f"model.head={head} is not the last step of {type(net).__name__}, so that its inputs "
-            "are no features. Name another layer, or set model.head=null."
+            f"model.head={head} is not the last layer of {type(net).__name__}, and only the inputs "
+            "of the last layer are features. Set another layer, or model.head=null."
         )
     return WholeNetwork(net, num_classes).train(training)
 

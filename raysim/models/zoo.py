@@ -184,7 +184,7 @@ def _suggest_name(name: str, names: list[str]) -> str:
 def _cannot_be_made(name: str, error: BaseException) -> ValueError:
     reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
     return ValueError(
-        f"model.name={name} cannot be made ({reason}). Name a model that is on this machine or can "
+        f"model.name={name} cannot be made ({reason}). Give a model that is on this machine or can "
         "be downloaded, and set only options that it has."
     )
 

@@ -126,7 +126,7 @@ def user_path(text: str | Path) -> Path:
 def make_folder(path: Path) -> Path:
     """Return the folder at a path; make it if it is missing. Raise `Refused` for anything else."""
     if path.exists() and not path.is_dir():
-        raise Refused(f"{path} is no folder. Choose another place.")
+        raise Refused(f"{path} is not a folder. Choose another place.")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -184,7 +184,7 @@ def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
         handle = (folder / ".lock").open("a+")
     except OSError as error:
         raise ValueError(
-            f"{setting}: {folder} cannot be written ({error}). Name another folder."
+            f"{setting}: {folder} cannot be written ({error}). Give another folder."
         ) from error
     with handle:
         if not _lock_soon(handle):

@@ -44,7 +44,7 @@ def load_run(folder: Path) -> Run:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name one that `raysim run out=DIR` wrote.")
+        raise ValueError(f"{folder} is not a folder; give one that `raysim run out=DIR` wrote.")
     missing = [name for name in RUN_FILES if not (folder / name).is_file()]
     if missing:
         inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))

@@ -699,7 +699,7 @@ def find_experiment_id(uri: str) -> str:
     except MlflowException as error:
         problem = str(error).splitlines()[0][:120]
         raise Refused(
-            f"{uri} gives no answer ({problem}). Name a database or a server of MLflow."
+            f"{uri} gives no answer ({problem}). Set a database or a server of MLflow."
         ) from error
     if experiment is None:
         raise Refused(f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first.")

@@ -264,7 +264,7 @@ class Planner:
     def _discard(self, numbers: Sequence[int]) -> None:
         if not numbers:
             raise RuntimeError(
-                f"{self._name}: decide returned Discard([]), which would repeat forever. Name at "
+                f"{self._name}: decide returned Discard([]), which would repeat forever. Give at "
                 "least one job."
             )
         jobs: dict[int, Job] = {}
@@ -283,7 +283,7 @@ class Planner:
         if missing:
             raise RuntimeError(
                 f"{self._name}: decide returned jobs {missing} to {purpose}, which are neither in "
-                "flight nor arrived. Name jobs of the view."
+                "flight nor arrived. Give jobs of the view."
             )
         self.arrived = [job for job in self.arrived if job.number not in numbers]
         return removed
@@ -310,7 +310,7 @@ class Planner:
         """Remove and return arrived jobs in this order; jobs of one client keep their order."""
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
-                f"{self._name}: decide returned Aggregate({list(numbers)}). Name one or more jobs, "
+                f"{self._name}: decide returned Aggregate({list(numbers)}). Give one or more jobs, "
                 "each once."
             )
         removed = self._remove_arrived(set(numbers), "aggregate")

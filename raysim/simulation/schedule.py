@@ -364,6 +364,6 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
         value = getattr(schedule, name)
         largest = max(1, int(value * able / schedule.concurrency))
         raise ValueError(
-            f"schedule.{name}={value} is more than {able} of {len(counts)} clients, which have "
-            f"samples, can fill. Set schedule.{name}={largest} or less."
+            f"schedule.{name}={value} needs {schedule.concurrency} clients with samples, but only "
+            f"{able} of {len(counts)} clients have samples. Set schedule.{name}={largest} or less."
         )

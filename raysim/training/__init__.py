@@ -1,1 +1,1 @@
-"""A client's work on its worker: the loop, the step, the worker that keeps client states."""
+"""The work of a worker: the training loop, the step, client states, scores."""

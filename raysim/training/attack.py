@@ -1,4 +1,4 @@
-"""Attackers among the clients: who attacks, and what attackers send or learn.
+"""Attackers among the clients: their selection, and what they send or train on.
 
 Attackers are drawn once from the seed, among the clients that have samples. With y a label of C
 classes and D an attacker's honest update, `attack.kind` means:
@@ -48,8 +48,8 @@ from raysim.vectors.blocks import in_blocks
 class Attack:
     """The settings `attack.*`.
 
-    kind: what attackers do. share: the share of the clients that attack. scale: of sign_flip and
-    scaled. sigma: of gaussian. z: of alie; None: computed as in the paper.
+    kind: the attack. share: the share of the clients that attack. scale: for sign_flip and scaled.
+    sigma: for gaussian. z: for alie; None computes it as in the paper.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
@@ -76,7 +76,7 @@ class Attack:
 
 # --- mathematics ----------------------------------------------------------------------------------
 def largest_z(updates: int, attackers: int) -> float:
-    """Return ALIE's z_max for so many updates, attackers included; at least 0.
+    """Return ALIE's z_max for n updates, m of them from attackers; at least 0.
 
     It is the normal quantile of (n - m - s) / (n - m) with s = floor(n / 2 + 1) - m.
     """
@@ -103,10 +103,10 @@ def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
 # --- the method -----------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False, repr=False)
 class Attackers(Method):
-    """The attackers of a run, as a method that stands in front of the user's.
+    """The attackers of a run, as a method that comes before the user's methods.
 
     train: the clients' training samples. max_norm: the norm above which an update is a failure;
-    None: any norm is allowed. label: returns what errors call a client.
+    None allows any norm. label: function that returns the name of a client for errors.
     """
 
     name = "attackers"
@@ -131,7 +131,7 @@ class Attackers(Method):
         return frozenset(self.clients.tolist())
 
     def setup(self, run: Setup) -> None:
-        """Declare what the attack changes. Raises ValueError if it cannot be carried out."""
+        """Declare the changes of the attack. Raises ValueError if it cannot be carried out."""
         attack = self.attack
         run.require(
             len(self.clients),
@@ -189,7 +189,7 @@ class Attackers(Method):
     def _common_update(
         self, arrivals: Sequence[Update | Failure], trained: int
     ) -> np.ndarray | None:
-        """Return what all attackers of an aggregation send under ALIE, if it has honest updates."""
+        """Return the update that all attackers send under ALIE, if there are honest updates."""
         if self.attack.kind != "alie":
             return None
         updates = [arrival for arrival in arrivals if isinstance(arrival, Update)]

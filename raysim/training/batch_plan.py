@@ -18,7 +18,7 @@ from raysim.primitives.streams import stream
 def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
     """Return consecutive batches.
 
-    drop_single: drop a last batch of one sample, unless it is the only batch.
+    drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     if drop_single and len(batches) > 1 and len(batches[-1]) == 1:
@@ -35,7 +35,7 @@ def make_plan(
 ) -> Plan:
     """Shuffle the selected samples and cut them into batches.
 
-    selected: the ascending positions of each epoch, or of each phase of a budget of steps.
+    selected: for each epoch, or for each phase of a budget of steps, the ascending positions.
     """
     batches: list[np.ndarray] = []
     for part, positions in enumerate(selected):
@@ -64,9 +64,9 @@ def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int
 
 
 def layer_needing_two_rows(declarations: Declarations) -> str:
-    """Return the layer of a model that cannot train on a batch of one row; "" if there is none.
+    """Return the layer of a model that cannot train on a batch of one row, or "".
 
-    A method that adds rows to each batch makes every model fit.
+    If a method adds rows to each batch, every model is accepted.
     """
     if any(declared.adds_rows for declared in declarations.methods):
         return ""
@@ -76,8 +76,8 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
     """Return the batch sizes that many clients have at once.
 
-    Full batches are one; the rest of the samples is another if most clients have the same rest.
-    counts: samples of each client.
+    These are full batches, and the size of the last batch if most clients have the same one.
+    counts: the samples of each client.
     """
     rests = np.bincount(counts[counts > 0] % batch, minlength=1)
     commonest = int(rests.argmax())
@@ -87,10 +87,11 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 
 
 class BatchPlanner:
-    """Makes the plans of jobs.
+    """The object that makes the plans of jobs.
 
-    selector: the method that selects samples; None: all samples are taken. drop_single: see
-    `cut_batches`. needs_two_rows: whether the model cannot train on a batch of one row.
+    selector: the method that selects samples; None takes all samples. drop_single: see
+    `cut_batches`.
+    needs_two_rows: True if the model cannot train on a batch of one row.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class BatchPlanner:
         self.drop_single, self.needs_two_rows = drop_single, needs_two_rows
 
     def plan(self, ctx: Context) -> Plan:
-        """Return the batches of a job, of the samples that a method selects or of all."""
+        """Return the batches of a job from the samples that a method selects, or from all."""
         if self.selector is not None:
             selected = self._select(self.selector, ctx)
             if selected:
@@ -129,8 +130,8 @@ class BatchPlanner:
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
         """Return the positions that a method selects for each epoch; [] if it takes all samples.
 
-        They are ascending, so that the shuffle depends on what was selected and not on how it was
-        ranked. Epochs of one sample are left out if the model cannot train on it.
+        They are ascending, so that the shuffle depends only on which samples were selected and not
+        on their order. Epochs of one sample are left out if the model cannot train on it.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -1,8 +1,8 @@
 """Train K clients of a small linear network at once, by batched products.
 
-The parameters are stacked [K, D]. A network qualifies if it is a chain of linear and pointwise
-layers, and if no method takes part in the step. A batch that is smaller than the others is filled
-up with rows of weight 0, so that all products always have the same shape.
+The D parameters of all lanes are stacked to [K, D]. A network qualifies if it is a chain of linear
+and pointwise layers, and if no method takes part in the step. A batch that is smaller than the
+others is padded with rows of weight 0, so that all products have the same shape.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """Compute x w^T + b of every lane: x [K, B, n], w [K, m, n], b [K, m] or None.
+    """A function that computes x w^T + b for every lane.
 
-    Autograd's own gradient of w^T has the memory layout of w^T, and adding it to w takes longer
-    than the products.
+    x [K, B, n], w [K, m, n], b [K, m] or None. Autograd's own gradient of w^T has the memory layout
+    of w^T, and adding it to w takes longer than the products.
     """
 
     @staticmethod
@@ -116,7 +116,7 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class BatchedLanes(LaneLoop[Lane]):
-    """Steps K clients by one batched computation."""
+    """A loop that trains K clients with one batched computation per step."""
 
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector
@@ -139,7 +139,7 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the lanes' parameters [K, ...], and the tensors that the optimizer changes.
 
-        The parameters are by the id of the network's parameter.
+        The keys of the parameters are the ids of the network's parameters.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -179,7 +179,7 @@ class BatchedLanes(LaneLoop[Lane]):
             lane.advance(losses[lane.row])
 
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
-        """Do one step of all lanes; return each lane's loss.
+        """Make one step of all lanes; return each lane's loss.
 
         Rows of lanes without a job have weight 0.
         """
@@ -248,7 +248,7 @@ class BatchedLanes(LaneLoop[Lane]):
 
 
 def _fill_up(batch: Batch, size: int) -> Batch:
-    """Return the batch with `size` rows; added rows repeat the first."""
+    """Return the batch with `size` rows; the added rows repeat the first row."""
     missing = size - len(batch.inputs)
     if not missing:
         return batch

@@ -1,4 +1,4 @@
-"""Put what clients receive onto the device of a worker."""
+"""Copy everything that clients receive to the device of a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysim.training.transfer import to_device
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A published version as tensors on a device; on a CPU views of the published arrays."""
+    """A published version as tensors on a device; on a CPU they are views of the arrays."""
 
     base: Tensor  # [layout.shared]
     counters: Tensor  # [layout.shared_counters] int64
@@ -22,7 +22,7 @@ class Broadcast:
 
 
 class Receiver:
-    """Receives versions and keeps the last one on the device."""
+    """The object that receives versions and keeps the last one on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -31,7 +31,7 @@ class Receiver:
         self._last: Broadcast | None = None
 
     def store_constants(self, constants: Arrays) -> None:
-        """Keep what every client receives once, by "method.name"."""
+        """Store the tensors that every client receives once, by "method.name"."""
         self._constants = self.tensors(constants)
 
     def receive(self, published: PublishedVersion) -> Broadcast:

@@ -26,8 +26,8 @@ CHUNK_FLOATS = 1 << 20
 class ClientData:
     """The samples of all clients, on the device of a worker.
 
-    inputs [n, ...] (images: uint8 [n, c, h, w]) and labels [n, ...]: as stored. partition: maps
-    clients to rows of training samples.
+    inputs [n, ...] (images: uint8 [n, c, h, w]) and labels [n, ...]: as the data set stores them.
+    partition: the rows of training samples of each client.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ClientData:
     ) -> tuple[Tensor, Tensor]:
         """Return normalised inputs and labels of rows of the data set.
 
-        generator: augment the inputs with its numbers; None: do not.
+        generator: random numbers to augment the inputs; None does not augment.
         """
         index = to_device(rows, self.inputs.device)
         stored = self.inputs.index_select(0, index)
@@ -68,7 +68,7 @@ class ClientData:
         return self.gather_parts(self.partition.rows(client), size)
 
     def class_counts(self, client: int) -> Tensor:
-        """Return the client's training samples of each class: int64 [C], on the CPU."""
+        """Return how many training samples of each class the client has: int64 [C] on the CPU."""
         rows = torch.from_numpy(self.partition.rows(client)).to(self.labels.device)
         labels = self.labels.index_select(0, rows).cpu()
         return torch.bincount(labels, minlength=self.task.num_classes)
@@ -76,8 +76,8 @@ class ClientData:
     def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
         """Yield the batches of a plan; several are gathered and normalised at once.
 
-        rows: the rows of the data set to which the plan's positions refer. purpose, keys: name the
-        random stream of the augmentation.
+        rows: the rows of the data set that the plan's positions refer to. purpose, keys: the name
+        of the random stream for augmentation.
         """
         rows = rows[plan.positions]
         generator = stream(self.seed, purpose, *keys) if self.pipeline.augment else None

@@ -1,4 +1,4 @@
-"""Load a client's model into the vector of a worker, and copy its personal part out again."""
+"""Load a client's model into a worker's vector, and copy its personal part from the vector."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def load_vector(vector: Vector, base: Tensor, counters: Tensor, state: ClientSta
 
 
 def copy_client_state(vector: Vector, methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
-    """Return a client's state: a copy of the vector's personal part, and what methods keep."""
+    """Return a client's state: a copy of the vector's personal part, and the state of methods."""
     counters = vector.counters[vector.layout.shared_counters :]
     return ClientState(vector.personal.clone(), counters.clone(), methods)

@@ -20,7 +20,7 @@ class Combiner:
     def train_apart(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *values: Any
     ) -> tuple[TrainingResult | np.ndarray | None, ...]:
-        """Train as `train` does, and return each group's sum as a value of its own.
+        """Train as `train` does, and return each group's sum as a separate value.
 
         Such a sum can stay on its node. It is None if all jobs of the group failed.
         """

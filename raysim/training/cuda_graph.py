@@ -1,7 +1,7 @@
-"""Capture a computation as a CUDA graph, with branches that run side by side.
+"""Capture a computation as a CUDA graph, with branches that run in parallel.
 
-On other devices nothing can be captured. The computation is repeated there, on the same tensors at
-fixed addresses. That saves no time, but tests on a CPU see what goes in and out of a graph.
+On other devices nothing can be captured. There the computation is repeated on the same tensors at
+fixed addresses. That saves no time, but tests on a CPU see the inputs and outputs of a graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _capture(compute: Compute, pool: Any) -> Compute:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Stop the garbage collector: a capture would end if it freed another graph."""
+    """Stop the garbage collector: if it freed another graph, the capture would fail."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -59,7 +59,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class Branches:
-    """Branches of work that run side by side in a CUDA graph; elsewhere one after another."""
+    """Branches of work that run in parallel in a CUDA graph; elsewhere one after another."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -68,7 +68,7 @@ class Branches:
 
     @contextmanager
     def branch(self, place: int) -> Iterator[None]:
-        """Let the work in this context wait for the work that was launched before all branches.
+        """Run the work of this context in a branch, after the work before all branches.
 
         place: the number of the branch, 0, 1, ... in this order.
         """

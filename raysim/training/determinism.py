@@ -1,4 +1,4 @@
-"""Fix the number of threads, and let libraries use only deterministic algorithms."""
+"""Set the number of threads, and let libraries use only deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from threadpoolctl import ThreadpoolController
 
 
 def make_deterministic(threads: int) -> None:
-    """Fix torch's threads in this process, and let torch use only deterministic algorithms."""
+    """Set torch's threads in this process, and let torch use only deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
     # torch.use_deterministic_algorithms would import the compiler, which takes seconds.
@@ -50,7 +50,8 @@ def openblas_threads() -> Any:
 def _keep_freed_memory() -> None:
     """Let glibc keep freed memory.
 
-    Otherwise gradients of 30 MB would be mapped again at every step (11 % of the time of W3).
+    Otherwise gradients of 30 MB would be mapped again at every step (11 % of the time of benchmark
+    W3).
     """
     if sys.platform != "linux":
         return

@@ -16,7 +16,7 @@ from raysim.vectors.layout import Vector
 class FrozenNetworks:
     """Sets of networks in eval mode without gradients, by name.
 
-    A set is made on first demand and reused by later jobs.
+    A set is made at the first request and used again by later jobs.
     """
 
     def __init__(self, vector: Vector):

@@ -1,4 +1,4 @@
-"""Compute layers in recorded steps as a GPU does fastest, and keep Python from reading values."""
+"""Use the fastest kernels of a GPU in recorded steps, and forbid Python to read values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ALIGNMENT_BYTES = 16  # that some GPU kernels read at once
 def align(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if its address is not aligned as some GPU kernels need it.
 
-    Such kernels would end the process.
+    With an unaligned address such kernels would end the process.
     """
     if tensor.device.type != "cuda" or tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
         return tensor
@@ -48,10 +48,10 @@ def _align_parameter(argument: Any) -> Any:
 class GpuKernels(TorchFunctionMode):
     """A mode in which parameters of layers are aligned and convolutions are fast on a GPU.
 
-    Convolutions of few channels are computed as products of patches: on an H100 kernels for
-    convolutions took 130 us for 64 images of 28 x 28 with one channel. Other convolutions get
-    tensors in which the channels of a pixel lie together, unless a network has layers that would
-    copy them back (GroupNorm).
+    Convolutions of few channels are computed as products of patches: on an H100 the kernels for
+    convolutions took 130 us for 64 images of 28 x 28 pixels with one channel. Other convolutions
+    get tensors in which the channels of a pixel are adjacent, unless a network has layers that
+    would copy them back (GroupNorm).
     """
 
     def __init__(self, modules: Iterable[nn.Module]):

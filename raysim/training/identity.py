@@ -1,4 +1,4 @@
-"""Describe what the bits that a process computes depend on, and compare processes."""
+"""Describe the facts that a process's bits depend on, and compare processes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ MAX_DIFFERENCES = 4  # that an error names
 
 
 class UnequalWorkersError(ValueError):
-    """Processes of one run would compute different bits, and `runtime.mixed` is off."""
+    """The error of a run whose processes would compute different bits (`runtime.mixed` is off)."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process of a run.
+    """The identity of a process of a run.
 
-    facts: by name, what the bits that it computes depend on.
+    facts: by name, everything that the bits of the process depend on.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Identity:
 def identify(name: str, packages: Sequence[str] = (), device: str = "", node: str = "") -> Identity:
     """Return the identity of this process.
 
-    packages: packages besides raysim whose code the run uses. device: the device on which the
-    process computes; "" for a process that trains nothing. node: the name of this machine; "": as
-    the operating system has it.
+    packages: packages besides raysim whose code the run uses. device: the device that the process
+    computes on; "" for a process that trains nothing. node: the name of this machine; "" takes the
+    operating system's name.
     """
     facts = {**_device(device), **_cpu(), **_variables(), **_versions()}
     facts |= {
@@ -76,7 +76,7 @@ def identify(name: str, packages: Sequence[str] = (), device: str = "", node: st
 
 
 def _device(device: str) -> dict[str, str]:
-    """Return the model of a worker's device; nothing for a process that trains nothing."""
+    """Return the model of a worker's device; {} for a process that trains nothing."""
     if not device.startswith("cuda"):
         return {"device": device} if device else {}
     major, minor = torch.cuda.get_device_capability(device)
@@ -90,7 +90,7 @@ def _device(device: str) -> dict[str, str]:
 
 @functools.cache
 def _cpu() -> dict[str, str]:
-    """Return which kernels torch, its libraries and NumPy choose on this CPU."""
+    """Return the kernels that torch, its libraries and NumPy choose on this CPU."""
     # Older versions of torch have no such function.
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has = sorted(
@@ -139,7 +139,7 @@ def code_checksum(package: str) -> str:
 
 
 def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable[tuple[str, Path]]:
-    """Yield the Python files of a package by their place in it, or the one file of a module."""
+    """Yield the Python files of a package by their path in it, or the one file of a module."""
     if folders is None:
         if origin and Path(origin).is_file():
             yield Path(origin).name, Path(origin)
@@ -153,7 +153,7 @@ def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable
 class Participants:
     """The processes that took part in a run, the driver first.
 
-    mixed: whether they may differ.
+    mixed: True if they may differ.
     """
 
     driver: Identity
@@ -161,7 +161,7 @@ class Participants:
     joined: list[Identity] = field(default_factory=list)
 
     def add(self, *identities: Identity) -> None:
-        """Add processes. Raises UnequalWorkersError if one differs and `mixed` is off."""
+        """Add processes. Raises UnequalWorkersError if one differs and `mixed` is False."""
         new = [identity for identity in identities if identity not in self.all]
         reference = self._reference(new)
         if not self.mixed:
@@ -231,7 +231,7 @@ def _describe_instructions(expected: str, value: str) -> str:
 
 
 def are_equal(identities: Sequence[Identity]) -> bool:
-    """Return whether no fact has two values among these processes."""
+    """Return True if every fact has the same value in all processes."""
     values: dict[str, str] = {}
     for identity in identities:
         for fact, value in identity.facts.items():

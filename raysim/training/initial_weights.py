@@ -25,12 +25,12 @@ MAX_NAMES = 3  # of tensors in an error
 
 @dataclass(frozen=True)
 class Init:
-    """The settings `init.*`: where the initial weights come from.
+    """The settings `init.*` of the initial weights.
 
-    file: a `.safetensors` file, or a state dict that `torch.save` wrote; None: all weights are
-    drawn. only: networks, modules or tensors that start from the file, such as "model" or
-    "extractor"; None: all. redraw: parts that are drawn nevertheless, such as "head"; None: none.
-    sha256: the checksum that the file must have; None: it is filled in.
+    file: a `.safetensors` file, or a state dict that `torch.save` wrote; None draws all weights.
+    only: networks, modules or tensors that start from the file, such as "model" or "extractor";
+    None: all. redraw: parts that are drawn although the file has them, such as "head"; None: none.
+    sha256: the checksum that the file must have; None stores the file's checksum.
     """
 
     file: str | None = None
@@ -47,7 +47,7 @@ class Init:
         for key in ("only", "redraw"):
             if getattr(self, key) == []:
                 raise ValueError(
-                    f"init.{key}=[] names nothing. Name a part of the model, or set "
+                    f"init.{key}=[] names nothing. Give a part of the model, or set "
                     f"init.{key}=null."
                 )
 
@@ -62,8 +62,8 @@ class InitialWeights:
     def load_into(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> None:
         """Copy the values into the networks. Raises ValueError with the tensors that do not fit.
 
-        personal: names of tensors that stay with the clients. A file that a run has written lacks
-        them, so they may be missing.
+        personal: names of tensors that stay with the clients. A file that a run has written does
+        not have them, so they may be missing.
         """
         targets = _Targets(networks, personal)
         with torch.no_grad():
@@ -77,7 +77,7 @@ class InitialWeights:
         return [name for name in targets.tensors if name not in chosen]
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays that are used, by the full names of their tensors in the run."""
+        """Return the arrays that are used, by the full names of the run's tensors."""
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
@@ -97,7 +97,7 @@ class InitialWeights:
         return chosen
 
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays by the full names of the run.
+        """Return the arrays in a dictionary with the run's full parameter names as keys.
 
         Raises ValueError for names that the run does not have.
         """
@@ -112,7 +112,7 @@ class InitialWeights:
         if unknown and self.init.only is None and len(unknown) < len(self.tensors):
             raise ValueError(
                 f"init.file={self.init.file}: no network of this run has {_format_names(unknown)}. "
-                "Name the parts to load with init.only, such as init.only=model, or leave parts "
+                "Give the parts to load with init.only, such as init.only=model, or leave parts "
                 "out with init.redraw."
             )
         return {names[name]: array for name, array in self.tensors.items() if name in names}
@@ -126,9 +126,9 @@ class InitialWeights:
     def _check_complete(
         self, targets: _Targets, used: set[str], chosen: Mapping[str, np.ndarray], is_partial: bool
     ) -> None:
-        """Raise ValueError if the file lacks tensors of a network.
+        """Raise ValueError if the file has not all tensors of a network.
 
-        is_partial: whether `init.only` names the tensors that are needed; otherwise the model is
+        is_partial: True if `init.only` gives the tensors that are needed. Otherwise the model is
         needed, and each network of which the file has some tensors.
         """
         present = {name.partition(".")[0] for name in chosen} | {"model"}
@@ -163,7 +163,7 @@ class InitialWeights:
 
 
 class _Targets:
-    """The tensors of a run's networks that a file can fill, and their possible names there."""
+    """The tensors of a run's networks that a file can set, and their possible names in the file."""
 
     def __init__(self, networks: Mapping[str, nn.Module], personal: Collection[str]):
         self.tensors: dict[str, Tensor] = {}
@@ -232,14 +232,14 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
     """Read the file of the initial weights.
 
     Returns the settings with the file's checksum, and the weights; None without a file. Raises
-    ValueError if the file cannot be read, holds no state dict, or has another checksum.
+    ValueError if the file cannot be read, contains no state dict, or has another checksum.
     """
     if init.file is None:
         return init, None
     path = user_path(init.file).absolute()
     if not path.exists():
         raise ValueError(
-            f"init.file={init.file} does not exist. Name a .safetensors file or a saved state dict."
+            f"init.file={init.file} does not exist. Give a .safetensors file or a saved state dict."
         )
     with regular_file(path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -291,7 +291,7 @@ def _type_name(value: object) -> str:
 
 
 def _to_array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32 exactly."""
+    """Return a tensor as an array; bfloat16, which NumPy does not have, becomes float32 exactly."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()

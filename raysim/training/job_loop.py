@@ -1,4 +1,4 @@
-"""Train jobs one after another, and the interface through which every loop trains them."""
+"""Train jobs one after another; define the interface that every loop has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raysim.training.trainer import RunningJob, Trainer
 
 
 class JobHandler(Protocol):
-    """Begins and ends the jobs that a loop trains. A place is an index into `numbers`."""
+    """The interface that begins and ends jobs for a loop. A place is an index into `numbers`."""
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -17,7 +17,7 @@ class JobHandler(Protocol):
         ...
 
     def is_ready(self, place: int) -> bool:
-        """Return whether no other job has to end before this one begins."""
+        """Return True if no other job has to end before this one begins."""
         ...
 
     def begin(self, place: int) -> RunningJob:
@@ -25,16 +25,16 @@ class JobHandler(Protocol):
         ...
 
     def end(self, place: int, running: RunningJob) -> None:
-        """Take the result of a job out of the trainer's vector."""
+        """Make the result of a job from the trainer's vector."""
         ...
 
     def fail(self, place: int, error: BaseException) -> None:
-        """Note the error that a job raised."""
+        """Record the error that a job raised."""
         ...
 
 
 class OneByOne:
-    """Trains one job after another: the loop with which all others are compared."""
+    """The loop that trains one job after another. All other loops are compared with it."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer

@@ -2,8 +2,8 @@
 
 Subclasses compute the steps: by batched products (`batched_lanes.py`) or from recordings of `Step`
 (`recorded_lanes.py`). For a given number of lanes, a client's result does not depend on the other
-clients in the batch. Its last bit may depend on the lane, because kernels treat the end of a tensor
-differently. So the number of the job decides the lane, on every worker.
+clients in the batch. The last bit of a result may depend on the lane, because kernels treat the end
+of a tensor differently. Therefore the number of the job decides the lane, on every worker.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lane:
         return tuple(cycle[self.step % len(cycle)])
 
     def advance(self, loss: Tensor | None) -> None:
-        """Append the task loss of an iteration, if it had one, and take the next batch."""
+        """Append the task loss of an iteration, if there was one, and take the next batch."""
         if loss is not None:
             self.job.losses.append(loss)
         self.step += 1
@@ -75,7 +75,7 @@ L = TypeVar("L", bound=Lane)
 class LaneLoop(ABC, Generic[L]):
     """A loop that trains jobs in K lanes.
 
-    data [K, D], counters [K, C]: the lanes' vectors.
+    data [K, D]: the lanes' vectors of D floats. counters [K, C]: the lanes' C integers.
     """
 
     def __init__(self, trainer: Trainer, data: Tensor, counters: Tensor, lane_type: type[L]):
@@ -92,11 +92,11 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def step_lanes(self, busy: Sequence[L]) -> None:
-        """Do the next iteration of these lanes, and `advance` each."""
+        """Make the next iteration of these lanes, and call `advance` of each lane."""
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Hand the job what the lane holds for it, before the job ends."""
+        """Copy data of the lane into the job, before the job ends."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the approximate order in which jobs begin, as places among `numbers`."""
@@ -138,7 +138,7 @@ class LaneLoop(ABC, Generic[L]):
         return places
 
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
-        """End the lane's job if it is done, and begin the next job that is ready."""
+        """End the lane's job if it is finished, and begin the next job that is ready."""
         while lane.batch is None:
             try:
                 if lane.running is not None:

@@ -1,4 +1,4 @@
-"""Run the local training that a method brings in place of raysim's steps."""
+"""Run the local training that a method provides instead of raysim's steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysim.vectors.layout import Vector
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators of `random`, NumPy and torch; restore them afterwards.
 
-    A user's own training may draw from them, and its numbers must not depend on the worker.
+    A user's own training may draw from them, and the drawn numbers must not depend on the worker.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = [device] if device.type == "cuda" else []
@@ -36,7 +36,7 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class LocalTrainingError(TypeError):
-    """A method's own training left something that cannot be used. method: its name."""
+    """The error of a method whose own training returned an unusable result. method: its name."""
 
     def __init__(self, text: str, method: str):
         super().__init__(text)

@@ -1,9 +1,9 @@
 """Measure how much local training biases the features and classifiers of clients.
 
-Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3 (classifier) and Table 6
-(accuracy of local models). A local model is probed before averaging, next to the model that its
-client received, on balanced rows of the central test set. The paper shows pictures; the numbers
-for features and classifier are defined here.
+The measures follow Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3
+(classifier) and Table 6 (accuracy of local models). A local model is probed before averaging, next
+to the model that its client received, on balanced rows of the central test set. The paper shows
+pictures; the numbers for features and classifier are defined here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raysim.primitives.checks import finite_values
 
 
 def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) -> Ints:
-    """Return ascending positions with `per_class` of each class, or all if it has fewer.
+    """Return ascending positions with `per_class` rows of each class, or all if there are fewer.
 
     They are drawn without replacement.
     """
@@ -32,9 +32,9 @@ def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) 
 
 
 def feature_distance(local: Reals, received: Reals) -> float:
-    """Return the mean row norm of local - received, in units of the mean row norm of received.
+    """Return the mean norm of (local - received), divided by the mean norm of received rows.
 
-    It is 0 for equal features, and nan for others if every received row is zero.
+    It is 0 for equal features. For other features it is nan if every received row is zero.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
     moved = float(np.linalg.norm(local - received, axis=1).mean())
@@ -58,9 +58,10 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 
 
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the mean cosine between rows of seen and rows of unseen classes (Figure 2).
+    """Return the mean cosine between features of seen and of unseen classes.
 
-    None: there are no rows of one kind.
+    It is the measure of Figure 2 of the FedBR paper; None if there are no rows of seen, or none of
+    unseen, classes.
     """
     features = np.asarray(features, np.float64)
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -72,7 +73,7 @@ def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None
 
 
 def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the mean probability of the true class over rows of unseen classes; None without."""
+    """Return the mean probability of the true class over rows of unseen classes, or None."""
     rows = np.flatnonzero(~seen[labels])
     if not len(rows):
         return None
@@ -82,14 +83,17 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean probability of all seen classes together over rows of unseen classes.
 
-    0 means no bias, 1 full bias; None: there are no such rows.
+    0 means no bias, 1 full bias; None if there are no such rows.
     """
     output = output_distribution(probabilities, labels, seen)
     return None if output is None else float(output[seen].sum())
 
 
 def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floats | None:
-    """Return the mean output [C] over rows of unseen classes (Figure 3); None without such rows."""
+    """Return the mean output [C] over rows of unseen classes; None without such rows.
+
+    Figure 3 of the FedBR paper shows it.
+    """
     rows = ~seen[labels]
     if not rows.any():
         return None

@@ -1,4 +1,4 @@
-"""Time a worker's calls and their parts from outside, in a run with `profile=true`."""
+"""Measure the times of a worker's calls and their parts, in a run with `profile=true`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ WORKER_CALLS = {
 
 @dataclass(frozen=True)
 class WorkerTrack:
-    """Where the time of a worker's calls went, and their starts and ends in epoch seconds."""
+    """The time of a worker's calls by kind of work, and the start and end of each call.
+
+    Starts and ends are in seconds since the epoch.
+    """
 
     track: Track
     calls: list[tuple[float, float]]
 
 
 def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.device) -> Spans:
-    """Time methods of some objects from now on.
+    """Measure the time of some objects' methods from now on.
 
-    parts: objects, and the kind of time that each of their methods takes. On a GPU, which works
+    parts: for each object, the kind of time of each of its methods. On a GPU, which works
     asynchronously, every span waits for the end of the work.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -50,7 +53,7 @@ def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.devic
 def gpu_utilization(device: torch.device) -> float | None:
     """Return the share of the last moments in which a GPU was busy, as its driver reports it.
 
-    None: the device is no GPU, or its driver does not report it.
+    None means that the device is not a GPU, or that its driver does not report it.
     """
     if device.type != "cuda":
         return None

@@ -1,8 +1,8 @@
-"""Show hooks a client in a recorded step, and note what they read.
+"""Show hooks a client in a recorded step, and record which values they read.
 
-A recording repeats the operations of a step on tensors that stay where they are. So each tensor
-that a step reads of its client is an input, copied in before a replay; and each Python value that
-it reads decides which recording fits.
+A recording repeats the operations of a step on tensors at fixed addresses. Each tensor that a step
+reads from its client is therefore an input, which is copied before a replay. Each Python value that
+it reads decides which recording can be used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 
 @dataclass
 class Reads:
-    """The tensors and the Python values that steps have read of their clients so far."""
+    """The tensors and the Python values that steps have read from their clients so far."""
 
     entries: dict[Entry, None] = field(default_factory=dict)  # in the order of their first reads
     facts: dict[str, None] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Reads:
 
 
 class TrackedTable(UserDict[str, Tensor]):
-    """Tensors by name. It notes which of a client's tensors a step reads before replacing them."""
+    """A table of tensors that records which tensors a step reads before it replaces them."""
 
     def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
         self.name, self.reads, self.initial = name, reads, dict(values)
@@ -101,7 +101,7 @@ class RecordedLane(Lane):
 
 
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
-    """Return a tensor of a lane's client; None if the client has none."""
+    """Return a tensor of a lane's client, or None if the client does not have it."""
     ctx = lane.ctx
     if table == VECTORS:
         return lane.start if key == "start" else cast(Tensor, getattr(ctx, key))
@@ -111,7 +111,7 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 
 
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
-    """Return all tensors that a step may read of a lane's client, by table and key."""
+    """Return all tensors of a lane's client that a step may read, by table and key."""
     ctx = lane.ctx
     vectors = {
         "base": ctx.base,
@@ -144,10 +144,10 @@ class Sizes:
 
 
 class RecordedContext(Context):
-    """A `Context` that notes what is read, of tensors that may stand for those of later clients.
+    """A `Context` that records which values are read, on tensors of this or a later client.
 
-    tables: see `tables_of`. rate: a tensor []. frozen_vector: returns the vector of a further set
-    of networks. iteration: is closed at the end of the iteration.
+    tables: see `tables_of`. rate: a scalar tensor. frozen_vector: function that returns the vector
+    of another set of networks. iteration: is closed at the end of the iteration.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")

@@ -1,10 +1,10 @@
 """Capture `Step` once for each lane and kind of iteration, and replay it from then on.
 
-Where all lanes have a client at the same kind of iteration, one recording has a branch for each of
-them, and a GPU computes the branches side by side. Otherwise each lane has a recording of its own.
-A lane's vector, the buffers of its optimisers and the inputs of its step are tensors that stay
-where they are; before a replay, what has changed since the last one is copied into the inputs, and
-afterwards losses and changed entries are copied out.
+If all lanes have a client at the same kind of iteration, one recording has a branch for each lane,
+and a GPU computes the branches in parallel. Otherwise each lane has its own recording. A lane's
+vector, the buffers of its optimizers and the inputs of its step are tensors at fixed addresses.
+Before a replay, changed values are copied into the inputs; afterwards losses and changed entries
+are copied out.
 
 The first iteration of a kind is computed without a recording, because libraries choose kernels and
 allocate memory then. It shows what the step reads of its client.
@@ -52,7 +52,7 @@ Key: TypeAlias = tuple[Any, ...]
 
 
 def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
-    """Return copies [K, n] of a flat tensor [n], each at a multiple of `border` numbers."""
+    """Return K copies [K, n] of a flat tensor [n], each at a multiple of `border` numbers."""
     padded = -(-len(flat) // border) * border
     return flat.new_empty(count, padded)[:, : len(flat)].copy_(flat.detach().expand(count, -1))
 
@@ -68,7 +68,7 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 
 
 class RecordedLanes(LaneLoop[RecordedLane]):
-    """Replays the recorded steps of K clients."""
+    """A loop that replays the recorded steps of K clients."""
 
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector
@@ -95,7 +95,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Hand the job those optimizers of the lane that its next iteration needs first."""
+        """Give the job the optimizers of the lane that its next iteration is the first to use."""
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
         for stage in lane.stages:
@@ -133,11 +133,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return whether batches of this size are frequent; a single lane records all."""
+        """Return True if batches of this size are frequent; a single lane records all sizes."""
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
     def _key(self, lane: RecordedLane) -> Key:
-        """Return what has to be equal for a replay."""
+        """Return the values that must be equal for a replay."""
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
         entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)
@@ -145,7 +145,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
-        """Do an iteration of lanes of one kind.
+        """Make an iteration of lanes of one kind.
 
         The first time it is computed without a recording, the second time it is recorded, then
         replayed.
@@ -177,7 +177,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _advance(
         self, lane: RecordedLane, loss: Tensor | None, changed: Mapping[Entry, Tensor]
     ) -> None:
-        """Hand the job what an iteration has changed."""
+        """Copy the results of an iteration into the job."""
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
         lane.modes = modes_after(lane.modes, lane.stages)
@@ -192,10 +192,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         tables: Mapping[str, Mapping[str, Tensor]],
         rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
-        """Do a lane's iteration with `Step`.
+        """Make a lane's iteration with `Step`.
 
-        Return the loss of the task, None without one, and the entries of `state` and `kept` that
-        changed.
+        Return the task loss, or None without one, and the changed entries of `state` and `kept`.
         """
         self.enter(lane)
         if self.trainer.declarations.methods:
@@ -220,7 +219,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     # --- inputs ------------------------------------------------------------------------------
     def rate(self, lane: RecordedLane) -> Tensor:
-        """Return the learning rate as a tensor [], the same one for the same value."""
+        """Return the learning rate as a scalar tensor; equal rates give the same tensor object."""
         value = lane.ctx.rate
         if value not in self._rates:
             self._rates = dict(list(self._rates.items())[-3:])  # the newest
@@ -248,7 +247,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
 
 class Recording:
-    """The iteration of some lanes, on input tensors of its own."""
+    """The recorded iteration of some lanes, with its own input tensors."""
 
     def __init__(
         self, loop: RecordedLanes, lanes: Sequence[RecordedLane], inputs: Mapping[InputPath, Tensor]
@@ -264,7 +263,7 @@ class Recording:
     def replay(
         self, inputs: Mapping[InputPath, Tensor]
     ) -> list[tuple[Tensor | None, dict[Entry, Tensor]]]:
-        """Do the iteration with these inputs; return each lane's loss and changed entries."""
+        """Replay the iteration with these inputs; return each lane's loss and changed entries."""
         for path, tensor in inputs.items():
             if self._loaded[path] is not tensor:
                 self._inputs[path].copy_(tensor)

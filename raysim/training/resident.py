@@ -60,7 +60,7 @@ def _unpickle(state: StoredState) -> StoredState:
 class ResidentStates:
     """The last state of each client of a worker.
 
-    budget: bytes on the device; states that were not used for longest leave it first.
+    budget: bytes on the device. States that have not been used for the longest time leave it first.
     """
 
     def __init__(self, device: torch.device, budget: float = math.inf):
@@ -78,7 +78,7 @@ class ResidentStates:
         return len(self._handles)
 
     def get(self, client: int, job: int) -> ClientState[Tensor] | None:
-        """Return the state that a job left, on the device; None if it is not here."""
+        """Return the state that a job left, on the device, or None if it is not on this worker."""
         handle = self._handles.get(client)
         if handle is None or handle.job != job:
             return None
@@ -101,7 +101,7 @@ class ResidentStates:
         self._device_bytes.pop(client, None)
 
     def _mark_used(self, client: int, handle: StateHandle) -> None:
-        """Note that a state is used now; move idle states to memory if the budget is exceeded."""
+        """Mark a state as used now; move idle states to memory if the budget is exceeded."""
         if self.budget == math.inf:
             return
         assert handle.state is not None, "a state in use is on the device"

@@ -30,11 +30,11 @@ Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When and where checkpoints are written.
+    """The settings of checkpoints.
 
-    every: rounds from one checkpoint to the next; 0: never. keep: number of checkpoints that are
-    kept. folder: a folder for this run alone, or a URL that fsspec knows; None: in the run's
-    folder.
+    every: rounds from one checkpoint to the next; 0 for none. keep: the number of checkpoints that
+    are kept.
+    folder: a folder for this run alone, or a URL that fsspec knows; None is in the run's folder.
     """
 
     every: int = 10
@@ -52,11 +52,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Faults:
-    """When a job has failed, and how many failures a run tolerates.
+    """The settings that decide when a job has failed, and how many failures a run tolerates.
 
     tolerate: the largest share of an aggregation's clients that may fail before the run stops.
-    norm: the largest norm of an update; None: any. timeout: seconds after which a worker that does
-    not answer a call is replaced; None: never.
+    norm: the largest norm of an update; None allows any. timeout: seconds after which a worker that
+    does not answer a call is replaced; None waits forever.
     """
 
     tolerate: float = 0.1
@@ -73,10 +73,10 @@ class Faults:
 
 @dataclass(frozen=True)
 class StateBudget:
-    """How much memory the client states may take; states that were idle for longest leave first.
+    """The limits of memory for client states; states that were idle longest leave first.
 
-    budget: GiB of committed client states in memory; the rest is on disk. device: GiB of client
-    states on the GPU of each worker; the rest is in ordinary memory. None: no limit.
+    budget: GiB of committed client states in memory; the others are on disk. device: GiB of client
+    states on the GPU of each worker; the others are in ordinary memory. None means no limit.
     """
 
     budget: float | None = None
@@ -129,14 +129,14 @@ class RunSettings:
 class RunSpec:
     """All that a worker or a coordinator is built from, as values that can be pickled.
 
-    device: where this process computes: "cpu", "cuda", "cuda:1" or "mps". threads: of torch.
-    lanes: number of clients that a worker trains at once; bits depend on it. dtype: of the vector.
-    score_batch: samples scored at once. profile: whether to measure where the time goes. graph:
-    whether steps are recorded and replayed; bits depend on it. precision: in which products of a
-    step are computed. loss: replaces the usual loss; see `Task`. weights: saved initial weights;
-    None: all are drawn. size: the largest number of updates in one aggregation. stale: whether
-    updates may start from an earlier version than the current one. packages: packages besides
-    raysim whose code the run uses.
+    device: the device of this process: "cpu", "cuda", "cuda:1" or "mps". threads: the number of
+    torch's threads. lanes: the number of clients that a worker trains at once; bits depend on it.
+    dtype: the type of the vector. score_batch: samples scored at once. profile: True measures how
+    the time is spent. graph: True records and replays steps; bits depend on it. precision: the type
+    of matrix products in a step. loss: replaces the usual loss; see `Task`. weights: saved initial
+    weights; None: all are drawn. size: the largest number of updates in one aggregation. stale:
+    whether updates may start from an earlier version than the current one. packages: packages
+    besides raysim whose code the run uses.
     """
 
     model: ModelRecipe
@@ -190,7 +190,7 @@ class RunSpec:
 
     @property
     def all_methods(self) -> tuple[Method, ...]:
-        """The run's methods, with the attack in front if there is one."""
+        """The run's methods, with the attack before them if there is one."""
         if self.settings.attack.kind == "none":
             return self.methods
         return (self.attackers, *self.methods)
@@ -271,7 +271,7 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
     if evaluation.finetune.head and not has_head:
         raise ValueError(
             "evaluate.finetune.head=true, or a method, trains the head only, and the head of this "
-            "model is unknown. Name its last linear layer with model.head."
+            "model is unknown. Give its last linear layer with model.head."
         )
     if evaluation.probe and not (has_head and task.kind == "classification"):
         problem = "this model cannot be split into features and a head"

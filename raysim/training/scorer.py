@@ -21,7 +21,7 @@ from raysim.training.worker_states import WorkerStates
 
 
 class Scorer:
-    """Scores models. It uses no random stream of training and changes no statistics of it."""
+    """A scorer of models. It uses no random stream of training and changes no statistics."""
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
         self.spec, self.trainer, self.states, self.receiver = spec, trainer, states, receiver
@@ -36,7 +36,7 @@ class Scorer:
     ) -> list[ScoringReport]:
         """Return the scores and losses of each task's rows.
 
-        states: client states that are sent, one per task; empty: all are resident.
+        states: client states that are sent, one per task; empty if all are resident.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)

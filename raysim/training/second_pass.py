@@ -86,7 +86,7 @@ class RepeatedOutputs(Outputs):
 
 
 class SecondPass:
-    """The state from which a stage's first pass starts. Create it before that pass."""
+    """The state that a stage's first pass starts from. Create it before that pass."""
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):
         self.vector, self.outputs, self.ctx = vector, outputs, outputs.ctx

@@ -1,6 +1,6 @@
-"""Do a step: one batch through the model, the losses of all methods, one gradient a stage.
+"""Make a step: one batch through the model, the losses of all methods, a gradient per stage.
 
-Each stage ends in one step of its optimizer.
+Each stage ends with one step of its optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
-    """Put networks, or modules in them, into train (True) or eval mode, in this order."""
+    """Put networks, or modules of them, into train mode (True) or eval mode, in this order."""
     for name, training in modes.items():
         _find_module(networks, name).train(training)
 
@@ -60,7 +60,7 @@ NamedHook: TypeAlias = tuple[str, Callable[..., Any]]
 
 
 class _StepHooks:
-    """The hooks that a run calls once for each batch, each with its method's name."""
+    """The hooks that a run calls once for each batch, each with the method's name."""
 
     def __init__(self, declarations: Declarations | None):
         self.batches: list[NamedHook] = []
@@ -101,9 +101,9 @@ class _StepHooks:
 class Step:
     """One iteration on one batch, for every method and every stage.
 
-    clip: the largest norm of a stage's gradient; 0: any. usual_loss: the task's loss, a mean over
-    the batch, unless a method replaces it. precision: the dtype of products under autocast, while
-    vector and optimizer keep theirs; None: no autocast.
+    clip: the largest norm of a stage's gradient; 0 allows any. usual_loss: the task's loss, a mean
+    over the batch, unless a method replaces it. precision: the type of matrix products under
+    autocast, while vector and optimizer keep theirs; None uses no autocast.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Step:
         self._flat_gradients: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, ctx: Context, batch: Batch, stages: Sequence[Stage]) -> Tensor | None:
-        """Do all stages on one batch.
+        """Make all stages on one batch.
 
         Returns the task loss without added terms, detached; None if no stage has it.
         """
@@ -186,7 +186,7 @@ class Step:
         return check_scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
-        """Step the parameters of a stage down the gradient of its loss."""
+        """Move the parameters of a stage against the gradient of its loss."""
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
         targets = self.optimized_tensors(group)
@@ -244,7 +244,7 @@ class Step:
     def group(self, trains: tuple[str, ...]) -> ParameterGroup:
         """Return the parameters of stages that train these networks or modules.
 
-        Raises ValueError if there are none, or if a method fixes one of them.
+        Raises ValueError if there are none, or if a method freezes one of them.
         """
         key = self.vector.data.data_ptr(), trains
         group = self._groups.get(key)
@@ -254,7 +254,7 @@ class Step:
             if not entries:
                 raise ValueError(
                     f"a stage trains {list(trains)}, where all parameters are frozen or missing. "
-                    "Name a part with parameters that are trained."
+                    "Give a part with parameters that are trained."
                 )
             fixed = next((entry.name for entry in entries if entry.name in self._fixed), "")
             if fixed:

@@ -25,7 +25,7 @@ _METHODS = "raysim.methods."
 
 
 def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
-    """Raise LanesError if `runtime.lanes` and `runtime.graph` do not suit the run."""
+    """Raise LanesError if `runtime.lanes` or `runtime.graph` does not fit the run."""
     if spec.graph:
         trainer = declarations.declarer("train")
         if trainer is not None:
@@ -49,7 +49,7 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
 
 
 def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
-    """Return why clients cannot be trained at once by batched products; "" if they can."""
+    """Return why clients cannot be trained at once by batched products, or ""."""
     if spec.device != "cpu":
         return (
             "several clients are trained at once on a CPU or from recorded steps, and this run has "
@@ -64,11 +64,12 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
 
 
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
-    """Return the number of clients that a worker trains at once unless `runtime.lanes` is set.
+    """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    concurrency: clients in flight. The number is what was fastest for such a model and device: on a
-    GPU several where steps are recorded; on a CPU several for small networks of linear layers with
-    full batches, where batched products save most of the time of Python and autograd.
+    concurrency: clients in flight. The number is the fastest one in measurements for such a model
+    and device: several on a GPU if steps are recorded; several on a CPU for small networks of
+    linear layers with full batches, where batched products save most of the time of Python and
+    autograd.
     """
     networks = declarations.networks.values()
     size = sum(parameter.numel() for network in networks for parameter in network.parameters())
@@ -88,11 +89,11 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
 
 
 def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool | None) -> bool:
-    """Return whether steps are recorded.
+    """Return True if steps are recorded.
 
-    setting: `runtime.graph`; None: not set. Then steps are recorded on a GPU, where that was 1.5 to
-    2 times as fast, if model, loss and methods are part of raysim. Steps of other models, losses
-    and methods may be impossible to record.
+    setting: `runtime.graph`; None if it is not set. Then steps are recorded on a GPU, where that
+    was 1.5 to 2 times as fast, if model, loss and methods are part of raysim. Steps of other
+    models, losses and methods may be impossible to record.
     """
     if setting is not None:
         return setting

@@ -57,14 +57,14 @@ class RunningJob:
 
     @property
     def samples(self) -> int:
-        """Rows that were trained on, epochs counted."""
+        """The number of rows that were trained on in all epochs."""
         if self.result is not None and self.result.samples is not None:
             return self.result.samples
         return len(self.ctx.plan.positions)
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps."""
+        """The number of optimizer steps."""
         if self.result is not None and self.result.steps is not None:
             return self.result.steps
         return self.ctx.plan.steps
@@ -79,7 +79,7 @@ class RunningJob:
 
 
 class Trainer:
-    """The networks, the data and the step of one worker; trains one job at a time.
+    """The networks, the data and the step of one worker, which train one job at a time.
 
     inputs, labels, partition, pipeline: see `ClientData`. precision: see `Step`.
     """
@@ -158,7 +158,7 @@ class Trainer:
         return self.frozen_networks.networks(ctx, name, values)
 
     def contribution(self, client: int) -> Contribution:
-        """Return what a method's `contribute` sees of a client."""
+        """Return the view of a client that a method's `contribute` gets."""
 
         def gather() -> tuple[Tensor, Tensor]:
             inputs, labels = zip(*self.client_samples(client), strict=True)
@@ -185,8 +185,8 @@ class Trainer:
     ) -> RunningJob:
         """Load a client into the vector, plan its batches, and let the methods begin and prepare.
 
-        base: [layout.shared], the received vector. counters: see `load_vector`. download: what the
-        client received besides, by full name. Errors of hooks propagate.
+        base: [layout.shared], the received vector. counters: see `load_vector`. download: the other
+        received tensors, by full name. Errors of hooks propagate.
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)
@@ -225,7 +225,7 @@ class Trainer:
         )
 
     def steps(self, running: RunningJob) -> None:
-        """Do all steps of a job; afterwards the vector holds the trained model."""
+        """Make all steps of a job; afterwards the vector contains the trained model."""
         ctx, cycle = running.ctx, running.cycle
         if self.own_training is not None:
             running.result = self.own_training.train(ctx)
@@ -262,7 +262,7 @@ class Trainer:
             ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in buffers.items()}
 
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
-        """Fine-tune the model in the vector with the task loss alone, on streams of its own.
+        """Fine-tune the model in the vector with the task loss alone, on separate random streams.
 
         rows: rows of the data set. Nothing happens without rows, or with one row if the model
         cannot train on one.
@@ -294,7 +294,7 @@ class Trainer:
         load_vector(self.vector, base, counters, state)
 
     def views(self, ctx: Context) -> dict[str, Any]:
-        """Return what the hooks of each method see of a job."""
+        """Return the job as the hooks of each method see it."""
         methods = self.declarations.methods
         return {declared.method: LocalJob(ctx, declared.method) for declared in methods}
 
@@ -337,7 +337,7 @@ class Trainer:
         ctx.draws = draws
 
     def _draws_on_device(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Copy the draws of a job to the device at once: a step would wait for its copy."""
+        """Copy the draws of a job to the device at once, because a step would wait for its copy."""
         device = self.vector.data.device
         is_tensors = all(isinstance(value, Tensor) for value in values)
         if not has_own_memory(device) or not values or not is_tensors:

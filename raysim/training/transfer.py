@@ -18,7 +18,7 @@ from raysim.vectors.optimizer import widest_float
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether Python and NumPy can read tensors of the device only in a copy."""
+    """Return True if Python and NumPy can only read a copy of the device's tensors."""
     return device.type != "cpu"
 
 
@@ -80,7 +80,7 @@ def read_scalars(values: Sequence[Tensor]) -> list[float]:
 
 
 class MemoryCopies:
-    """Copies to ordinary memory, made while the device works; complete after `wait`."""
+    """Copies to ordinary memory that are made while the device works; complete after `wait`."""
 
     def __init__(self, device: torch.device):
         self.device = device

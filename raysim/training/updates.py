@@ -1,4 +1,4 @@
-"""Turn a trained job into the update, or the failure, that its worker returns."""
+"""Make the update, or the failure, of a trained job."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NO_COUNTERS = np.empty(0, np.int64)  # one object for all updates is pickled on
 
 
 class NotFiniteError(FloatingPointError):
-    """A client would send or keep values that are not finite.
+    """The error of a client that would send or keep values that are not finite.
 
-    entry: the full name of an upload, which names its method; "": parameters or loss.
+    entry: the full name of an upload, which contains the method's name; "" for parameters or loss.
     """
 
     def __init__(self, text: str, entry: str = ""):
@@ -44,9 +44,9 @@ def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 class UpdateBuilder:
-    """Builds the updates and failures of a worker's jobs.
+    """The object that makes the updates and failures of a worker's jobs.
 
-    copies: through which values leave the device; the caller waits for them. worker: its name.
+    copies: copies values from the device; the caller waits for them. worker: the worker's name.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
@@ -62,11 +62,11 @@ class UpdateBuilder:
         is_summed: bool,
         probe: Probe | None,
     ) -> Update:
-        """Return the update of a trained job; the delta replaces the vector's shared part.
+        """Return the update of a trained job; the vector's shared part is overwritten by the delta.
 
-        base: [layout.shared], the received vector. seconds: wall time of the job. is_summed:
-        whether the worker adds the delta to a sum; then the update has none. Raises NotFiniteError
-        or ValueError for an update that must not be aggregated.
+        base: [layout.shared], the received vector. seconds: wall time of the job. is_summed: True
+        if the worker adds the delta to a sum; then the update contains no delta. Raises
+        NotFiniteError or ValueError for an update that must not be aggregated.
         """
         ctx, plan = running.ctx, running.ctx.plan
         loss_rows = running.loss_rows()
@@ -145,7 +145,7 @@ class UpdateBuilder:
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
-        """Return what `Update.moves` says, for methods that read single updates."""
+        """Return the value of `Update.moves`, for methods that read single updates."""
         if not self.trainer.declarations.reads_updates:
             return ()
         movements = ctx.optimizers.movements()
@@ -154,7 +154,7 @@ class UpdateBuilder:
         )
 
     def _describe_divergence(self, losses: Tensor, job: Job) -> str:
-        """Describe where values stopped being finite, and what to change."""
+        """Describe the step after which values were not finite, and what to change."""
         rate = self.spec.settings.local.rate(job.version)
         steps = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         place = "the parameters are not finite"

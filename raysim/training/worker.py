@@ -1,4 +1,4 @@
-"""A worker: trains and scores many clients on one device, and keeps their client states there."""
+"""A worker: it trains and scores many clients on one device and keeps their states there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from raysim.vectors.layout import Vector
 
 
 class Worker(Combiner):
-    """Trains and scores many clients on one device."""
+    """A worker that trains and scores many clients on one device."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         make_deterministic(spec.threads)
@@ -99,7 +99,7 @@ class Worker(Combiner):
         return OneByOne(self.trainer)
 
     def _watch(self) -> Spans:
-        """Time the calls of this worker and their parts from now on."""
+        """From now on, measure the times of this worker's calls and of their parts."""
         trainer = self.trainer
         parts: list[tuple[object, dict[str, str]]] = [
             (self, WORKER_CALLS),
@@ -116,7 +116,7 @@ class Worker(Combiner):
 
     @property
     def personalises(self) -> bool:
-        """Return whether a method makes every client a model of its own to be scored."""
+        """Return True if a method makes a separate model for every client before it is scored."""
         return bool(self.scorer.personalisers)
 
     def ready(self) -> str:
@@ -124,7 +124,7 @@ class Worker(Combiner):
         return self.name
 
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
-        """Keep what every client receives once, and the rows on which local models are probed."""
+        """Store the tensors that every client receives once, and the rows for probes."""
         self.receiver.store_constants(constants)
         self.probed_rows = probed_rows
 
@@ -133,7 +133,7 @@ class Worker(Combiner):
         self.states.release(clients)
 
     def profile(self) -> WorkerTrack:
-        """Return where the time of the calls went since the last profile."""
+        """Return how the time of the calls since the last profile was spent."""
         assert self.spans is not None, "only a run with profile=true asks for it"
         calls = [(span.start, span.stop) for span in self.spans.calls]
         return WorkerTrack(self.spans.take(self.name), calls)
@@ -206,7 +206,7 @@ class Worker(Combiner):
     def evaluate(
         self, tasks: Sequence[ScoringTask], published: PublishedVersion, *states: StoredState | None
     ) -> list[ScoringReport]:
-        """See `Scorer.evaluate`."""
+        """Score clients or the shared model; see `Scorer.evaluate`."""
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)
         self._busy_s += time.perf_counter() - since
@@ -215,19 +215,19 @@ class Worker(Combiner):
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
-        """See `Scorer.scored_tensors`."""
+        """Return the tensors of a scored model; see `Scorer.scored_tensors`."""
         return self.scorer.scored_tensors(task, published, sent)
 
     def client_tensors(
         self, task: ScoringTask, sent: StoredState | None = None
     ) -> dict[str, np.ndarray]:
-        """See `Scorer.client_tensors`."""
+        """Return the tensors of a client state; see `Scorer.client_tensors`."""
         return self.scorer.client_tensors(task, sent)
 
     def predictions(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `Scorer.predictions`."""
+        """Return a model's outputs; see `Scorer.predictions`."""
         return self.scorer.predictions(task, published, sent)
 
 
@@ -238,8 +238,8 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 class _TrainingCall:
     """The jobs of one version in a call of `Worker.train`, as a `JobHandler` of the loop.
 
-    sent: the client state that was sent for each job, None if it is resident; None for all jobs in
-    a run without client state.
+    sent: for each job the client state that was sent, or None if it is resident; None for all jobs
+    in a run without client state.
     """
 
     def __init__(
@@ -265,11 +265,11 @@ class _TrainingCall:
         return [self._results[place] for place in range(len(self.jobs))]
 
     def is_ready(self, place: int) -> bool:
-        """Return whether the job that leaves this job's client state has ended."""
+        """Return True if the job that leaves this job's client state has ended."""
         return self.jobs[place].state not in self._unfinished
 
     def begin(self, place: int) -> RunningJob:
-        """Begin a job from its client state and what its client receives."""
+        """Begin a job with its client state and the tensors that its client receives."""
         worker, job = self.worker, self.jobs[place]
         sent = None if self.sent is None else self.sent[place]
         state = worker.states.get(job.client, job.state, sent)
@@ -285,7 +285,7 @@ class _TrainingCall:
         return worker.trainer.begin(job, base, counters, download, state)
 
     def end(self, place: int, running: RunningJob) -> None:
-        """Take the update and the client state of a job out of the trainer's vector."""
+        """Make the update and the client state of a job from the trainer's vector."""
         worker, job = self.worker, self.jobs[place]
         begun, state = self._begun[place]
         seconds = (time.perf_counter() - begun) / worker.spec.lanes
@@ -303,7 +303,7 @@ class _TrainingCall:
         self._settle(place, update, worker.vector.shared if is_summed else None, left)
 
     def fail(self, place: int, error: BaseException) -> None:
-        """Note a failure; the client keeps the state with which the job began."""
+        """Record a failure. The client keeps the state that the job started from."""
         failure = self.worker.updates.failure(self.jobs[place], error)
         self._settle(place, failure, None, self._begun[place][1])
 

@@ -1,4 +1,4 @@
-"""Find the client state from which a job or an evaluation starts on a worker."""
+"""Find the client state that a job or an evaluation starts from on a worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return the client state that a job left; -1: the initial state.
+        """Return the client state that a job left; -1 is the initial state.
 
         sent: the state, if it came with the call.
         """

@@ -24,7 +24,7 @@ class WorkerSums:
         self._early: dict[int, Tensor | None] = {}  # copies of deltas whose turn has not come
 
     def add(self, job: Job, delta: Tensor | None) -> None:
-        """Add the delta of a job; None: the job failed. Jobs that are in no group are ignored."""
+        """Add the delta of a job; None if the job failed. A job that is in no group is ignored."""
         group = self.group_of.get(job.number)
         if group is None:
             return

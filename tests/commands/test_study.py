@@ -137,7 +137,9 @@ class TestPlan:
 
 
 # --- the runs -----------------------------------------------------------------------------------
-def test_study_runs_reports_and_takes_more_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_study_trains_then_reports_then_accepts_more_seeds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     study("method=[],[fedprox]", "seed=0,1", "method.fedprox.mu=1", *QUICK, "out=s")
     printed = capsys.readouterr().out
     assert printed.startswith("4 runs (2 of method x 2 of seed) in s")

@@ -183,7 +183,7 @@ def test_validation_rows_are_rotated_as_their_client() -> None:
     assert pool_clients(having).partition.validation is validation
 
 
-def test_client_tests_may_be_central_rows_of_domain() -> None:
+def test_client_test_set_may_be_its_domains_central_rows() -> None:
     source = Synthetic(samples=300, test_samples=60, domains=3)
     for partitioner in (
         Domain(2, test_fraction=None),

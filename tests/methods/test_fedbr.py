@@ -54,7 +54,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Fin
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_pseudo_data_are_counted_whenever_they_are_new(
+def test_traffic_includes_pseudo_data_each_time_they_change(
     make: Callable[..., FedBR], schedule: Any, refresh: Any
 ) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)

@@ -339,7 +339,7 @@ def test_policy_keeps_its_optimizer_between_jobs() -> None:
     assert int(client.state["partialfed.adam['steps']"]) == 6
 
 
-def test_policy_of_equal_models_has_no_gradient() -> None:
+def test_policy_gradient_is_zero_if_both_models_are_equal() -> None:
     client = Client(PartialFed("adaptive"))
     client.train()
     ctx = client.train(client.state["partialfed.model"])

@@ -493,7 +493,7 @@ def test_a_model_of_which_clients_keep_parts_is_not_logged(tmp_path: Path) -> No
     assert load_shared_model(experiment.spec, tmp_path / "none") is None
 
 
-def test_the_model_that_is_served_scores_as_a_method_says(tmp_path: Path) -> None:
+def test_loaded_shared_model_folds_outputs_as_its_method_does(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[vhl]"])
     networks, _ = build_networks(experiment.spec)
     save_file(

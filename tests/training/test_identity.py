@@ -41,7 +41,7 @@ def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
     return Identity(f"worker-{number}", node, facts)
 
 
-def test_process_is_equal_to_itself() -> None:
+def test_two_identities_of_one_process_are_equal() -> None:
     identity = identify("driver", ["torchvision"])
     expected = {
         "CPU capability",

@@ -151,7 +151,7 @@ def test_coefficients_apply_to_the_rows_as_they_came() -> None:
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_per_tensor_every_tensor_has_a_gram_matrix_of_its_own() -> None:
+def test_option_per_tensor_gives_one_gram_matrix_per_tensor() -> None:
     rows, seen = normal(3, LAYOUT.shared), []
 
     def note(products: Tensor) -> Tensor:

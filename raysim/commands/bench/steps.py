@@ -207,7 +207,7 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
         texts = [f"{value:.3f}" for value in ratios]
         rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
     head = ("method", "ms", "ratio", "lowest", "highest", "promised")
-    print(f"{title}; medians of {blocks} paired blocks")
+    print(f"{title}; medians of {blocks} blocks; each block times both variants")
     print(format_table(text_columns(head, rows), terminal_width()))
 
     capability = torch.backends.cpu.get_cpu_capability()

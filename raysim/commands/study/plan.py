@@ -137,7 +137,7 @@ def _folder(out: Sequence[str]) -> Path:
     if not out:
         return dated_folder(Path("studies"))
     if len(out) > 1:
-        raise Refused(f"{' and '.join(out)}: a study has one folder. Name one")
+        raise Refused(f"{' and '.join(out)}: a study has one folder. Give one")
     return user_path(str(to_dict(compose(out))["out"]))
 
 

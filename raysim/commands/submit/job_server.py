@@ -48,7 +48,7 @@ def find_address(address: str | None) -> str:
     except ValueError:
         port = 0
     if url.scheme not in ("http", "https") or not url.hostname or not port:
-        raise ValueError(f"--address {text} is not a job server. Name it as http://HOST:{PORT}")
+        raise ValueError(f"--address {text} is not a job server. Give it as http://HOST:{PORT}")
     host = url.netloc.rpartition("@")[2].removesuffix(f":{port}")
     return f"{url.scheme}://{host}:{port}"
 

@@ -64,7 +64,7 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     for argument in extra:
         path = Path(os.path.realpath(user_path(argument)))
         if not path.exists():
-            raise Refused(f"--with {argument} does not exist. Name a file or a folder that does")
+            raise Refused(f"--with {argument} does not exist. Give a file or a folder that does")
         if path.name in names:
             raise Refused(f"--with {argument}: the package has a {path.name} already. Rename it")
         names.add(path.name)
@@ -241,7 +241,7 @@ def _check_out(command: JobCommand) -> None:
         return
     subject = f"out={out} is" if out else "without out=DIR the results are"
     raise Refused(
-        f"{subject} in the job's own folder, which the cluster deletes. Name a folder on storage "
+        f"{subject} in the job's own folder, which the cluster deletes. Give a folder on storage "
         "that outlives the job, such as out=/shared/runs/first, or set tracking.uri to an MLflow "
         "server"
     )
@@ -279,7 +279,7 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
     if not isinstance(node, Mapping):
         raise Refused(f"--runtime-env {path} holds no keys and values. {example}")
     if "working_dir" in node:
-        raise Refused(f"--runtime-env {path}: raysim packs the working_dir. Leave it out")
+        raise Refused(f"--runtime-env {path}: raysim sets working_dir itself. Remove this key.")
     return dict(node)
 
 

@@ -80,7 +80,7 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
     """Return the range. Raise `Refused` if no value can be drawn from it."""
     if isinstance(values, Choice):
         if not values.values:
-            raise Refused(f"{key}: it has no values to choose from. Name some, such as {key}=a,b")
+            raise Refused(f"{key}: it has no values to choose from. Give some, such as {key}=a,b")
         return values
     low, high = values.low, values.high
     if not (math.isfinite(low) and math.isfinite(high) and low < high):

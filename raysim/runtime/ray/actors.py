@@ -272,7 +272,8 @@ class RayRuntime:
         if late:
             names = ", ".join(f"worker-{answers.index(answer)}" for answer in late)
             raise ProcessLostError(
-                f"{names} did not start within {timeout_s:g} s. Look into the logs of Ray."
+                f"{names} did not start within {timeout_s:g} s. "
+                "See Ray's logs (/tmp/ray/session_latest/logs on each node)."
             )
         identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
         known = [identity for identity in identities if identity is not None]

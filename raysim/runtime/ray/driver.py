@@ -218,9 +218,9 @@ def _receive(messages: Any, timeout: float | None, extra_s: float, say: Say) -> 
         silent_s += wait_s
         if silent_s < limit_s:
             say(
-                f"no message from the coordinator for {silent_s:g} s: workers start, or Ray has no "
-                "room to replace a dead worker; then the run returns to its last checkpoint after "
-                f"{ROOM_CHECK_S} to {REPLACEMENT_TIMEOUT_S} s"
+                f"no message from the coordinator for {silent_s:g} s. Either workers are still "
+                "starting, or Ray has no room to replace a dead worker; in that case the run "
+                f"restarts from its last checkpoint in {ROOM_CHECK_S} to {REPLACEMENT_TIMEOUT_S} s."
             )
     raise ProcessLostError(
         f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, the time "
