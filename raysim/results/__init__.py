@@ -1,1 +1,1 @@
-"""What a run leaves: history, tracking, progress, figures, reports."""
+"""The results of a run: history, tracking, progress, figures, reports."""

@@ -17,10 +17,10 @@ MODES = ("online", "offline", "disabled")
 
 
 class TensorBoard(Observer):
-    """Writes every number of a round as a scalar, and the numbers of the summary at the end.
+    """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: where the events go; None: `tensorboard` in the run's folder. A resumed run continues
-    there, and its rounds replace earlier ones of the same number.
+    folder: where the events are written; None: `tensorboard` in the run's folder. A resumed run
+    continues there, and its rounds replace earlier ones with the same number.
     """
 
     def __init__(self, folder: str | None = None):
@@ -28,7 +28,7 @@ class TensorBoard(Observer):
         self._folder = folder
 
     def on_start(self, run: CurrentRun) -> None:
-        """Open the file of events."""
+        """Open the event file."""
         folder = run.folder / "tensorboard"
         if self._folder:
             folder = user_path(self._folder) / run.folder.name
@@ -55,10 +55,10 @@ class TensorBoard(Observer):
 
 
 class WeightsAndBiases(Observer):
-    """Sends the run's settings, a row a round, the summary and the pictures.
+    """An observer that sends settings, rows, summary and pictures to Weights & Biases.
 
     project, entity: where the run appears. mode: "online", "offline" (stored in the run's folder
-    until `wandb sync` sends it) or "disabled"; None: as the environment says, else online. A
+    until `wandb sync` sends it) or "disabled"; None takes the environment variable, else online. A
     resumed run keeps its id.
     """
 
@@ -102,7 +102,7 @@ class WeightsAndBiases(Observer):
         self._run.finish()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Mark the run as failed."""
+        """Mark the run as failed, because it stopped before its last round."""
         self._run.finish(exit_code=1)
 
 
@@ -128,7 +128,7 @@ def _summary_numbers(run: CurrentRun) -> dict[str, float]:
 
 
 def _plain_value(value: object) -> object:
-    """Return numbers unchanged and all else as text without passwords."""
+    """Return numbers unchanged, and other values as text without passwords."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return without_password(str(value))

@@ -1,4 +1,4 @@
-"""Store what each client of a run has and scores: two small tables in the run's folder.
+"""Store the samples and the scores of each client in two small tables in the run's folder.
 
 split.parquet     a row for each client and class that it has: client, label, training samples
 clients.parquet   a row for each client: its user's name if it has one, training samples, test
@@ -28,7 +28,7 @@ USER = "user"  # the column of the users' names
 
 @dataclass(frozen=True, eq=False)
 class ClientLabels:
-    """Training samples by client and class: an entry for each pair that has some."""
+    """The training samples by client and class: an entry for each pair that has samples."""
 
     client: Ints
     label: Ints
@@ -38,7 +38,7 @@ class ClientLabels:
 
     @property
     def sizes(self) -> Ints:
-        """Training samples of each client, [N]."""
+        """The number of training samples of each of N clients, [N]."""
         return np.bincount(self.client, self.samples, self.clients).astype(np.int64)
 
 
@@ -64,7 +64,7 @@ def write_split(split: ClientLabels, folder: Path) -> None:
 
 
 def read_split(folder: Path) -> ClientLabels | None:
-    """Read the split of a run's folder; None if it stored none.
+    """Read the split of a run's folder, or return None if there is none.
 
     Raises `ValueError` if the file is broken.
     """
@@ -125,7 +125,7 @@ def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def read_users(folder: Path) -> list[str] | None:
-    """Read the users' names by client; None if the run stored none.
+    """Read the user's name of each client, or return None if the run stored none.
 
     Raises `ValueError` if the file is broken.
     """
@@ -142,7 +142,7 @@ def _write_table(table: pa.Table, path: Path) -> None:
 
 
 def _read_table(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    """Read a table that must have these columns; None if there is no such file."""
+    """Read a table that must have these columns, or return None if there is no such file."""
     if not path.exists():
         return None
     try:

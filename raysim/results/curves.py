@@ -30,7 +30,7 @@ MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
 
 
 class Axis(NamedTuple):
-    """What the horizontal axis of a panel shows."""
+    """A quantity for the horizontal axis of a panel."""
 
     title: str
     read: Callable[[Row], float]  # its value in a row of the history
@@ -42,8 +42,8 @@ class Axis(NamedTuple):
 class Curve:
     """One line of a plot.
 
-    points: (row, y) of the rounds in which y was measured. deviations: over seeds, one for each
-    point; empty if there are too few seeds.
+    points: pairs (row, y) for the rounds in which y was measured. deviations: the deviation over
+    seeds at each point; empty if there are too few seeds.
     """
 
     label: str
@@ -66,7 +66,7 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
     """Return the mean of a column over runs that differ only in their seeds.
 
     It has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times are
-    means too. Deviations are sample deviations (divisor n-1), from `MIN_PAIRS` seeds on.
+    also means. Deviations are sample deviations (divisor n-1), for `MIN_PAIRS` or more seeds.
     """
     curves = [curve(label, rows, key, index) for rows in histories]
     by_round = [{row["round"]: (row, y) for row, y in one.points} for one in curves]
@@ -200,7 +200,7 @@ def _draw_lines(
 
 
 def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
-    """Tell whether two lines look the same in all points of the shorter one."""
+    """Return True if two lines look the same at all points of the shorter one."""
     shorter, longer = sorted((one, other), key=len)
     if not shorter.keys() <= longer.keys():
         return False
@@ -208,7 +208,7 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
 
 
 def _needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
-    """Tell whether the curves are losses that fall by more than a factor of 50."""
+    """Return True if the curves are losses that fall by more than a factor of 50."""
     values = [y for curve in curves for _, y in curve.points]
     if "loss" not in ylabel or not values:
         return False
@@ -216,9 +216,9 @@ def _needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 
 
 def _is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
-    """Tell whether an axis shows more than the rounds: some curves use more of it in a round.
+    """Return True if an axis shows more than the rounds: curves differ in its units per round.
 
-    Wall time never does: it depends on the machine and on what else ran there.
+    This is never so for wall time, which depends on the machine and on other processes there.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -232,10 +232,10 @@ def _is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw curves against each axis of which some curve used anything.
+    """Draw curves against each axis, unless all curves are 0 there.
 
-    Returns, for each panel, the title of its axis, an SVG, and whether it shows more than the
-    panel of the rounds. The names of the curves are not in it: the page has one legend for all.
+    Returns, for each panel, the title of its axis, an SVG, and True if it shows more than the panel
+    of the rounds. The names of the curves are not in it, because the page has one legend for all.
     """
     drawn = []
     for axis in AXES:

@@ -44,10 +44,10 @@ def figure_file(
     dark: bool = False,
     about: Mapping[str, str] | None = None,
 ) -> Iterator[Figure]:
-    """Yield a figure with the look of the report and write it as a PNG when the block ends.
+    """Yield a figure with the look of the report; write it as a PNG when the block ends.
 
-    size: inches; the file has 130 pixels per inch. dark: draw for a dark page. about: metadata of
-    the file.
+    size: in inches; the file has 130 pixels per inch. dark: True draws for a dark page. about:
+    metadata of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def figure_file(
 
 
 def _draw_sentence(ax: Axes, sentence: str) -> None:
-    """Write a sentence in place of a drawing."""
+    """Write a sentence instead of a drawing."""
     ax.set_axis_off()
     text = textwrap.fill(sentence, 30)
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", alpha=0.8)
@@ -77,8 +77,8 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a joint t-SNE of received and local features on the same rows.
 
-    It shows up to 10 classes, about 150 rows and up to 4 clients that received the same version
-    (FedBR, Figures 2 and 15).
+    It shows up to 10 classes, about 150 rows and up to 4 clients that received the same version,
+    like Figures 2 and 15 of the FedBR paper.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -100,7 +100,7 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 
 
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
-    """Return probes on the same rows, of the version with most probes, or the newest of these."""
+    """Return probes on the same rows, of the version with most probes; of equal ones the newest."""
     finite = []
     for probe in probes:
         if np.isfinite(probe.features).all() and np.isfinite(probe.received).all():
@@ -120,7 +120,7 @@ def _shown_rows(labels: Ints) -> Ints:
 
 
 def _embed(features: Floats) -> Floats:
-    """Map [m, F] to [m, 2] by t-SNE, m >= 2; the same features always give the same points."""
+    """Map m rows [m, F] to [m, 2] by t-SNE, m >= 2; equal features always give equal points."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
@@ -191,7 +191,7 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write the mean output on samples of unseen classes, for up to 6 clients that have such.
 
-    FedBR, Figure 3.
+    Figure 3 of the FedBR paper shows the same.
     """
     outputs = []
     for probe in probes:
@@ -355,7 +355,7 @@ _TERMS = {
 
 
 def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write the signed parts of the loss (FedLD, eq. 2) over the rounds.
+    """Write the signed parts of the loss (equation 2 of the FedLD paper) over the rounds.
 
     Returns False, and writes nothing, if there are none.
     """

@@ -40,7 +40,7 @@ THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
 # --- reading and writing --------------------------------------------------------------------------
 def column(rows: Sequence[Row], key: str) -> list[int | float | None]:
-    """Return one column of a history; None for rows without the key."""
+    """Return one column of a history, with None for rows without the key."""
     return [row.get(key) for row in rows]
 
 
@@ -69,7 +69,7 @@ def _column_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
-    """Return an Arrow array; without a kind, int64 if all values are integers, else float64."""
+    """Return an Arrow array; without `kind`, int64 if all values are integers, else float64."""
     if kind is None:
         measured = [value for value in values if value is not None]
         is_whole = all(isinstance(value, (int, np.integer)) for value in measured)
@@ -137,7 +137,7 @@ def threshold_name(threshold: float) -> str:
 def rounds_to(
     values: Values, thresholds: Sequence[float], higher: bool = True
 ) -> dict[str, int | None]:
-    """Map each threshold's name to the first round (from 1) that reaches it; None if none does."""
+    """Map each threshold's name to the first round (from 1) that reaches it, or to None."""
 
     def first_round(threshold: float) -> int | None:
         for number, value in enumerate(values, 1):
@@ -167,7 +167,7 @@ def summarise(
 ) -> dict[str, object]:
     """Return the content of `summary.json`: last value of each column, scores, and `facts`.
 
-    Scores are those of `accuracy`, or of `accuracy_global` if clients have no tests of their own.
+    Scores are those of `accuracy`, or of `accuracy_global` if clients have no test sets.
     If both exist, the scores of `accuracy_global` have the suffix `_global`. The same holds for
     other metrics. `failures` and `worker_deaths` are those of the last round, `failures_total` and
     `worker_deaths_total` those of the run.
@@ -193,7 +193,7 @@ def summarise(
 
 # --- JSON -----------------------------------------------------------------------------------------
 def _as_json(value: object) -> object:
-    """Convert to what JSON can hold: NumPy scalars to numbers, paths to text, nan to null."""
+    """Convert a value for JSON: NumPy scalars to numbers, paths to text, nan to null."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

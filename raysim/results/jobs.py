@@ -28,7 +28,7 @@ _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a run as arrays with one value for each; see `JobRecord`.
+    """The jobs of a run as arrays with one value per job; see `JobRecord`.
 
     fate: positions in `FATES`.
     """
@@ -56,7 +56,7 @@ class Jobs:
 
 
 def read_jobs(folder: Path) -> Jobs | None:
-    """Read the jobs of a run's folder; None if it has none.
+    """Read the jobs of a run's folder, or return None if there are none.
 
     Raises `ValueError` if a file is broken.
     """
@@ -106,7 +106,7 @@ def _column(table: pa.Table, name: str) -> np.ndarray:
 
 
 class JobWriter:
-    """Writes jobs.parquet; only the rows of the last file are in memory."""
+    """A writer of jobs.parquet; only the rows of the last file are in memory."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -115,7 +115,7 @@ class JobWriter:
 
     @classmethod
     def open(cls, folder: Path, rounds: int) -> JobWriter | None:
-        """Return a writer for a run that has made so many rounds, whose jobs are kept.
+        """Return a writer that continues after `rounds` rounds, whose jobs are kept.
 
         Returns None if these rounds were made without this file.
         """

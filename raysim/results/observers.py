@@ -1,4 +1,4 @@
-"""Follow a run: one small observer for each thing that a run shows, writes or sends."""
+"""Observers of a run: a small class for each thing that a run shows, writes or sends."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ ShowActivity: TypeAlias = Callable[[str], AbstractContextManager[None]]  # shown
 
 @dataclass
 class CurrentRun:
-    """A run while it is running, as its observers see it; they must not change it.
+    """A run while it is running, as its observers see it. They must not change it.
 
-    rounds: planned number of rounds. rows: the history so far, a row per round, with the earlier
-    rounds of a resumed run. facts: what the summary holds besides the numbers of the history.
-    pictures: those drawn at the end. config: the settings. profile: where the time went, set just
-    before the end if the run was asked for it.
+    rounds: the planned number of rounds. rows: the history so far, a row per round, with the
+    earlier rounds of a resumed run. facts: the entries of the summary besides the numbers of the
+    history. pictures: the pictures drawn at the end. config: the settings. profile: how the time
+    was spent; it is set just before the end if the run has `profile=true`.
     """
 
     folder: Path
@@ -95,11 +95,11 @@ class CurrentRun:
 
 
 class Observer:
-    """Follows a run: override the methods that matter, the others do nothing.
+    """The base class of observers. Override the methods that you need; the others do nothing.
 
-    After `on_start`, either `on_finish` or `on_stop` is called; `on_stop` also if `on_finish` of
-    this observer or an earlier one raised an error. A run that lost a process stops and starts
-    again.
+    After `on_start`, either `on_finish` or `on_stop` is called; `on_stop` is also called if
+    `on_finish` of this observer or an earlier one raised an error. A run that lost a process stops
+    and starts again.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -115,7 +115,7 @@ class Observer:
         """Act when a checkpoint was written."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Act after the last round, when the workers are gone."""
+        """Called after the last round, when the workers have ended."""
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Act when the run ended early; `KeyboardInterrupt` if the user stopped it."""
@@ -157,7 +157,7 @@ class ProgressLine(Observer):
 
 
 class WorkerDeaths(Observer):
-    """A line for each round in which processes of workers died."""
+    """An observer that prints a line for each round in which worker processes died."""
 
     def __init__(self, note: PrintLine):
         self._note = note
@@ -177,14 +177,14 @@ class WorkerDeaths(Observer):
 
 
 class MethodWarnings(Observer):
-    """The warnings of methods during a run, each once."""
+    """An observer that prints the warnings of methods during a run, each once."""
 
     def __init__(self, warnings: Sequence[RoundWarning], note: PrintLine):
         self._pending = list(warnings)
         self._note = note
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Print the warnings that this round gives rise to."""
+        """Print the warnings of methods about this round."""
         pending = []
         for warning in self._pending:
             text = warning.text(event.row)
@@ -196,7 +196,7 @@ class MethodWarnings(Observer):
 
 
 class ClosingLine(Observer):
-    """The last lines: accuracies, where the results are, and how to make a report."""
+    """An observer that prints the last lines: accuracies, the folder, and the report command."""
 
     LABELS: ClassVar = {
         "_global": "on the central test set",
@@ -228,7 +228,7 @@ class ClosingLine(Observer):
 
 # --- files in the run's folder --------------------------------------------------------------------
 class HistoryFile(Observer):
-    """history.parquet: written with checkpoints, and at the end of the run.
+    """An observer that writes history.parquet with checkpoints, and at the end of the run.
 
     A long run writes it only when it has grown by a tenth, so that the cost of a round does not
     grow with the number of rounds. The rows in between are in the checkpoint.
@@ -256,7 +256,7 @@ class HistoryFile(Observer):
 
 
 class JobFiles(Observer):
-    """jobs.parquet: every job on virtual time; written with checkpoints and at the end.
+    """An observer that writes jobs.parquet, all jobs, with checkpoints and at the end.
 
     A run that is continued without this file (an older run, or in another folder) does not write
     it.
@@ -291,7 +291,10 @@ class JobFiles(Observer):
 
 
 class ClientFiles(Observer):
-    """split.parquet and clients.parquet: what each client has, and its last score."""
+    """An observer that writes each client's samples and last scores.
+
+    The files are split.parquet and clients.parquet.
+    """
 
     def __init__(self, data: FederatedData):
         self._data = data
@@ -315,7 +318,7 @@ class ClientFiles(Observer):
 
 
 class FailureFile(Observer):
-    """failures.jsonl: a line for each client that failed and was left out of a round."""
+    """An observer that writes failures.jsonl: a line for each client that failed in a round."""
 
     def __init__(self, note: PrintLine, data: FederatedData):
         self._note = note
@@ -355,7 +358,7 @@ class FailureFile(Observer):
 
 
 def _round_of(line: str) -> int:
-    """Return the round of a failure; a line that a crash cut short counts as a later round."""
+    """Return the round of a failure; an incomplete line after a crash counts as a later round."""
     try:
         return int(json.loads(line)["round"])
     except (ValueError, KeyError, TypeError):
@@ -363,7 +366,10 @@ def _round_of(line: str) -> int:
 
 
 class ProbeFiles(Observer):
-    """probes/round-N.safetensors: features and outputs of local models, in each probed round."""
+    """An observer that writes features and outputs of local models in each probed round.
+
+    The files are probes/round-N.safetensors.
+    """
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
         """Write the probes of this round."""
@@ -375,7 +381,7 @@ class ProbeFiles(Observer):
 
 
 class Pictures(Observer):
-    """The pictures of the history, of the jobs, of methods' reports and of the probes."""
+    """An observer that draws the history, the jobs, the reports of methods and the probes."""
 
     def __init__(self, activity: ShowActivity):
         self._activity = activity
@@ -418,7 +424,10 @@ class Pictures(Observer):
 
 
 class ProfileFiles(Observer):
-    """profile.json, trace.json and profile.png, and a table on the screen, if asked for."""
+    """An observer that writes the profile of a run with `profile=true` and prints a table.
+
+    The files are profile.json, trace.json and profile.png.
+    """
 
     def __init__(self, show: Callable[[object], object]):
         self._show = show
@@ -431,7 +440,7 @@ class ProfileFiles(Observer):
 
 
 class SummaryFile(Observer):
-    """summary.json: written after all other results, because it marks a run as complete."""
+    """An observer that writes summary.json last, because it marks a run as complete."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
         """Write the summary."""
@@ -440,7 +449,10 @@ class SummaryFile(Observer):
 
 # --- MLflow ---------------------------------------------------------------------------------------
 class TrackingObserver(Observer):
-    """Rows, summary and files on a tracking server; the model, too, if all clients share one."""
+    """An observer that sends rows, summary and files to a tracking server.
+
+    If all clients share one model, it sends the model, too.
+    """
 
     FILES = ("config.yaml", HISTORY, SUMMARY, "model.safetensors", "best.safetensors", FAILURES)
 
@@ -474,11 +486,11 @@ class TrackingObserver(Observer):
         self._tracker.start(self._config, self._tags, run.rows, self._study, description)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Hand over the row without waiting for the server."""
+        """Pass on the row without waiting for the server."""
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Send the rest, the summary and the files."""
+        """Send the rows that are not sent yet, the summary and the files."""
         with self._activity("sending the rest to MLflow"):
             self._send(run)
 
@@ -493,13 +505,13 @@ class TrackingObserver(Observer):
         self._tracker.finish(_summary_only(run), [*files, *run.pictures])
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Send the rest, and how the run ended."""
+        """Send the rows that are not sent yet, and how the run ended."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
         self._tracker.finish(_summary_only(run), status=status)
 
 
 def _save_problem(error: Exception) -> str:
-    """Say why a model could not be saved as a program."""
+    """Describe why a model could not be saved as a program."""
     if not isinstance(error, OSError):
         return f"it cannot be traced: {first_line(error)}"
     try:
@@ -510,21 +522,24 @@ def _save_problem(error: Exception) -> str:
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:
-    """Return the entries of the summary that neither the last row nor settings nor tags hold."""
+    """Return the entries of the summary that are not in the last row, the settings or the tags."""
     sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
     return {key: value for key, value in run.summary().items() if key not in sent}
 
 
 # --- observers of users ---------------------------------------------------------------------------
 class ObserverError(RunStoppedError):
-    """An observer of the user raised an error, which is the cause; the history was written."""
+    """The error of a user's observer.
+
+    Its cause is the original error; the history was written.
+    """
 
 
 ObserverFailed = ObserverError  # the name in version 0.1
 
 
 class RoundCallback(Observer):
-    """Calls a function with the row of each finished round."""
+    """An observer that calls a function with the row of each finished round."""
 
     def __init__(self, function: Callable[[Row], object]):
         self._function = function
@@ -537,7 +552,7 @@ class RoundCallback(Observer):
 class UserObserver(Observer):
     """A wrapper of a user's observer.
 
-    Its errors name the observer, and it protects the rows of the run from changes.
+    Errors get the name of the observer, and the rows of the run are protected from changes.
     """
 
     def __init__(self, observer: Observer, name: str):

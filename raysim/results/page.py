@@ -81,10 +81,10 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class PagePart:
-    """What the template shows below one heading.
+    """The content of the page below one heading.
 
-    plots: rows of SVGs, each with a heading. folded: rows of SVGs that show no more than `plots`,
-    by their axes.
+    plots: rows of SVGs, each with a heading. folded: rows of SVGs that show the same as `plots`, by
+    the title of their axes.
     """
 
     title: str
@@ -105,8 +105,8 @@ def write_report(
 ) -> Path:
     """Write `report.html` and one PNG for each metric; return the path of the page.
 
-    groups: the settings, one row and one curve each. sections: shown after the results.
-    results: replaces the usual table of results; it has one row for each group. Raises
+    groups: the settings; each has one row and one curve. sections: additional sections after the
+    results. results: a table that replaces the usual one; it has one row for each group. Raises
     `ValueError` if there is no run or a file of a run is broken; nothing is written then.
     """
     if not groups:
@@ -168,7 +168,7 @@ def _swatch(index: int, label: str) -> Shown:
 
 
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
-    """Return a table for the template; has_swatches: each row shows the colour of its group."""
+    """Return a table for the template. has_swatches: True shows the colour of each row's group."""
     rows = []
     for row in range(len(columns[0].texts)):
         cells = []
@@ -198,7 +198,7 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Return a row of plots; layout: "" is a grid, "row" one line, "wide" a wide plot first."""
+    """Return a row of plots. layout: "" is a grid, "row" one line, "wide" a wide plot first."""
     return {"about": title, "svgs": svgs, "layout": layout}
 
 
@@ -281,7 +281,7 @@ def _curve_titles(groups: Sequence[RunGroup]) -> dict[str, tuple[str, str]]:
 
 # --- clients --------------------------------------------------------------------------------------
 def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
-    """Show how the scores of clients differ at the last evaluation; all seeds count together."""
+    """Show how the scores of clients differ at the last evaluation, over all seeds together."""
     title = "Spread over clients"
     scores: list[np.ndarray] = []
     test_samples: list[float | None] = []
@@ -370,7 +370,7 @@ def _lowest_users(groups: Sequence[RunGroup]) -> list[Shown]:
 
 
 def _scores(run: Run) -> np.ndarray:
-    """Return the score of each client, nan if it was not scored; empty if none was."""
+    """Return the score of each client, nan if it was not scored; empty if no client was scored."""
     columns = read_clients(run.folder) or {}
     metric = metric_of(run.rows)
     return columns.get(metric, columns.get(f"{metric}_shared", np.empty(0)))
@@ -402,7 +402,7 @@ def _score_column(name: str, values: Sequence[float | None]) -> Column:
 # --- the split ------------------------------------------------------------------------------------
 @dataclass
 class _SharedSplit:
-    """A split of the data and the settings that have it."""
+    """A split of the data, and the settings that have it."""
 
     split: ClientLabels
     heterogeneity: Mapping[str, object]
@@ -410,7 +410,7 @@ class _SharedSplit:
 
 
 def _splits(groups: Sequence[RunGroup]) -> PagePart:
-    """Show which clients have which classes, once for each split that differs."""
+    """Show the classes of each client, once for each split that differs."""
     title = "Split of the data"
     splits: dict[bytes, _SharedSplit] = {}
     for group in groups:
@@ -479,9 +479,9 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Draw clients x classes; a deeper colour is a larger share of the client's samples.
+    """Draw a map of clients and classes; a deeper colour is a larger share of the samples.
 
-    The depth is the square root of the share, or small shares could not be told from none.
+    The depth is the square root of the share, because small shares would look like none.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))
@@ -524,7 +524,7 @@ def _draw_class_map(split: ClientLabels) -> str:
 
 
 def _shades(shares: np.ndarray) -> np.ndarray:
-    """Return shares [H, W] as RGBA [H, W, 4]: one colour, whose opacity is the square root."""
+    """Return shares [H, W] as RGBA [H, W, 4]: one colour, with opacity sqrt(share)."""
     from matplotlib.colors import to_rgb
 
     image = np.empty((*shares.shape, 4))
@@ -534,7 +534,7 @@ def _shades(shares: np.ndarray) -> np.ndarray:
 
 
 def _draw_sizes(split: ClientLabels) -> list[str]:
-    """Draw a histogram of the clients' sizes; [] if all are equal, which the table says."""
+    """Draw a histogram of the clients' sizes; [] if all are equal, because the table says so."""
     if len(set(split.sizes.tolist())) == 1:
         return []
 
@@ -552,7 +552,7 @@ def _draw_sizes(split: ClientLabels) -> list[str]:
 
 # --- virtual time ---------------------------------------------------------------------------------
 def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Show the first run of each setting on virtual time, if there is anything to see."""
+    """Show the first run of each setting on virtual time, if a timeline shows anything."""
     pictures: list[Shown] = []
     left_out = 0
     for group in groups:
@@ -622,7 +622,7 @@ def _column_sum(group: RunGroup, key: str) -> float | None:
 
 
 def _read_errors(path: Path) -> list[str]:
-    """Return the errors of a run's clients; a broken line counts as an error of its own."""
+    """Return the errors of a run's clients; a broken line counts as a separate error."""
     if not path.is_file():
         return []
     errors = []
@@ -674,13 +674,13 @@ def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
 
 
 def _format_checksum(value: object) -> str:
-    """Return a checksum as text, a dash if it is missing or that of no bytes."""
+    """Return a checksum as text, or a dash if it is missing or the checksum of no bytes."""
     is_empty = value in (None, "", hashlib.sha256().hexdigest())
     return MISSING if is_empty else str(value)
 
 
 def _reproduction(groups: Sequence[RunGroup]) -> PagePart:
-    """Show a command and the checksums of each run, and the versions that made them."""
+    """Show the command that repeats each run, the checksums, and the software versions."""
     labels = []
     runs = []
     for group in groups:

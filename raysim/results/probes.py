@@ -1,4 +1,4 @@
-"""Store what was seen of the local models: one safetensors file for each probed round.
+"""Store probes of local models: one safetensors file for each probed round.
 
 A local model is probed before averaging, together with the model that its client received, on
 balanced rows of the central test set. Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figure 2
@@ -23,7 +23,11 @@ _ARRAYS = ("labels", "seen", "features", "probabilities")
 
 
 def save_probes(probes: Sequence[Probe], path: Path) -> None:
-    """Write probes atomically; received features that several clients share are stored once."""
+    """Write the probes of a round; the file appears complete or not at all.
+
+    A probe is the features and outputs of a local model before it is averaged. Received features
+    that several clients share are stored once.
+    """
     first_with: dict[tuple[int, tuple[int, ...], bytes], int] = {}
     arrays: dict[str, NDArray[Any]] = {}
     owners = []
@@ -46,9 +50,9 @@ def save_probes(probes: Sequence[Probe], path: Path) -> None:
 
 
 def load_probes(path: Path) -> list[Probe]:
-    """Read what `save_probes` wrote, bit by bit and in its order.
+    """Read the probes that `save_probes` wrote, bit by bit and in the same order.
 
-    Raises `ValueError` if the file holds no probes.
+    Raises `ValueError` if the file contains no probes.
     """
     try:
         arrays = load(Path(path).read_bytes())

@@ -1,4 +1,4 @@
-"""Show where the wall time of a run went: a table, a picture, numbers, and a trace for Perfetto."""
+"""Show how the wall time of a run was spent: table, picture, numbers, trace for Perfetto."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MAX_NAMED_CLIENTS = 5
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration for people: 0.42 s, 12 s, 3 min 05 s, 2 h 07 min."""
+    """Return a duration as text: 0.42 s, 12 s, 3 min 05 s, 2 h 07 min."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)
@@ -35,8 +35,8 @@ def format_duration(seconds: float) -> str:
 def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
     """Yield a function that shows what the program waits for.
 
-    It takes a text, and optionally how far that has come. A log gets a line for each text; a
-    terminal has one line, with seconds, which also shows how far it has come.
+    The function takes a text, and optionally the progress. A log gets a line for each text; a
+    terminal has one line with the seconds and the progress.
     """
     if not console.is_terminal:
 
@@ -73,9 +73,9 @@ def activity_line(console: Console, text: str) -> Iterator[None]:
 
 
 class Progress:
-    """Shows round, scores, seconds per round, time left and failures.
+    """The progress of a run: round, scores, seconds per round, time left and failures.
 
-    done: rounds that an earlier run has made.
+    done: rounds that an earlier session has made.
     """
 
     def __init__(

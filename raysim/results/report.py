@@ -66,9 +66,10 @@ def load_run(folder: Path) -> Run:
 
 
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
-    """Read the runs that the paths name; skip files and folders that no run wrote.
+    """Read the runs at these paths; skip files and folders that no run wrote.
 
-    warn: gets one sentence about skipped folders. Raises `ValueError` if no path is a run.
+    warn: function that gets one sentence about skipped folders. Raises `ValueError` if there is no
+    run.
     """
     from raysim.results.tracking import ARTIFACTS
 
@@ -124,7 +125,7 @@ def _as_mapping(value: object) -> Mapping[str, object]:
 
 # --- names ----------------------------------------------------------------------------------------
 def chosen_option(config: Mapping[str, object], group: str) -> str:
-    """Return the option of a group: from `choices` if it is there, else from the group itself."""
+    """Return the option of a group from `choices`, or from the group itself."""
     value = _as_mapping(config.get("choices")).get(group)
     if value is None:
         value = config.get(group)
@@ -176,8 +177,8 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the differing settings without implied defaults, and the number of keys left out.
 
-    A key that only runs with another option have is left out if all of them have its default: the
-    option itself is listed. Values of methods always stay.
+    If only runs with another option have a key, and all of them have its default, the key is left
+    out: the option itself is listed. Values of methods are always listed.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -267,7 +268,7 @@ def _format_count(value: float | None, *, like: float | None = None) -> str:
 
 
 def _format_rounds(value: float | None, *, like: float | None = None) -> str:
-    """Return a whole number without decimals, a mean with one."""
+    """Return a whole number without decimals, or a mean with one decimal."""
     if value is None:
         return MISSING
     return f"{value:.0f}" if like is None and value == int(value) else f"{value:.1f}"
@@ -281,7 +282,7 @@ def _format_seconds(value: float | None, *, like: float | None = None) -> str:
 
 
 def _format_digits(value: float, like: float | None, size: float) -> str:
-    """Return a number in units of `size`: three digits, or as many decimals as `like` then has."""
+    """Return a number in units of `size` with three digits, or with the decimals of `like`."""
     if like is None:
         return f"{value / size:.3g}"
     decimals = 0
@@ -325,7 +326,7 @@ def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Col
 
 
 def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
-    """Return the comparison of runs, in their order; limit: number of threshold columns."""
+    """Return the comparison of runs, in their order. limit: the number of threshold columns."""
 
     def numbers(key: str) -> list[float | None]:
         return [_number(run, key) for run in runs]
@@ -381,7 +382,7 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
 
 
 def _have_same_data(runs: Sequence[Run]) -> bool:
-    """Tell whether the clients of all runs have the same data, so that one run can be the best."""
+    """Return True if clients of all runs have the same data, so that one run can be the best."""
     return len({str(_data_settings(run)) for run in runs}) == 1
 
 
@@ -408,7 +409,7 @@ def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
 
 
 def describe_scores(runs: Sequence[Run]) -> str:
-    """Return a line that says what the scores of a table are; "" without scores."""
+    """Return a line that explains the scores of a table; "" without scores."""
     kinds = score_kinds(runs)
     if not kinds:
         return ""
@@ -470,7 +471,7 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Return the settings of runs, the best first.
 
-    Unfinished runs and a second run of the same seed are groups of their own.
+    Unfinished runs and a second run with the same seed are separate groups.
     """
     groups: list[list[Run]] = []
     for run in _best_first(runs):
@@ -545,7 +546,7 @@ def result_columns(groups: Sequence[RunGroup], limit: int = 4) -> list[Column]:
 
 
 def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
-    """Return a column with one row for each span of its rows."""
+    """Return a column with one row for each span of rows."""
     show = column.show or _format_score
     texts = []
     means = []

@@ -19,7 +19,7 @@ ROUNDING = 1e-9  # a deviation below this share of the values comes from roundin
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference left - right of paired values, with its interval and tests.
+    """The mean difference left - right of paired values, with an interval and tests.
 
     `low` to `high` is the 95 % interval. A number is None if it was not computed.
     """
@@ -36,7 +36,7 @@ class Difference:
 
 
 def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation (divisor n-1); None for what needs more values."""
+    """Return mean and standard deviation (divisor n-1); None if there are too few values."""
     mean = float(np.mean(values)) if values else None
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return mean, deviation

@@ -18,7 +18,7 @@ BEST_RULE = "where it is ahead of the next by more than the deviation of either"
 
 
 class FormatNumber(Protocol):
-    """Format a number; a deviation gets the unit and the decimals of its mean, `like`."""
+    """A function that formats a number; a deviation gets the unit and decimals of `like`."""
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
 
@@ -28,9 +28,9 @@ class Column:
     """One column of a table: a text for each row, and the numbers behind the texts.
 
     scores: the numbers; empty for a column of texts. better: +1 if the highest score is the best,
-    -1 if the lowest, 0 if none is. deviations: of the scores; `BEST_RULE` uses them. groups: only
-    rows of one group are compared; None: all rows. show: formats a number of this column; None:
-    four decimals.
+    -1 if the lowest is, 0 if none is. deviations: the deviations of the scores; `BEST_RULE` uses
+    them. groups: only rows of one group are compared; None compares all rows. show: function that
+    formats a number of this column; None uses four decimals.
     """
 
     title: str
@@ -78,7 +78,7 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
 
 
 def number_column(title: str, texts: Sequence[str]) -> Column:
-    """Return a column of numbers, of which none is the best."""
+    """Return a column of numbers without a best one."""
     return Column(title, list(texts), [None] * len(texts))
 
 
@@ -92,7 +92,7 @@ def format_table(columns: Sequence[Column], width: int = 0) -> str:
     """Return a table as text, numbers on the right, the best ones with a star.
 
     width: the longest line; columns that do not fit go into a block below, after the first column.
-    0: no limit.
+    0 means no limit.
     """
     label, *rest = [_padded(column) for column in columns]
     blocks = [[label]]

@@ -26,7 +26,7 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def theme(ink: str) -> dict[Any, object]:
-    """Return the settings of all figures for `matplotlib.rc_context`; ink: colour of the text."""
+    """Return the settings of all figures for `matplotlib.rc_context`. ink: colour of the text."""
     return {
         "font.size": 11,
         "axes.labelsize": 11,
@@ -70,7 +70,8 @@ def draw_svg(
 
     Text stays text, and the colours of `LIGHT` and `INK` become variables that the page sets.
 
-    draw: draws on the axes that it gets. about: a description for readers who cannot see it.
+    draw: function that draws on given axes. about: a description for readers who cannot see the
+    drawing.
     size: inches; the page may scale the drawing.
     """
     import matplotlib
@@ -104,7 +105,7 @@ def draw_svg(
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return size and name of the largest unit in which a time is at least 2; seconds if none."""
+    """Return size and name of the largest unit in which a time is at least 2, or of seconds."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return size, unit

@@ -61,7 +61,7 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
 
 
 def has_events(jobs: Jobs) -> bool:
-    """Tell whether a timeline shows anything.
+    """Return True if a timeline shows anything.
 
     That is so if jobs were stale, lost, discarded or failed, or if clients waited for others most
     of the time.
@@ -108,9 +108,9 @@ def fill_figure(
 
 # --- clients --------------------------------------------------------------------------------------
 def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
-    """Return begin and end, in virtual seconds, of the part in which single jobs can be seen.
+    """Return start and end, in virtual seconds, of a part in which single jobs can be seen.
 
-    That is the whole run, or a part in its middle.
+    It is the whole run, or a part in the middle.
     """
     width = _MAX_JOBS_IN_A_ROW * float(np.median(jobs.finish - jobs.start))
     if width <= 0 or width >= end:
@@ -119,9 +119,9 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 
 
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
-    """Return clients by kind, each kind from fast to slow; one kind "" if they are few.
+    """Return clients by kind, from fast to slow in each kind; one kind "" if they are few.
 
-    The same jobs always give the same clients.
+    Equal jobs always give equal clients.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
     # A lost job is shorter than its client would have needed, so it counts only if there is
@@ -170,7 +170,7 @@ def _draw_jobs(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
 
 
 def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: float) -> None:
-    """Write on top which versions some aggregations made.
+    """Write above the panel which versions some aggregations made.
 
     A job that starts to the right of an aggregation trains its version or a later one.
     """
@@ -194,7 +194,7 @@ def _text_colour() -> str:
 
 
 def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Write the numbers of the clients, and the kinds of clients with lines between them."""
+    """Write the numbers of the clients, and the kinds of clients, separated by lines."""
     shown = np.concatenate([clients for _, clients in kinds]).tolist()
     ax.set_yticks(range(len(shown)), [str(client) for client in shown], fontsize=8)
     ax.set_ylabel("" if kinds[0][0] else "client, the fastest first")
@@ -218,7 +218,7 @@ def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
 
 
 def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
-    """Draw aggregated jobs in the colour of their staleness, others empty with a marker."""
+    """Draw aggregated jobs in the colour of their staleness; other jobs are empty with a marker."""
     from matplotlib.collections import PolyCollection
 
     def boxes(chosen: np.ndarray) -> list[np.ndarray]:
@@ -288,13 +288,13 @@ def _whole_numbers(count: int) -> Locator:
 
 # --- fleet, workers, staleness --------------------------------------------------------------------
 def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
-    """Return the mean number of active clients between each edge (virtual seconds) and the next."""
+    """Return the mean number of active clients between neighbouring edges (virtual seconds)."""
     seconds = _elapsed(jobs.start, edges) - _elapsed(jobs.finish, edges)
     return np.asarray(np.diff(seconds) / np.diff(edges))
 
 
 def _elapsed(since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """Return, for each `until`, the sum of the seconds that have passed since earlier `since`."""
+    """Return for each time in `until` the sum of the seconds since earlier times in `since`."""
     ordered = np.sort(since)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     earlier = np.searchsorted(ordered, until)

@@ -1,9 +1,10 @@
-"""Send runs to MLflow from a thread; what a server does not take is stored and sent later.
+"""Send runs to MLflow from a thread; rows that a server does not accept are sent later.
 
-MLflow knows what was sent: each new contact asks for its last step, and only later rows follow. So
-a run that is resumed, replayed or interrupted in the middle of a call has no gap and no step twice.
+MLflow knows which rows were sent: each new connection asks for the last step, and only later rows
+follow. A run that is resumed, sent again or interrupted in the middle of a call therefore has no
+gap and no step twice.
 
-A study and a sweep are runs of their own, the parents of their runs. The data set is an input of a
+A study and a sweep are MLflow runs, too, the parents of their runs. The data set is an input of a
 run, its model an output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs as the
 data set stores them.
 """
@@ -92,12 +93,12 @@ def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow accepts."""
+    """Return the name in the form that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
 
 
 def _text(value: object, limit: int) -> str:
-    """Return a text of at most `limit` characters, without passwords."""
+    """Return a text with at most `limit` characters, without passwords."""
     text = without_password(str(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -130,8 +131,8 @@ def source_tags() -> dict[str, str]:
 def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     """Write a model for MLflow: a traced program and its weights, without pickled code.
 
-    model: maps a batch like `example` [2, ...] to scores [2, outputs]; other batches may have any
-    length >= 1. Raises the error of PyTorch if it cannot trace the model.
+    model: module that maps a batch like `example` [2, ...] to scores [2, outputs]; other batches
+    may have any length >= 1. Raises the error of PyTorch if it cannot trace the model.
     """
     import mlflow.pytorch
     import torch
@@ -165,10 +166,10 @@ def _tensor_schema(array: np.ndarray) -> Schema:
 
 
 class TrackingServer(Protocol):
-    """A tracking server as the tracker needs it; every method may raise any error."""
+    """The interface of a tracking server for the tracker; every method may raise any error."""
 
     def open(self, record: Record) -> str:
-        """Continue the run that the record names, or create it; return its id."""
+        """Continue the run in the record, or create a run; return its id."""
 
     def describe(self, record: Record) -> None:
         """Log the part of the configuration that the server does not have yet."""
@@ -269,7 +270,7 @@ class Mlflow:
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Log the missing parameters: MLflow does not allow to change existing ones."""
+        """Log the missing parameters; MLflow does not allow changes of existing ones."""
         from mlflow.entities import Param
 
         config = _mapping(record.get("config"))
@@ -392,10 +393,10 @@ class NoTracker:
 
 
 class Tracker:
-    """Sends a run to MLflow; the run waits at most `patience` seconds, at its end.
+    """A tracker that sends a run to MLflow; the run waits at most `patience` seconds at its end.
 
-    folder: the run's folder. say: prints one sentence; it is called from another thread. No method
-    raises an error because of MLflow, its server or its database.
+    folder: the run's folder. say: function that prints one sentence; it is called from another
+    thread. No method raises an error because of MLflow, its server or its database.
     """
 
     def __init__(
@@ -442,7 +443,7 @@ class Tracker:
         parent: Path | None = None,
         data: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin a run, or continue the one that the folder's record names.
+        """Begin a run, or continue the run in the folder's record.
 
         rows: the history that a resumed run already has. parent: the folder of a tracked run to
         which this one belongs. data: name and digest of the data set, and other facts about it.
@@ -468,13 +469,13 @@ class Tracker:
     def wait_until_known(self) -> None:
         """Wait until the server has this run, so that other runs can belong to it.
 
-        Returns as well if that failed, and after `patience` seconds.
+        Also returns if that failed, and after `patience` seconds.
         """
         with self._wake:
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Add a row of the history; skip a round that was added before, by the run's first part."""
+        """Add a row of the history; skip a round that an earlier part of the run has added."""
         with self._wake:
             if _round(row) > self._last_round:
                 self._last_round, self._has_news = _round(row), True
@@ -489,8 +490,8 @@ class Tracker:
     ) -> None:
         """Send the remaining rows, the summary and the files.
 
-        After `patience` seconds the rest stays on disk, and a sentence says so. status: one of
-        MLflow's, FINISHED, FAILED or KILLED.
+        After `patience` seconds the unsent rows stay on disk, and a sentence says so. status: a
+        status of MLflow: FINISHED, FAILED or KILLED.
         """
         self.end(summary, artifacts, status)
         self.wait()
@@ -510,7 +511,7 @@ class Tracker:
             self._wake.notify_all()
 
     def wait(self, patience: float | None = None) -> None:
-        """Do the second half of `finish`: wait until the rest is sent."""
+        """Wait until the unsent rows are sent: the second half of `finish`."""
         self._thread.join(self._patience if patience is None else patience)
         with self._wake:
             self._is_abandoned = True
@@ -554,7 +555,7 @@ class Tracker:
         return server
 
     def _mark_sent(self, sent: int, ended: bool) -> None:
-        """Forget the first `sent` rows, which the server has."""
+        """Remove the first `sent` rows, which the server has."""
         with self._wake:
             if self._is_abandoned:
                 return
@@ -607,7 +608,7 @@ def replay(
     say: Callable[[str], None] = print,
     connect: Callable[[str], TrackingServer] = Mlflow,
 ) -> bool:
-    """Send what a server lacks of the run in a folder; return True if nothing is left to send.
+    """Send the missing rows of the run in a folder; return True if nothing is left to send.
 
     A server that never had the run (another one, or a new database) gets all of it from the
     history. A folder that was not tracked, or was sent completely, needs nothing.
@@ -657,7 +658,7 @@ def read_record(folder: Path) -> Record:
 
 
 def read_backlog(folder: Path) -> list[Row]:
-    """Return the rows of the backlog file without a last line that a crash cut short."""
+    """Return the rows of the backlog file without an incomplete last line after a crash."""
     try:
         lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
     except (OSError, ValueError):
@@ -672,7 +673,7 @@ def read_backlog(folder: Path) -> list[Row]:
 
 
 def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-    """Return the rows of both, ordered by round; if both have a round, the row of the second."""
+    """Return the rows of both in order; if both have a round, the row of the second is used."""
     rows = {_round(row): row for row in [*first, *second]}
     return [rows[index] for index in sorted(rows)]
 
