@@ -115,7 +115,7 @@ class Observer:
         """Act when a checkpoint was written."""
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Called after the last round, when the workers have ended."""
+        """Act after the last round, when the workers have ended."""
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Act when the run ended early; `KeyboardInterrupt` if the user stopped it."""

@@ -502,7 +502,7 @@ class Tracker:
         artifacts: Sequence[Path] = (),
         status: str = "FINISHED",
     ) -> None:
-        """Do the first half of `finish`, which takes no time: request that the rest is sent."""
+        """Request that the unsent rows are sent: the first half of `finish`; takes no time."""
         with self._wake:
             names = [os.path.relpath(path, self._folder) for path in artifacts]
             self._record.update(summary=dict(summary), artifacts=names, status=status)
