@@ -40,7 +40,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """What all clients of one version receive: the shared vector and the tensors of methods."""
+    """A published version: the shared vector and the tensors that all its clients receive."""
 
     version: int
     vector: np.ndarray  # [layout.shared] parameters, then floating buffers
@@ -86,7 +86,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """What a client's job sends back, and what the simulator measured during the job."""
+    """The result of a client's job: what the client sends, and what the simulator measured."""
 
     job: int
     client: int
@@ -131,7 +131,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What one call to a worker returns, which may train several jobs."""
+    """The result of one call to a worker, which may train several jobs."""
 
     updates: tuple[Update | Failure, ...]  # one for each job, in order
     sums: GroupSums = field(default_factory=dict)

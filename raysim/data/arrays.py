@@ -70,7 +70,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     w], [n, c, h, w] or [n, h, w, c]; a pandas frame is a table of numbers.
     labels: classes or values [n], see `labels.infer_kind`; [n, labels], 0 or 1 for each of several
     labels, or several values; or for each sample a list of its labels.
-    A third column, users [n] (integers or text), names the client of each sample for
+    A third column, users [n] (integers or text), gives the client of each sample for
     `partition=natural`.
     settings: arguments of `Arrays`.
     """

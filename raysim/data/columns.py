@@ -409,7 +409,7 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.ChunkedArray:
     """Return a column in the plain type of its values.
 
-    key: names the column in errors. Raise ValueError if it is missing or cannot be read.
+    key: the name of the column in errors. Raise ValueError if it is missing or cannot be read.
     """
     if name not in table.column_names:
         raise ValueError(

@@ -73,7 +73,7 @@ class Source:
 
     only: names of the classes to keep, numbered in this order; None keeps all.
     size: images are resized to size x size pixels. channels: 1 makes images grey, 3 makes them RGB.
-    cache: the folder of built data sets; None: see `cache_folder`.
+    cache: the folder of built data sets; None uses `cache_folder`.
     kind: the kind of the task; None lets `labels.infer_kind` decide.
     label_noise: the share of each client's training labels that become another class.
     rotation, pool: corruptions of images (corrupted.py). pool: blocks of pool x pool pixels become

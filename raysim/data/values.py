@@ -202,7 +202,7 @@ def _read_items(items: list[Any], place: str) -> NDArray[Any]:
     if all(isinstance(item, Mapping) for item in items):
         keys = ", ".join(map(str, items[0]))
         raise ValueError(
-            f"{place} are dictionaries with {keys}, and raysim reads one array per sample. Join "
+            f"{place} are dictionaries with {keys}, but raysim needs one array per sample. Join "
             "the arrays of a sample into one, or give the one that is the input."
         )
     raise ValueError(f"{place} are values of type {names[0]}. Convert them to numbers or text.")

@@ -102,8 +102,8 @@ def pool_training(
 ) -> tuple[FederatedData, Schedule, Local]:
     """Return data, schedule and local training of one model on all clients' samples.
 
-    A round processes as many samples as the cohort of a federated run does on average. `method`
-    names the method that needs this.
+    A round processes as many samples as the cohort of a federated run does on average. `method` is
+    the name of the method that needs this.
     """
     if not isinstance(schedule, Synchronous):
         raise Refused(

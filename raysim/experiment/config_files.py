@@ -67,7 +67,7 @@ def _has_text_keys(node: object) -> bool:
 
 
 def is_set(key: str, node: Node) -> bool:
-    """Return whether the user set a key, its group, or a key below it; True if unknown."""
+    """Return True if the user set a key, its group, or a key below it; True if unknown."""
     set_keys = node["choices"].get(SET_KEYS)
     if set_keys is None:
         return True

@@ -384,7 +384,7 @@ def _is_importable(cls: Any) -> bool:
 
 
 def _are_equal(one: object, other: object) -> bool:
-    """Return whether two objects have equal attributes; lists and tuples count as equal."""
+    """Return True if two objects have equal attributes; lists and tuples count as equal."""
     values, other_values = _attributes(one), _attributes(other)
     if values.keys() != other_values.keys():
         return False

@@ -67,7 +67,7 @@ def build_part(
 
 
 def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
-    """Return a recipe if `_target_` names a module's class or a function that makes a module.
+    """Return a recipe if `_target_` gives a module's class or a function that makes a module.
 
     The keys besides `head` and `lora` are its arguments.
     """

@@ -67,8 +67,8 @@ def server_step_size(
 ) -> float:
     """Return eta for updates `deltas` [M, D].
 
-    weights: [M], at least 0, normalised here; None: uniform. epsilon_scale="count": M times
-    epsilon. Raises ValueError for weights that have no mean.
+    weights: [M], at least 0, normalised here; None means uniform weights. epsilon_scale="count": M
+    times epsilon. Raises ValueError for weights that have no mean.
     """
     shares = _normalised(deltas, weights)
     factor = len(deltas) if epsilon_scale == "count" else 1

@@ -258,8 +258,9 @@ class FRAug(Method):
     rtnet_metric: D; with "mse" the generator's reference is the prototypes. generator_lr_factor,
     rtnet_lr_factor: factors on local.lr. generator_norm="local" keeps the generator's BatchNorm on
     the client. rtnet_norm: RTNet ends with BatchNorm. ramp, gamma: rho, see `rampup_coefficient`.
-    ramp_rounds: the T that gamma is meant for; None: T itself. weight: the largest beta. residual:
-    the strength of residuals in the classifier's step; None: rho. prototype_weight: mu.
+    ramp_rounds: the T that gamma is meant for; None takes T itself. weight: the largest beta.
+    residual: the strength of residuals in the classifier's step; None takes rho. prototype_weight:
+    mu.
 
     Table 3 of the paper leaves out one part in each row; these settings do the same:
     use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent;

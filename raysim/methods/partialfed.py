@@ -259,7 +259,7 @@ class PartialFed(Method):
         return torch.tensor([self._loads(path, model) for path in layers], dtype=torch.bool)
 
     def _loads(self, path: str, model: nn.Module) -> bool:
-        """Return whether a strategy that depends on the kind of layer loads this layer."""
+        """Return True if a strategy that depends on the kind of layer loads this layer."""
         if self.strategy == "none":
             return False
         if "no_bn" in self.strategy and isinstance(model.get_submodule(path), BATCHNORM):

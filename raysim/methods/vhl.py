@@ -275,7 +275,7 @@ class Vhl(Method):
         return loss + sum(terms)
 
     def _aligns(self, job: LocalJob) -> bool:
-        """Return whether features are aligned in this step."""
+        """Return True if features are aligned in this step."""
         if self.gamma == 0 and self.kappa == 0:
             return False
         epochs = job.local.epochs

@@ -17,8 +17,8 @@ class Lora:
 
     rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
     alpha: the product of an adapter's matrices is scaled by alpha / rank.
-    layers: names, or ends of names, of the layers that get an adapter; None: every linear layer in
-    front of the head.
+    layers: names, or ends of names, of the layers that get an adapter; None takes every linear
+    layer in front of the head.
     """
 
     rank: int = 0

@@ -99,8 +99,8 @@ def split_network(
 ) -> Classifier:
     """Return the network split at `head`, or whole if it cannot be split.
 
-    head: the name of a linear layer; None: the last one. inputs: examples [B, ...], for which the
-    split network must compute the same outputs. Raise ValueError if the network does not accept
+    head: the name of a linear layer; None takes the last one. inputs: examples [B, ...], for which
+    the split network must compute the same outputs. Raise ValueError if the network does not accept
     them, has another number of outputs, or if `head` is not a linear head.
     """
     if isinstance(net, Classifier):

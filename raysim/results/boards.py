@@ -19,8 +19,8 @@ MODES = ("online", "offline", "disabled")
 class TensorBoard(Observer):
     """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: where the events are written; None: `tensorboard` in the run's folder. A resumed run
-    continues there, and its rounds replace earlier ones with the same number.
+    folder: where the events are written; None takes `tensorboard` in the run's folder. A resumed
+    run continues there, and its rounds replace earlier ones with the same number.
     """
 
     def __init__(self, folder: str | None = None):

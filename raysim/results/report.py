@@ -504,7 +504,7 @@ def _seed(run: Run) -> str:
 
 
 def _setting_labels(firsts: Sequence[Run]) -> list[str]:
-    """Name settings, given a run of each: by the methods, or else by all that differs but seeds."""
+    """Return a name for each setting: its methods, or else all settings that differ."""
     settings = [_setting(run) for run in firsts]
     places = [settings.index(setting) for setting in settings]
     distinct = [firsts[place] for place in dict.fromkeys(places)]

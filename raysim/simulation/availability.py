@@ -41,7 +41,7 @@ class Availability(ABC):
 
     @abstractmethod
     def available(self, client: int, now: float) -> bool:
-        """Return whether the client is available."""
+        """Return True if the client is available."""
 
     @abstractmethod
     def next_change(self, client: int, now: float, until: float) -> float:

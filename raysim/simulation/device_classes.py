@@ -8,7 +8,7 @@ Training speed, in floating-point operations per second of a whole training step
   and 0.63 GFLOP/s. A library that is tuned for phones does better: Das et al., "Enabling On-Device
   Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
   CPU.
-- Tablets. Assumed: as middling phones.
+- Tablets. Assumed: the same as middling phones.
 - Edge boxes. Published: 236 GFLOP/s at most (32 bit) of NVIDIA's Jetson Nano. Assumed: a quarter of
   it in training.
 

@@ -104,7 +104,7 @@ class Schedule(Protocol):
 
     @property
     def pools(self) -> int:
-        """The number of pools, from the fastest clients to the slowest; 0: no pools."""
+        """The number of pools, from the fastest clients to the slowest; 0 means no pools."""
         ...
 
     @property

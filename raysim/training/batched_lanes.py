@@ -75,7 +75,7 @@ def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.
 
 
 def _is_full_flatten(layer: nn.Module) -> bool:
-    """Return whether a layer flattens all dimensions of a sample."""
+    """Return True if a layer flattens all dimensions of a sample."""
     return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
 
 

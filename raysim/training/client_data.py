@@ -107,7 +107,7 @@ class PreparedBatches:
         self._prepared: dict[int, tuple[Plan, list[Batch]]] = {}  # by job
 
     def has(self, job: Job) -> bool:
-        """Return whether the batches of a job are prepared."""
+        """Return True if the batches of a job are prepared."""
         return job.number in self._prepared
 
     def pop(self, job: Job) -> tuple[Plan, list[Batch]] | None:

@@ -29,8 +29,8 @@ class Init:
 
     file: a `.safetensors` file, or a state dict that `torch.save` wrote; None draws all weights.
     only: networks, modules or tensors that start from the file, such as "model" or "extractor";
-    None: all. redraw: parts that are drawn although the file has them, such as "head"; None: none.
-    sha256: the checksum that the file must have; None stores the file's checksum.
+    None means all. redraw: parts that are drawn although the file has them, such as "head"; None
+    means no part. sha256: the checksum that the file must have; None stores the file's checksum.
     """
 
     file: str | None = None
@@ -118,7 +118,7 @@ class InitialWeights:
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
     def _is_redrawn(self, name: str) -> bool:
-        """Return whether a name of the file belongs to a part that is drawn."""
+        """Return True if a name of the file belongs to a part that is drawn."""
         short = name.removeprefix(MODEL)
         parts = self.init.redraw or ()
         return any(_is_in(name, part) or _is_in(short, part) for part in parts)

@@ -102,9 +102,9 @@ class StateBudget:
 class RunSettings:
     """The settings of a run, under the names of the configuration's keys.
 
-    Coordinator and workers read this object. weighting: how updates are weighted; None: by samples,
-    unless a method asks for uniform weights. summation: number of consecutive updates that are
-    summed as one group.
+    Coordinator and workers read this object. weighting: the weights of updates; None weighs by
+    samples, unless a method asks for uniform weights. summation: number of consecutive updates that
+    are summed as one group.
     """
 
     seed: int = 0
@@ -134,9 +134,9 @@ class RunSpec:
     dtype: the type of the vector. score_batch: samples scored at once. profile: True measures how
     the time is spent. graph: True records and replays steps; bits depend on it. precision: the type
     of matrix products in a step. loss: replaces the usual loss; see `Task`. weights: saved initial
-    weights; None: all are drawn. size: the largest number of updates in one aggregation. stale:
-    whether updates may start from an earlier version than the current one. packages: packages
-    besides raysim whose code the run uses.
+    weights; None draws all. size: the largest number of updates in one aggregation. stale: whether
+    updates may start from an earlier version than the current one. packages: packages besides
+    raysim whose code the run uses.
     """
 
     model: ModelRecipe

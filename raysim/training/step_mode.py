@@ -105,5 +105,5 @@ def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool |
 
 
 def is_built_in(spec: RunSpec) -> bool:
-    """Return whether model and loss are part of raysim."""
+    """Return True if model and loss are part of raysim."""
     return not isinstance(spec.model, ExternalModel) and spec.loss is None

@@ -163,7 +163,7 @@ TINY_WORKLOADS = {name: _tiny(workload) for name, workload in WORKLOADS.items()}
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """What to measure.
+    """The options of `raysim bench gpu`.
 
     minutes: time limit for all parts. seconds: duration of each speed measurement. methods: the
     methods that are checked; None checks all. tiny: True uses sizes that only try the command.

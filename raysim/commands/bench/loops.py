@@ -64,7 +64,7 @@ class LoopWorkload:
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How to measure.
+    """The options of `raysim bench`.
 
     workers: processes on each side. lanes: number of lanes; None takes a run's default. floor: True
     also measures the tuned loop. profile: the folder for a profile of each workload.

@@ -116,7 +116,7 @@ def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], 
 
 
 def _usual_metrics(summaries: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the metrics that a report compares if the user names none."""
+    """Return the metrics that a report compares if the user gives none."""
     has_many_rounds = any((score(summary, "rounds") or 0) > BEST_ROUNDS for summary in summaries)
     names = [name for name in METRICS if has_many_rounds or name != "best5_mean"]
     for metric in dict.fromkeys(str(summary.get("metric", "accuracy")) for summary in summaries):
