@@ -187,7 +187,7 @@ def _best(experiment: Experiment) -> str:
 
 
 def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
-    """Return whether BatchNorm's parameters and statistics are personal; "" without BatchNorm."""
+    """Say if BatchNorm's parameters and statistics are personal; "" without BatchNorm."""
     networks_by_text: dict[str, list[str]] = {}
     for network, module in networks.items():
         parameters, statistics = _batchnorm_names(network, module)

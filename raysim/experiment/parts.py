@@ -136,7 +136,7 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
         group = path.partition(".")[0]
         raise Refused(
             f"{path}.{TARGET}={node[TARGET]} is no {group}: "
-            f"name a subclass of raysim.{kind.__name__}"
+            f"give a subclass of raysim.{kind.__name__}"
         )
     return cls
 

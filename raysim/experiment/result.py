@@ -158,7 +158,7 @@ class Result:
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            reason = "the data has no central test set: name a client"
+            reason = "the data has no central test set: give a client"
             if client is not None:
                 reason = f"{data.label(client)} has none"
             raise Refused(f"there is nothing to predict: {reason}, result.predictions(client=...)")

@@ -48,7 +48,7 @@ def load_run(folder: Path) -> Run:
     missing = [name for name in RUN_FILES if not (folder / name).is_file()]
     if missing:
         inside = sorted(path.parent.name for path in folder.glob("*/history.parquet"))
-        hint = "name one that `raysim run out=DIR` wrote."
+        hint = "give one that `raysim run out=DIR` wrote."
         if inside:
             hint = f"did you mean {folder / inside[0]}?"
         raise ValueError(
