@@ -92,7 +92,7 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
         ) from error
     if "round" not in table.column_names:
         raise ValueError(
-            f"{path} has no column 'round', so it is not a history; give the folder of a raysim run."
+            f"{path} has no column 'round', so it is no history; give the folder of a run."
         )
     for schema_field in table.schema:
         kind = schema_field.type
