@@ -85,7 +85,7 @@ NORMS = (*BATCHNORM, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._Instan
 
 
 class FedBN(Method):
-    """FedAvg with private normalisation layers.
+    """FedAvg in which every client keeps its own normalisation layers.
 
     layers: "batch" keeps BatchNorm on the client, "all" every normalisation layer of the model.
     name_rule: instead of using types, keep tensors whose names contain this text. reestimate: see
