@@ -18,8 +18,11 @@ def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
     if not isinstance(spec.model, ExternalModel) or task.kind != "classification" or spec.loss:
         return []
     was_training = model.training
+    inputs = example_inputs(task.shape, task.tokens)
+    if inputs.is_floating_point():
+        inputs = inputs.to(task.dtype)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outputs = model.eval()(example_inputs(task.shape, task.tokens).to(task.dtype))
+        outputs = model.eval()(inputs)
     model.train(was_training)
     ones = torch.ones(len(outputs), dtype=outputs.dtype)
     is_distribution = bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), ones, atol=1e-4)

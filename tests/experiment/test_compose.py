@@ -199,7 +199,7 @@ def test_resources_may_have_any_name() -> None:
 
 @pytest.mark.parametrize("word", ["seed=4..0", "seed=0..10000", f"seed=0..{10**17}"])
 def test_counts_go_up_to_a_limit(word: str) -> None:
-    with pytest.raises(Refused, match="10,000 values at most"):
+    with pytest.raises(Refused, match="10,000 values"):
         expand_override(word)
 
 
