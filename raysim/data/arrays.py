@@ -138,7 +138,7 @@ def _read_half(part: object, name: str) -> tuple[NDArray[Any] | LabelLists, ...]
     shapes = f"inputs of shape {inputs.shape} and {_describe_shape(labels)}"
     has_labels = labels.size > 0 if isinstance(labels, np.ndarray) else len(labels) > 0
     if not inputs.size or not has_labels:
-        raise ValueError(f"data: {name} has {shapes}, and so no samples. Give it some.")
+        raise ValueError(f"data: {name} has no samples ({shapes}). Pass at least one sample.")
     if len(inputs) != len(labels):
         raise ValueError(f"data: {name} has {shapes}. Give each input one label.")
     is_table = isinstance(part[0], (pd.DataFrame, pa.Table, pa.RecordBatch))

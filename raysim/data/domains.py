@@ -75,8 +75,8 @@ class Domains(Source):
         for name, part in zip(self.domains, parts, strict=True):
             if part.kind != "classification":
                 raise ValueError(
-                    f"data.domains: {name} has labels for {part.kind}, and domains of one data set "
-                    "must have classes. Leave it out."
+                    f"data.domains: {name} is data for {part.kind}, but every domain must be data "
+                    f"for classification. Leave {name} out."
                 )
         class_names = _without_words(parts[0].class_names)
         for name, part in zip(self.domains, parts, strict=True):

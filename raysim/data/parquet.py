@@ -178,8 +178,8 @@ class Parquet(Source):
             names = [folder.name for folder in folders]
             if len(set(names)) < len(names):
                 raise ValueError(
-                    f"data.root={self.root} has two folders of one name, and domains are named by "
-                    "their folders. Rename one."
+                    f"data.root={self.root} has two folders with the same name, and a domain takes "
+                    "the name of its folder. Rename one."
                 )
         else:
             root = user_path(self.root)

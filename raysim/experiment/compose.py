@@ -254,7 +254,7 @@ def _resumed_places(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_complete(node: Node) -> bool:
-    """Return True if a configuration has all groups, and the names of their options."""
+    """Return True if a configuration has every group, and for each the name of its option."""
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:
         return False

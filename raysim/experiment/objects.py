@@ -210,9 +210,10 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
 def _wrapper_settings(
     cls: type, place: str, overrides: Overrides, stored: object, identity: str
 ) -> dict[str, Any]:
-    """Return the checked arguments that overrides and a stored node give to a class.
+    """Return the arguments of the class that wraps a user's object, checked.
 
-    identity: the argument that follows from the object.
+    They come from overrides and from the stored configuration. identity: the argument that is
+    computed from the object.
     """
     names = [name for name in _argument_names(cls) if name != identity]
     for key in overrides:

@@ -168,7 +168,7 @@ class Dann(Method):
         return turn
 
     def cost(self, job: Participation) -> float:
-        """Return a negative cost: a discriminator step saves the backward pass of the model."""
+        """Return a negative cost: a discriminator step needs no backward pass of the model."""
         if self.mode == "grl":
             return 0.0
         share = self.discriminator_steps / (1 + self.discriminator_steps)

@@ -358,7 +358,10 @@ class FailureFile(Observer):
 
 
 def _round_of(line: str) -> int:
-    """Return the round of a failure; an incomplete line after a crash counts as a later round."""
+    """Return the round in a line of failures.jsonl.
+
+    A line that a crash has cut off gets a round after all others.
+    """
     try:
         return int(json.loads(line)["round"])
     except (ValueError, KeyError, TypeError):

@@ -316,7 +316,7 @@ class Mlflow:
             self._log(batch)
 
     def _time(self, row: Mapping[str, object]) -> int:
-        """Return the time of a row in ms by the run's clock, the same if it is sent twice."""
+        """Return the wall time of a row in ms; a row that is sent again gets the same time."""
         return int(self._started + 1000 * _numbers(row).get("wall_seconds", 0.0))
 
     def _log(self, batch: Sequence[Metric]) -> None:

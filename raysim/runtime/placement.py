@@ -227,9 +227,9 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
     worker_bundles, workers = bundles[1:], options.workers or 1
     if len(worker_bundles) < workers:
         raise ValueError(
-            f"runtime.workers={workers} needs as many bundles after the first in this process's "
-            f"placement group, which has {len(worker_bundles)}. Make the group larger, or lower "
-            "runtime.workers."
+            f"runtime.workers={workers} needs {workers} bundles besides the first one, and this "
+            f"process's placement group has only {len(worker_bundles)} of them. Make the group "
+            "larger, or lower runtime.workers."
         )
     names = [name for bundle in worker_bundles for name in bundle]
     least = {name: min(bundle.get(name, 0.0) for bundle in worker_bundles) for name in names}

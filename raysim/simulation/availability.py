@@ -147,7 +147,7 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return `_interval` for each moment."""
+    """Return the number of the interval that contains each moment, for arrays."""
     interval = np.floor(now / length)
     return interval + ((interval + 1) * length <= now) - (interval * length > now)
 

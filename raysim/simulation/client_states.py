@@ -251,7 +251,7 @@ class ClientStates:
         return sum(self._on_disk.values())
 
     def accepted(self) -> Iterator[tuple[int, StoredState]]:
-        """Yield every client that has an accepted state, with that state; waits."""
+        """Yield each client with a committed state, and the state; wait for workers."""
         for client in self._accepted:
             yield client, self.accepted_state(client)
 

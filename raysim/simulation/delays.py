@@ -59,7 +59,7 @@ class Delays(Fleet):
             at_least(f"fleet.kinds.{name}.most", kind.most, kind.least)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw the kind of each client."""
+        """Draw the kind of device of each client."""
         weights = [self.scale * kind.weight for kind in self.kinds.values()]
         parts = stream(seed, "fleet.kinds").dirichlet(weights, size=clients)
         return Labels(tuple(self.kinds), parts.argmax(axis=1).astype(np.int16))

@@ -370,9 +370,9 @@ class Evaluator:
     def _score_clients(
         self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: Scoring
     ) -> np.ndarray:
-        """Return the score of each client, and store the scores under the name of a column.
+        """Return a score for each client, and store these scores as a column.
 
-        scores: the scores of the clients' test rows, client after client.
+        scores: a score for each test row, client after client.
         """
         ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
         values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])

@@ -232,7 +232,7 @@ class Deadline(_Policy):
 
     @property
     def stale(self) -> bool:
-        """True if late updates are aggregated."""
+        """True if updates that miss the deadline are aggregated later."""
         return self.late == "stale"
 
     def decide(self, view: View) -> Action:
