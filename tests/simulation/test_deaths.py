@@ -343,7 +343,7 @@ def test_stopped_coordinator_is_lost(ray_session: None, monkeypatch: pytest.Monk
     with pytest.raises(ProcessLostError, match=r"faults\.timeout=10: .* for 11 s"):
         for _ in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, say=said.append):
             pass
-    assert [text.partition(":")[0] for text in said if "no message" in text][-2:] == [
+    assert [text.partition(". ")[0] for text in said if "no message" in text][-2:] == [
         "no message from the coordinator for 4 s",
         "no message from the coordinator for 8 s",
     ]
