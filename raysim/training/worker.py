@@ -275,7 +275,9 @@ class _TrainingCall:
         state = worker.states.get(job.client, job.state, sent)
         self._begun[place] = time.perf_counter(), state
         prepared = worker.trainer.prepared
-        if not prepared.has(job):
+        # A method that trains by itself gathers the samples that it needs.
+        uses_batches = worker.trainer.own_training is None
+        if uses_batches and not prepared.has(job):
             coming = self._order[self._order.index(place) :]
             prepared.prepare([self.jobs[later] for later in coming])
         download = self.broadcast.download

@@ -20,6 +20,7 @@ from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedopt import FedAvgM
 from raysim.methods.fedprox import FedProx
 from raysim.simulation.schedule import Schedule
+from raysim.training.client_data import PreparedBatches
 
 
 class PlainSgd(Method):
@@ -59,6 +60,15 @@ def test_own_training_equals_raysims_steps() -> None:
     )
     for usual_row, own_row in zip(usual.rows, own.rows, strict=True):
         assert own_row["train_loss"] == pytest.approx(usual_row["train_loss"], rel=1e-4)
+
+
+def test_own_training_gathers_no_batches_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("batches were gathered that nobody trains on")
+
+    expected = run(run_spec(PlainSgd()), rounds=2)
+    monkeypatch.setattr(PreparedBatches, "prepare", fail)
+    assert run(run_spec(PlainSgd()), rounds=2).bits == expected.bits
 
 
 class Drawing(Method):
