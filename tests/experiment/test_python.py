@@ -252,9 +252,9 @@ def test_unstorable_methods_must_be_given_to_load() -> None:
         ({"data": (IMAGES, LABELS - 5)}, "data has the label -5"),
         (
             {"data": (IMAGES[:0], LABELS[:0])},
-            r"train has inputs of shape \(0, 8, 8\)",
+            "train has no samples",
         ),
-        ({"data": ([], [])}, r"train has inputs of shape \(0,\)"),
+        ({"data": ([], [])}, "train has no samples"),
         (
             {"data": ([[1.0, 2.0], [3.0]], [0, 1])},
             "data: the inputs for train are not all of one shape",
