@@ -9,8 +9,8 @@ cos(P(z_p), P(z)) row by row,
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-L_p is Component 1 of the paper, L_con is Component 2. Where pseudo-data come from is in
-`pseudo_data.py`.
+L_p is Component 1 of the paper, L_con is Component 2. `pseudo_data.py` makes the pseudo-data and
+describes the choices for them.
 
 Choices where paper and code disagree or are silent
 - Eqs. (5)-(6) print s / tau, the code multiplies, and the published ablation with tau2 = 0 only
@@ -20,20 +20,11 @@ Choices where paper and code disagree or are silent
 - Global features of pseudo-data belong to the pseudo-data of the step (paper), with the frozen
   extractor in eval mode; the code computes them for the first step's only, in train mode:
   global_features="round" is that, in eval mode.
-- Random sample means are drawn anew every round by default (paper); the released code draws them
-  once.
-- Sources of pseudo-data are "balanced" if every client is drawn equally often, which is how
-  Algorithm 2 chooses clients, and "unbalanced" if in proportion to their samples. With clients of
-  equal size, as in the paper, both are the same. Figure 6d compares means of balanced with those of
-  unbalanced labels: sources="classes" also draws every class that a client has equally often. The
-  proxy set has no clients: "balanced" and "classes" draw its classes alike.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -44,28 +35,17 @@ from torch import Tensor, nn
 from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
-from raysim.data.dataset import Dataset
 from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
 
 # The shared test vectors expect `random_sample_mean` in this module.
-from raysim.methods.pseudo_data import (
-    SOURCES,
-    check_proxy,
-    check_pseudo_batch,
-    client_means,
-    fresh_means,
-    proxy_means,
-    random_sample_mean as random_sample_mean,
-    rows_by_samples,
-)
-from raysim.primitives.checks import at_least, one_of
+from raysim.methods.pseudo_data import PseudoData, random_sample_mean as random_sample_mean
+from raysim.primitives.checks import at_least
 
 if TYPE_CHECKING:
-    from raysim.api.context import Contribution, Outputs
+    from raysim.api.context import Outputs
     from raysim.api.declarations import Participation
     from raysim.api.local_job import LocalJob
-    from raysim.api.server_view import ServerView
     from raysim.api.setup import Setup
     from raysim.models import Classifier
 
@@ -186,38 +166,25 @@ class FedBR(Method):
             _similarity_scale(tau, temperature_mode)
         self.tau1, self.tau2, self.temperature_mode = tau1, tau2, temperature_mode
         self.max_step, self.projection = max_step, projection
-        self.sources = one_of("method.fedbr.sources", sources, SOURCES)
-        self.pseudo, self.pseudo_refresh, self.fresh = pseudo, pseudo_refresh, fresh
-        self.pseudo_batch = int(at_least("method.fedbr.pseudo_batch", pseudo_batch, 1))
-        self.samples_per_mean = int(at_least("method.fedbr.samples_per_mean", samples_per_mean, 1))
-        means = pseudo_batch if means_per_client is None else means_per_client
-        self.means_per_client = int(at_least("method.fedbr.means_per_client", means, 1))
+        self.pseudo, self.pseudo_refresh, self.pseudo_batch = pseudo, pseudo_refresh, pseudo_batch
+        self.samples_per_mean, self.sources = samples_per_mean, sources
+        self.means_per_client = pseudo_batch if means_per_client is None else means_per_client
+        self.fresh, self.proxy, self.global_features = fresh, proxy, global_features
         self.mix_samples = int(at_least("method.fedbr.mix_samples", mix_samples, 0))
-        self.proxy, self.global_features = proxy, global_features
-        if pseudo == "mixture" and (proxy is None or type(proxy) is Source):
-            raise ValueError(
-                "method.fedbr.pseudo=mixture needs a public set. Set method.fedbr.proxy to a data "
-                "source, such as '{_target_: raysim.data.sources.Cifar100}', or pseudo=rsm."
-            )
-        if fresh and (pseudo == "mixture" or pseudo_refresh == "once"):
-            raise ValueError(
-                "method.fedbr.fresh=true draws means of clients' data every round, which does not "
-                f"fit pseudo={pseudo} with pseudo_refresh={pseudo_refresh}. Set fresh=false."
-            )
+        self._pseudo_data = PseudoData(
+            kind=pseudo,
+            refresh=pseudo_refresh,
+            rows=pseudo_batch,
+            samples_per_mean=samples_per_mean,
+            means_per_client=self.means_per_client,
+            sources=sources,
+            fresh=fresh,
+            proxy=proxy,
+        )
 
     @property
     def _projects(self) -> bool:
         return self.mu > 0 and self.projection != "none"
-
-    @property
-    def _public(self) -> Source | None:
-        """The proxy set, or None if pseudo-data are means of clients' samples."""
-        return self.proxy if self.pseudo == "mixture" else None
-
-    @property
-    def _size(self) -> tuple[int, int]:
-        """Two numbers: the means that a round needs, and the samples in each mean."""
-        return self.pseudo_batch, self.samples_per_mean
 
     @property
     def _mixes(self) -> bool:
@@ -237,39 +204,7 @@ class FedBR(Method):
             run.stages((climb, Stage()))
         if self._mixes:
             run.draw("mix", self.draw_mixed_samples)
-        self._check_sizes(run)
-        self._declare_pseudo_data(run)
-
-    def _check_sizes(self, run: Setup) -> None:
-        """Refuse too few means, one row for BatchNorm, and a proxy set of other images."""
-        check_pseudo_batch(run, self.pseudo_batch)
-        if self._public is not None:
-            check_proxy(run, self._public, _proxy_set(self))
-            return
-        clients = run.clients_with_samples
-        pool = self.means_per_client * clients
-        run.require(
-            self.fresh or self.pseudo_batch <= pool,
-            f"method.fedbr.pseudo_batch={self.pseudo_batch} is more than the pool of {pool} means "
-            f"from {clients} clients with samples. Set method.fedbr.pseudo_batch={pool} or less, "
-            "or increase method.fedbr.means_per_client.",
-        )
-
-    def _declare_pseudo_data(self, run: Setup) -> None:
-        """Declare what is collected and sent; means of `fresh` are counted as sent."""
-        floats = self.pseudo_batch * math.prod(run.task.shape)
-        if self.pseudo == "rsm" and not self.fresh:
-            run.gather(self.own_means, self.join_means)
-        if self.fresh:
-            run.send("pseudo", lambda server: None, floats)
-            return
-        run.skip("begin")
-        if self.pseudo_refresh == "round":
-            run.send("pseudo", self.draw_pseudo_data, floats)
-            return
-        if self.pseudo == "mixture":
-            run.server_state("pool", self.draw_pseudo_data)
-        run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
+        self._pseudo_data.declare(run)
 
     def cost(self, job: Participation) -> float:
         """Return a pass over pseudo-data, and one of the received model if they change."""
@@ -278,34 +213,10 @@ class FedBR(Method):
         changes = self.mu and self._mixes and self.global_features == "step"
         return (1 + FORWARD if changes else 1) * job.trained_samples
 
-    # --- pseudo-data ---------------------------------------------------------------------------
-    def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return means of the client's own samples."""
-        size = self.means_per_client, self.samples_per_mean
-        return {"pool": client_means(client, size, self.sources)}
-
-    def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Keep the pool of all means; if they are drawn once, keep only the drawn ones."""
-        server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
-        if self.pseudo_refresh == "once":
-            server.state["pool"] = self.draw_pseudo_data(server)
-
-    def draw_pseudo_data(self, server: ServerView) -> Tensor:
-        """Draw B rows without replacement from the pool, or make new means of the proxy set."""
-        generator = server.stream("pseudo")
-        if self._public is not None:
-            proxy = self._public, _proxy_set(self)
-            return proxy_means(*proxy, self._size, self.sources, generator, server.task.dtype)
-        pool = server.state["pool"]
-        if self.sources == "unbalanced":
-            per_client, ends = self.means_per_client, server.sample_ends
-            return pool[rows_by_samples(ends, per_client, self.pseudo_batch, generator)]
-        return pool[generator.choice(len(pool), size=self.pseudo_batch, replace=False)]
-
     # --- a client's job ------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
         """Make fresh means of raw data, the same for all clients of this version."""
-        job.scratch["pseudo"] = fresh_means(job, self._size, self.sources)
+        job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
         """Draw the K samples of the batch for each pseudo-sample: int64 [B, K]."""
@@ -368,10 +279,3 @@ class FedBR(Method):
                 return job.model.features(self.pseudo_data(job, out)[0])
 
         return out.once("fedbr.pseudo_features", compute)
-
-
-@functools.lru_cache(maxsize=4)
-def _proxy_set(method: FedBR) -> Dataset:
-    """Return the proxy set, built at the first call. It is not stored in the method."""
-    assert method.proxy is not None, "pseudo=mixture needs a proxy set"
-    return method.proxy.build()

@@ -1,13 +1,22 @@
 """Pseudo-data of FedBR: means of clients' samples (Algorithm 2) or of a public set (3).
 
-A mean of M samples represents all of them and has no label. `fedbr.py` describes the choices.
+A mean of M samples represents all of them and has no label. The choices:
+- Random sample means are drawn again every round by default (paper); the released code draws them
+  once.
+- Sources are "balanced" if every client is drawn equally often, which is how Algorithm 2 chooses
+  clients, and "unbalanced" if in proportion to their samples. With clients of equal size, as in the
+  paper, both are the same. Figure 6d compares means of balanced with those of unbalanced labels:
+  "classes" also draws every class that a client has equally often. The proxy set has no clients:
+  "balanced" and "classes" draw its classes alike.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,14 +27,129 @@ from raysim.data.dataset import Dataset
 from raysim.data.partition import CSR
 from raysim.data.sources import Source
 from raysim.models.single_rows import refusing_layer
+from raysim.primitives.checks import at_least, one_of
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
     from raysim.api.context import Contribution
     from raysim.api.local_job import LocalJob
+    from raysim.api.server_view import ServerView
     from raysim.api.setup import Setup
 
 SOURCES = ("balanced", "unbalanced", "classes")
+
+
+@dataclass(frozen=True)
+class PseudoData:
+    """The pseudo-data of a run: B means in each version, which the server sends to clients.
+
+    kind: "rsm" are means of clients' samples, "mixture" are means of the public `proxy` set. rows:
+    B. samples_per_mean: M. means_per_client: how many means each client sends before round 0.
+    refresh: draw B means every "round", or "once". fresh: draw means of clients' raw data in every
+    round; nothing is collected, and jobs make the means. Raises ValueError for settings that do not
+    fit together.
+    """
+
+    kind: str
+    refresh: str
+    rows: int
+    samples_per_mean: int
+    means_per_client: int
+    sources: str
+    fresh: bool
+    proxy: Source | None
+
+    def __post_init__(self) -> None:
+        at_least("method.fedbr.pseudo_batch", self.rows, 1)
+        at_least("method.fedbr.samples_per_mean", self.samples_per_mean, 1)
+        at_least("method.fedbr.means_per_client", self.means_per_client, 1)
+        one_of("method.fedbr.sources", self.sources, SOURCES)
+        is_mixture = self.kind == "mixture"
+        if is_mixture and (self.proxy is None or type(self.proxy) is Source):
+            raise ValueError(
+                "method.fedbr.pseudo=mixture needs a public set. Set method.fedbr.proxy to a data "
+                "source, such as '{_target_: raysim.data.sources.Cifar100}', or pseudo=rsm."
+            )
+        if self.fresh and (is_mixture or self.refresh == "once"):
+            raise ValueError(
+                "method.fedbr.fresh=true draws means of clients' data every round, which does not "
+                f"fit pseudo={self.kind} with pseudo_refresh={self.refresh}. Set fresh=false."
+            )
+
+    @functools.cached_property
+    def proxy_set(self) -> Dataset:
+        """The public set; the first use builds it."""
+        assert self.proxy is not None, "pseudo=mixture needs a proxy set"
+        return self.proxy.build()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the public set out of pickles, because only the server needs it."""
+        return {name: value for name, value in vars(self).items() if name != "proxy_set"}
+
+    def declare(self, run: Setup) -> None:
+        """Declare what clients send before round 0 and what they receive.
+
+        Means of `fresh` are counted as if the server sent them.
+        """
+        self._check(run)
+        floats = self.rows * math.prod(run.task.shape)
+        if self.fresh:
+            run.send("pseudo", lambda server: None, floats)
+            return
+        run.skip("begin")
+        if self.kind == "rsm":
+            run.gather(self.own_means, self.join_means)
+        if self.refresh == "round":
+            run.send("pseudo", self.draw, floats)
+            return
+        if self.kind == "mixture":
+            run.server_state("pool", self.draw)
+        run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
+
+    def _check(self, run: Setup) -> None:
+        """Refuse too few means, one row for BatchNorm, and a proxy set of other images."""
+        check_pseudo_batch(run, self.rows)
+        if self.kind == "mixture":
+            assert self.proxy is not None
+            check_proxy(run, self.proxy, self.proxy_set)
+            return
+        clients = run.clients_with_samples
+        pool = self.means_per_client * clients
+        run.require(
+            self.fresh or self.rows <= pool,
+            f"method.fedbr.pseudo_batch={self.rows} is more than the pool of {pool} means from "
+            f"{clients} clients with samples. Set method.fedbr.pseudo_batch={pool} or less, or "
+            "increase method.fedbr.means_per_client.",
+        )
+
+    def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
+        """Return means of the client's own samples."""
+        size = self.means_per_client, self.samples_per_mean
+        return {"pool": client_means(client, size, self.sources)}
+
+    def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
+        """Keep the pool of all means; if they are drawn once, keep only the drawn ones."""
+        server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
+        if self.refresh == "once":
+            server.state["pool"] = self.draw(server)
+
+    def draw(self, server: ServerView) -> Tensor:
+        """Draw B means without replacement from the pool, or make new ones of the public set."""
+        generator = server.stream("pseudo")
+        if self.kind == "mixture":
+            assert self.proxy is not None
+            size = self.rows, self.samples_per_mean
+            proxy = self.proxy, self.proxy_set
+            return proxy_means(*proxy, size, self.sources, generator, server.task.dtype)
+        pool = server.state["pool"]
+        if self.sources == "unbalanced":
+            ends = server.sample_ends
+            return pool[rows_by_samples(ends, self.means_per_client, self.rows, generator)]
+        return pool[generator.choice(len(pool), size=self.rows, replace=False)]
+
+    def draw_fresh(self, job: LocalJob) -> Tensor:
+        """Return B means of raw data of all clients, the same for all jobs of a version."""
+        return fresh_means(job, (self.rows, self.samples_per_mean), self.sources)
 
 
 def random_sample_mean(inputs: Tensor, indices: Tensor) -> Tensor:
