@@ -89,7 +89,7 @@ class RemoteStore:
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names in the store, or in a folder of it."""
-        with self._errors_with_address():
+        with self._errors_with_address(folder):
             self._files.invalidate_cache()
             try:
                 paths = self._files.ls(self._path(folder), detail=False)
@@ -103,7 +103,7 @@ class RemoteStore:
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
             draft = Path(folder) / "draft"
             yield draft
-            with self._errors_with_address():
+            with self._errors_with_address(name):
                 self._files.put_file(str(draft), self._path(name))
 
     @contextlib.contextmanager
@@ -111,7 +111,7 @@ class RemoteStore:
         """Fetch a file and yield the path for reading it. Raise `OSError` if that fails."""
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
             copy = Path(folder) / "copy"
-            with self._errors_with_address():
+            with self._errors_with_address(name):
                 self._files.get_file(self._path(name), str(copy))
             yield copy
 
@@ -120,8 +120,14 @@ class RemoteStore:
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it exists."""
-        with self._errors_with_address(), contextlib.suppress(FileNotFoundError):
-            self._files.rm(self._path(name), recursive=True)
+        path = self._path(name)
+        with self._errors_with_address(name), contextlib.suppress(FileNotFoundError):
+            self._files.invalidate_cache()
+            # Some file systems, such as FTP, cannot remove a file as if it were a folder.
+            if self._files.isdir(path):
+                self._files.rm(path, recursive=True)
+            elif self._files.exists(path):
+                self._files.rm_file(path)
 
     def draft_folder(self) -> Path:
         """Return a folder on the disk for drafts of files."""
@@ -131,15 +137,16 @@ class RemoteStore:
         return f"{self._root.rstrip('/')}/{name}" if name else str(self._root)
 
     @contextlib.contextmanager
-    def _errors_with_address(self) -> Iterator[None]:
-        """Raise errors of all kinds as `OSError` with the store's address."""
+    def _errors_with_address(self, name: str) -> Iterator[None]:
+        """Raise errors of all kinds as `OSError` with the address of a file or folder."""
         try:
             yield
         except Exception as error:
             if is_disk_full(error):
                 raise
             reason = f"{type(error).__name__}: {without_password(str(error))}"
-            raise OSError(f"{self}: {reason}") from error
+            address = f"{self}/{name}" if name else str(self)
+            raise OSError(f"{address}: {reason}") from error
 
 
 Store: TypeAlias = LocalStore | RemoteStore

@@ -176,6 +176,25 @@ class WorkerDeaths(Observer):
         )
 
 
+class RemovalFailures(Observer):
+    """An observer that prints why old checkpoints could not be removed, each reason once."""
+
+    def __init__(self, note: PrintLine):
+        self._note = note
+        self._printed: set[str] = set()
+
+    def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
+        """Print the reason, if it is new."""
+        reason = event.removal_failure
+        if not reason or reason in self._printed:
+            return
+        self._printed.add(reason)
+        self._note(
+            f"checkpoint of round {event.version} is written, and older ones could not be removed "
+            f"({reason}). They use space and do no other harm; remove them when the run has ended."
+        )
+
+
 class MethodWarnings(Observer):
     """An observer that prints the warnings of methods during a run, each once."""
 

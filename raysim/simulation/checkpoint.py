@@ -15,6 +15,7 @@ it writes or removes anything, and stops.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -129,6 +130,7 @@ class Checkpoints:
         self._store: Store | None = None
         self._writer = f"{this_process()} ({secrets.token_hex(8)})"
         self._manifests: dict[int, Mapping[str, str]] = {}  # of existing checkpoints, by version
+        self.removal_failure = ""  # of the last `write`
         self._last = -1  # the version that was written last, or that the run continued from
         # Of that version: checksums of its files in the log, by name; and its index.
         self._log: dict[str, str] = {}
@@ -137,10 +139,14 @@ class Checkpoints:
     def write(self, version: int, snapshot: Snapshot) -> str:
         """Write a checkpoint, remove all but the last few, and return the address.
 
+        If older checkpoints cannot be removed, `removal_failure` says why, and the next checkpoint
+        tries again.
+
         Checkpoints of later rounds are also removed: if the run continued from an earlier
         checkpoint, they do not belong to it any more. A version that was written last is not
         written again, because nothing that a result depends on changes between two aggregations.
-        Raises OSError if another process has begun to write.
+        Raises OSError if the checkpoint cannot be written, or if another process has begun to
+        write.
         """
         place = self._open()
         if is_remote(self.where):
@@ -150,11 +156,16 @@ class Checkpoints:
             try:
                 self._write(place, version, snapshot)
             except Exception:
-                self._remove_leftovers()
+                with contextlib.suppress(OSError):  # the first error says more
+                    self._remove_leftovers()
                 raise
         earlier = sorted(known for known in self._manifests if known <= version)
         last = earlier[-self.keep :]
-        self._remove([known for known in self._manifests if known not in last])
+        self.removal_failure = ""
+        try:
+            self._remove([known for known in self._manifests if known not in last])
+        except OSError as error:
+            self.removal_failure = str(error)
         return f"{self.where}/{_folder(version)}"
 
     def _write(self, place: Store, version: int, snapshot: Snapshot) -> None:
@@ -221,7 +232,8 @@ class Checkpoints:
             for version in _complete_versions(place):
                 self._manifests[version] = _manifest_if_valid(place, version)
             self._continue_log(place)
-            self._remove_leftovers()
+            with contextlib.suppress(OSError):  # leftovers use space and do no harm
+                self._remove_leftovers()
         return self._store
 
     def _check_writer(self, place: Store) -> None:
@@ -248,10 +260,11 @@ class Checkpoints:
         place = self._open()
         before = _log_files(self._manifests)
         for version in versions:
-            if self._manifests.pop(version, None) is not None:
+            if version in self._manifests:
                 # The manifest first: without it the folder is no checkpoint.
                 place.remove(f"{_folder(version)}/{MANIFEST}")
                 place.remove(_folder(version))
+                del self._manifests[version]
         for name in before - _log_files(self._manifests):
             place.remove(name)
 

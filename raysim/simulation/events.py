@@ -79,10 +79,14 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Saved:
-    """The event that a checkpoint was written."""
+    """The event that a checkpoint was written.
+
+    removal_failure: why older checkpoints could not be removed; "" if they were.
+    """
 
     version: int
     path: str
+    removal_failure: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ class RunSaver:
     def save(self) -> Saved:
         """Write a checkpoint."""
         version = self._run.server.version
-        return Saved(version, self._checkpoints.write(version, snapshot.take(self._run)))
+        address = self._checkpoints.write(version, snapshot.take(self._run))
+        return Saved(version, address, self._checkpoints.removal_failure)
 
     def restore(self) -> bool:
         """Continue from the checkpoint; return False if there is none."""

@@ -27,6 +27,7 @@ from raysim.results.observers import (
     MethodWarnings,
     Observer,
     ObserverError,
+    RemovalFailures,
     WorkerDeaths,
 )
 from raysim.simulation.events import Event, Finished, Round, Saved, Started
@@ -305,6 +306,17 @@ def test_worker_death_is_reported(tmp_path: Path, deaths: int, text: str) -> Non
     said = stream.getvalue()
     assert text in said
     assert ("no result changes" in said and said.startswith("round 3: ")) == bool(deaths)
+
+
+def test_failed_removal_of_checkpoints_is_shown_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+    observer = RemovalFailures(lines.append)
+    for version, failure in [(1, ""), (2, "read-only"), (3, "read-only"), (4, "offline")]:
+        observer.on_checkpoint(CurrentRun(tmp_path, 9), Saved(version, "a", failure))
+    assert [line.partition(" is ")[0] for line in lines] == [
+        "checkpoint of round 2",
+        "checkpoint of round 4",
+    ]
 
 
 def test_round_warning_is_shown_once(tmp_path: Path) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from raysim.primitives.stores import Store, open_store, split_address
+from raysim.simulation import checkpoint
+from raysim.simulation.checkpoint import Checkpoints, Snapshot
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # its modules of the standard library
+    from pyftpdlib.authorizers import DummyAuthorizer
+    from pyftpdlib.handlers import FTPHandler
+    from pyftpdlib.servers import FTPServer
 
 
 def put(there: Store, name: str, text: str) -> None:
@@ -14,11 +25,43 @@ def put(there: Store, name: str, text: str) -> None:
         draft.write_text(text)
 
 
-@pytest.mark.parametrize(
-    "where", ["{}", "file://{}", "memory:/{}"], ids=["folder", "file URL", "other URL"]
-)
-def test_store_holds_files(where: str, tmp_path: Path) -> None:
-    there = open_store(where.format(tmp_path / "store"))
+@pytest.fixture
+def ftp(tmp_path: Path) -> Iterator[str]:
+    """Serve a folder by FTP, and yield its URL."""
+    authorizer = DummyAuthorizer()
+    (tmp_path / "served").mkdir()
+    authorizer.add_user("me", "secret", str(tmp_path / "served"), perm="elradfmwMT")
+
+    class Handler(FTPHandler):  # type: ignore[misc]
+        """A handler for this server alone."""
+
+    Handler.authorizer = authorizer
+    server = FTPServer(("127.0.0.1", 0), Handler)
+    is_ended = threading.Event()
+
+    def serve() -> None:
+        while not is_ended.is_set():
+            server.serve_forever(timeout=0.05, blocking=False)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    port = server.socket.getsockname()[1]
+    yield f"ftp://me:secret@127.0.0.1:{port}/runs/a"
+    is_ended.set()
+    thread.join()
+    server.close_all()
+
+
+@pytest.fixture(params=["{}", "file://{}", "memory:/{}", "ftp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the address of an empty place, in a folder or behind a URL."""
+    if request.param == "ftp":
+        return str(request.getfixturevalue("ftp"))
+    return str(request.param.format(tmp_path / "store"))
+
+
+def test_store_holds_files(address: str) -> None:
+    there = open_store(address)
     assert there.names() == there.names("log") == []
     put(there, "log/a.json", "1")
     put(there, "b.json", "2")
@@ -54,3 +97,13 @@ def test_split_address() -> None:
     assert split_address("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
     assert split_address(Path("a/b/round-000010")) == ("a/b", "round-000010")
     assert split_address("round-000010") == (".", "round-000010")
+
+
+def test_store_keeps_the_last_checkpoints(address: str) -> None:
+    checkpoints = Checkpoints(address, keep=2)
+    for version in range(1, 5):
+        checkpoints.write(version, Snapshot({}, {}, {}, {}))
+    kept = [name for name in open_store(address).names() if name.startswith("round-")]
+    assert kept == ["round-000003", "round-000004"]
+    assert checkpoint.find_latest(address) == f"{address}/round-000004"
+    assert not checkpoints.removal_failure

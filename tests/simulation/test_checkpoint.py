@@ -331,6 +331,25 @@ def test_failed_write_leaves_nothing(
     assert names(tmp_path) == ["log", "round-000001", "round-000002"]
 
 
+def test_failed_removal_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Checkpoints(tmp_path, keep=1)
+    run.write(1, snapshot())
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "remove", refuse_removal)
+        assert run.write(2, snapshot()) == f"{tmp_path}/round-000002"
+    assert run.removal_failure == "the folder is read-only"
+    assert not checkpoint.find_damage(tmp_path / "round-000002")
+    run.write(3, snapshot())
+    assert not run.removal_failure
+    assert names(tmp_path) == ["log", "round-000003"]
+
+
+def refuse_removal(*_: object) -> None:
+    raise PermissionError("the folder is read-only")
+
+
 def test_leftovers_of_a_killed_process_are_removed(
     tmp_path: Path,
 ) -> None:
