@@ -143,6 +143,8 @@ def node_capacity(node: Resources, each: Resources) -> int | None:
 
 
 def _times(available: float, amount: float) -> int:
+    if math.isinf(available):
+        return sys.maxsize
     return round(available * RESOURCE_STEPS) // max(1, round(amount * RESOURCE_STEPS))
 
 
@@ -175,6 +177,20 @@ def choose_size(
     if capacity is None:
         return Size(most, each)
     return Size(max(1, min(most, capacity)), each)
+
+
+def limit_by_memory(
+    size: Size, options: RayOptions, nodes: Sequence[Resources], worker_bytes: int
+) -> Size:
+    """Return as many of the workers as the nodes' memory allows, at least one.
+
+    worker_bytes: the memory of a worker. A node that declares no memory does not limit them.
+    """
+    known = [{"memory": math.inf, **node} for node in nodes]
+    capacity = worker_capacity(known, {**size.each, "memory": worker_bytes}, options.strategy)
+    if capacity is None or capacity >= size.workers:
+        return size
+    return Size(max(1, capacity), size.each)
 
 
 def _describe_shortage(

@@ -50,6 +50,7 @@ from raysim.runtime.placement import (
     choose_size,
     format_bytes,
     gpu_share,
+    limit_by_memory,
     node_capacity,
     size_in_group,
     worker_capacity,
@@ -78,6 +79,16 @@ def test_size_is_limited_by_cluster_and_clients() -> None:
     assert choose_size(RayOptions(), {}, CLUSTER, 7).workers == 7, (
         "nothing limits workers that reserve nothing"
     )
+
+
+def test_number_of_workers_is_limited_by_memory() -> None:
+    nodes = [{"CPU": 4.0, "memory": 2.0 * GIB}, {"CPU": 4.0}]
+    size = Size(8, {"CPU": 1.0})
+    assert limit_by_memory(size, RayOptions(), nodes, GIB).workers == 2 + 4
+    assert limit_by_memory(size, RayOptions(), nodes[:1], 3 * GIB).workers == 1
+    assert limit_by_memory(size, RayOptions(), nodes, GIB // 4) == size
+    strict = RayOptions(strategy="STRICT_PACK")
+    assert limit_by_memory(Size(4, {"CPU": 1.0}), strict, nodes[:1], GIB).workers == 2
 
 
 def test_gpu_share_is_not_split_between_gpus() -> None:

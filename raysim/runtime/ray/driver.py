@@ -18,6 +18,7 @@ from raysim.runtime.placement import (
     choose_size,
     format_bytes,
     gpu_share,
+    limit_by_memory,
     size_in_group,
     worker_capacity,
     worker_resources,
@@ -35,10 +36,15 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.runtime import START_TIMEOUT_S
 from raysim.simulation.schedule import Schedule
 from raysim.training.identity import are_equal
-from raysim.training.run_spec import RunSpec
+from raysim.training.run_spec import RunSpec, build_networks
 
 Measure = Callable[[RunSpec], preflight.MemoryNeed]
 
+# The resident memory of a worker before its first job: Python, torch and Ray. Measured: 380 MiB.
+PROCESS_BYTES = 400 * 2**20
+# Vectors of the model's size in a job: received and current model, gradient, momentum, update and
+# a spare one for methods.
+MODEL_COPIES = 6
 SILENCE_WARNING_S = 60.0  # without any message, after which the user is told
 
 
@@ -52,10 +58,10 @@ def plan_workers(
 ) -> Size:
     """Return the number of workers, and what each of them reserves.
 
-    These are the requested workers if the cluster is large enough, otherwise as many as fit and can
-    have work. Inside a placement group (a trial of a search) the group decides. concurrency: the
-    number of clients in flight. measure: see `preflight.measure`. Raises ValueError with the number
-    that would fit.
+    These are the requested workers if the cluster is large enough. If no number is requested, as
+    many as the nodes' CPUs, GPUs and memory allow, and as can have work. Inside a placement group
+    (a trial of a search) the group decides. concurrency: the number of clients in flight. measure:
+    see `preflight.measure`. Raises ValueError with the number that would fit.
     """
     each = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -78,7 +84,29 @@ def plan_workers(
                 f"a job needs {format_bytes(need.job)}: {capacity} workers fit into the cluster's "
                 "memory"
             )
-    return choose_size(options, each, cluster, concurrency)
+    size = choose_size(options, each, cluster, concurrency)
+    if options.workers is None and not needs_preflight:
+        size = _limit_by_memory(size, options, spec, cluster, say)
+    return size
+
+
+def _limit_by_memory(
+    size: Size,
+    options: RayOptions,
+    spec: RunSpec,
+    cluster: Sequence[Mapping[str, float]],
+    say: Say,
+) -> Size:
+    """Return fewer workers if the memory of the nodes is too small for all; at least one."""
+    model_bytes = build_networks(spec)[1].total * spec.dtype.itemsize
+    need = PROCESS_BYTES + MODEL_COPIES * model_bytes
+    limited = limit_by_memory(size, options, cluster, need)
+    if limited != size:
+        say(
+            f"{limited.workers} of {size.workers} possible workers start: each needs about "
+            f"{format_bytes(need)} of the nodes' memory (runtime.workers sets another number)"
+        )
+    return limited
 
 
 def _measure_remotely(
