@@ -381,6 +381,7 @@ GROUPS = {
     "partition": "Which client holds which samples.",
     "model": "The network.",
     "loss": "The loss that clients minimise.",
+    "learner": "What trains in place of the network and raysim's steps; see [Your own training loop](../own_training.md).",
     "local": "How a client trains.",
     "evaluate": "What is scored, and how often.",
     "runtime": "Where workers run, and what resources each of them gets.",

@@ -28,10 +28,11 @@ _SEPARATOR = ":"
 class Learner(Method):
     """A model with its own parameters and training; the base class of what a user writes.
 
-    Implement `initial`, `fit` and `predict`. A learner is used like a method,
-    `methods=[MyLearner()]`: it replaces the run's model and its local training, and it can be
-    combined with schedules, fleets and server-side methods. The server averages arrays of floats.
-    Of arrays of integers and booleans the server keeps the largest value at each position.
+    Implement `initial`, `fit` and `predict`. A learner is an option of the group `learner` or an
+    object, `raysim.run(learner=MyLearner())`: it replaces the run's model and its local training,
+    and it can be combined with schedules, fleets and server-side methods. The server averages
+    arrays of floats. Of arrays of integers and booleans the server keeps the largest value at each
+    position.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
@@ -86,24 +87,33 @@ class LearnerNetwork(nn.Module):
         self.learner = learner
         self.structure = _structure(initial)
         self.dtypes: dict[str, np.dtype[Any]] = {}
+        self.attributes: dict[str, str] = {}
         for name, value in _flatten(initial):
             array = np.asarray(value)
             self.dtypes[name] = array.dtype
+            self.attributes[name] = attribute = self._free_attribute(name)
             if array.dtype.kind == "f":
-                self.register_parameter(name, nn.Parameter(torch.tensor(array, dtype=dtype)))
+                self.register_parameter(attribute, nn.Parameter(torch.tensor(array, dtype=dtype)))
             elif array.dtype.kind in "iub":
-                self.register_buffer(name, torch.tensor(array, dtype=torch.int64))
+                self.register_buffer(attribute, torch.tensor(array, dtype=torch.int64))
             else:
                 raise TypeError(
                     f"the initial parameter '{name}' of {type(learner).__name__} has the type "
                     f"{array.dtype}. Use arrays of numbers."
                 )
 
+    def _free_attribute(self, name: str) -> str:
+        """Return a name for a tensor that neither the module nor another tensor uses."""
+        attribute = name.replace(".", "_")
+        while hasattr(self, attribute):
+            attribute += "_"
+        return attribute
+
     def parameters_as_arrays(self) -> Parameters:
         """Return a copy of the parameters with the structure and the types of the initial ones."""
         arrays = {}
         for name, dtype in self.dtypes.items():
-            tensor: Tensor = getattr(self, name)
+            tensor: Tensor = getattr(self, self.attributes[name])
             arrays[name] = tensor.detach().cpu().numpy().astype(dtype)
         return _unflatten(self.structure, arrays)
 
@@ -120,7 +130,7 @@ class LearnerNetwork(nn.Module):
             )
         with torch.no_grad():
             for name, array in arrays.items():
-                tensor: Tensor = getattr(self, name)
+                tensor: Tensor = getattr(self, self.attributes[name])
                 if array.shape != tuple(tensor.shape):
                     raise ValueError(
                         f"{type(self.learner).__name__} returned '{name}' of shape "

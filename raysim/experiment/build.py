@@ -63,6 +63,7 @@ def build(
     schedule: Schedule | Values | str | None = None,
     fleet: Fleet | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
+    learner: Method | Values | str | None = None,
     **settings: object,
 ) -> Experiment:
     """Build and check all objects of a run; download and cache its data if necessary.
@@ -77,6 +78,7 @@ def build(
         "schedule": schedule,
         "fleet": fleet,
         "loss": loss,
+        "learner": learner,
     }
     with errors_as_refusals():
         objects, options = separate_objects(parts, methods)

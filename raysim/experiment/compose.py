@@ -150,7 +150,7 @@ def _restore_objects(
     """Copy the stored settings of Python objects to `config`, unless an option replaces them."""
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
-        is_object = choices.get(group) not in groups.files[group]
+        is_object = group in choices and choices[group] not in groups.files[group]
         if group not in options and is_object:
             config[group] = stored.get(group)
             config.choices[group] = choices.get(group)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raysim.api.composition import HOOKS
+from raysim.api.composition import HOOKS, fills
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.api.method import Method
@@ -80,6 +80,9 @@ def hook_names(cls: type[Method]) -> list[str]:
 
 def _model(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
     option = experiment.config["choices"]["model"]
+    for method in experiment.spec.methods:
+        if fills(method, "model"):  # the run's own model is not used
+            option = method.name
     travels = f"{layout.shared:,} floats travel in each direction"
     personal = f", {layout.personal:,} stay with the client" if layout.personal else ""
     return f"{option}: {_parameters(networks)}; {travels}{personal}"

@@ -59,6 +59,7 @@ def run(
     schedule: Schedule | Values | str | None = None,
     fleet: Fleet | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
+    learner: Method | Values | str | None = None,
     on_round: OnRound | None = None,
     observers: Sequence[Observer] = (),
     quiet: bool = False,
@@ -80,9 +81,9 @@ def run(
     `build`. settings: overrides as keyword arguments: a group with the name of an option
     (`fleet="lognormal"`), or a key with a value.
 
-    methods: objects, and names of options. model, data, partition, schedule, fleet, loss: an
-    object, or the name of an option. data: also (inputs, labels) or (inputs, labels, users), or two
-    of these tuples for training and for central tests. They contain arrays or tensors; a torch
+    methods: objects, and names of options. model, data, partition, schedule, fleet, loss, learner:
+    an object, or the name of an option. data: also (inputs, labels) or (inputs, labels, users), or
+    two of these tuples for training and for central tests. They contain arrays or tensors; a torch
     Dataset may replace a tuple. partition: also the rows of each client, in a list of lists or a
     dictionary. loss: also a function from outputs and labels to a loss per sample. An object is
     written into config.yaml if its class can be imported and its arguments are plain values; then
@@ -110,6 +111,7 @@ def run(
         "schedule": schedule,
         "fleet": fleet,
         "loss": loss,
+        "learner": learner,
     }
     given_parts = {key: part for key, part in parts.items() if part is not None}
     experiment = _build_once(config, given_parts | settings, allow)

@@ -45,6 +45,7 @@ PARTS = {
     "partition": "split",
     "model": "build",
     "loss": "__call__",
+    "learner": "setup",
 }
 
 

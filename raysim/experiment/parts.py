@@ -98,8 +98,19 @@ def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | N
 def build_methods(
     config: Node, allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[Method, ...]:
-    """Return the methods of a configuration. Raise `Refused` for names that are not allowed."""
+    """Return the learner of a configuration, if it has one, and its methods.
+
+    Raise `Refused` for names that are not allowed.
+    """
     methods = build_list(config, "method", Method, allow, objects)
+    if config.get("learner"):  # older runs have no group learner
+        learner = build_part(config, "learner", allow, objects)
+        if not isinstance(learner, Method):
+            raise Refused(
+                f"learner={type(learner).__name__} is no learner: give a raysim.Learner, or a "
+                "raysim.Method that trains clients by run.train"
+            )
+        methods = (learner, *methods)
     check_names(methods)
     return methods
 

@@ -1,4 +1,4 @@
-"""Ready learners, models that are not PyTorch networks, for `raysim.run(methods=[...])`."""
+"""Ready learners, models that are not PyTorch networks, the options of the group `learner`."""
 
 from raysim.learners.sklearn_linear import SklearnLinear
 

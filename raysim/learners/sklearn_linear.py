@@ -18,6 +18,7 @@ Choices
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,20 +32,28 @@ from raysim.primitives.checks import one_of
 ESTIMATORS = ("SGDClassifier", "Perceptron", "PassiveAggressiveClassifier", "SGDRegressor")
 
 
+@dataclass(frozen=True, repr=False)
 class SklearnLinear(Learner):
     """A learner that trains a linear model of scikit-learn.
 
     estimator: a class of `sklearn.linear_model`. options: the arguments of the class. Raises
-    ValueError for another estimator, and TypeError for arguments that it does not have.
+    ValueError for another estimator, and for arguments that it does not have.
     """
 
     name = "sklearn_linear"
     paper = "Pedregosa et al., JMLR 2011"
 
-    def __init__(self, estimator: str = "SGDClassifier", options: dict[str, Any] | None = None):
-        self.estimator = one_of("estimator", estimator, ESTIMATORS)
-        self.options = dict(options or {})
-        self._make(0)
+    estimator: str = "SGDClassifier"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("learner.estimator", self.estimator, ESTIMATORS)
+        try:
+            self._make(0)
+        except TypeError as error:
+            raise ValueError(
+                f"learner.options={self.options}: {error}. Use arguments of {self.estimator}."
+            ) from None
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return zeros: coef_ [rows, features] and intercept_ [rows]."""
@@ -52,7 +61,7 @@ class SklearnLinear(Learner):
         kind = "regression" if is_regression else "classification"
         if task.kind != kind or (is_regression and task.num_classes != 1):
             raise ValueError(
-                f"estimator={self.estimator}: needs data for {kind} with "
+                f"learner.estimator={self.estimator}: needs data for {kind} with "
                 f"one target, and this data is for {task.kind}. Choose another estimator."
             )
         rows = task.num_classes if task.num_classes > 2 else 1

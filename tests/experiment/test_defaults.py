@@ -17,7 +17,7 @@ from raysim.experiment.config_files import load_yaml
 from raysim.experiment.instantiate import TARGET, import_target
 from raysim.primitives.files import conf_folder
 
-GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model")
+GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model", "learner")
 FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glob("*.yaml"))]
 
 

@@ -93,6 +93,15 @@ def test_learner_keeps_structure_and_types() -> None:
     np.testing.assert_array_equal(copy["layers"][0], initial["layers"][0])
 
 
+@pytest.mark.parametrize("key", ["training", "learner", "a.b", ""])
+def test_learner_arrays_have_any_name(key: str) -> None:
+    task = Task((1, 2, 2), num_classes=3, clients=2)
+    initial: Any = {key: np.ones(2), "a_b": np.zeros(2)} if key else np.ones(2)
+    network = LearnerNetwork(Centroids(), initial, task.dtype)
+    copy = network.parameters_as_arrays()
+    np.testing.assert_array_equal(copy[key] if key else copy, np.ones(2))
+
+
 def test_learner_refuses_step_methods_by_name() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'centroids'"):
         run(run_spec(Centroids(), FedProx(0.1)), rounds=1)
