@@ -8,10 +8,11 @@
     )
     raysim.load("runs/first").model()
 
-`run` and `load` return a `Result`, `sweep` returns a `SweepResult`; `build` checks a run without
-starting it. Your own parts extend `Method`, `ModelRecipe`, `Source` (it reads a `Raw`),
-`Partitioner`, `Schedule`, `Fleet` or `Observer`; `raysim new NAME` writes a package with one of
-each, and `raysim.conformance` checks them.
+`run` and `load` return a `Result`, `study` a `StudyResult`, `sweep` a `SweepResult`, and `report` a
+`Report` that compares runs; `build` checks a run without starting it. Your own parts extend
+`Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
+`Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks
+them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from raysim.experiment.settings import Interrupted
     from raysim.models.classifier import Classifier, ModelRecipe
     from raysim.primitives.errors import Refused
+    from raysim.results.comparison import Report, report
     from raysim.results.observers import Observer, ObserverError
     from raysim.simulation.events import TooManyFailuresError
     from raysim.simulation.fleet import Fleet
@@ -56,6 +58,7 @@ __all__ = [
     "Partitioner",
     "Raw",
     "Refused",
+    "Report",
     "Result",
     "Schedule",
     "Source",
@@ -65,6 +68,7 @@ __all__ = [
     "__version__",
     "build",
     "load",
+    "report",
     "run",
     "study",
     "sweep",
@@ -85,6 +89,7 @@ _PLACES = {
     "raysim.experiment.settings": ("Interrupted",),
     "raysim.models.classifier": ("Classifier", "ModelRecipe"),
     "raysim.primitives.errors": ("Refused",),
+    "raysim.results.comparison": ("Report", "report"),
     "raysim.results.observers": ("Observer", "ObserverError", "ObserverFailed"),
     "raysim.simulation.events": ("TooManyFailures", "TooManyFailuresError"),
     "raysim.simulation.fleet": ("Fleet",),

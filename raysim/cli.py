@@ -120,6 +120,10 @@ examples:
   raysim report runs/a                    one run
   raysim report runs/a runs/b --out page  a table, overlaid curves, and page/report.html
   raysim report runs/* --latex            means over seeds, for a paper
+  raysim report studies/mine --format pdf --percent --labels fedavg=FedAvg,fedprox=FedProx
+                                          figures and LaTeX tables for a paper
+  raysim report studies/mine --columns final,rounds_to.0.80 --order fedavg
+                                          some numbers, tested against FedAvg
   raysim report runs/* --csv              every number of every run"""
 UI = """\
 examples:
@@ -527,7 +531,37 @@ def _add_report(commands: Commands) -> None:
     report.add_argument(
         "runs", nargs="*", metavar="RUN", help="folders that runs, studies and sweeps wrote"
     )
-    report.add_argument("--out", metavar="DIR", help="where the pictures and the page go (report)")
+    report.add_argument(
+        "--out", metavar="DIR", help="where the page, tables and figures go (report)"
+    )
+    report.add_argument(
+        "--format", default="", metavar="F,F", help="figures for print: any of pdf, svg, png"
+    )
+    report.add_argument(
+        "--columns",
+        default="",
+        metavar="A,B",
+        help="numbers to show: columns of the table, or keys of summary.json",
+    )
+    report.add_argument(
+        "--labels", default="", metavar="A=X,B=Y", help="new names of settings: fedavg=FedAvg"
+    )
+    report.add_argument(
+        "--order",
+        default="",
+        metavar="A,B",
+        help="settings in the order of rows; others are tested against the first one",
+    )
+    report.add_argument("--percent", action="store_true", help="show shares in percent")
+    report.add_argument(
+        "--thresholds",
+        default="",
+        metavar="X,Y",
+        help="print what each setting needs until it reaches these scores: 0.8,0.9",
+    )
+    report.add_argument(
+        "--width", type=float, default=3.25, help="of the figures for print, in inches (3.25)"
+    )
     form = report.add_mutually_exclusive_group()
     for name, text in {"latex": "for LaTeX (booktabs)", "csv": "as CSV, a row per run"}.items():
         form.add_argument(
@@ -822,36 +856,44 @@ def _new(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     if not arguments.runs:
         raise Refused("report: needs the folder of a run. Give one or several")
-    from raysim.results.report import (
-        as_csv,
-        comparison_table,
-        describe_scores,
-        group_by_setting,
-        load_runs,
-        result_columns,
-    )
-    from raysim.results.tables import to_latex
+    from raysim.results.comparison import check_formats, report
 
     form, out = arguments.form, arguments.out
-    if form and out is not None:
-        raise Refused(
-            f"--out {out}: --{form} prints a table and writes nothing. Leave one of them out"
-        )
-    with errors_as_refusals():
-        runs = load_runs(arguments.runs, warn)
-        groups = group_by_setting(runs)
-        if form == "csv":
-            print(as_csv(groups))
-            return 0
-        if form == "latex":
-            print(to_latex(result_columns(groups), describe_scores(runs)))
-            return 0
-        print(comparison_table(runs, terminal_width()))
-        from raysim.results.page import write_report  # imports torch
-
-        page = write_report(groups, user_path(out or "report"))
+    if form and (out is not None or arguments.format):
+        flag = f"--out {out}" if out is not None else f"--format {arguments.format}"
+        raise Refused(f"{flag}: --{form} prints a table and writes nothing. Leave one of them out")
+    formats = _split(arguments.format)
+    check_formats(formats)
+    comparison = report(
+        arguments.runs,
+        columns=_split(arguments.columns),
+        labels=arguments.labels,
+        order=arguments.order,
+        percent=arguments.percent,
+        thresholds=_split(arguments.thresholds),
+        width=arguments.width,
+        warn=warn,
+    )
+    if form == "csv":
+        print(comparison.csv())
+        return 0
+    if form == "latex":
+        print(comparison.latex())
+        return 0
+    print(comparison.text(terminal_width()))
+    page, *files = comparison.write(out or "report", formats)
     print(f"\ncurves and table: {page}")
+    figures = [path for path in files if path.suffix != ".tex"]
+    tables = ", ".join(str(path) for path in files if path.suffix == ".tex")
+    print(f"tables for LaTeX: {tables}")
+    if figures:
+        print(f"figures for print: {len(figures)}, such as {figures[0]}")
     return 0
+
+
+def _split(text: str) -> list[str]:
+    """Return the parts of "a,b"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _ui(arguments: argparse.Namespace) -> int:

@@ -7,10 +7,9 @@ wrong override is refused at once.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from raysim.results.history import Row, last_measured
 from raysim.results.significance import mean_deviation
 from raysim.runtime.placement import RayOptions, listen_on_loopback
 
-# What "final" means: the first of these columns of the metric that a run has.
-FINAL_SUFFIXES = ("", "_global")
 # The end of a column's name that holds the deviation over seeds.
 DEVIATION = "_std"
 # Attempts to create a folder whose parents other processes remove.
@@ -187,25 +184,6 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 
 
 # --- scores ---------------------------------------------------------------------------------------
-def score(summary: Mapping[str, object], metric: str) -> float | None:
-    """Return a number of a finished run's summary, or None if it has no such number.
-
-    "final" is `accuracy`, or `accuracy_global` if clients have no test sets. If models are scored
-    with another metric, it replaces accuracy.
-    """
-    if metric == "final":
-        usual = summary.get("metric", "accuracy")
-        candidates = [score(summary, f"{usual}{suffix}") for suffix in FINAL_SUFFIXES]
-        return next(iter(finite_values(candidates)), None)
-    value = summary.get(metric)
-    if value is None and "." in metric:
-        group, _, name = metric.partition(".")
-        values = summary.get(group)
-        value = values.get(name) if isinstance(values, Mapping) else None
-    is_number = isinstance(value, (int, float)) and math.isfinite(value)
-    return float(value) if is_number else None  # type: ignore[arg-type]
-
-
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
     """Return a column's last value in an unfinished history, and its deviation over seeds."""
     row = last_measured(rows, metric)

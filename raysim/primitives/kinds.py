@@ -19,5 +19,9 @@ class Tokens(NamedTuple):
     padding: int = 0
 
 
+FLOAT_BYTES = 4  # of a parameter that travels
+
 # Metrics that are errors.
 LOWER_IS_BETTER = frozenset(("mae", "mse"))
+# Metrics between 0 and 1, which can be shown in percent.
+SHARES = frozenset(("accuracy", "f1", "f1_samples"))

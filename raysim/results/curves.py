@@ -6,7 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,16 +14,15 @@ import numpy as np
 
 from raysim.primitives.checks import finite_values
 from raysim.primitives.files import replace_file
-from raysim.primitives.kinds import LOWER_IS_BETTER
+from raysim.primitives.kinds import FLOAT_BYTES, LOWER_IS_BETTER, SHARES
 from raysim.results.history import Row, column, metric_of
 from raysim.results.significance import MIN_PAIRS, mean_deviation
 from raysim.results.theme import DASHES, LIGHT, draw_svg, page_theme, set_log_scale, time_unit
-from raysim.simulation.fleet import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHARES = frozenset(("accuracy", "f1", "f1_samples"))  # metrics between 0 and 1
+PERCENT = " (%)"  # at the end of a label
 VISIBLE_SHARE = 0.01  # of an axis: smaller differences cannot be seen
 MAX_POINTS = 400  # of a mean curve: more cannot be seen and would make the page large
 MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
@@ -32,6 +31,7 @@ MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
 class Axis(NamedTuple):
     """A quantity for the horizontal axis of a panel."""
 
+    name: str  # in the name of a figure
     title: str
     read: Callable[[Row], float]  # its value in a row of the history
     unit: str  # "bytes", "seconds" or ""
@@ -116,12 +116,16 @@ def _value(key: str) -> Callable[[Row], float]:
 # Columns of a history that the axes show.
 AXIS_COLUMNS = ("round", "floats_down", "floats_up", "virtual_seconds", "wall_seconds")
 AXES = (
-    Axis("round", _value("round"), "", "no round was made"),
-    Axis("traffic, down and up", _bytes, "bytes", "nothing was sent"),
+    Axis("round", "round", _value("round"), "", "no round was made"),
+    Axis("traffic", "traffic, down and up", _bytes, "bytes", "nothing was sent"),
     Axis(
-        "virtual time", _value("virtual_seconds"), "seconds", "these devices take no virtual time"
+        "virtual_time",
+        "virtual time",
+        _value("virtual_seconds"),
+        "seconds",
+        "these devices take no virtual time",
     ),
-    Axis("wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
+    Axis("wall_time", "wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
 )
 
 
@@ -129,11 +133,20 @@ def _bounds(ylabel: str) -> tuple[float, float]:
     """Return the lowest and the highest possible value of a metric, infinite if unknown."""
     metric = ylabel.partition(" ")[0]
     lowest = 0.0 if metric in SHARES | LOWER_IS_BETTER else -math.inf
-    highest = 1.0 if metric in SHARES else math.inf
+    highest = math.inf
+    if metric in SHARES:
+        highest = 100.0 if ylabel.endswith(PERCENT) else 1.0
     return lowest, highest
 
 
-def _draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
+def in_percent(curve: Curve) -> Curve:
+    """Return a curve of shares with its values in percent."""
+    points = [(row, 100 * y) for row, y in curve.points]
+    return replace(curve, points=points, deviations=[100 * value for value in curve.deviations])
+
+
+def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> None:
+    """Draw curves against one axis, or a note if no curve has used anything of it."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     # A run that used nothing of the axis (no virtual time on ideal devices) would be a wall at 0.
@@ -168,6 +181,11 @@ def _draw_note(ax: Axes, text: str) -> None:
     ax.grid(False)
 
 
+def is_used(axis: Axis, curves: Sequence[Curve]) -> bool:
+    """Return True if some curve has a value of the axis that is not 0."""
+    return any(axis.read(row) for curve in curves for row, _ in curve.points)
+
+
 def _draw_lines(
     ax: Axes, curves: Sequence[Curve], axis: Axis, unit_size: float, bounds: tuple[float, float]
 ) -> None:
@@ -188,7 +206,6 @@ def _draw_lines(
             color=colour,
             linestyle=(0.0, (6 / below, 6.0)) if below else DASHES[curve.dash],
             marker="o" if len(x) <= MAX_MARKED_POINTS else None,
-            markersize=4,
             label=curve.label,
             clip_on=False,  # or a line at the end of an axis would be half as thick
         )
@@ -207,7 +224,7 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
     return all(abs(y - longer[x]) <= tolerance for x, y in shorter.items())
 
 
-def _needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
+def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
     """Return True if the curves are losses that fall by more than a factor of 50."""
     values = [y for curve in curves for _, y in curve.points]
     if "loss" not in ylabel or not values:
@@ -215,7 +232,7 @@ def _needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
     return min(values) > 0 and max(values) > 50 * min(values)
 
 
-def _is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
+def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if an axis shows more than the rounds: curves differ in its units per round.
 
     This is never so for wall time, which depends on the machine and on other processes there.
@@ -239,17 +256,17 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
     """
     drawn = []
     for axis in AXES:
-        if not any(axis.read(row) for curve in curves for row, _ in curve.points):
+        if not is_used(axis, curves):
             continue
 
         def draw(ax: Axes, axis: Axis = axis) -> None:
-            _draw_panel(ax, curves, axis, ylabel)
+            draw_panel(ax, curves, axis, ylabel)
             ax.grid(True)
-            if _needs_log_scale(curves, ylabel):
+            if needs_log_scale(curves, ylabel):
                 set_log_scale(ax)
 
         picture = draw_svg(draw, f"{ylabel} against {axis.title}")
-        drawn.append((axis.title, picture, _is_informative(axis, curves)))
+        drawn.append((axis.title, picture, is_informative(axis, curves)))
     return drawn
 
 
@@ -271,8 +288,8 @@ def _draw_png(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
         figure = Figure(figsize=size, dpi=130, layout="constrained")
         axes = list(figure.subplots(2, 2, sharey=True).flat)
         for ax, axis in zip(axes, AXES, strict=True):
-            _draw_panel(ax, curves, axis, ylabel)
-        if _needs_log_scale(curves, ylabel):
+            draw_panel(ax, curves, axis, ylabel)
+        if needs_log_scale(curves, ylabel):
             set_log_scale(axes[0])
         axes[0].set_ylabel(ylabel)
         axes[2].set_ylabel(ylabel)

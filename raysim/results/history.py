@@ -35,6 +35,8 @@ COLUMNS = {
     "clients": pa.int64(),
     "failures": pa.int64(),
 }
+# What "final" means: the first of these columns of the metric that a run has.
+FINAL_SUFFIXES = ("", "_global")
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -189,6 +191,25 @@ def summarise(
     if has_client_scores and finite_values(central_scores):
         summary.update(_scores(central_scores, thresholds, higher, "_global"))
     return {**summary, "metric": metric, **facts}
+
+
+def score(summary: Mapping[str, object], metric: str) -> float | None:
+    """Return a number of a finished run's summary, or None if it has no such number.
+
+    "final" is `accuracy`, or `accuracy_global` if clients have no test sets. If models are scored
+    with another metric, it replaces accuracy.
+    """
+    if metric == "final":
+        usual = summary.get("metric", "accuracy")
+        candidates = [score(summary, f"{usual}{suffix}") for suffix in FINAL_SUFFIXES]
+        return next(iter(finite_values(candidates)), None)
+    value = summary.get(metric)
+    if value is None and "." in metric:
+        group, _, name = metric.partition(".")
+        values = summary.get(group)
+        value = values.get(name) if isinstance(values, Mapping) else None
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if is_number else None  # type: ignore[arg-type]
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -29,17 +29,29 @@ from raysim.results.clients import (
     read_split,
     read_users,
 )
-from raysim.results.curves import draw_comparison, mean_curve, panels
+from raysim.results.curves import (
+    PERCENT,
+    Curve,
+    draw_comparison,
+    in_percent,
+    mean_curve,
+    panels,
+)
 from raysim.results.history import metric_of
 from raysim.results.jobs import read_jobs
 from raysim.results.report import (
+    USUAL_VIEW,
     Run,
     RunGroup,
+    TableView,
     as_sentence,
     describe_scores,
+    describe_tests,
     distinguishing_settings,
     flat_settings,
     result_columns,
+    share_factor,
+    threshold_columns,
 )
 from raysim.results.rerun import rerun_command
 from raysim.results.tables import BEST_RULE, MISSING, Column
@@ -58,6 +70,7 @@ CURVES = {
     "train_loss": ("training loss", "train loss"),
     "loss_global": ("loss on the central test set", "loss central"),
 }
+MAX_COST_SCORES = 2  # in the table of costs
 MAX_TIMELINES, MAX_SPLITS, MAX_ERRORS = 6, 4, 20  # on one page
 LOWEST_USERS = 5  # users with the lowest scores that are named
 MAX_MAP_CLIENTS = 1000  # columns of the picture of a split
@@ -102,12 +115,14 @@ def write_report(
     title: str = "",
     sections: Sequence[ReportSection] = (),
     results: ReportSection | None = None,
+    view: TableView = USUAL_VIEW,
 ) -> Path:
     """Write `report.html` and one PNG for each metric; return the path of the page.
 
     groups: the settings; each has one row and one curve. sections: additional sections after the
-    results. results: a table that replaces the usual one; it has one row for each group. Raises
-    `ValueError` if there is no run or a file of a run is broken; nothing is written then.
+    results. results: a table that replaces the usual one; it has one row for each group. view: the
+    choice of columns and units. Raises `ValueError` if there is no run or a file of a run is
+    broken; nothing is written then.
     """
     if not groups:
         raise ValueError(
@@ -115,8 +130,13 @@ def write_report(
         )
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    before_curves = [_results(groups) if results is None else _section(results, has_swatches=True)]
+    before_curves: list[PagePart | None] = []
+    if results is None:
+        before_curves.append(_results(groups, view))
+    else:
+        before_curves.append(_section(results, has_swatches=True))
     before_curves += [_section(section) for section in sections]
+    before_curves.append(_costs(groups, view))
     after_curves = [
         _client_scores(groups),
         _splits(groups),
@@ -127,7 +147,7 @@ def write_report(
     ]
     # The curves come last: they are written to files, once all files of the runs could be read.
     out_folder = make_folder(Path(out_folder))
-    parts = [*before_curves, _curves(groups, out_folder), *after_curves]
+    parts = [*before_curves, _curves(groups, out_folder, view), *after_curves]
 
     runs = [run for group in groups for run in group.runs]
     environment = Environment(
@@ -173,7 +193,8 @@ def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
     for row in range(len(columns[0].texts)):
         cells = []
         for column in columns:
-            cell = {"text": column.texts[row], "is_number": bool(column.scores), "whole": ""}
+            text = f"{column.texts[row]}{column.mark(row)}"
+            cell = {"text": text, "is_number": bool(column.scores), "whole": ""}
             cells.append(cell | {"is_best": row in column.best()})
         rows.append(cells)
     head = [{"text": column.title, "is_number": bool(column.scores)} for column in columns]
@@ -203,7 +224,8 @@ def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown
 
 
 # --- results --------------------------------------------------------------------------------------
-def _results(groups: Sequence[RunGroup]) -> PagePart:
+def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
+    columns = result_columns(groups, view=view)
     sentences = []
     if max(len(group.runs) for group in groups) > 1:
         sentences += [
@@ -216,26 +238,51 @@ def _results(groups: Sequence[RunGroup]) -> PagePart:
             f"Bold is the best of a column; of accuracies, {BEST_RULE} over the last ten rounds.",
         ]
     runs = [run for group in groups for run in group.runs]
+    sentences.append(as_sentence(describe_tests(columns, groups)))
     sentences.append(as_sentence(describe_scores(runs)))
-    return PagePart(
-        "Results", " ".join(filter(None, sentences)), [_table(result_columns(groups), True)]
+    return PagePart("Results", " ".join(filter(None, sentences)), [_table(columns, True)])
+
+
+def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
+    """Show what each setting needs to reach a score."""
+    columns = threshold_columns(groups, view, MAX_COST_SCORES)
+    if not columns:
+        return None
+    text = (
+        "What a setting has used in the first round that reaches the score: means over the seeds "
+        "that reach it. Traffic counts 4 bytes for each number, down and up."
     )
+    return PagePart("Cost of a score", text, [_table(columns)])
 
 
 # --- curves ---------------------------------------------------------------------------------------
-def _curves(groups: Sequence[RunGroup], folder: Path) -> PagePart:
-    """Draw each metric against each axis: one row of panels for each metric."""
-    rows: list[Shown] = []
-    folded_rows: list[Shown] = []
-    folded_axes: dict[str, None] = {}
+def setting_curves(
+    groups: Sequence[RunGroup], view: TableView = USUAL_VIEW
+) -> dict[str, tuple[str, str, list[Curve]]]:
+    """Map each measured column to its title, the label of its axis and a curve per setting."""
+    runs = [run for group in groups for run in group.runs]
+    is_percent = share_factor(runs, view.percent) != 1.0
+    drawn = {}
     for key, (about, ylabel) in _curve_titles(groups).items():
         curves = []
         for index, group in enumerate(groups):
             curve = mean_curve(group.label, [run.rows for run in group.runs], key, index)
             if curve.points:
                 curves.append(curve)
-        if not curves:
-            continue
+        if is_percent and "loss" not in key:
+            curves = [in_percent(curve) for curve in curves]
+            ylabel += PERCENT
+        if curves:
+            drawn[key] = (about, ylabel, curves)
+    return drawn
+
+
+def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePart:
+    """Draw each metric against each axis: one row of panels for each metric."""
+    rows: list[Shown] = []
+    folded_rows: list[Shown] = []
+    folded_axes: dict[str, None] = {}
+    for key, (about, ylabel, curves) in setting_curves(groups, view).items():
         draw_comparison(curves, folder / f"comparison_{key}.png", about, ylabel)
         title = about[0].upper() + about[1:]
         drawn = panels(curves, ylabel)

@@ -1,19 +1,45 @@
-"""Read runs from their folders and compare them in a table: as text, LaTeX or CSV."""
+"""Read runs from their folders and compare them in tables: as text, LaTeX or CSV."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raysim.primitives.checks import finite_values
+from raysim.primitives.errors import suggest
 from raysim.primitives.files import conf_folder, parse_json
-from raysim.primitives.kinds import LOWER_IS_BETTER
-from raysim.results.history import column, metric_of, read_history, summarise
-from raysim.results.significance import mean_deviation
-from raysim.results.tables import BEST_RULE, MISSING, Column, FormatNumber, format_table, to_csv
+from raysim.primitives.kinds import FLOAT_BYTES, LOWER_IS_BETTER, SHARES
+from raysim.results.curves import PERCENT
+from raysim.results.history import (
+    THRESHOLDS,
+    Row,
+    column,
+    metric_of,
+    read_history,
+    score,
+    summarise,
+    threshold_name,
+)
+from raysim.results.measures import better_direction, measure_title
+from raysim.results.significance import (
+    MIN_PAIRS,
+    Difference,
+    compare_pairs,
+    holm_correction,
+    mean_deviation,
+)
+from raysim.results.tables import (
+    BEST_RULE,
+    MARK_RULE,
+    MISSING,
+    Column,
+    FormatNumber,
+    format_table,
+    to_csv,
+)
 from raysim.results.theme import time_unit
 
 UNFINISHED = " (unfinished)"
@@ -238,6 +264,38 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 # --- the table ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TableView:
+    """The choices for tables and figures, which `raysim report` has flags for.
+
+    columns: keys of a summary or titles of usual columns; () shows the usual columns. percent: True
+    shows shares such as accuracy in percent. thresholds: scores of the table of costs; () takes the
+    highest ones that a run reached.
+    """
+
+    columns: Sequence[str] = ()
+    percent: bool = False
+    thresholds: Sequence[float] = ()
+
+
+USUAL_VIEW = TableView()
+
+
+def share_factor(runs: Sequence[Run], percent: bool) -> float:
+    """Return 100 if scores are shown in percent, else 1.
+
+    Raises `ValueError` if percent is True and a run has scores that are no shares.
+    """
+    if not percent:
+        return 1.0
+    others = {metric_of(run.rows) for run in runs} - SHARES
+    if others:
+        raise ValueError(
+            f"--percent: {', '.join(sorted(others))} is no share of 1. Leave --percent out."
+        )
+    return 100.0
+
+
 def _best_first(runs: Sequence[Run]) -> list[Run]:
     def key(run: Run) -> float:
         score = _number(run, "best5_mean")
@@ -255,6 +313,27 @@ def _number(run: Run, key: str) -> float | None:
 
 def _format_score(value: float | None, *, like: float | None = None) -> str:
     return MISSING if value is None else f"{value:.4f}"
+
+
+def _format_percent(value: float | None, *, like: float | None = None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def _format_number(value: float | None, *, like: float | None = None) -> str:
+    """Return a number of any size with at least four digits."""
+    if value is None:
+        return MISSING
+    size = abs(value if like is None else like)
+    decimals = 4 if size < 10 else max(0, 3 - int(math.log10(size)))
+    return f"{value:.{decimals}f}"
+
+
+def _format_bytes(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234567 as "1.23 MB"."""
+    text = _format_count(value, like=like)
+    if value is None:
+        return text
+    return f"{text}B" if text[-1].isalpha() else f"{text} B"
 
 
 def _format_count(value: float | None, *, like: float | None = None) -> str:
@@ -304,9 +383,14 @@ def _column(
     show: FormatNumber,
     better: int = 0,
     deviations: Sequence[float | None] | None = None,
+    key: str = "",
 ) -> Column:
-    texts = [show(score) for score in scores]
-    return Column(title, texts, list(scores), better, deviations, show=show)
+    texts = [show(number) for number in scores]
+    return Column(title, texts, list(scores), better, deviations, show=show, key=key)
+
+
+def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]:
+    return [None if value is None else factor * value for value in values]
 
 
 def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Column]:
@@ -321,12 +405,58 @@ def _threshold_columns(runs: Sequence[Run], limit: int, better: int) -> list[Col
         for rounds in rounds_by_run:
             number = rounds.get(name)
             scores.append(None if number is None else float(str(number)))
-        columns.append(_column(f"to {name}", scores, _format_rounds, better))
+        key = f"rounds_to.{name}"
+        columns.append(_column(f"to {name}", scores, _format_rounds, better, key=key))
     return columns
 
 
-def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
-    """Return the comparison of runs, in their order. limit: the number of threshold columns."""
+def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
+    """Return the comparison of runs, in their order.
+
+    limit: the number of threshold columns, unless the view chooses columns. Raises `ValueError` for
+    a column that no run has.
+    """
+    data = [str(_data_settings(run)) for run in runs]
+    if not view.columns:
+        columns = _usual_columns(runs, limit, view.percent)
+    else:
+        columns = _chosen_columns(runs, view)
+    return [replace(column, groups=data) for column in columns]
+
+
+def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
+    usual = _usual_columns(runs, len(THRESHOLDS), view.percent)
+    known: dict[str, Column] = {}
+    for usual_column in usual[1:]:
+        known[usual_column.title.removesuffix(PERCENT)] = usual_column
+        known[usual_column.key or usual_column.title] = usual_column
+    chosen = [usual[0]]
+    for name in view.columns:
+        if name == "seeds":  # `result_columns` adds it
+            continue
+        column = known.get(name) or _summary_column(runs, name)
+        if column is None:
+            numbers = dict.fromkeys(key for run in runs for key in _flat_numbers(run.summary))
+            advice = suggest(name, [*known, *numbers])
+            raise ValueError(f"--columns {name}: no run has this number. Choose another: {advice}.")
+        chosen.append(column)
+    return chosen
+
+
+def _summary_column(runs: Sequence[Run], key: str) -> Column | None:
+    """Return a column of any number of the summaries; None if no run has it."""
+    values = [score(run.summary, key) for run in runs]
+    if not finite_values(values):
+        return None
+    is_error = LOWER_IS_BETTER.issuperset(metric_of(run.rows) for run in runs)
+    direction = better_direction(key, is_error)
+    return _column(measure_title(key), values, _format_number, direction, key=key)
+
+
+def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Column]:
+    factor = share_factor(runs, percent)
+    unit = PERCENT if percent else ""
+    show = _format_percent if percent else _format_score
 
     def numbers(key: str) -> list[float | None]:
         return [_number(run, key) for run in runs]
@@ -334,26 +464,35 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     metrics = [metric_of(run.rows) for run in runs]
 
     def scores(suffix: str) -> list[float | None]:
-        return [_number(run, f"{m}{suffix}") for run, m in zip(runs, metrics, strict=True)]
+        keys = [f"{metric}{suffix}" for metric in metrics]
+        values = [_number(run, key) for run, key in zip(runs, keys, strict=True)]
+        return _scaled(values, factor)
 
+    are_errors = [metric in LOWER_IS_BETTER for metric in metrics]
     better = 0
-    if _have_same_data(runs):
-        better = -1 if LOWER_IS_BETTER.issuperset(metrics) else 1
+    if len(set(are_errors)) == 1:
+        better = -1 if are_errors[0] else 1
     # Costs grow with the rounds, so they are compared only after equally many.
     cheaper = -abs(better) if len(set(numbers("rounds"))) == 1 else 0
 
-    means, deviations = numbers("last10_mean"), numbers("last10_std")
+    means = _scaled(numbers("last10_mean"), factor)
+    deviations = _scaled(numbers("last10_std"), factor)
     last_ten = []
     for mean, deviation in zip(means, deviations, strict=True):
-        last_ten.append(format_mean(mean, deviation, _format_score))
+        last_ten.append(format_mean(mean, deviation, show))
     client_scores, central_scores = scores(""), scores("_global")
     final = []
     for client_score, central_score in zip(client_scores, central_scores, strict=True):
         final.append(central_score if client_score is None else client_score)
-    titled_scores = {"final": final, "worst": scores("_worst"), "central": central_scores}
+    usual_metric = metrics[0]
+    titled_scores = {
+        ("final", "final"): final,
+        ("worst", f"{usual_metric}_worst"): scores("_worst"),
+        ("central", f"{usual_metric}_global"): central_scores,
+    }
     unseen = scores("_unseen")
     if finite_values(unseen):
-        titled_scores["unseen"] = unseen
+        titled_scores["unseen", f"{usual_metric}_unseen"] = unseen
     floats = []
     for down, up in zip(numbers("floats_down"), numbers("floats_up"), strict=True):
         floats.append((down or 0.0) + (up or 0.0))
@@ -362,28 +501,27 @@ def _columns(runs: Sequence[Run], limit: int) -> list[Column]:
     for group in GROUPS:
         columns.append(Column(group, [chosen_option(run.config, group) for run in runs]))
     rounds = [number or 0.0 for number in numbers("rounds")]
+    best_five = _scaled(numbers("best5_mean"), factor)
     columns += [
-        _column("rounds", rounds, _format_rounds),
-        _column("best 5", numbers("best5_mean"), _format_score, better, deviations),
-        Column("last 10", last_ten, means, better, deviations),
+        _column("rounds", rounds, _format_rounds, key="rounds"),
+        _column(f"best 5{unit}", best_five, show, better, deviations, "best5_mean"),
+        replace(
+            _column(f"last 10{unit}", means, show, better, deviations, "last10_mean"),
+            texts=last_ten,
+        ),
     ]
-    for title, values in titled_scores.items():
-        columns.append(
-            replace(_column(title, values, _format_score, better, deviations), show=None)
-        )
+    for (title, key), values in titled_scores.items():
+        columns.append(_column(f"{title}{unit}", values, show, better, deviations, key))
     columns += _threshold_columns(runs, limit, -abs(better))
     columns += [
-        _column("floats", floats, _format_count, cheaper),
-        _column("virtual", numbers("virtual_seconds"), _format_seconds, cheaper),
+        _column("floats", floats, _format_count, cheaper, key="floats"),
+        _column(
+            "virtual", numbers("virtual_seconds"), _format_seconds, cheaper, key="virtual_seconds"
+        ),
         # Wall time depends on the machine and on what else ran there.
-        _column("wall", numbers("wall_seconds"), _format_seconds),
+        _column("wall", numbers("wall_seconds"), _format_seconds, key="wall_seconds"),
     ]
     return columns
-
-
-def _have_same_data(runs: Sequence[Run]) -> bool:
-    """Return True if clients of all runs have the same data, so that one run can be the best."""
-    return len({str(_data_settings(run)) for run in runs}) == 1
 
 
 def _data_settings(run: Run) -> dict[str, str]:
@@ -422,17 +560,23 @@ def as_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def comparison_table(runs: Sequence[Run], width: int = 0) -> str:
-    """Return the comparison as text, best first.
+def comparison_table(
+    groups: Sequence[RunGroup], width: int = 0, view: TableView = USUAL_VIEW
+) -> str:
+    """Return the comparison as text.
 
     It has a row for each run, or for each setting if some runs differ only in their seeds. Options
     that all share stand above it, the meaning of stars and deviations below. width: see
     `format_table`.
     """
-    groups = group_by_setting(runs)
+    runs = [run for group in groups for run in group.runs]
     has_seeds = len(groups) < len(runs)
-    run_columns = _columns(_best_first(runs), limit=2)
-    columns = result_columns(groups, limit=2) if has_seeds else run_columns
+    run_columns = _columns(runs, 2, view)
+    if has_seeds:
+        columns = result_columns(groups, 2, view)
+    else:
+        columns = [replace(run_columns[0], texts=[group.label for group in groups])]
+        columns += run_columns[1:]
 
     above = []
     left_out = set()
@@ -448,10 +592,12 @@ def comparison_table(runs: Sequence[Run], width: int = 0) -> str:
     if any(column.best() for column in shown):
         spread = "the seeds" if has_seeds else "the last ten rounds"
         below.append(f"* best of its column; of accuracies, {BEST_RULE} over {spread}")
+    if any(column.is_tested for column in shown):
+        below.append(MARK_RULE)
     scores = describe_scores(runs)
     if scores:
         below.append(scores)
-    has_deviation = any(c.title == "last 10" and "±" in "".join(c.texts) for c in shown)
+    has_deviation = any(c.key == "last10_mean" and "±" in "".join(c.texts) for c in shown)
     if has_seeds:
         below.append("mean ± sample deviation over the seeds; --csv prints every run")
     elif has_deviation:
@@ -522,62 +668,254 @@ def _setting_labels(firsts: Sequence[Run]) -> list[str]:
     return labels if len(set(labels)) == len(labels) else run_labels(firsts)
 
 
-def result_columns(groups: Sequence[RunGroup], limit: int = 4) -> list[Column]:
+def arrange_groups(
+    groups: Sequence[RunGroup], labels: Mapping[str, str], order: Sequence[str]
+) -> list[RunGroup]:
+    """Return settings with new labels and in a new order.
+
+    labels: the new label for each old one. order: labels, old or new; settings that it does not
+    name follow. Raises `ValueError` for a setting that does not exist.
+    """
+    known = [group.label for group in groups]
+    for name in labels:
+        if name not in known:
+            raise ValueError(f"--labels {name}: there is no such setting; {suggest(name, known)}.")
+    renamed = [replace(group, label=labels.get(group.label, group.label)) for group in groups]
+    positions = {group.label: index for index, group in enumerate(groups)}
+    positions |= {group.label: index for index, group in enumerate(renamed)}
+    chosen = []
+    for name in order:
+        if name not in positions:
+            advice = suggest(name, positions)
+            raise ValueError(f"--order {name}: there is no such setting; {advice}.")
+        chosen.append(positions[name])
+    places = dict.fromkeys([*chosen, *range(len(groups))])
+    return [renamed[place] for place in places]
+
+
+def result_columns(
+    groups: Sequence[RunGroup], limit: int = 4, view: TableView = USUAL_VIEW
+) -> list[Column]:
     """Return a row for each group, with mean ± sample deviation (divisor n-1) over its seeds.
+
+    Groups with the same data are compared with the first of them, over the seeds of both.
 
     limit: number of threshold columns.
     """
     runs = [run for group in groups for run in group.runs]
-    spans: list[range] = []
-    for group in groups:
-        start = spans[-1].stop if spans else 0
-        spans.append(range(start, start + len(group.runs)))
-    columns = [Column("", [group.label for group in groups])]
+    columns = [Column("", [group.label for group in groups], key="setting")]
     has_seeds = len(runs) > len(groups)
-    if has_seeds:
+    if has_seeds and (not view.columns or "seeds" in view.columns):
         counts = [len(group.runs) for group in groups]
-        columns.append(Column("seeds", [str(count) for count in counts], list(counts)))
-    for run_column in _columns(runs, limit)[1:]:
+        texts = [str(count) for count in counts]
+        columns.append(Column("seeds", texts, list(counts), key="seeds"))
+    for run_column in _columns(runs, limit, view)[1:]:
         if finite_values(run_column.scores):
-            columns.append(_over_seeds(run_column, spans))
+            columns.append(_over_seeds(run_column, groups))
         elif not run_column.scores and not has_seeds and len(set(run_column.texts)) > 1:
             columns.append(run_column)  # the names of folders do not say what was run
     return columns
 
 
-def _over_seeds(column: Column, spans: Sequence[range]) -> Column:
-    """Return a column with one row for each span of rows."""
+def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
+    """Return a column with one row for each group, from one with a row for each run."""
     show = column.show or _format_score
+    numbers = iter(column.scores)
+    data = iter(column.groups or [])
+    by_seed: list[dict[str, float | None]] = []
+    blocks: list[object] = []
+    for group in groups:
+        by_seed.append({_seed(run): next(numbers) for run in group.runs})
+        data_of_group = [next(data) for _ in group.runs]
+        blocks.append(data_of_group[0])
     texts = []
     means = []
     deviations = []
-    for span in spans:
-        values = finite_values([column.scores[index] for index in span])
+    for scores in by_seed:
+        values = finite_values(scores.values())
         mean, deviation = mean_deviation(values)
         means.append(mean)
         deviations.append(deviation)
         text = format_mean(mean, deviation if column.title != "rounds" else None, show)
-        is_part = 0 < len(values) < len(span)
-        texts.append(f"{text} ({len(values)} of {len(span)})" if is_part else text)
-    has_seeds = any(len(span) > 1 for span in spans)
+        is_part = 0 < len(values) < len(scores)
+        texts.append(f"{text} ({len(values)} of {len(scores)})" if is_part else text)
+    has_seeds = any(len(group.runs) > 1 for group in groups)
     return replace(
         column,
         texts=texts,
         scores=means,
         deviations=deviations if has_seeds else column.deviations,
+        groups=blocks,
+        tests=_compare_with_first(by_seed, blocks) if column.better else (),
     )
+
+
+def _compare_with_first(
+    by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
+) -> list[Difference | None]:
+    """Compare each row with the first row of its block, over the seeds that both have.
+
+    Holm's correction covers all rows. A first row has None.
+    """
+    tests: list[Difference | None] = []
+    for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
+        reference = by_seed[blocks.index(block)]
+        pairs = []
+        for seed, value in scores.items():
+            other = reference.get(seed)
+            if value is not None and other is not None:
+                pairs.append((value, other))
+        is_reference = blocks.index(block) == row
+        if is_reference or not pairs:
+            tests.append(None)
+        else:
+            left, right = zip(*pairs, strict=True)
+            tests.append(compare_pairs(left, right))
+    corrected = holm_correction([None if test is None else test.p for test in tests])
+    return [
+        None if test is None else replace(test, holm=p)
+        for test, p in zip(tests, corrected, strict=True)
+    ]
+
+
+def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
+    """Return a line about the marks of a table, or about why it has none; "" for one setting."""
+    if any(column.is_tested for column in columns):
+        return MARK_RULE
+    if len(groups) > 1 and max(len(group.runs) for group in groups) < MIN_PAIRS:
+        return f"no significance is marked: a test needs {MIN_PAIRS} seeds of each setting"
+    return ""
+
+
+def difference_rows(
+    columns: Sequence[Column], groups: Sequence[RunGroup]
+) -> list[dict[str, object]]:
+    """Return a row for each comparison with the first setting: numbers, interval and p-values."""
+    rows: list[dict[str, object]] = []
+    for tested in columns:
+        blocks = list(tested.groups or [])
+        for row, test in enumerate(tested.tests):
+            if test is None:
+                continue
+            first = blocks.index(blocks[row])
+            rows.append(
+                {
+                    "metric": tested.key,
+                    "compared": groups[row].label,
+                    "reference": groups[first].label,
+                    **asdict(test),
+                }
+            )
+    return rows
+
+
+# --- the costs of a score -------------------------------------------------------------------------
+def threshold_columns(
+    groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
+) -> list[Column]:
+    """Return what each setting needs until it reaches a score: a row for each score and setting.
+
+    Rounds, bytes, virtual and wall seconds are those of the first round that reaches the score:
+    means ± sample deviations over the seeds that reach it. limit: the number of scores if the view
+    chooses none. Returns [] if no score was reached.
+    """
+    runs = [run for group in groups for run in group.runs]
+    factor = share_factor(runs, view.percent)
+    thresholds = view.thresholds or _reached_thresholds(runs)[-limit:]
+    names: list[str] = []
+    labels: list[str] = []
+    reached: list[list[Row]] = []
+    totals: list[int] = []
+    for threshold in thresholds:
+        for group in groups:
+            first_rows = [_first_row(run, threshold) for run in group.runs]
+            shown = threshold_name(threshold) if factor == 1.0 else f"{factor * threshold:g}"
+            names.append(shown)
+            labels.append(group.label)
+            reached.append([row for row in first_rows if row is not None])
+            totals.append(len(first_rows))
+    if not any(reached):
+        return []
+    counts = [f"{len(rows)} of {total}" for rows, total in zip(reached, totals, strict=True)]
+    columns = [
+        Column("score" + (PERCENT if factor != 1.0 else ""), names, key="score"),
+        Column("", labels, key="setting"),
+        Column("reached", counts, [float(len(rows)) for rows in reached], key="reached"),
+    ]
+    for title, key, read, show, better in COSTS:
+        means, deviations, texts = [], [], []
+        for rows, total in zip(reached, totals, strict=True):
+            mean, deviation = mean_deviation(finite_values([read(row) for row in rows]))
+            means.append(mean)
+            # Without the seeds that never reach the score, the mean is too low to be the best.
+            deviations.append(deviation if len(rows) == total else None)
+            texts.append(format_mean(mean, deviation, show))
+        if not any(means):  # ideal devices take no virtual time
+            continue
+        has_seeds = max(totals) > 1
+        columns.append(
+            Column(title, texts, means, better, deviations if has_seeds else None, names, show, key)
+        )
+    return columns
+
+
+def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
+    """Return the thresholds of the summaries that some run reached, in ascending order."""
+    reached = set()
+    for run in runs:
+        for name, number in _as_mapping(run.summary.get("rounds_to")).items():
+            if number is not None:
+                reached.add(float(name))
+    return sorted(reached)
+
+
+def _first_row(run: Run, threshold: float) -> Row | None:
+    """Return the first row whose score reaches a threshold.
+
+    It is the score of the summary: that of the clients, or of the central test set without those.
+    """
+    metric = metric_of(run.rows)
+    has_client_scores = bool(finite_values(column(run.rows, metric)))
+    key = metric if has_client_scores else f"{metric}_global"
+    for row in run.rows:
+        value = row.get(key)
+        if value is None:
+            continue
+        if value <= threshold if metric in LOWER_IS_BETTER else value >= threshold:
+            return row
+    return None
+
+
+def _sent_bytes(row: Row) -> float:
+    floats = finite_values([row.get("floats_down"), row.get("floats_up")])
+    return FLOAT_BYTES * sum(floats)
+
+
+# Title, key, value in a row, format and direction of each cost.
+COSTS: tuple[tuple[str, str, Callable[[Row], float | None], FormatNumber, int], ...] = (
+    ("rounds", "rounds", lambda row: row["round"], _format_rounds, -1),
+    ("traffic", "bytes", _sent_bytes, _format_bytes, -1),
+    ("virtual", "virtual_seconds", lambda row: row.get("virtual_seconds"), _format_seconds, -1),
+    # Wall time depends on the machine and on what else ran there.
+    ("wall", "wall_seconds", lambda row: row.get("wall_seconds"), _format_seconds, 0),
+)
 
 
 # --- every number ---------------------------------------------------------------------------------
 def as_csv(groups: Sequence[RunGroup]) -> str:
     """Return a line for each run with every number of its summary, by the summary's keys."""
+    return to_csv(run_rows(groups)).removesuffix("\n")
+
+
+def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
+    """Return a row for each run with every number of its summary, by the summary's keys."""
     rows: list[Mapping[str, object]] = []
     for group in groups:
         for run in group.runs:
             options = {name: chosen_option(run.config, name) for name in GROUPS}
             names = {"setting": group.label, "run": run.name, "seed": _seed(run)}
             rows.append({**names, **options, **_flat_numbers(run.summary)})
-    return to_csv(rows).removesuffix("\n")
+    return rows
 
 
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:

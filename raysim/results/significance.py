@@ -44,8 +44,6 @@ def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]
 
 def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
     """Compare values of the same seeds by Student's paired t-test and Wilcoxon's test."""
-    from scipy import stats
-
     differences = np.asarray(left, float) - np.asarray(right, float)
     pairs = len(differences)
     mean, deviation = mean_deviation([float(value) for value in differences])
@@ -59,6 +57,8 @@ def compare_pairs(left: Sequence[float], right: Sequence[float]) -> Difference:
         is_equal = abs(mean) <= negligible
         note = "equal in every pair" if is_equal else "no test: every pair differs alike"
         return replace(difference, note=note)
+
+    from scipy import stats
 
     quantile = stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
     half_width = float(quantile * deviation / np.sqrt(pairs))

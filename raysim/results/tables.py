@@ -7,14 +7,23 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from raysim.primitives.checks import finite_values
+from raysim.results.significance import LEVEL, Difference
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MISSING = "–"  # shown for a number that does not exist
 GAP = "  "  # between two columns
 # When a value is marked as the best.
 BEST_RULE = "where it is ahead of the next by more than the deviation of either"
+BETTER_MARK, WORSE_MARK = "†", "‡"  # significantly better, or worse, than the reference
+MARK_RULE = (
+    f"{BETTER_MARK} better, {WORSE_MARK} worse than the first row: paired t-test over the seeds, "
+    "p < 0.05 after Holm's correction"
+)
 
 
 class FormatNumber(Protocol):
@@ -30,7 +39,9 @@ class Column:
     scores: the numbers; empty for a column of texts. better: +1 if the highest score is the best,
     -1 if the lowest is, 0 if none is. deviations: the deviations of the scores; `BEST_RULE` uses
     them. groups: only rows of one group are compared; None compares all rows. show: function that
-    formats a number of this column; None uses four decimals.
+    formats a number of this column; None uses four decimals. key: name of the number in a summary;
+    "" for a column that has none. tests: for each row, the paired test against the reference row
+    of its group; None for the reference.
     """
 
     title: str
@@ -40,6 +51,22 @@ class Column:
     deviations: Sequence[float | None] | None = None
     groups: Sequence[object] | None = None
     show: FormatNumber | None = None
+    key: str = ""
+    tests: Sequence[Difference | None] = ()
+
+    def mark(self, row: int) -> str:
+        """Return the mark of a row that differs significantly from the reference, else ""."""
+        test = self.tests[row] if self.tests else None
+        if test is None or test.mean is None or test.holm is None or not self.better:
+            return ""
+        if test.holm >= 1 - LEVEL:
+            return ""
+        return BETTER_MARK if self.better * test.mean > 0 else WORSE_MARK
+
+    @property
+    def is_tested(self) -> bool:
+        """Return True if some row was tested against the reference."""
+        return any(test is not None and test.holm is not None for test in self.tests)
 
     def best(self) -> set[int]:
         """Return the rows with the best score; none if all are equal or only one has a score."""
@@ -109,7 +136,8 @@ def _padded(column: Column) -> list[str]:
     best = column.best()
     texts = [column.title]
     for row, text in enumerate(column.texts):
-        texts.append(f"{text}*" if row in best else text)
+        star = "*" if row in best else ""
+        texts.append(f"{text}{star}{column.mark(row)}")
     size = max(map(len, texts))
     return [text.rjust(size) if column.scores else text.ljust(size) for text in texts]
 
@@ -137,11 +165,18 @@ _LATEX = {
     "–": "--",
     "α": r"$\alpha$",
     "μ": r"$\mu$",
+    BETTER_MARK: r"$^\dagger$",
+    WORSE_MARK: r"$^\ddagger$",
 }
 
 
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
-    """Return a table for LaTeX's package booktabs, the best values bold; note: a comment above."""
+    """Return a table for LaTeX's package booktabs.
+
+    The best values are bold; significant differences to the reference have a dagger.
+
+    note: a comment above the table.
+    """
     import pandas as pd
 
     rows = zip(*(_latex_cells(column) for column in columns), strict=True)
@@ -154,8 +189,13 @@ def to_latex(columns: Sequence[Column], note: str = "") -> str:
 
 def _latex_cells(column: Column) -> list[str]:
     best = column.best()
-    cells = [_escape(text) for text in column.texts]
-    return [rf"\textbf{{{cell}}}" if row in best else cell for row, cell in enumerate(cells)]
+    cells = []
+    for row, text in enumerate(column.texts):
+        cell = _escape(text)
+        if row in best:
+            cell = rf"\textbf{{{cell}}}"
+        cells.append(cell + _escape(column.mark(row)))
+    return cells
 
 
 def _escape(text: str) -> str:
@@ -166,6 +206,25 @@ def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table without a newline at its end; no cell may contain a bar."""
     lines = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
+    """Return a DataFrame with the numbers of a table, by the keys of its columns.
+
+    A column of scores has a second one with its deviations ("final_std") if it has any, and a
+    third one with its marks ("final_mark") if its rows were tested.
+    """
+    import pandas as pd
+
+    values: dict[str, Sequence[object]] = {}
+    for column in columns:
+        name = column.key or column.title or "setting"
+        values[name] = column.scores or column.texts
+        if column.scores and column.deviations is not None:
+            values[f"{name}_std"] = column.deviations
+        if column.is_tested:
+            values[f"{name}_mark"] = [column.mark(row) for row in range(len(column.texts))]
+    return pd.DataFrame(values)
 
 
 def to_csv(rows: Sequence[Mapping[str, object]]) -> str:

@@ -31,6 +31,7 @@ def theme(ink: str) -> dict[Any, object]:
         "font.size": 11,
         "axes.labelsize": 11,
         "lines.linewidth": 1.8,
+        "lines.markersize": 4,
         "grid.alpha": 0.15,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -42,6 +43,38 @@ def theme(ink: str) -> dict[Any, object]:
         "grid.color": ink,
         "text.parse_math": False,
         "legend.frameon": False,
+    }
+
+
+def print_theme() -> dict[Any, object]:
+    """Return the settings of a figure for a two-column paper, in its final size.
+
+    The font looks like Times, which such papers use, and its size is that of captions. Text in a
+    PDF is stored as TrueType fonts, because publishers refuse Type 3.
+    """
+    return theme("#000000") | {
+        "font.family": "serif",
+        "font.serif": ["Times New Roman", "Nimbus Roman", "STIXGeneral"],
+        "font.size": 8,
+        "axes.labelsize": 8,
+        "axes.titlesize": 8,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "legend.fontsize": 7,
+        "legend.handlelength": 1.8,
+        "legend.columnspacing": 1.2,
+        "axes.linewidth": 0.6,
+        "axes.labelpad": 2.0,
+        "grid.linewidth": 0.5,
+        "lines.linewidth": 1.2,
+        "lines.markersize": 2.5,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "xtick.major.size": 2.5,
+        "ytick.major.size": 2.5,
+        "pdf.fonttype": 42,
+        "ps.fonttype": 42,
+        "svg.hashsalt": "raysim",
     }
 
 

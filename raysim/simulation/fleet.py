@@ -13,10 +13,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
+from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import DAY, Availability, Diurnal, MarkovAvailability, floats
-
-FLOAT_BYTES = 4
 
 
 class Trip(NamedTuple):

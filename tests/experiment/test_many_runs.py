@@ -15,12 +15,11 @@ from raysim.experiment.many_runs import (
     is_resume_requested,
     last_score,
     mean_row,
-    score,
     short_names,
     value_label,
 )
 from raysim.primitives.errors import Refused, first_line
-from raysim.results.history import Row, summarise
+from raysim.results.history import Row, score, summarise
 
 
 def test_short_names_are_unique() -> None:

@@ -31,7 +31,7 @@ def test_run_is_drawn_with_missing_values(
 
 
 def test_curves_are_drawn_against_bytes() -> None:
-    read = next(read for _, read, unit, _ in curves.AXES if unit == "bytes")
+    read = next(read for _, _, read, unit, _ in curves.AXES if unit == "bytes")
     assert read({"floats_down": 100, "floats_up": 25}) == 500
     assert read({"floats_down": None, "floats_up": None}) == 0
 

@@ -42,6 +42,11 @@ def make(
     return report.load_run(folder)
 
 
+def table(runs: list[report.Run]) -> str:
+    """The comparison of runs, as it is printed."""
+    return report.comparison_table(report.group_by_setting(runs))
+
+
 def test_run_is_read_from_its_folder(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, None, 0.75], "method: {fedprox: {mu: 0.1}}")
     assert (run.name, len(run.rows), run.finished) == ("one", 3, True)
@@ -51,11 +56,11 @@ def test_run_is_read_from_its_folder(tmp_path: Path) -> None:
 
 def test_report_has_column_of_unseen_clients(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75])
-    assert "unseen" not in report.comparison_table([run])
+    assert "unseen" not in table([run])
     rows: Rows = [row | {"accuracy_unseen": 0.4321} for row in history([0.5, 0.75])]
     write_json(summarise(rows), tmp_path / "one" / "summary.json")
-    table = report.comparison_table([report.load_run(tmp_path / "one")])
-    assert "unseen" in table and "0.4321" in table
+    text = table([report.load_run(tmp_path / "one")])
+    assert "unseen" in text and "0.4321" in text
 
 
 def test_unfinished_run_is_summarised_from_history(tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_chosen_option_of_every_form_of_config(value: object, name: str) -> None
 
 def test_table_starts_with_best_run_and_marks_best_values(tmp_path: Path) -> None:
     runs = [make(tmp_path / "low", [0.25, 0.5]), make(tmp_path / "high", [0.75, 0.5, 0.75])]
-    lines = report.comparison_table(runs).splitlines()
+    lines = table(runs).splitlines()
     assert lines[0] == "method fedavg · data – · partition –"
     assert [line.split()[0] for line in lines[3:5]] == ["high", "low"]
     assert lines[5].startswith("* best of its column; of accuracies, where it is ahead of the next")
@@ -141,8 +146,8 @@ def test_table_starts_with_best_run_and_marks_best_values(tmp_path: Path) -> Non
 
 def test_table_explains_its_deviation(tmp_path: Path) -> None:
     note = "last 10: mean ± deviation over these rounds"
-    assert report.comparison_table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
-    assert note not in report.comparison_table([make(tmp_path / "none", [None])])
+    assert table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
+    assert note not in table([make(tmp_path / "none", [None])])
 
 
 def test_implied_defaults_are_left_out(tmp_path: Path) -> None:
@@ -180,12 +185,12 @@ def test_nothing_is_best_if_runs_are_not_comparable(tmp_path: Path) -> None:
     write_json(
         summarise(history(scores)) | {"virtual_seconds": 9.0}, tmp_path / "b" / "summary.json"
     )
-    assert "2 s*" in report.comparison_table([alike[0], report.load_run(tmp_path / "b")])
+    assert "2 s*" in table([alike[0], report.load_run(tmp_path / "b")])
     other = [
         make(tmp_path / name, [score], f"partition: {{alpha: {score}}}")
         for name, score in (("c", 0.9), ("d", 0.1))
     ]
-    assert "*" not in report.comparison_table(other)
+    assert "*" not in table(other)
 
 
 def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
@@ -202,7 +207,7 @@ def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
         *study("moon", [0.2, 0.3, 0.4]),
         *study("fedbr", [0.6, 0.6]),
     ]
-    above, head, _, *rows, star, scored, note = report.comparison_table(runs).splitlines()
+    above, head, _, *rows, star, scored, note = table(runs).splitlines()
     assert above == "data – · partition –" and head.split()[:3] == ["seeds", "rounds", "best"]
     cells = [re.split(r"  +", row) for row in rows]
     assert [(each[0], each[1]) for each in cells] == [
@@ -228,13 +233,13 @@ def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
 
 def test_equal_or_single_values_are_not_best(tmp_path: Path) -> None:
     twin = [make(tmp_path / name, [0.5]) for name in ("a", "b")]
-    assert "*" not in report.comparison_table(twin)
-    assert "*" not in report.comparison_table(twin[:1])
+    assert "*" not in table(twin)
+    assert "*" not in table(twin[:1])
 
 
 def test_missing_score_is_last_and_a_dash(tmp_path: Path) -> None:
     runs = [make(tmp_path / "unmeasured", [None, None]), make(tmp_path / "measured", [0.5])]
-    last = report.comparison_table(runs).splitlines()[-3]
+    last = table(runs).splitlines()[-3]
     assert last.startswith("unmeasured")
     assert "–" in last
 
@@ -249,7 +254,7 @@ def test_odd_values_in_summary_are_reported_or_refused(odd: int, tmp_path: Path)
     for key in good:
         (tmp_path / "one/summary.json").write_text(json.dumps(good | {key: ODD[odd]}))
         with contextlib.suppress(ValueError):
-            report.comparison_table([report.load_run(tmp_path / "one")])
+            table([report.load_run(tmp_path / "one")])
 
 
 # --- seeds ----------------------------------------------------------------------------------------------------------
@@ -349,7 +354,7 @@ def test_table_names_metric_and_tests(tmp_path: Path) -> None:
     )
     assert report.describe_scores([errors]) == f"scores: mae {tests}"
     assert report.describe_scores([nothing]) == ""
-    assert report.describe_scores([both]) in report.comparison_table([both]).splitlines()
+    assert report.describe_scores([both]) in table([both]).splitlines()
 
 
 def test_repeated_seed_is_another_group(tmp_path: Path) -> None:

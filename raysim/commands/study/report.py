@@ -17,12 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from raysim.commands.study.plan import StudyPlan, StudyRun
-from raysim.experiment.many_runs import score, short_names
+from raysim.experiment.many_runs import short_names
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
-from raysim.results.history import COLUMNS, metric_of, write_json
+from raysim.results.history import COLUMNS, metric_of, score, write_json
+from raysim.results.measures import METRICS, better_direction, measure_title
 from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
 from raysim.results.report import (
@@ -41,22 +42,27 @@ from raysim.results.significance import (
     holm_correction,
     mean_deviation,
 )
-from raysim.results.tables import BEST_RULE, MISSING, Column, format_table, to_csv, to_latex
+from raysim.results.tables import (
+    BEST_RULE,
+    MARK_RULE,
+    MISSING,
+    Column,
+    format_table,
+    to_csv,
+    to_latex,
+)
 from raysim.results.theme import DARK, LIGHT, theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-METRICS = ("final", "best5_mean", "last10_mean")
 BEST_ROUNDS = 5  # of a run with so few rounds, the mean of the best five is the mean of all
 SMALL_P = 0.001
-TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
 HOW = (
     "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. "
     "The interval is that of the mean difference; p is that of a paired t-test, Holm's is "
     "corrected for all comparisons of one table, Wilcoxon's needs six seeds."
 )
-LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True)
@@ -245,29 +251,17 @@ def _format_p(value: float | None) -> str:
     return f"<{SMALL_P}" if value < SMALL_P else f"{value:.3f}"
 
 
-def _direction(metric: str, is_error: bool) -> int:
-    """Return +1 if more is better, -1 if less is better, 0 if it is unknown.
-
-    is_error: True if the runs are scored by errors of values.
-    """
-    if "loss" in metric or metric.startswith(LOWER_PREFIXES):
-        return -1
-    if metric in METRICS or metric.startswith(("best5", "last10_mean")):
-        return -1 if is_error else 1
-    return int(metric.startswith("accuracy"))
-
-
-def _title(metric: str) -> str:
-    if metric.endswith("_global"):
-        return f"central {_title(metric.removesuffix('_global'))}"
-    return TITLES.get(metric, metric.replace("rounds_to.", "rounds to "))
-
-
-def settings_table(study: StudyPlan, scores: Sequence[RunScores]) -> list[Column]:
+def settings_table(
+    study: StudyPlan,
+    scores: Sequence[RunScores],
+    comparisons: Mapping[str, Sequence[Comparison]] | None = None,
+) -> list[Column]:
     """Return a row per setting: the number of runs, and mean ± deviation of each metric.
 
     The deviation is over the seeds, with divisor n-1. The best setting is marked in each group of
     rows that share all settings that are not compared; `BEST_RULE` gives the rule.
+
+    comparisons: for each metric, those whose significant differences are marked.
     """
     keys = _setting_keys(study)
     groups = group_by_setting(scores)
@@ -281,6 +275,7 @@ def settings_table(study: StudyPlan, scores: Sequence[RunScores]) -> list[Column
         count_texts.append(f"{count}" if count == len(group) else f"{count} of {len(group)}")
     columns.append(Column("n", count_texts, [float(count) for count in counts]))
     where = [label(study, group[0].run, _other_keys(study)) for group in groups]
+    compared = [label(study, group[0].run, compared_keys(study)) for group in groups]
     metrics = {metric_of(run_scores.result.rows) for run_scores in scores if run_scores.result}
     is_error = bool(metrics) and metrics <= LOWER_IS_BETTER
     for metric in scores[0].values:
@@ -294,8 +289,23 @@ def settings_table(study: StudyPlan, scores: Sequence[RunScores]) -> list[Column
             texts.append(text)
             means.append(mean)
             deviations.append(deviation)
-        direction = _direction(metric, is_error)
-        columns.append(Column(_title(metric), texts, means, direction, deviations, where))
+        direction = better_direction(metric, is_error)
+        tests = {
+            (comparison.where, comparison.what): comparison.test
+            for comparison in (comparisons or {}).get(metric, ())
+        }
+        columns.append(
+            Column(
+                measure_title(metric),
+                texts,
+                means,
+                direction,
+                deviations,
+                where,
+                key=metric,
+                tests=[tests.get(place) for place in zip(where, compared, strict=True)],
+            )
+        )
     return columns
 
 
@@ -370,7 +380,7 @@ def _axis_text(comparisons: Sequence[Comparison], about: str) -> list[str]:
         interval = " with its 95 % interval"
     else:
         interval = f" (no interval: that needs {MIN_PAIRS} seeds)"
-    metric = f"{_title(first.metric)}, {about}" if about else _title(first.metric)
+    metric = f"{measure_title(first.metric)}, {about}" if about else measure_title(first.metric)
     return [
         f"{metric}: difference to {first.reference}",
         f"circles: each seed, dot: mean{interval}",
@@ -424,7 +434,7 @@ def report(
         return "no run has finished, so there is nothing to report"
     folder = study.folder
     comparisons = {name: compare_settings(study, scores, name) for name in names}
-    columns = settings_table(study, scores)
+    columns = settings_table(study, scores, comparisons)
     _store(study, scores, comparisons, failures or {})
 
     about = (
@@ -433,6 +443,9 @@ def report(
     )
     has_groups = any(columns[-1].groups or ())
     about += ", among rows that share all other settings." if has_groups else "."
+    are_tested = any(column.is_tested for column in columns)
+    if are_tested:
+        about = f"{about} {as_sentence(MARK_RULE)}"
     scored_on = describe_scores(results)
     tests = as_sentence(scored_on)
     if tests:
@@ -442,17 +455,20 @@ def report(
     for group in group_by_setting(scores):
         if any(run_scores.result for run_scores in group):
             begun += group
-    table = ReportSection("Results", about, settings_table(study, begun), notes=study.warnings)
+    begun_table = settings_table(study, begun, comparisons)
+    table = ReportSection("Results", about, begun_table, notes=study.warnings)
     replace_file(folder / "study.tex", f"{to_latex(table.columns, about)}\n".encode())
     sections = _difference_sections(study, names, comparisons, results)
     title = f"study {folder.resolve().name}"
     page = write_report(result_groups(study, begun), folder, title, sections, table)
 
     lines = [format_table(columns, width), scored_on, f"± over the seeds; * best, {BEST_RULE}"]
+    if are_tested:
+        lines.append(MARK_RULE)
     parts = ["\n".join(line for line in lines if line)]
     if comparisons[names[0]]:
         differences = format_table(differences_table(comparisons[names[0]]), width)
-        parts.append(f"{_title(names[0])}, paired over seeds:\n{differences}")
+        parts.append(f"{measure_title(names[0])}, paired over seeds:\n{differences}")
     parts.append(f"tables and curves: {page}")
     return "\n\n".join(parts)
 
@@ -474,7 +490,7 @@ def _difference_sections(
             about = " or ".join(score_kinds(results)) if name in METRICS else ""
             pictures = draw(comparisons[name], about), draw(comparisons[name], about, dark=True)
             replace_file(study.folder / "study.png", pictures[0])
-        title = f"{_title(name)}: difference to {comparisons[name][0].reference}"
+        title = f"{measure_title(name)}: difference to {comparisons[name][0].reference}"
         sections.append(ReportSection(title, how, differences_table(comparisons[name]), pictures))
     return sections
 

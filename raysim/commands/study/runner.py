@@ -24,12 +24,12 @@ from raysim.commands.study.plan import StudyPlan, StudyRun
 from raysim.experiment import run_table
 from raysim.experiment.build import build
 from raysim.experiment.config_files import Node
-from raysim.experiment.many_runs import join_ray, resume_hint, score
+from raysim.experiment.many_runs import join_ray, resume_hint
 from raysim.experiment.run_folder import choose_place
 from raysim.experiment.runner import attempt
 from raysim.experiment.settings import Interrupted
 from raysim.primitives.errors import Refused, errors_as_refusals
-from raysim.results.history import Row
+from raysim.results.history import Row, score
 from raysim.results.progress import format_duration
 from raysim.runtime.placement import RayOptions
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from raysim.experiment import run_table
 from raysim.experiment.config_files import Node
-from raysim.experiment.many_runs import FINAL_SUFFIXES, mean_row
+from raysim.experiment.many_runs import mean_row
 from raysim.experiment.runner import StartEvents, SteppedRun
-from raysim.results.history import Row, metric_of
+from raysim.results.history import FINAL_SUFFIXES, Row, metric_of
 from raysim.simulation.events import RunStoppedError
 
 

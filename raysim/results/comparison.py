@@ -1,0 +1,263 @@
+"""Compare runs as `raysim report` does: tables as DataFrames, figures as matplotlib objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raysim.primitives.checks import above, one_of
+from raysim.primitives.errors import errors_as_refusals, suggest
+from raysim.primitives.files import make_folder, replace_file, user_path
+from raysim.results.curves import AXES, is_informative, is_used
+from raysim.results.page import setting_curves, write_report
+from raysim.results.print_figures import COLUMN_WIDTH_IN, FORMATS, draw_figure, save_figure
+from raysim.results.report import (
+    USUAL_VIEW,
+    RunGroup,
+    TableView,
+    arrange_groups,
+    as_csv,
+    comparison_table,
+    describe_scores,
+    describe_tests,
+    difference_rows,
+    group_by_setting,
+    load_runs,
+    result_columns,
+    run_rows,
+    threshold_columns,
+)
+from raysim.results.tables import BEST_RULE, Column, format_table, to_frame, to_latex
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs by their settings, with the tables and figures that compare them.
+
+    groups: the settings in the order of rows and colours. view: the choice of columns, thresholds
+    and units. width: of the figures, in inches.
+    """
+
+    groups: Sequence[RunGroup]
+    view: TableView = USUAL_VIEW
+    width: float = COLUMN_WIDTH_IN
+
+    @property
+    def results(self) -> pd.DataFrame:
+        """Return a row for each setting: the mean of each number over the seeds.
+
+        "final_std" is the sample deviation (divisor n-1) of "final"; "final_mark" is † if the
+        setting is significantly better than the first one, and ‡ if it is worse.
+        """
+        return to_frame(result_columns(self.groups, view=self.view))
+
+    @property
+    def thresholds(self) -> pd.DataFrame:
+        """Return a row for each score and setting: what the setting needs to reach the score.
+
+        The columns are rounds, bytes, virtual seconds and wall seconds until the first round that
+        reaches it: means over the seeds that do, and sample deviations ("rounds_std").
+        """
+        return to_frame(threshold_columns(self.groups, self.view))
+
+    @property
+    def differences(self) -> pd.DataFrame:
+        """Return a row for each number and setting: its difference to the first setting.
+
+        The seeds are paired. `low` to `high` is the 95 % interval, `p` of the paired t-test, `holm`
+        is p after Holm's correction, `wilcoxon` of the signed-rank test.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(difference_rows(self._columns, self.groups))
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """Return a row for each run: setting, seed, and every number of its summary."""
+        import pandas as pd
+
+        return pd.DataFrame(run_rows(self.groups))
+
+    @functools.cached_property
+    def figures(self) -> dict[str, Figure]:
+        """Return a figure for each metric and axis, such as "accuracy_global-round".
+
+        Traffic and virtual time have figures if the settings differ in what they need for a round.
+        """
+        figures = {}
+        for key, (_, ylabel, curves) in setting_curves(self.groups, self.view).items():
+            for axis in AXES:
+                if is_used(axis, curves) and is_informative(axis, curves):
+                    name = f"{key}-{axis.name}"
+                    figures[name] = draw_figure(curves, axis, ylabel, self.width)
+        return figures
+
+    @functools.cached_property
+    def _columns(self) -> list[Column]:
+        return result_columns(self.groups, view=self.view)
+
+    def text(self, width: int = 0) -> str:
+        """Return the tables as text. width: the longest line in characters; 0 means no limit."""
+        parts = [comparison_table(self.groups, width, self.view)]
+        if self.view.thresholds:
+            costs = threshold_columns(self.groups, self.view)
+            if costs:
+                parts.append(f"until a score is reached:\n{format_table(costs, width)}")
+            else:
+                parts.append("no run reached one of these scores")
+        return "\n\n".join(parts)
+
+    def csv(self) -> str:
+        """Return a line for each run with every number of its summary, with all digits."""
+        return as_csv(self.groups)
+
+    def latex(self) -> str:
+        """Return the table of results for LaTeX's package booktabs."""
+        runs = [run for group in self.groups for run in group.runs]
+        notes = [
+            "mean and sample deviation (n-1) over the seeds" if self._has_seeds else "",
+            f"bold: best, {BEST_RULE}",
+            describe_tests(self._columns, self.groups),
+            describe_scores(runs),
+        ]
+        return to_latex(self._columns, "\n".join(filter(None, notes)))
+
+    def latex_thresholds(self) -> str:
+        """Return the table of costs for LaTeX; "" if no score was reached."""
+        columns = threshold_columns(self.groups, self.view)
+        if not columns:
+            return ""
+        return to_latex(columns, "until the first round that reaches the score")
+
+    @property
+    def _has_seeds(self) -> bool:
+        return any(len(group.runs) > 1 for group in self.groups)
+
+    def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
+        """Write the page, the tables for LaTeX and the figures; return the paths, the page first.
+
+        formats: any of "pdf", "svg" and "png"; () writes no figures for print.
+        """
+        with errors_as_refusals():
+            check_formats(formats)
+            folder = make_folder(user_path(folder))
+            paths = [write_report(self.groups, folder, view=self.view)]
+            tables = {"results.tex": self.latex(), "thresholds.tex": self.latex_thresholds()}
+            for name, text in tables.items():
+                if text:
+                    paths.append(folder / name)
+                    replace_file(paths[-1], f"{text}\n".encode())
+            if formats:
+                for name, figure in self.figures.items():
+                    for kind in formats:
+                        paths.append(folder / f"{name}.{kind}")
+                        save_figure(figure, paths[-1])
+        return paths
+
+
+def report(
+    runs: str | Path | Sequence[str | Path],
+    *,
+    columns: Sequence[str] = (),
+    labels: Mapping[str, str] | str = "",
+    order: Sequence[str] | str = (),
+    percent: bool = False,
+    thresholds: Sequence[float | str] = (),
+    width: float = COLUMN_WIDTH_IN,
+    warn: Callable[[str], object] = print,
+) -> Report:
+    """Compare runs as `raysim report` does.
+
+        comparison = raysim.report("studies/mine", labels={"fedavg": "FedAvg"}, percent=True)
+        comparison.results, comparison.differences, comparison.thresholds
+        comparison.figures["accuracy-round"]
+        comparison.write("paper", formats=["pdf"])
+
+    runs: folders of runs, studies and sweeps. columns: keys of a summary ("final",
+    "rounds_to.0.80"); () shows the usual ones. labels: the new label for each setting, or a text
+    such as "fedavg=FedAvg,fedprox=FedProx". order: settings in the order of rows, or a text such as
+    "fedprox,fedavg"; those not named follow, best first. The first setting is the one that others
+    are tested against. percent: True shows shares in percent. thresholds: scores
+    between 0 and 1 for the table of costs; () takes the highest ones that were reached. width: of
+    the figures, in inches. warn: function that gets a sentence about skipped folders.
+
+    Raise `Refused` if a folder has no run or a choice does not exist.
+    """
+    paths = [runs] if isinstance(runs, (str, Path)) else list(runs)
+    with errors_as_refusals():
+        groups = group_by_setting(load_runs(paths, warn))
+        names = [group.label for group in groups]
+        new_names = parse_labels(labels, names) if isinstance(labels, str) else labels
+        if isinstance(order, str):
+            order = parse_order(order, [*new_names.values(), *names])
+        groups = arrange_groups(groups, new_names, order)
+        scores = tuple(_threshold(value) for value in thresholds)
+        view = TableView(tuple(columns), percent, scores)
+        above("--width", width, 0.0)
+        result_columns(groups, view=view)  # refuses columns that do not exist
+    return Report(groups, view, width)
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise `Refused` for a format that figures cannot be written in."""
+    with errors_as_refusals():
+        for name in formats:
+            one_of("--format", name, FORMATS)
+
+
+def _threshold(value: float | str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ValueError(f"--thresholds {value}: this is no number. Write 0.8,0.9.") from error
+
+
+def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
+    """Return the new labels in "fedavg=FedAvg,fedprox=FedProx".
+
+    settings: the old labels, which may contain commas and equal signs. Raises `ValueError` for
+    another name.
+    """
+    labels = {}
+    rest = text
+    while rest:
+        name = _leading_name(rest, settings, "=")
+        if name is None:
+            unknown = rest.partition("=")[0]
+            raise ValueError(
+                f"--labels {unknown}: there is no such setting; {suggest(unknown, settings)}."
+            )
+        rest = rest[len(name) + 1 :]
+        ends = [rest.find(f",{other}=") for other in settings]
+        end = min((place for place in ends if place >= 0), default=len(rest))
+        if not any(place >= 0 for place in ends) and "," in rest and "=" in rest:
+            end = rest.index(",")  # a name that does not exist follows
+        labels[name] = rest[:end].strip("\"'")
+        rest = rest[end + 1 :].lstrip()
+    return labels
+
+
+def parse_order(text: str, settings: Sequence[str]) -> list[str]:
+    """Return the labels in "fedprox,fedavg"; labels may contain commas."""
+    order = []
+    rest = text
+    while rest:
+        name = _leading_name(rest, settings, ",")
+        if name is None:
+            name = rest.partition(",")[0]  # `arrange_groups` refuses it
+        order.append(name)
+        rest = rest[len(name) + 1 :].lstrip()
+    return order
+
+
+def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
+    """Return the longest name that a text starts with, before `end` or the end of the text."""
+    fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
+    return max(fitting, key=len, default=None)

@@ -1,0 +1,246 @@
+"""Settings are compared for a paper: tables, marks, costs and figures."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import raysim
+from raysim.primitives.errors import Refused
+from raysim.results import comparison, print_figures
+from raysim.results.curves import AXES
+from raysim.results.history import summarise, write_history, write_json
+
+FEDAVG = [0.50, 0.52, 0.49, 0.51]
+FEDPROX = [0.70, 0.71, 0.70, 0.72]
+MOON = [0.51, 0.50, 0.51, 0.50]
+
+
+def save(folder: Path, method: str, seed: int, final: float, floats: int = 1000) -> Path:
+    """The folder of a run of three rounds; its accuracy rises to `final`."""
+    folder.mkdir(parents=True)
+    rows: list[dict[str, int | float | None]] = [
+        {
+            "round": n, "virtual_seconds": 2.0 * n, "wall_seconds": 0.5 * n,
+            "floats_down": floats * n, "floats_up": floats * n, "train_loss": 1.0 / n,
+            "accuracy": share * final, "accuracy_worst": 0.1, "accuracy_global": None,
+            "loss_global": None, "clients": 2, "failures": 0,
+        }
+        for n, share in enumerate((0.5, 0.8, 1.0), 1)
+    ]  # fmt: skip
+    write_history(rows, folder / "history.parquet")
+    (folder / "config.yaml").write_text(f"{{method: {{{method}: {{}}}}, seed: {seed}}}")
+    write_json(summarise(rows), folder / "summary.json")
+    return folder
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    for method, finals in {"fedavgm": FEDAVG, "fedprox": FEDPROX, "moon": MOON}.items():
+        for seed, final in enumerate(finals):
+            save(tmp_path / "runs" / f"{method}-{seed}", method, seed, final)
+    return tmp_path
+
+
+def test_significant_settings_are_marked(study: Path) -> None:
+    table = raysim.report(study, order="fedavgm,moon").results.set_index("setting")
+    assert list(table.index) == ["fedavgm", "moon", "fedprox"]
+    assert table["final"].tolist() == pytest.approx(
+        [np.mean(FEDAVG), np.mean(MOON), np.mean(FEDPROX)]
+    )
+    assert table["final_mark"].tolist() == ["", "", "†"]
+    from_best = raysim.report(study).results.set_index("setting")
+    assert from_best["final_mark"].to_dict() == {"fedprox": "", "fedavgm": "‡", "moon": "‡"}
+
+
+def test_differences_are_paired_and_corrected(study: Path) -> None:
+    table = raysim.report(study, order="fedavgm", columns=["final"]).differences
+    rows = {row["compared"]: row for row in table.to_dict("records")}
+    p = {
+        name: float(stats.ttest_rel(finals, FEDAVG).pvalue)
+        for name, finals in (("fedprox", FEDPROX), ("moon", MOON))
+    }
+    assert {row["reference"] for row in rows.values()} == {"fedavgm"}
+    assert rows["fedprox"]["p"] == pytest.approx(p["fedprox"])
+    assert rows["fedprox"]["holm"] == pytest.approx(2 * p["fedprox"])
+    assert rows["moon"]["holm"] == pytest.approx(max(2 * p["fedprox"], p["moon"]))
+
+
+def test_settings_of_other_data_are_not_compared(tmp_path: Path) -> None:
+    for method, finals in {"fedavgm": FEDAVG, "fedprox": FEDPROX}.items():
+        for alpha in (0.1, 1.0):
+            for seed, final in enumerate(finals):
+                folder = save(tmp_path / f"{method}-{alpha}-{seed}", method, seed, final)
+                config = (
+                    f"{{method: {{{method}: {{}}}}, partition: {{alpha: {alpha}}}, seed: {seed}}}"
+                )
+                (folder / "config.yaml").write_text(config)
+    report = raysim.report(sorted(tmp_path.iterdir()), columns=["final"])
+    rows = report.differences
+    assert len(rows) == 2
+    alphas = [
+        re.findall(r"alpha=([\d.]+)", " ".join(row))
+        for row in rows[["compared", "reference"]].values
+    ]
+    assert all(len(set(pair)) == 1 for pair in alphas)
+    assert report.latex().count(r"\textbf") == 2  # the best of each
+
+
+def test_two_seeds_have_no_test(tmp_path: Path) -> None:
+    for method in ("fedavgm", "fedprox"):
+        for seed in (0, 1):
+            save(tmp_path / f"{method}-{seed}", method, seed, 0.5 + 0.1 * seed)
+    report = raysim.report(sorted(tmp_path.iterdir()))
+    assert "final_mark" not in report.results
+    assert "3 seeds" in report.latex()
+
+
+def test_percent_scales_scores_and_curves_alike(study: Path) -> None:
+    plain, percent = (raysim.report(study, percent=flag) for flag in (False, True))
+    for key in ("final", "final_std", "best5_mean", "accuracy_worst"):
+        assert percent.results[key].tolist() == pytest.approx((100 * plain.results[key]).tolist())
+    assert percent.results["rounds"].equals(plain.results["rounds"])
+    assert r"final (\%)" in percent.latex()
+    heights = [
+        report.figures["accuracy-round"].axes[0].get_lines()[0].get_ydata()
+        for report in (plain, percent)
+    ]
+    assert np.asarray(heights[1]) == pytest.approx(100 * np.asarray(heights[0]))
+
+
+def test_costs_are_those_of_first_round_above_score(study: Path) -> None:
+    table = raysim.report(study, thresholds=[0.5], order="fedavgm").thresholds.set_index("setting")
+    row = table.loc["fedprox"]
+    # 0.8 * 0.7 is above 0.5, so each seed needs two rounds of 2,000 floats of four bytes.
+    assert (row["rounds"], row["bytes"], row["virtual_seconds"]) == (2, 16_000, 4.0)
+    assert row["wall_seconds"] == 1.0
+    assert table.loc["fedavgm", "reached"] == 3  # of FEDAVG, 0.49 never reaches it
+    assert table.loc["fedavgm", "rounds"] == 3
+
+
+def test_partial_costs_are_never_best(study: Path) -> None:
+    save(study / "runs" / "fedprox-4", "fedprox", 4, 0.4)
+    text = raysim.report(study, thresholds=[0.5]).latex_thresholds()
+    assert "4 of 5" in text and "textbf" not in text
+
+
+def test_columns_are_chosen_by_key_or_title(study: Path) -> None:
+    report = raysim.report(study, columns=["final", "rounds_to.0.50", "train_loss", "wall"])
+    assert [name for name in report.results if not name.endswith(("_std", "_mark"))] == [
+        "setting", "final", "rounds_to.0.50", "train_loss", "wall_seconds",
+    ]  # fmt: skip
+    with pytest.raises(Refused, match="--columns finale"):
+        raysim.report(study, columns=["finale"])
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("fedavg=FedAvg", {"fedavg": "FedAvg"}),
+        ('fedavg="FedAvg (ours)",a=1, b=2=Both', {"fedavg": "FedAvg (ours)", "a=1, b=2": "Both"}),
+        ("fedavg=one, two,moon=MOON", {"fedavg": "one, two", "moon": "MOON"}),
+        ("", {}),
+    ],
+)
+def test_labels_may_hold_commas(text: str, labels: dict[str, str]) -> None:
+    assert comparison.parse_labels(text, ["fedavg", "moon", "a=1, b=2"]) == labels
+
+
+def test_order_may_hold_commas() -> None:
+    known = ["a=1, b=2", "fedavg", "a=1"]
+    assert comparison.parse_order("fedavg,a=1, b=2,a=1", known) == ["fedavg", "a=1, b=2", "a=1"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "key"),
+    [
+        ({"labels": "fedavg=FedAvg"}, "--labels fedavg"),
+        ({"labels": "moon=MOON,fedavg=FedAvg"}, "--labels fedavg"),
+        ({"labels": {"x": "y"}}, "--labels x"),
+        ({"order": "fedavg"}, "--order fedavg"),
+        ({"thresholds": ["high"]}, "--thresholds high"),
+        ({"width": 0.0}, "--width"),
+    ],
+)
+def test_wrong_choice_is_refused_by_its_flag(
+    choice: dict[str, object], key: str, study: Path
+) -> None:
+    with pytest.raises(Refused, match=key):
+        raysim.report(study, **choice)  # type: ignore[arg-type]
+
+
+def test_labels_name_rows_curves_and_page(study: Path) -> None:
+    report = raysim.report(study, labels="moon=MOON,fedprox=FedProx", order="MOON")
+    assert report.results["setting"].tolist() == ["MOON", "FedProx", "fedavgm"]
+    lines = report.figures["accuracy-round"].axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["MOON", "FedProx", "fedavgm"]
+    assert report.text().splitlines()[3].startswith("MOON")
+
+
+@pytest.mark.pictures
+def test_figures_fit_a_column_of_a_paper(study: Path, tmp_path: Path) -> None:
+    report = raysim.report(study)
+    figure = report.figures["accuracy-round"]
+    assert figure.get_size_inches()[0] == print_figures.COLUMN_WIDTH_IN
+    sizes = {
+        text.get_fontsize()
+        for text in figure.findobj(lambda artist: hasattr(artist, "get_fontsize"))
+        if text.get_text()
+    }
+    assert min(sizes) >= 7 and max(sizes) <= 8
+    paths = report.write(tmp_path / "paper", ["pdf", "svg"])
+    assert {path.name for path in paths} >= {"report.html", "results.tex", "accuracy-round.pdf"}
+    pdf = (tmp_path / "paper" / "accuracy-round.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and b"/Type3" not in pdf
+    first = (tmp_path / "paper" / "accuracy-round.svg").read_bytes()
+    raysim.report(study).write(tmp_path / "again", ["svg"])
+    assert (tmp_path / "again" / "accuracy-round.svg").read_bytes() == first
+
+
+@pytest.mark.pictures
+def test_few_lines_have_labels_at_their_ends(study: Path) -> None:
+    report = raysim.report(study)
+    figure = report.figures["accuracy-round"]
+    labels = figure.axes[0].texts
+    assert {label.get_text() for label in labels} == {"fedavgm", "fedprox", "moon"}
+    assert not figure.legends
+    boxes = sorted((text.get_window_extent() for text in labels), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
+    assert all(box.x1 <= figure.bbox.x1 + 1 for box in boxes)
+
+
+@pytest.mark.pictures
+def test_lines_that_end_apart_have_a_legend(study: Path) -> None:
+    save(study / "runs" / "krum-0", "krum", 0, 0.5, floats=9000)
+    (curves,) = [
+        curves
+        for key, (_, _, curves) in comparison.setting_curves(raysim.report(study).groups).items()
+        if key == "accuracy"
+    ]
+    figure = print_figures.draw_figure(curves, AXES[1], "accuracy")
+    assert len(figure.legends) == 1 and not figure.axes[0].texts
+
+
+@pytest.mark.parametrize(
+    ("places", "moved"),
+    [
+        ([0.0, 0.5, 1.0], [0.0, 0.5, 1.0]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.1, 0.5, 0.52, 0.54], [0.1, 0.42, 0.52, 0.62]),
+        ([0.5, 0.5, 0.58], [0.4266667, 0.5266667, 0.6266667]),
+        ([], []),
+    ],
+)
+def test_labels_are_spread_around_their_mean(places: list[float], moved: list[float]) -> None:
+    assert print_figures.spread(places, 0.1) == pytest.approx(moved)
+
+
+def test_unknown_format_is_refused(study: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="--format"):
+        raysim.report(study).write(tmp_path / "paper", ["eps"])
+    assert not (tmp_path / "paper").exists()
