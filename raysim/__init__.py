@@ -10,9 +10,9 @@
 
 `run` and `load` return a `Result`, `study` a `StudyResult`, `sweep` a `SweepResult`, and `report` a
 `Report` that compares runs; `build` checks a run without starting it. Your own parts extend
-`Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Fleet` or
-`Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance` checks
-them.
+`Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Selection`,
+`Fleet` or `Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance`
+checks them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raysim.api.learner import Learner
     from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
+    from raysim.api.selection import Selection, SelectionView
     from raysim.commands.study.session import StudyResult, study
     from raysim.commands.sweep.results import SweepResult
     from raysim.commands.sweep.session import sweep
@@ -61,6 +62,8 @@ __all__ = [
     "Report",
     "Result",
     "Schedule",
+    "Selection",
+    "SelectionView",
     "Source",
     "StudyResult",
     "SweepResult",
@@ -78,6 +81,7 @@ _PLACES = {
     "raysim.api.learner": ("Learner",),
     "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),
+    "raysim.api.selection": ("Selection", "SelectionView"),
     "raysim.commands.study.session": ("StudyResult", "study"),
     "raysim.commands.sweep.results": ("SweepResult",),
     "raysim.commands.sweep.session": ("sweep",),

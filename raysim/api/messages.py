@@ -7,6 +7,7 @@ state returns next to the update, as a separate object.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -104,6 +105,7 @@ class Update:
     report: Mapping[str, float] = field(default_factory=dict)
     probe: Probe | None = None
     loss_rows: int = 0  # rows that `loss` is the mean of, epochs counted
+    norm: float = math.nan  # of the delta of the parameters that are trained
     # [layout.shared] trained minus received; None: the worker added it to the sum of a group.
     delta: np.ndarray | None = field(default=None, kw_only=True)
 

@@ -14,6 +14,7 @@ from raysim.api.composition import suspicious_methods
 from raysim.api.declare import Declarations
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
+from raysim.api.selection import Random, Selection
 from raysim.data.federated import FederatedData, data_warnings, federate, hold_out_clients
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -61,6 +62,7 @@ def build(
     data: object = None,
     partition: Partitioner | Values | Sequence[object] | str | None = None,
     schedule: Schedule | Values | str | None = None,
+    selection: Selection | Values | str | None = None,
     fleet: Fleet | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
@@ -76,6 +78,7 @@ def build(
         "data": data,
         "partition": partition,
         "schedule": schedule,
+        "selection": selection,
         "fleet": fleet,
         "loss": loss,
         "learner": learner,
@@ -140,6 +143,9 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
     settings, execution = build_settings(node)
     observers = build_list(node, "observer", Observer, allow, {})
     schedule: Schedule = build_part(node, "schedule", allow, objects)
+    selection: Selection = Random()  # older runs have no group selection
+    if node.get("selection"):
+        selection = build_part(node, "selection", allow, objects)
     fleet: Fleet = build_part(node, "fleet", allow, objects)
     model = build_part(node, "model", allow, objects)
     device = choose_device(execution.device, is_remote=execution.runtime.name == "cluster")
@@ -178,6 +184,7 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
         packages=used_packages(node, allow),
         size=schedule.size,
         stale=schedule.stale,
+        selection=selection,
     )
     # A fleet that cannot exist, such as a damaged trace, is refused here and not in another
     # process.

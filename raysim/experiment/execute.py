@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
+from raysim.api.selection import Selection
 from raysim.data.partition import Partitioner
 from raysim.experiment.build import Config, Values, build
 from raysim.experiment.config_files import load_yaml
@@ -57,6 +58,7 @@ def run(
     data: object = None,
     partition: Partitioner | Values | Sequence[object] | str | None = None,
     schedule: Schedule | Values | str | None = None,
+    selection: Selection | Values | str | None = None,
     fleet: Fleet | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
@@ -81,13 +83,14 @@ def run(
     `build`. settings: overrides as keyword arguments: a group with the name of an option
     (`fleet="lognormal"`), or a key with a value.
 
-    methods: objects, and names of options. model, data, partition, schedule, fleet, loss, learner:
-    an object, or the name of an option. data: also (inputs, labels) or (inputs, labels, users), or
-    two of these tuples for training and for central tests. They contain arrays or tensors; a torch
-    Dataset may replace a tuple. partition: also the rows of each client, in a list of lists or a
-    dictionary. loss: also a function from outputs and labels to a loss per sample. An object is
-    written into config.yaml if its class can be imported and its arguments are plain values; then
-    the run is continued and repeated like any other. Any other object has to be given again.
+    methods: objects, and names of options. model, data, partition, schedule, selection, fleet,
+    loss, learner: an object, or the name of an option. data: also (inputs, labels) or (inputs,
+    labels, users), or two of these tuples for training and for central tests. They contain arrays
+    or tensors; a torch Dataset may replace a tuple. partition: also the rows of each client, in a
+    list of lists or a dictionary. loss: also a function from outputs and labels to a loss per
+    sample. An object is written into config.yaml if its class can be imported and its arguments are
+    plain values; then the run is continued and repeated like any other. Any other object has to be
+    given again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own observers, for other moments. They are called after raysim's observers and
@@ -109,6 +112,7 @@ def run(
         "data": data,
         "partition": partition,
         "schedule": schedule,
+        "selection": selection,
         "fleet": fleet,
         "loss": loss,
         "learner": learner,

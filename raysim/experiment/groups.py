@@ -27,7 +27,9 @@ NONE = {"method": "fedavg"}
 # Groups that every run needs.
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")
 # Groups for which a run may store an object from Python.
-PARTS_FROM_PYTHON = ("schedule", "fleet", "data", "partition", "model", "learner")
+PARTS_FROM_PYTHON = (
+    "schedule", "selection", "fleet", "data", "partition", "model", "learner",
+)  # fmt: skip
 # The group that belongs to searches; no run has it.
 SWEEP = "sweep"
 

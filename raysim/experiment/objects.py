@@ -40,6 +40,7 @@ CUSTOM_MODEL_KEYS = ("head", "lora")
 # The method that an object of each group must have.
 PARTS = {
     "schedule": "decide",
+    "selection": "select",
     "fleet": "devices",
     "data": "read",
     "partition": "split",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from raysim.api.messages import Failure, Job, PublishedVersion, Update
@@ -81,6 +82,7 @@ class Coordinator:
         )
         self.jobs = JobTable(self.planner, self.server, self.versions, self.dispatcher, settings)
         self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.client_states)
+        self.planner.measure_with(self._measure_losses)
         self.history = RowWriter(
             spec, declarations, self.calls, self.dispatcher, self.client_states
         )
@@ -112,14 +114,16 @@ class Coordinator:
         if self.profile:
             self.profile.watch(self.server, self.evaluator, self.saver)
         self.calls.call_all()
-        if not self.saver.restore():
+        is_resumed = self.saver.restore()
+        if not is_resumed:
             collect_contributions(self.declarations, self.server, self.planner, self.calls)
+        send_constants(self.spec, self.server, self.runtime, self.calls)
+        self._publish()  # a selection may measure losses of this version
+        if not is_resumed:
             # Before anything is written: it raises for an impossible fleet or schedule.
             self.jobs.plan()
-        send_constants(self.spec, self.server, self.runtime, self.calls)
         self.jobs.resume()
         yield Started(list(self.rows))
-        self._publish()
         while self.server.version < self.settings.rounds:
             yield from self._run_round()
         yield from self._report_and_save(self.saver.writes_checkpoints)
@@ -157,6 +161,11 @@ class Coordinator:
         """Store the current version for all workers."""
         self.versions.publish(self.server.version, self.server.published)
 
+    def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
+        """Return the loss of the current version on the training samples of each client; waits."""
+        version = self.server.version
+        return self.evaluator.losses(clients, samples, version, self.versions.refs[version])
+
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
         """Collect the updates of these jobs, and make the next version from them."""
         result_floats = self.dispatcher.pending_floats
@@ -172,6 +181,7 @@ class Coordinator:
         places = [result if isinstance(result, Update) else None for result in results]
         self.server.step(places, sums, aggregation.staleness, self.versions)
         self.client_states.accept(jobs)
+        self.planner.report(updates)
         scorings = []
         if updates and self.settings.evaluate.decomposes(self.server.version):
             scorings.append(

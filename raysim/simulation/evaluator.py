@@ -217,6 +217,27 @@ class Evaluator:
         parts = self.client_states.split_reads([task.client for task in tasks])
         return [(worker, tasks[part]) for part in parts]
 
+    def losses(
+        self, clients: Sequence[int], samples: int | None, version: int, published: Ref
+    ) -> np.ndarray:
+        """Return the mean loss of a published version on the training samples of each client.
+
+        float64 [clients]; waits. samples: the most samples of each client, drawn by client and
+        version; None uses all.
+        """
+        tasks = [self._loss_task(client, samples, version) for client in clients]
+        reports = self._collect(self._start(tasks, published))
+        loss_of = {report.client: report.losses.mean(dtype=np.float64) for report in reports}
+        return np.array([loss_of[client] for client in clients], np.float64)
+
+    def _loss_task(self, client: int, samples: int | None, version: int) -> ScoringTask:
+        rows = self.spec.data.partition.train.rows(client)
+        if samples is not None and samples < len(rows):
+            generator = stream(self.spec.settings.seed, "selection.loss", client, version)
+            rows = np.sort(generator.choice(rows, samples, replace=False))
+        state = self.client_states.accepted_job(client)
+        return ScoringTask(client, rows, state, personalised=False)
+
     def decompose(
         self,
         updates: Sequence[Update],

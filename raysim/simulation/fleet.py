@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -48,6 +48,15 @@ class Devices(Protocol):
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
         """Return the duration of a job for each client without drop-outs, float64 [clients]."""
+        ...
+
+
+@runtime_checkable
+class DevicesWithPhases(Protocol):
+    """Devices that know how a job's time is divided."""
+
+    def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
+        """Return the seconds in which a client receives, trains and sends, without drop-outs."""
         ...
 
 
@@ -173,6 +182,14 @@ class Fixed:
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
         return self._fate.trip(
             client, participation, start, network + samples / self._samples[client]
+        )
+
+    def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
+        """Return the seconds in which a client receives, trains and sends, without drop-outs."""
+        return (
+            down * FLOAT_BYTES / self._down[client],
+            samples / self._samples[client],
+            up * FLOAT_BYTES / self._up[client],
         )
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:

@@ -93,8 +93,8 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Return the aggregation that the server makes next, after its jobs are dispatched.
 
-        Plan more aggregations until the end of every dispatched job is known. Raises
-        NoClientsLeftError.
+        Plan more aggregations until the end of every dispatched job is known, unless the selection
+        needs the updates of this one first. Raises NoClientsLeftError.
         """
         if not self._aggregations:
             self.plan()
@@ -104,13 +104,15 @@ class JobTable:
             if row.state is JobState.PLANNED:
                 self._dispatch(row)
         end = min(self._settings.rounds, self._server.version + MAX_PLANNED_AGGREGATIONS)
-        while self._dispatched and self._planner.version < end:
+        while self._planner.plans_ahead and self._dispatched and self._planner.version < end:
             if not self._try_to_plan():
                 break
         return aggregation
 
     def look_ahead(self) -> None:
         """Plan the aggregation after the next one, while workers train."""
+        if not self._planner.plans_ahead:
+            return
         if len(self._aggregations) < 2 and self._planner.version < self._settings.rounds:
             self._try_to_plan()
 

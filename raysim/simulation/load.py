@@ -88,4 +88,4 @@ def make_planner(
     counts, seed = spec.data.partition.train.counts, spec.settings.seed
     devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))
     loads = Loads(spec, declarations, counts)
-    return Planner(schedule, devices, seed, counts, loads, fleet.patience)
+    return Planner(schedule, devices, seed, counts, loads, fleet.patience, spec.selection)

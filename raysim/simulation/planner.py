@@ -1,7 +1,9 @@
 """The run on virtual time: dispatches, base versions, and how each job ends.
 
 The plan is a function of configuration and seed and does not depend on training. It can therefore
-be made before the training, and the end of every job is known before a worker gets the job.
+be made before the training, and the end of every job is known before a worker gets the job. Only a
+selection that needs reports is planned one aggregation ahead: it also depends on the updates of the
+aggregations before, and on nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysim.api.messages import Arrays, Job
+from raysim.api.messages import Arrays, Job, Update
+from raysim.api.selection import Random, Selection
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStoppedError
@@ -31,6 +34,7 @@ from raysim.simulation.schedule import (
     Wait,
     check_concurrency,
 )
+from raysim.simulation.selector import MeasureLosses, SelectionError, Selector
 
 # Draws from the whole population for each requested client, before idle clients are listed. Where
 # clients come and go, EXTRA_DRAWS more, before `IdleClients` tracks the available ones.
@@ -105,7 +109,7 @@ class Planner:
     counts: int64 [clients], training samples; a client without samples is never dispatched. load:
     function that returns the `Load` of a client's next job from client, version, the number of the
     client's earlier jobs, and how many of those were aggregated. patience: how many virtual seconds
-    to wait at most for a first client.
+    to wait at most for a first client. selection: the rule that chooses the clients.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Planner:
         counts: np.ndarray,
         load: Callable[[int, int, int, int], Load],
         patience: float = math.inf,
+        selection: Selection | None = None,
     ):
         check_concurrency(schedule, counts)
         self.schedule, self.devices, self.seed = schedule, devices, seed
@@ -145,6 +150,36 @@ class Planner:
         self._idle_clients: dict[int, IdleClients] = {}  # by scarce pool
         self._short: set[int] = set()  # pools that had too few clients at this moment
         self._keys: dict[str, int] = {}  # of single random numbers, by purpose
+        self._selector: Selector | None = (
+            None  # None for `Random`, which `_sample` does in less time
+        )
+        if selection is not None and type(selection) is not Random:
+            self._selector = Selector(
+                selection,
+                devices,
+                seed,
+                counts,
+                self._members,
+                schedule.concurrency,
+                load,
+                self.participations,
+                self.accepted,
+            )
+
+    @property
+    def plans_ahead(self) -> bool:
+        """True if the plan does not depend on training."""
+        return self._selector is None or self._selector.rule.plans_ahead
+
+    def measure_with(self, measure: MeasureLosses) -> None:
+        """Let the selection measure losses of the current version with this function."""
+        if self._selector is not None:
+            self._selector.measure = measure
+
+    def report(self, updates: Iterable[Update]) -> None:
+        """Record what the accepted updates of the last aggregation report, for the selection."""
+        if self._selector is not None:
+            self._selector.report(updates)
 
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
         """Return the clients of each pool. The fastest come first, by the time of a first job."""
@@ -226,6 +261,8 @@ class Planner:
 
     def _end(self, job: Job) -> None:
         self._busy.discard(job.client)
+        if self._selector is not None:
+            self._selector.end(job, self.now)
         for pool, idle_clients in self._idle_clients.items():
             if pool < 0 or self._pool_of[job.client] == pool:
                 idle_clients.add_finished(job.client)
@@ -300,6 +337,8 @@ class Planner:
         aggregation.now, aggregation.aggregated = self.now, jobs
         for job in jobs:
             self.accepted[job.client] += 1
+        if self._selector is not None:
+            self._selector.aggregate(jobs, self.version)
         self.version += 1
         self._sent, self._since = 0, self.now
         self._next = PlannedAggregation(self.version, down=aggregation.down, up=aggregation.up)
@@ -333,12 +372,17 @@ class Planner:
     # --- dispatch ---------------------------------------------------------------------------------
     def _dispatch(self, count: int, pool: int) -> int:
         """Dispatch up to `count` idle clients with the current version; return how many."""
-        clients = self._sample(count, pool)
+        clients = self._sample(count, pool) if self._selector is None else self._select(count, pool)
+        loss_pass = None if self._selector is None else self._selector.loss_pass
         for client in clients:
             earlier = self.participations.item(client)
             self.participations[client] = earlier + 1
             work, down, up = self._load(client, self.version, earlier, self.accepted.item(client))
-            finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
+            if loss_pass is None:
+                finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
+            else:
+                load = work, down, up
+                finish, arrives = loss_pass.trip(self.devices, client, earlier, self.now, load)
             # By position: names would double the time, a large part of what a job costs the plan.
             # State, weight, probe and extras are set when the coordinator dispatches the job.
             job = Job(
@@ -346,7 +390,8 @@ class Planner:
                 pool, self.now, finish, arrives, work, down, up,
             )  # fmt: skip
             self.dispatched += 1
-            self._next.down += down
+            if loss_pass is None or client not in loss_pass.work:
+                self._next.down += down
             self._next.dispatched.append(job)
             self._start(job)
         if clients and not self._sent:
@@ -359,9 +404,30 @@ class Planner:
     def _start(self, job: Job) -> None:
         self.running[job.number] = job
         self._busy.add(job.client)
+        if self._selector is not None:
+            self._selector.start(job.client)
         for idle_clients in self._idle_clients.values():
             idle_clients.remove(job.client)
         heapq.heappush(self._events, (job.finish, job.client, job))
+
+    def _select(self, count: int, pool: int) -> list[int]:
+        """Return up to `count` clients that the selection rule chooses, ascending."""
+        selector = self._selector
+        assert selector is not None
+        decision = self.cohorts
+        self.cohorts += 1
+        clients = selector.choose(count, pool, self.now, self.version, decision)
+        if selector.loss_pass is not None:
+            self._next.down += selector.loss_pass.down
+            self._next.up += selector.loss_pass.up
+        if len(clients) == count:
+            self._idle_clients.pop(pool, None)
+        elif selector.idle_clients and not clients and not self._events:
+            raise SelectionError(
+                f"{selector.name}: select returned no client, although {selector.idle_clients} can "
+                "be dispatched and no job is in flight. Return at least one."
+            )
+        return clients
 
     def _sample(self, count: int, pool: int) -> list[int]:
         """Draw idle, available clients uniformly without replacement; return them ascending.
@@ -474,8 +540,12 @@ class Planner:
         return arrival
 
     # --- checkpoints ------------------------------------------------------------------------------
+    def selection_arrays(self) -> dict[str, np.ndarray]:
+        """Return what the selection needs in a checkpoint; empty for `Random`."""
+        return {} if self._selector is None else self._selector.arrays()
+
     def state(self) -> dict[str, Any]:
-        """Return everything as JSON, except for `participations` and `accepted`."""
+        """Return everything as JSON, except for arrays over the clients."""
         return {
             "now": self.now,
             "version": self.version,
@@ -491,15 +561,21 @@ class Planner:
         }
 
     def restore(
-        self, state: dict[str, Any], participations: np.ndarray, accepted: np.ndarray
+        self,
+        state: dict[str, Any],
+        participations: np.ndarray,
+        accepted: np.ndarray,
+        selection: Arrays = _NO_EXTRAS,
     ) -> None:
         """Continue from a stored state; only for a planner that has not planned anything yet."""
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
         self._sent, self._since = state["sent"], state["since"]
         self._scarce = set(state["scarce"])
-        self.participations = np.array(participations, np.int32)
-        self.accepted = np.array(accepted, np.int32)
+        self.participations[:] = participations
+        self.accepted[:] = accepted
+        if self._selector is not None:
+            self._selector.restore(selection)
         discarded = set(state["discarded"])
         for values in state["events"]:
             job = Job(*values)

@@ -50,6 +50,7 @@ def take(run: RunState) -> Snapshot:
         "counters": server.counters.numpy(),
         "participations": planner.participations,
         "taken": planner.accepted,
+        **{f"selection/{name}": array for name, array in planner.selection_arrays().items()},
         **{f"state/{name}": tensor.numpy() for name, tensor in server.state.items()},
         **{f"best/{name}": array for name, array in best.items()},
         **{f"best_model/{name}": array for name, array in best_model.items()},
@@ -86,7 +87,12 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     server.state = {
         name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()
     }
-    run.planner.restore(numbers["planner"], arrays["participations"], arrays["taken"])
+    run.planner.restore(
+        numbers["planner"],
+        arrays["participations"],
+        arrays["taken"],
+        _under(arrays, "selection/"),
+    )
     run.versions.restore(_published(arrays, version) for version in numbers["bases"])
     rows = []
     for state, values in numbers["jobs"]:

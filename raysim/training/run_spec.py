@@ -17,6 +17,7 @@ from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.declare import Declarations, RunSettingsForMethods, declare
 from raysim.api.losses import RowLoss, check_loss, loss_name
 from raysim.api.method import Method
+from raysim.api.selection import Random, Selection
 from raysim.api.server_view import Weighting
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
@@ -136,7 +137,7 @@ class RunSpec:
     of matrix products in a step. loss: replaces the usual loss; see `Task`. weights: saved initial
     weights; None draws all. size: the largest number of updates in one aggregation. stale: whether
     updates may start from an earlier version than the current one. packages: packages besides
-    raysim whose code the run uses.
+    raysim whose code the run uses. selection: the rule that chooses the clients of a dispatch.
     """
 
     model: ModelRecipe
@@ -156,6 +157,7 @@ class RunSpec:
     size: int = sys.maxsize
     stale: bool = False
     packages: tuple[str, ...] = ()
+    selection: Selection = field(default_factory=Random)
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)

@@ -72,7 +72,7 @@ class UpdateBuilder:
         loss_rows = running.loss_rows()
         check_report(ctx.report, "job")
         delta = self.vector.shared.sub_(base)
-        loss = self._check(job, ctx.losses, loss_rows, delta, ctx.upload)
+        loss, norm = self._check(job, ctx.losses, loss_rows, delta, ctx.upload)
         return Update(
             job=job.number,
             client=job.client,
@@ -88,6 +88,7 @@ class UpdateBuilder:
             report=ctx.report,
             probe=probe,
             loss_rows=sum(loss_rows),
+            norm=norm,
             delta=None if is_summed else self.copies.copy(delta.clone()),
         )
 
@@ -109,8 +110,8 @@ class UpdateBuilder:
         loss_rows: Sequence[int],
         delta: Tensor,
         upload: Mapping[str, Tensor],
-    ) -> float:
-        """Return the mean loss over the rows; wait for the device once.
+    ) -> tuple[float, float]:
+        """Return the mean loss over the rows, and the norm of the delta; wait for the device once.
 
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
         """
@@ -136,7 +137,7 @@ class UpdateBuilder:
                 raise NotFiniteError(
                     f"the upload {key} is not finite. Decrease local.lr or set local.clip.", key
                 )
-        return loss
+        return loss, norm
 
     def _counters(self) -> np.ndarray:
         """Return the shared integer buffers with their values after training."""

@@ -1,0 +1,233 @@
+"""Selection: the rule that chooses which clients are dispatched, and what it sees.
+
+A rule stores nothing in itself. What it remembers are arrays in `SelectionView.state`, which
+checkpoints contain. Its choice depends on its argument only, so a run has the same bits on any
+number of workers, and after it was stopped and resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from raysim.data.partition import Floats, Ints
+
+# What a rule may ask clients to report: a job's mean training loss, and the norm of its update.
+Report: TypeAlias = Literal["loss", "norm"]
+
+
+@dataclass(frozen=True, eq=False)
+class ClientFacts:
+    """The facts that the server knows of all clients, each [clients]; nan means unknown.
+
+    samples: training samples. participations: jobs so far. accepted: aggregated jobs so far. loss,
+    norm: the reports of the last aggregated job; nan for a rule that does not declare them.
+    seconds: virtual seconds of the last job that arrived. staleness: of the last aggregated job.
+    last_finish: virtual time at which the last job arrived.
+    """
+
+    samples: Ints
+    participations: np.ndarray  # int32
+    accepted: np.ndarray  # int32
+    loss: Floats
+    norm: Floats
+    seconds: Floats
+    staleness: Floats
+    last_finish: Floats
+
+    def read_only(self) -> ClientFacts:
+        """Return the same arrays as views that cannot be changed."""
+        views = {entry.name: getattr(self, entry.name).view() for entry in fields(self)}
+        for view in views.values():
+            view.flags.writeable = False
+        return ClientFacts(**views)
+
+
+def draw_weighted(
+    generator: np.random.Generator, clients: Ints, weights: np.ndarray, count: int
+) -> Ints:
+    """Draw clients without replacement, int64, in the order of the draw.
+
+    Each draw takes one of the remaining clients with a probability in proportion to its weight.
+    Clients of weight 0 come last, in their order. weights: [n], at least 0.
+    """
+    # The smallest of independent exponential times have the distribution of draws one by one.
+    times = generator.standard_exponential(len(clients))
+    positive = np.flatnonzero(weights > 0)
+    times = times[positive] / weights[positive]
+    if count < len(positive):
+        first = np.argpartition(times, count)[:count]
+        return clients[positive[first[np.argsort(times[first])]]]
+    drawn = clients[positive[np.argsort(times)]]
+    rest = clients[np.flatnonzero(~(weights > 0))]
+    return np.concatenate([drawn, rest])[:count]
+
+
+@dataclass(eq=False)
+class SelectionView:
+    """What a rule decides on: the clients that can be dispatched now, and what is known of each.
+
+    count: the number of clients to choose, at most. pool: the pool that they must belong to; -1:
+    all clients. now: virtual seconds. version: the current model version. concurrency: the most
+    clients that the schedule keeps in flight. facts: the facts of all clients, idle or not.
+    is_idle: whether each client of the run is idle and available (and belongs to the pool), bool
+    [clients of the run]. state: the rule's own arrays, by name; it may replace and change them, and
+    checkpoints contain them.
+
+    Arrays with a value for each client of `clients` are made when they are first read.
+    """
+
+    count: int
+    pool: int
+    now: float
+    version: int
+    concurrency: int
+    facts: ClientFacts
+    is_idle: np.ndarray
+    state: MutableMapping[str, np.ndarray]
+    make_generator: Callable[[], np.random.Generator]
+    measure_losses: Callable[[Sequence[int], int | None], Floats]
+    estimate_seconds: Callable[[], Floats]
+    estimate_sending: Callable[[Sequence[int]], Floats]
+
+    @cached_property
+    def clients(self) -> Ints:
+        """The idle and available clients, ascending, int64 [n]."""
+        return np.flatnonzero(self.is_idle)
+
+    @cached_property
+    def samples(self) -> Ints:
+        """The training samples of each client, int64 [n]."""
+        return self.facts.samples[self.clients]
+
+    @cached_property
+    def participations(self) -> np.ndarray:
+        """The number of jobs of each client so far, int32 [n]."""
+        return self.facts.participations[self.clients]
+
+    @cached_property
+    def accepted(self) -> np.ndarray:
+        """The number of aggregated jobs of each client so far, int32 [n]."""
+        return self.facts.accepted[self.clients]
+
+    @cached_property
+    def loss(self) -> Floats:
+        """The mean training loss of each client's last aggregated job, float64 [n]; nan: unknown.
+
+        The rule must declare the report "loss".
+        """
+        return self.facts.loss[self.clients]
+
+    @cached_property
+    def norm(self) -> Floats:
+        """The norm of each client's last aggregated update, float64 [n]; nan: unknown.
+
+        The rule must declare the report "norm".
+        """
+        return self.facts.norm[self.clients]
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """The virtual seconds of each client's last job that arrived, float64 [n]; nan: none."""
+        return self.facts.seconds[self.clients]
+
+    @cached_property
+    def staleness(self) -> Floats:
+        """The staleness of each client's last aggregated job, float64 [n]; nan: none."""
+        return self.facts.staleness[self.clients]
+
+    @cached_property
+    def last_finish(self) -> Floats:
+        """The virtual time at which each client's last job arrived, float64 [n]; nan: none."""
+        return self.facts.last_finish[self.clients]
+
+    @cached_property
+    def expected_seconds(self) -> Floats:
+        """The virtual seconds of a first job of each client by its device, float64 [n]."""
+        return self.estimate_seconds()[self.clients]
+
+    def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
+        """Return the part of `expected_seconds` in which clients send, float64.
+
+        0 for devices that know only the time of a whole job.
+        """
+        return self.estimate_sending([int(client) for client in clients])
+
+    @cached_property
+    def generator(self) -> np.random.Generator:
+        """The random generator of this decision."""
+        return self.make_generator()
+
+    def draw(self, count: int, weights: np.ndarray | None = None) -> Ints:
+        """Draw idle, available clients without replacement, int64, in the order of the draw.
+
+        count: if there are fewer, all are returned. weights: [n], at least 0; each draw takes one
+        of the remaining clients with a probability in proportion to its weight. Clients of weight 0
+        come last. None: all have the same probability.
+        """
+        clients = self.clients
+        if weights is None:
+            size = min(count, len(clients))
+            return self.generator.choice(clients, size=size, replace=False)
+        return draw_weighted(self.generator, clients, np.asarray(weights, np.float64), count)
+
+    def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
+        """Let clients compute the loss of the current model; return it for each, float64.
+
+        The rule must declare `measures`, and may call this once in a decision. Each client receives
+        the model and sends one float. The jobs of the decision start when the slowest client has
+        answered; those of measured clients do not receive the model again. samples: the most
+        samples that each client uses, drawn for each decision; None uses all. The losses are nan in
+        the forecast before a run, where nothing is trained.
+        """
+        return self.measure_losses([int(client) for client in clients], samples)
+
+
+class Selection:
+    """A rule that chooses the clients of each dispatch.
+
+    reports: what the rule needs clients to report. A rule without reports is planned ahead of the
+    training. A rule with reports is planned one aggregation ahead, because it must see them.
+    measures: True if the rule calls `SelectionView.measure`; it is then planned in the same way.
+    """
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """The reports that the rule needs. A subclass may set a class attribute instead."""
+        return ()
+
+    @property
+    def measures(self) -> bool:
+        """True if the rule calls `SelectionView.measure`."""
+        return False
+
+    @property
+    def plans_ahead(self) -> bool:
+        """True if the rule's decisions do not depend on training."""
+        return not self.reports and not self.measures
+
+    def state(self, clients: int) -> Mapping[str, np.ndarray]:
+        """Return what the rule remembers, at its start. clients: the number of clients."""
+        return {}
+
+    def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
+        """Return the clients to dispatch: at most `view.count` of `view.clients`, each once.
+
+        It is called when at least one client is idle and available. If it returns fewer than
+        `view.count`, it is called again after the next event. It must return at least one client if
+        no job is in flight.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not override select")
+
+
+@dataclass(frozen=True)
+class Random(Selection):
+    """Choose clients uniformly at random."""
+
+    def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
+        """Draw without replacement. The planner makes this draw itself, in less time."""
+        return view.draw(view.count)

@@ -1,0 +1,198 @@
+"""Oort's selection of clients: statistical utility times system utility, with exploration.
+
+Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
+Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported is
+
+    (U + sqrt(0.1 log R / L)) * (T / D)^penalty, the last factor only if D > T
+
+U: samples times loss, clipped at a quantile and scaled to [0, 1]. R: the round. L: the round in
+which the client was chosen last. D: the duration of its last job. T: the preferred duration.
+
+Choices and departures:
+- The paper's U is samples times the root mean square of the samples' losses. Here it is samples
+  times their mean, the loss that every job reports.
+- U is scaled to [0, 1] and T is a percentile of known durations, as in the released code.
+- The pacer follows the paper: T grows when the utility of the chosen clients has fallen from one
+  window of rounds to the next. The utility of a round is the mean U (not scaled) of its clients.
+- Unexplored clients are drawn in proportion to their samples and the system factor, as in the
+  released code, which takes the expected duration for them; its narrower window is left out.
+- Before anything was reported every choice explores. If too few clients are unexplored, the others
+  are exploited, and the other way around.
+- A round is the choice of `concurrency` clients. A schedule that dispatches fewer at a time takes
+  them from the last choice, one after another, and leaves out those that are busy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from raysim.api.selection import Report, Selection, SelectionView, draw_weighted
+from raysim.primitives.checks import above, at_least, between, in_range
+
+UNCERTAINTY = 0.1  # weight of the logarithm of the round in the temporal uncertainty
+SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
+
+
+@dataclass(frozen=True)
+class Oort(Selection):
+    """Choose clients by statistical and system utility, and explore others.
+
+    exploration: the share of clients without a report in the first round. exploration_decay: its
+    factor in every round. exploration_min: the smallest share. cutoff: clients whose utility is at
+    least this share of the last chosen one's may be drawn, too. clip: the quantile above which U
+    does not count. preferred: the percentile of known durations that is T at first; 100 prefers
+    none. pacer_step: rounds in a window of the pacer. pacer_delta: percentage points by which it
+    increases `preferred`. penalty: the exponent of the system utility.
+    """
+
+    exploration: float = 0.9
+    exploration_decay: float = 0.98
+    exploration_min: float = 0.2
+    cutoff: float = 0.95
+    clip: float = 0.95
+    preferred: float = 30.0
+    pacer_step: int = 20
+    pacer_delta: float = 5.0
+    penalty: float = 2.0
+
+    reports: ClassVar[tuple[Report, ...]] = ("loss",)
+
+    def __post_init__(self) -> None:
+        for name in ("exploration", "exploration_min", "cutoff", "clip"):
+            between(f"selection.{name}", getattr(self, name), 0, 1)
+        in_range("selection.exploration_decay", self.exploration_decay, above=0, most=1)
+        in_range("selection.preferred", self.preferred, above=0, most=100)
+        at_least("selection.pacer_step", self.pacer_step, 1)
+        at_least("selection.pacer_delta", self.pacer_delta, 0)
+        above("selection.penalty", self.penalty, 0)
+
+    def state(self, clients: int) -> Mapping[str, np.ndarray]:
+        """Return the state before the first round.
+
+        exploited: the clients that the last round exploited. utilities: the mean U of the last
+        rounds. picks: clients that are chosen and not dispatched yet.
+        """
+        return {
+            "round": np.zeros((), np.int64),
+            "exploration": np.array(self.exploration),
+            "preferred": np.array(self.preferred),
+            "chosen_in": np.zeros(clients, np.int32),
+            "exploited": np.empty(0, np.int64),
+            "utilities": np.empty(0),
+            "picks": np.empty(0, np.int64),
+        }
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Return the clients of a round, or the next ones of the last choice."""
+        if view.pool >= 0 or view.count >= view.concurrency:
+            return self._choose(view, view.count)
+        chosen = self._take_picks(view, [])
+        if len(chosen) < view.count:
+            view.state["picks"] = self._choose(view, view.concurrency)
+            chosen = self._take_picks(view, chosen)
+        return np.array(chosen, np.int64)
+
+    def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
+        """Add the next picks that are still idle to the chosen clients."""
+        picks = view.state["picks"]
+        taken = 0
+        while len(chosen) < view.count and taken < len(picks):
+            client = int(picks[taken])
+            if view.is_idle[client] and client not in chosen:
+                chosen.append(client)
+            taken += 1
+        view.state["picks"] = picks[taken:]
+        return chosen
+
+    # --- a round ----------------------------------------------------------------------------------
+    def _choose(self, view: SelectionView, size: int) -> np.ndarray:
+        """Return the clients of a new round, in random order."""
+        state, facts = view.state, view.facts
+        number = int(state["round"]) + 1
+        state["round"] = np.array(number)
+        is_known = np.isfinite(facts.loss)
+        self._pace(view, is_known)
+        limit = self._preferred_seconds(float(state["preferred"]), facts.seconds[is_known])
+        known = np.flatnonzero(view.is_idle & is_known)
+        unknown = np.flatnonzero(view.is_idle & ~is_known)
+
+        share = max(float(state["exploration"]) * self.exploration_decay, self.exploration_min)
+        state["exploration"] = np.array(share)
+        explored = min(size - int(size * (1 - share)), len(unknown))
+        exploited = min(size - explored, len(known))
+        explored = min(size - exploited, len(unknown))
+
+        best = self._exploit(view, known, number, limit, exploited)
+        new = self._explore(view, unknown, limit, explored)
+        state["exploited"] = best
+        chosen = np.concatenate([best, new])
+        state["chosen_in"][chosen] = number
+        return view.generator.permutation(chosen)
+
+    def _pace(self, view: SelectionView, is_known: np.ndarray) -> None:
+        """Record the utility of the last round, and prefer longer durations if it has fallen."""
+        state = view.state
+        last = state["exploited"]
+        if not len(last):
+            return
+        last = last[is_known[last]]
+        utilities = view.facts.samples[last] * view.facts.loss[last]
+        history = np.append(state["utilities"], utilities.mean() if len(last) else 0.0)
+        step = self.pacer_step
+        if len(history) == 2 * step:
+            if history[:step].sum() > history[step:].sum():
+                longer = float(state["preferred"]) + self.pacer_delta
+                state["preferred"] = np.array(min(100.0, longer))
+            history = history[step:]
+        state["utilities"] = history
+
+    @staticmethod
+    def _preferred_seconds(percentile: float, seconds: np.ndarray) -> float:
+        """Return the percentile of the known durations; infinity if there is no preference."""
+        if percentile >= 100 or not len(seconds):
+            return math.inf
+        place = min(int(len(seconds) * percentile / 100), len(seconds) - 1)
+        return float(np.partition(seconds, place)[place])
+
+    def _exploit(
+        self, view: SelectionView, known: np.ndarray, number: int, limit: float, count: int
+    ) -> np.ndarray:
+        """Draw clients of large utility among those that have reported."""
+        if not count:
+            return known[:0]
+        facts = view.facts
+        utility = facts.samples[known] * facts.loss[known]
+        place = min(int(len(utility) * self.clip), len(utility) - 1)
+        highest = np.partition(utility, place)[place]
+        lowest = 0.999 * utility.min()
+        scaled = np.minimum(utility, highest) - lowest
+        scaled /= max(highest - lowest, SMALLEST_RANGE)
+        rounds = np.maximum(view.state["chosen_in"][known], 1)
+        score = scaled + np.sqrt(UNCERTAINTY * math.log(number) / rounds)
+        score *= self._system_factor(facts.seconds[known], limit)
+        last = np.partition(score, len(score) - count)[len(score) - count]
+        candidates = np.flatnonzero(score >= self.cutoff * last)
+        return draw_weighted(view.generator, known[candidates], score[candidates], count)
+
+    def _explore(
+        self, view: SelectionView, unknown: np.ndarray, limit: float, count: int
+    ) -> np.ndarray:
+        """Draw clients that have not reported yet, fast and large ones more often."""
+        if not count:
+            return unknown[:0]
+        weights = view.facts.samples[unknown].astype(np.float64)
+        if limit < math.inf:
+            weights *= self._system_factor(view.estimate_seconds()[unknown], limit)
+        return draw_weighted(view.generator, unknown, weights, count)
+
+    def _system_factor(self, seconds: np.ndarray, limit: float) -> np.ndarray:
+        """Return (T / D)^penalty for durations D above T, and 1 for the others."""
+        if limit == math.inf:
+            return np.ones(len(seconds))
+        factor = np.minimum(1.0, limit / np.maximum(seconds, limit))
+        return np.asarray(factor**self.penalty)

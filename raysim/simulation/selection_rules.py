@@ -1,0 +1,169 @@
+"""Selection rules: by samples, in turns, by participation, by loss, and by a deadline.
+
+A rule without reports sees only facts of the plan: jobs, durations and staleness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysim.api.selection import Report, Selection, SelectionView
+from raysim.primitives.checks import above, at_least, one_of
+
+
+@dataclass(frozen=True)
+class Weighted(Selection):
+    """Draw clients with a probability in proportion to their training samples."""
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Draw without replacement."""
+        return view.draw(view.count, weights=view.samples)
+
+
+@dataclass(frozen=True)
+class RoundRobin(Selection):
+    """Let clients take turns, in the order of their numbers.
+
+    A client that is busy or not available loses its turn.
+    """
+
+    def state(self, clients: int) -> Mapping[str, np.ndarray]:
+        """Return the client whose turn is next."""
+        return {"next": np.zeros((), np.int64)}
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Return the next clients of the circle."""
+        clients = view.clients
+        first = np.searchsorted(clients, view.state["next"])
+        chosen = np.roll(clients, -first)[: view.count]
+        view.state["next"] = chosen[-1] + 1
+        return chosen
+
+
+@dataclass(frozen=True)
+class Participation(Selection):
+    """Choose the clients with the fewest jobs so far; equal ones are drawn."""
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Return the clients with the fewest jobs."""
+        ties = view.generator.random(len(view.clients))
+        order = np.lexsort((ties, view.participations))
+        return view.clients[order[: view.count]]
+
+
+@dataclass(frozen=True)
+class PowerOfChoice(Selection):
+    """Choose the clients with the largest losses among drawn candidates.
+
+    Cho, Wang, Joshi, "Client Selection in Federated Learning: Convergence Analysis and
+    Power-of-Choice Selection Strategies" (arXiv 2010.01243, 2020). Candidates are drawn without
+    replacement, with a probability in proportion to their samples.
+
+    candidates: the number d of candidates. loss: "measured" is pi_pow-d: the candidates compute the
+    loss of the current model, which takes a pass, traffic and time; with `samples` it is pi_cpow-d,
+    a pass over a few samples. "last" is pi_rpow-d: the mean training loss of a client's last
+    aggregated job; as in the paper, it is infinite for a client without one, so that unknown
+    clients are chosen first. samples: the most samples of each client in the pass; None uses all.
+    """
+
+    candidates: int = 20
+    loss: str = "measured"
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("selection.candidates", self.candidates, 1)
+        one_of("selection.loss", self.loss, ("measured", "last"))
+        if self.samples is None:
+            return
+        at_least("selection.samples", self.samples, 1)
+        if self.loss == "last":
+            raise ValueError(
+                f"selection.samples={self.samples} has no effect with selection.loss=last, which "
+                "makes no pass. Leave one of them out."
+            )
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """The training loss, for `loss="last"`."""
+        return ("loss",) if self.loss == "last" else ()
+
+    @property
+    def measures(self) -> bool:
+        """True for `loss="measured"`."""
+        return self.loss == "measured"
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Draw candidates and return those with the largest losses; the draw decides ties."""
+        if self.candidates < view.count:
+            raise ValueError(
+                f"selection.candidates={self.candidates} is less than the {view.count} clients of "
+                f"a dispatch. Set selection.candidates={view.count} or more."
+            )
+        candidates = view.draw(self.candidates, weights=view.samples)
+        if self.measures:
+            losses = view.measure(candidates, self.samples)
+        else:
+            losses = view.facts.loss[candidates]
+        losses = np.where(np.isnan(losses), np.inf, losses)
+        order = np.argsort(-losses, kind="stable")
+        return candidates[order[: view.count]]
+
+
+@dataclass(frozen=True)
+class FedCS(Selection):
+    """Choose as many clients as are expected to finish before a deadline.
+
+    Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources in
+    Mobile Edge" (ICC 2019), Algorithm 3: add the client that prolongs the round least, until the
+    next one would miss the deadline. Times are those that the devices take without drop-outs.
+
+    deadline: virtual seconds of a round. candidates: the clients that are drawn and asked for their
+    times; None asks all idle clients. uplink: "shared": clients send one after another, as in the
+    paper. "own": each client has a link of its own, as on the virtual clock, so that all clients
+    whose own time is short enough fit. If no client fits, the one that prolongs the round least is
+    chosen alone.
+    """
+
+    deadline: float = 60.0
+    candidates: int | None = None
+    uplink: str = "shared"
+
+    def __post_init__(self) -> None:
+        above("selection.deadline", self.deadline, 0)
+        if self.candidates is not None:
+            at_least("selection.candidates", self.candidates, 1)
+        one_of("selection.uplink", self.uplink, ("shared", "own"))
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Return at most `view.count` clients that fit into the deadline."""
+        clients = view.clients
+        if self.candidates is not None and self.candidates < len(clients):
+            clients = np.sort(view.draw(self.candidates))
+        total = view.expected_seconds[np.searchsorted(view.clients, clients)]
+        sending = view.sending_seconds(clients)
+        if self.uplink == "own":
+            order = np.argsort(total, kind="stable")
+            fitting = int(np.count_nonzero(total <= self.deadline))
+            return clients[order[: max(1, min(fitting, view.count))]]
+        return clients[self._schedule_uploads(total - sending, sending, view.count)]
+
+    def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
+        """Return the places of the clients that fit, in the order in which they send.
+
+        ready: when each client has received and trained. sending: the seconds that it then sends.
+        """
+        is_left = np.ones(len(ready), bool)
+        chosen: list[int] = []
+        end = 0.0  # of the last upload
+        while is_left.any() and len(chosen) < count:
+            prolongs = np.where(is_left, sending + np.maximum(ready - end, 0.0), np.inf)
+            place = int(np.argmin(prolongs))
+            if end + prolongs[place] > self.deadline and chosen:
+                break
+            is_left[place] = False
+            chosen.append(place)
+            end += float(prolongs[place])
+        return chosen

@@ -1,0 +1,333 @@
+"""Ask a selection rule for clients: what it may know, and checks of what it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from raysim.api.declarations import FORWARD
+from raysim.api.messages import Arrays, Job, Update
+from raysim.api.selection import ClientFacts, Selection, SelectionView
+from raysim.data.partition import Floats
+from raysim.primitives.streams import stream
+from raysim.simulation.availability import Availability, Change
+from raysim.simulation.events import RunStoppedError
+from raysim.simulation.fleet import Devices, DevicesWithPhases, Trip
+
+# Measures the losses of clients with the current model: clients, and the most samples of each.
+MeasureLosses = Callable[[Sequence[int], int | None], Floats]
+
+
+class SelectionError(RunStoppedError):
+    """The error of a selection rule that chose clients which cannot be dispatched."""
+
+
+@dataclass(frozen=True)
+class LossPass:
+    """A pass in which clients compute the loss of the current model before jobs start.
+
+    seconds: until the slowest of them has answered. down, up: floats that all of them received and
+    sent. work: samples of each client's pass, by client.
+    """
+
+    seconds: float
+    down: int
+    up: int
+    work: Mapping[int, float]
+
+    def trip(
+        self,
+        devices: Devices,
+        client: int,
+        participation: int,
+        now: float,
+        load: tuple[float, int, int],
+    ) -> Trip:
+        """Return the end of a job that is dispatched now and starts after the pass."""
+        work, down, up = load
+        start = now + self.seconds
+        if devices.presence is not None:
+            leaves = devices.presence.next_change(client, now, start)
+            if leaves < start:
+                return Trip(leaves, False)
+        received = 0 if client in self.work else down
+        return devices.trip(client, participation, start, work, received, up)
+
+
+class IdleMask:
+    """A mask of the idle and available clients of a run.
+
+    It depends only on the clients that are busy, and not on when the object was made. Checkpoints
+    therefore do not contain it. A change costs the same for any number of clients, which the sorted
+    array of `IdleClients` cannot do where most clients are available.
+    """
+
+    def __init__(
+        self, presence: Availability | None, eligible: np.ndarray, busy: np.ndarray, now: float
+    ):
+        self._busy, self._eligible = busy, eligible
+        self._available = np.zeros(len(busy), bool)
+        present = eligible
+        self._changes: Iterator[Change] = iter(())
+        if presence is not None:
+            present = presence.available_clients(eligible, now)
+            self._changes = presence.changes(eligible, now)
+        self._next: Change | None = next(self._changes, None)
+        self._available[present] = True
+        self.mask = self._available & ~busy
+        self.count = int(np.count_nonzero(self.mask))
+
+    def set_idle(self, client: int, is_idle: bool) -> None:
+        """Mark a client as idle, if it is available, or as busy."""
+        value = is_idle and bool(self._available[client])
+        self.count += value - bool(self.mask[client])
+        self.mask[client] = value
+
+    def advance(self, now: float) -> None:
+        """Apply all changes of availability up to the virtual time `now`."""
+        while self._next is not None and self._next.at <= now:
+            for clients, is_available in ((self._next.gone, False), (self._next.came, True)):
+                self._available[clients] = is_available
+                before = np.count_nonzero(self.mask[clients])
+                self.mask[clients] = is_available & ~self._busy[clients]
+                self.count += int(np.count_nonzero(self.mask[clients]) - before)
+            self._next = next(self._changes, None)
+
+
+class Selector:
+    """The object that asks a rule for clients, and stores what the rule may know.
+
+    counts: int64 [clients], training samples. pools: the clients of each pool. participations,
+    accepted: int32 [clients], the planner's own counts. load: see `Planner`.
+    """
+
+    def __init__(
+        self,
+        rule: Selection,
+        devices: Devices,
+        seed: int,
+        counts: np.ndarray,
+        pools: Sequence[np.ndarray],
+        concurrency: int,
+        load: Callable[[int, int, int, int], tuple[float, int, int]],
+        participations: np.ndarray,
+        accepted: np.ndarray,
+    ):
+        self.rule, self._devices, self._seed, self._load = rule, devices, seed, load
+        self._concurrency = concurrency
+        self._eligible = np.flatnonzero(counts)
+        self._pools = pools
+        clients = len(counts)
+        unknown = np.broadcast_to(np.nan, clients)
+        self._facts = ClientFacts(
+            np.asarray(counts, np.int64),
+            participations,
+            accepted,
+            loss=np.full(clients, np.nan) if "loss" in rule.reports else unknown,
+            norm=np.full(clients, np.nan) if "norm" in rule.reports else unknown,
+            seconds=np.full(clients, np.nan),
+            staleness=np.full(clients, np.nan),
+            last_finish=np.full(clients, np.nan),
+        )
+        self._visible_facts = self._facts.read_only()
+        self._state = dict(rule.state(clients))
+        self._busy = np.zeros(clients, bool)
+        self._idle: IdleMask | None = None  # made at the first decision
+        self._seconds: Floats | None = None  # [clients], made when a rule reads it
+        self.measure: MeasureLosses | None = None  # None in a forecast
+        self.loss_pass: LossPass | None = None  # of the last decision
+
+    @property
+    def name(self) -> str:
+        """The name of the rule in errors."""
+        return f"selection {type(self.rule).__name__}"
+
+    @property
+    def idle_clients(self) -> int:
+        """The number of clients that could be dispatched at the last decision."""
+        return 0 if self._idle is None else self._idle.count
+
+    # --- decisions --------------------------------------------------------------------------------
+    def choose(self, count: int, pool: int, now: float, version: int, decision: int) -> list[int]:
+        """Ask the rule for clients; return them ascending. Raises SelectionError.
+
+        decision: the number of decisions before this one, which names the random generator.
+        """
+        self.loss_pass = None
+        if self._idle is None:
+            self._idle = IdleMask(self._devices.presence, self._eligible, self._busy, now)
+        idle = self._idle
+        idle.advance(now)
+        if not idle.count:
+            return []
+        mask = idle.mask
+        if pool >= 0:
+            mask = np.zeros_like(idle.mask)
+            members = self._pools[pool]
+            mask[members] = idle.mask[members]
+            if not mask.any():
+                return []
+
+        def measure(clients: Sequence[int], samples: int | None) -> Floats:
+            self._check(clients, len(clients), mask, "measure")
+            return self._measure(clients, samples, version)
+
+        visible_mask = mask.view()
+        visible_mask.flags.writeable = False
+        view = SelectionView(
+            count=count,
+            pool=pool,
+            now=now,
+            version=version,
+            concurrency=self._concurrency,
+            facts=self._visible_facts,
+            is_idle=visible_mask,
+            state=self._state,
+            make_generator=lambda: stream(self._seed, "selection", decision),
+            measure_losses=measure,
+            estimate_seconds=self._expected_seconds,
+            estimate_sending=self._sending_seconds,
+        )
+        chosen = self.rule.select(view)
+        return sorted(self._check(chosen, count, mask, "select"))
+
+    def _check(
+        self, chosen: Iterable[int] | np.ndarray, count: int, mask: np.ndarray, function: str
+    ) -> list[int]:
+        """Return the numbers of clients that a rule returned, or raise SelectionError."""
+        clients = np.asarray(chosen)
+        if not clients.size:
+            return []
+        text = f"{self.name}: {function}"
+        if clients.ndim != 1 or clients.dtype.kind not in "iu":
+            raise SelectionError(
+                f"{text} returned {chosen!r}. Return a sequence of the numbers of clients."
+            )
+        numbers: list[int] = clients.tolist()
+        if len(numbers) > count:
+            raise SelectionError(
+                f"{text} returned {len(numbers)} clients. Return at most view.count={count}."
+            )
+        unknown = [client for client in numbers if not 0 <= client < len(mask)]
+        if unknown:
+            raise SelectionError(
+                f"{text} returned client {unknown[0]}, and clients have the numbers 0 to "
+                f"{len(mask) - 1}. Return clients of view.clients."
+            )
+        if not mask[clients].all():
+            client = next(client for client in numbers if not mask[client])
+            raise SelectionError(
+                f"{text} returned client {client}, which {self._why_not_idle(client)}. Return "
+                "clients of view.clients."
+            )
+        if len(set(numbers)) < len(numbers):
+            client = next(client for client in numbers if numbers.count(client) > 1)
+            raise SelectionError(
+                f"{text} returned client {client} more than once. Return each client once."
+            )
+        return numbers
+
+    def _why_not_idle(self, client: int) -> str:
+        assert self._idle is not None
+        if self._busy[client]:
+            return "is busy"
+        if not self._facts.samples[client]:
+            return "has no samples"
+        return "belongs to another pool" if self._idle.mask[client] else "is not available"
+
+    # --- what a rule may ask for ------------------------------------------------------------------
+    def _expected_seconds(self) -> Floats:
+        """Return the seconds of a first job of each client, float64 [clients]."""
+        if self._seconds is None:
+            work = np.zeros(len(self._busy))
+            loads = (self._load(client, 0, 0, 0)[0] for client in self._eligible.tolist())
+            work[self._eligible] = np.fromiter(loads, float)
+            _, down, up = self._load(int(self._eligible[0]), 0, 0, 0)
+            self._seconds = np.asarray(self._devices.seconds(work, down, up), np.float64)
+            self._seconds.flags.writeable = False
+        return self._seconds
+
+    def _sending_seconds(self, clients: Sequence[int]) -> Floats:
+        """Return the seconds in which clients would send a first job's update, float64."""
+        if not isinstance(self._devices, DevicesWithPhases):
+            return np.zeros(len(clients))
+        loads = ((client, *self._load(client, 0, 0, 0)) for client in clients)
+        return np.array([self._devices.phases(*load)[2] for load in loads])
+
+    def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
+        """Return the losses of clients, and record what the pass costs."""
+        if not self.rule.measures or self.loss_pass is not None:
+            raise SelectionError(
+                f"{self.name}: select called view.measure. Declare measures = True, and call it "
+                "once in a decision."
+            )
+        facts = self._facts
+        most = math.inf if samples is None else samples
+        work = {client: FORWARD * min(most, int(facts.samples[client])) for client in clients}
+        earlier, accepted = facts.participations, facts.accepted
+        received = [
+            self._load(client, version, int(earlier[client]), int(accepted[client]))[1]
+            for client in clients
+        ]
+        work_of_all = np.zeros(len(self._busy))
+        work_of_all[list(work)] = list(work.values())
+        seconds = self._devices.seconds(work_of_all, max(received), 1)[list(clients)]
+        self.loss_pass = LossPass(float(seconds.max()), sum(received), len(received), work)
+        if self.measure is None:
+            return np.full(len(clients), np.nan)
+        return self.measure(clients, samples)
+
+    # --- events -----------------------------------------------------------------------------------
+    def start(self, client: int) -> None:
+        """Record that a client is busy."""
+        self._busy[client] = True
+        if self._idle is not None:
+            self._idle.set_idle(client, False)
+
+    def end(self, job: Job, now: float) -> None:
+        """Record that a job ended, and its duration if its update arrived."""
+        self._busy[job.client] = False
+        if self._idle is not None:
+            self._idle.advance(now)
+            self._idle.set_idle(job.client, True)
+        if job.arrives:
+            self._facts.seconds[job.client] = job.finish - job.start
+            self._facts.last_finish[job.client] = job.finish
+
+    def aggregate(self, jobs: Iterable[Job], version: int) -> None:
+        """Record the staleness of the jobs of an aggregation."""
+        for job in jobs:
+            self._facts.staleness[job.client] = version - job.version
+
+    def report(self, updates: Iterable[Update]) -> None:
+        """Record the reports of accepted updates, in the order of acceptance."""
+        for update in updates:
+            if "loss" in self.rule.reports:
+                self._facts.loss[update.client] = update.loss
+            if "norm" in self.rule.reports:
+                self._facts.norm[update.client] = update.norm
+
+    # --- checkpoints ------------------------------------------------------------------------------
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return everything that a checkpoint needs, by name."""
+        facts = {f"facts/{name}": getattr(self._facts, name) for name in self._stored_facts()}
+        return facts | {f"state/{name}": np.asarray(array) for name, array in self._state.items()}
+
+    def restore(self, arrays: Arrays) -> None:
+        """Continue with the arrays of a checkpoint."""
+        for name in self._stored_facts():
+            getattr(self._facts, name)[:] = arrays[f"facts/{name}"]
+        self._state = {
+            name.removeprefix("state/"): np.array(array)
+            for name, array in arrays.items()
+            if name.startswith("state/")
+        }
+
+    def _stored_facts(self) -> list[str]:
+        known_elsewhere = ("samples", "participations", "accepted")
+        names = [entry.name for entry in fields(ClientFacts) if entry.name not in known_elsewhere]
+        reports = ("loss", "norm")
+        return [name for name in names if name not in reports or name in self.rule.reports]
