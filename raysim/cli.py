@@ -87,6 +87,21 @@ examples:
   raysim fleet check trace.parquet        describe a trace, or say what is wrong with it
 
 The head of raysim/simulation/trace.py describes the file, for your own traces."""
+FLOWER = """\
+examples:
+  raysim flower run                       the Flower app in this folder, as `flwr run` would
+  raysim flower run APP --run-config "num-server-rounds=5 learning-rate=0.05"
+                                          another folder, with other values of the app's run config
+  raysim flower run APP clients=100 fleet=lognormal fleet.dropout=0.1 samples=600
+                                          100 clients on devices of different speeds
+  raysim flower run APP out=runs/app      store all replies; the same command with resume=latest
+                                          continues after a kill, to the same numbers
+  raysim flower run APP seed=0..4         five runs, and a table of their numbers
+  raysim flower run APP runtime=inprocess without Ray
+
+Keys: clients, samples (that a training takes on the virtual clock), seed, fleet, runtime, device,
+out, resume. raysim run learner=flower learner.folder=APP trains the app's clients with raysim's
+schedules and methods; see docs/coming_from.md."""
 SWEEP = """\
 examples:
   raysim sweep sweep=fedbr method=fedbr                   FedBR's weights, 16 random settings
@@ -404,6 +419,7 @@ def _parser() -> Parser:
     _add_methods(commands)
     _add_partition(commands)
     _add_fleet(commands)
+    _add_flower(commands)
     _add_new(commands)
     _add_report(commands)
     _add_ui(commands)
@@ -512,6 +528,21 @@ def _add_fleet(commands: Commands) -> None:
     )
     fleet.add_argument(
         "--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)"
+    )
+
+
+def _add_flower(commands: Commands) -> None:
+    flower = commands.add("flower", "run a Flower app on virtual time", FLOWER)
+    flower.add_argument("action", choices=("run",), help="what to do")
+    flower.add_argument(
+        "words", nargs="*", metavar="FOLDER|KEY=VALUE", help="the app's folder (.), and overrides"
+    )
+    flower.add_argument(
+        "--run-config",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="values of the app's run config: 'key=value key=value', or a TOML file; repeatable",
     )
 
 
@@ -845,6 +876,12 @@ def _fleet(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _flower(arguments: argparse.Namespace) -> int:
+    from raysim.commands.flower import run_flower
+
+    return run_flower(arguments.words, arguments.run_config)
+
+
 def _new(arguments: argparse.Namespace) -> int:
     from raysim.commands.new.package import next_steps, write
 
@@ -982,6 +1019,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "methods": _methods,
     "partition": _partition,
     "fleet": _fleet,
+    "flower": _flower,
     "new": _new,
     "report": _report,
     "bench": _bench,

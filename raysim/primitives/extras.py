@@ -14,6 +14,7 @@ EXTRAS = {
     "tensorboardX": "tensorboard",
     "wandb": "wandb",
     "dp_accounting": "privacy",
+    "flwr": "flower",
 }
 
 

@@ -7,6 +7,7 @@ actors     workers and the coordinator as actors
 failures   why Ray does not start, or cannot be joined
 processes  start the processes of a run, and keep them for the runs that follow
 driver     choose the number of workers, and pass on the events of a run
+object_workers  workers of any class, without a coordinator
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from raysim.runtime.ray.cluster import (
     start_local_nodes,
 )
 from raysim.runtime.ray.driver import plan_workers, run
+from raysim.runtime.ray.object_workers import object_workers
 from raysim.runtime.ray.processes import keep_processes
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "identify_process",
     "keep_processes",
     "node_resources",
+    "object_workers",
     "plan_workers",
     "ray",
     "reserve",

@@ -1,0 +1,214 @@
+"""The command `raysim flower run`: a Flower app, its ServerApp included, on virtual time."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raysim.experiment.compose import compose
+from raysim.experiment.config_files import Node, to_dict
+from raysim.experiment.overrides import read_override
+from raysim.experiment.parts import build_part, build_settings, choose_device
+from raysim.experiment.run_overrides import expand_override
+from raysim.flower.project import Project, flatten, load_object, read_project
+from raysim.primitives.errors import Refused, errors_as_refusals, suggest
+from raysim.primitives.extras import import_optional
+from raysim.primitives.files import user_path
+from raysim.results.tables import format_table, terminal_width, text_columns
+
+OWN_KEYS = ("clients", "samples")
+RUN_KEYS = ("seed", "fleet", "runtime", "device", "out", "resume")
+DEFAULT_CLIENTS, DEFAULT_SAMPLES = 10, 100
+_SETTING = re.compile(r"""([^\s=]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
+
+
+@dataclass(frozen=True)
+class FlowerRequest:
+    """What a command line asks for.
+
+    node: raysim's configuration. clients: None takes the project's number. run_config: overrides of
+    the app's run config. seeds: one run for each.
+    """
+
+    project: Project
+    node: Node
+    seeds: tuple[int, ...]
+    clients: int | None
+    samples: int
+    run_config: dict[str, Any]
+
+
+def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
+    """Read a folder and overrides, and the texts of --run-config.
+
+    Raise `Refused` for wrong keys and values, and for a second folder.
+    """
+    folders = [word for word in words if "=" not in word]
+    if len(folders) > 1:
+        raise Refused(f"flower run: takes one folder, and got {', '.join(folders)}. Give one.")
+    project = read_project(user_path(folders[0]) if folders else ".")
+    own: dict[str, int | None] = {"clients": None, "samples": DEFAULT_SAMPLES}
+    seeds = ["seed=0"]
+    overrides = []
+    for word in words:
+        if "=" not in word:
+            continue
+        key = word.partition("=")[0]
+        root = key.partition(".")[0]
+        if key in OWN_KEYS:
+            own[key] = _read_count(word)
+        elif key == "seed":
+            _, seeds = expand_override(word)
+        elif root in RUN_KEYS:
+            overrides.append(word)
+        else:
+            valid = suggest(root, (*OWN_KEYS, *RUN_KEYS), "raysim flower run has")
+            raise Refused(
+                f"{key}: is no key of raysim flower run. {valid}. Values of the app's own run "
+                f"config go into --run-config '{word}'"
+            )
+    nodes = [to_dict(compose([*overrides, seed])) for seed in seeds]
+    changed: dict[str, Any] = {}
+    for text in run_configs:
+        changed.update(_read_run_config(text))
+    samples = own["samples"]
+    assert samples is not None, "it has a default"
+    numbers = tuple(int(node["seed"]) for node in nodes)
+    return FlowerRequest(project, nodes[0], numbers, own["clients"], samples, changed)
+
+
+def _read_count(word: str) -> int:
+    override = read_override(word)
+    is_number = isinstance(override.value, int) and not isinstance(override.value, bool)
+    if not is_number or override.value < 0:
+        raise Refused(f"{word}: is no number. Write {override.key}=NUMBER.")
+    return int(override.value)
+
+
+def _read_run_config(text: str) -> dict[str, Any]:
+    """Read "key=value key2='text'" as `flwr run --run-config` does, or a file of TOML."""
+    if text.endswith(".toml"):
+        file = user_path(text)
+        if not file.is_file():
+            raise Refused(f"--run-config {text}: there is no such file. Correct its path.")
+        lines = file.read_text(encoding="utf-8")
+    else:
+        settings = _SETTING.findall(text)
+        rest = _SETTING.sub("", text).strip()
+        if rest or not settings:
+            raise Refused(
+                f"--run-config '{text}': cannot be read as key=value. Separate settings by spaces."
+            )
+        lines = "\n".join(f"{key} = {value}" for key, value in settings)
+    try:
+        return flatten(tomllib.loads(lines), "--run-config")
+    except tomllib.TOMLDecodeError as error:
+        raise Refused(
+            f"--run-config '{text}': is no valid TOML ({error}). Texts need quotes, "
+            "as in --run-config \"name='value'\"."
+        ) from error
+
+
+def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
+    """Run a Flower app once for each seed; print the numbers of its messages.
+
+    Return the exit status. Raise `Refused` for what cannot run.
+    """
+    request = read_request(words, run_configs)
+    import_optional("flwr", "raysim flower run")
+    from raysim.flower.session import AppRun, run_app, warn_on_stderr
+
+    project, node = request.project, request.node
+    for name, reference in (("clientapp", project.client_app), ("serverapp", project.server_app)):
+        if not reference:
+            raise Refused(
+                f"{project.file}: names no {name}. Add it to [tool.flwr.app.components], "
+                "or go to the folder of a Flower app."
+            )
+    with errors_as_refusals():
+        _, execution = build_settings(node)
+        run = AppRun(
+            client_app=project.client_app,
+            server_app=_load_server_app(project),
+            folder=project.folder,
+            clients=request.clients or project.clients or DEFAULT_CLIENTS,
+            run_config=project.run_config(request.run_config, "--run-config"),
+            seed=request.seeds[0],
+            samples=request.samples,
+            fleet=build_part(node, "fleet", (), {}),
+            runtime=execution.runtime,
+            device=choose_device(execution.device, execution.runtime.name == "cluster"),
+            out=user_path(execution.out) if execution.out else None,
+            resumes=execution.resume is not None,
+        )
+    results = []
+    for seed in request.seeds:
+        out = run.out
+        if out is not None and len(request.seeds) > 1:
+            out = out / f"seed-{seed}"
+        with errors_as_refusals():
+            results.append(run_app(replace(run, seed=seed, out=out), warn_on_stderr))
+        if len(request.seeds) == 1:
+            print(_rounds_table(results[0].rounds))
+    print(_summary_text(results[-1].summary, results[-1].out))
+    if len(request.seeds) > 1:
+        print(_seeds_table([result.summary for result in results]))
+    return 0
+
+
+def _load_server_app(project: Project) -> Any:
+    from flwr.serverapp import ServerApp
+
+    server_app = load_object(project.server_app, project.folder, "serverapp")
+    if not isinstance(server_app, ServerApp):
+        raise Refused(
+            f"serverapp={project.server_app}: is a {type(server_app).__name__}. Give a ServerApp."
+        )
+    return server_app
+
+
+def _rounds_table(rounds: Any) -> str:
+    """Return a row for each group of messages that were sent at one time."""
+    if not len(rounds):
+        return "the ServerApp sent no messages"
+    head = [str(name) for name in rounds.columns]
+    body = [[_format(value) for value in row] for row in rounds.itertuples(index=False, name=None)]
+    return format_table(text_columns(head, body), terminal_width())
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if np.isnan(value) else f"{value:.5g}"
+    return str(value)
+
+
+def _summary_text(summary: Mapping[str, Any], out: Path | None) -> str:
+    text = (
+        f"{summary['messages']} messages, {summary['failed']} failed and {summary['lost']} lost, "
+        f"in {summary['virtual_seconds']:.5g} s of virtual time"
+    )
+    return text if out is None else f"{text}; results are in {out}"
+
+
+def _seeds_table(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row for each seed, and the mean and the deviation of each number."""
+    names = [
+        name
+        for name, value in summaries[0].items()
+        if name.startswith(("train.", "evaluate.")) and isinstance(value, float)
+    ]
+    names.append("virtual_seconds")
+    values = np.array([[summary.get(name, np.nan) for name in names] for summary in summaries])
+    rows = [
+        [str(summary["seed"]), *map(_format, row.tolist())]
+        for summary, row in zip(summaries, values, strict=True)
+    ]
+    rows.append(["mean", *map(_format, values.mean(axis=0).tolist())])
+    rows.append(["deviation", *map(_format, values.std(axis=0, ddof=1).tolist())])
+    return format_table(text_columns(["seed", *names], rows), terminal_width())

@@ -1,0 +1,19 @@
+"""Flower apps on raysim: a learner, a Grid on virtual time, and a drop-in `start_simulation`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysim.flower.simulation import start_simulation as start_simulation
+
+__all__ = ["start_simulation"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `start_simulation` when it is used, because it needs the package flwr."""
+    if name == "start_simulation":
+        from raysim.flower.simulation import start_simulation
+
+        return start_simulation
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""Let a ClientApp answer a message for a client, with seeded generators and clear errors."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context, Message, RecordDict
+
+from raysim.flower.messages import RUN_ID, GridMessage, client_number
+from raysim.flower.project import LoadedClientApp, users_line
+from raysim.primitives.streams import torch_seed
+from raysim.training.own_training import seeded_generators
+
+
+class AppError(RuntimeError):
+    """The error of a ClientApp that did not answer a message; the text has the app's own line."""
+
+
+@dataclass(frozen=True)
+class AppRunner:
+    """A ClientApp with what its clients know.
+
+    clients: the number of clients. run_config: the run config. seed: of the run. folder: the app's
+    folder.
+    """
+
+    app: LoadedClientApp
+    clients: int
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    folder: Path | None = None
+
+    def context(self, node: int, state: RecordDict) -> Context:
+        """Return the context of a node with the client's state."""
+        node_config = {"partition-id": client_number(node), "num-partitions": self.clients}
+        return Context(
+            run_id=RUN_ID,
+            node_id=node,
+            node_config=node_config,
+            state=state,
+            run_config=dict(self.run_config),
+        )
+
+    def answer(
+        self, message: GridMessage, number: int, state: RecordDict
+    ) -> tuple[RecordDict, RecordDict]:
+        """Return the content of the client's reply and its new state.
+
+        number: how many messages the client received before. The global generators of `random`,
+        NumPy and torch are seeded from the seed, the client and this number. Raises AppError if the
+        app raises an error, exits or returns anything but a message with content.
+        """
+        node = message.metadata.dst_node_id
+        context = self.context(node, state)
+        kind = message.metadata.message_type
+        seed = torch_seed(self.seed, f"flower.{kind}", client_number(node), number)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with seeded_generators(seed, device), torch.enable_grad(), self._app_errors():
+            returned = self.app.app(message, context)
+        if not isinstance(returned, Message):
+            raise AppError(
+                f"the app returned a {type(returned).__name__}. Return a Message that replies to "
+                "the received one."
+            )
+        if returned.has_error():
+            error = returned.error
+            raise AppError(f"the app returned an error, code {error.code}: {error.reason}")
+        return returned.content, context.state
+
+    @contextlib.contextmanager
+    def _app_errors(self) -> Iterator[None]:
+        """Raise AppError for errors of the app. What the app prints goes to stderr."""
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield
+        except SystemExit as error:
+            place = users_line(error, self.folder)
+            raise AppError(
+                f"the app called sys.exit({error.code!r}){place}. Raise an error instead."
+            ) from error
+        except Exception as error:
+            place = users_line(error, self.folder)
+            raise AppError(f"the app raised {type(error).__name__}: {error}{place}") from error

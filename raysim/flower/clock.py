@@ -1,0 +1,80 @@
+"""When a message reaches a client and its reply the server, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysim.simulation.fleet import FLOAT_BYTES, Devices, Fleet
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The time of a reply in virtual seconds. lost: why the reply is an error, or ""."""
+
+    time: float
+    lost: str = ""
+
+
+class VirtualClock:
+    """The virtual clock of a Grid.
+
+    samples: the number of samples that a message for training takes; other messages take none.
+    """
+
+    def __init__(self, fleet: Fleet, seed: int, clients: int, samples: int):
+        self.now = 0.0
+        self.clients, self.samples = clients, samples
+        self._devices: Devices = fleet.devices(seed, clients, _no_flops)
+        self._messages: Counter[int] = Counter()  # to each client
+
+    def next_number(self, client: int) -> int:
+        """Return how many messages the client received before, and count this one."""
+        number = self._messages[client]
+        self._messages[client] += 1
+        return number
+
+    def arrival(
+        self, client: int, number: int, is_training: bool, array_bytes: int, ttl: float
+    ) -> Arrival:
+        """Return when the reply to a message that is sent now arrives.
+
+        array_bytes: the size of the arrays that are sent; a reply to a message for training is as
+        large. ttl: virtual seconds after which the message expires.
+        """
+        floats = array_bytes // FLOAT_BYTES
+        samples = float(self.samples) if is_training else 0.0
+        up = floats if is_training else 0
+        trip = self._devices.trip(client, number, self.now, samples, floats, up)
+        if trip.finish > self.now + ttl:
+            return Arrival(self.now + ttl, f"the message expired after {ttl:g} virtual seconds")
+        if not trip.arrives:
+            return Arrival(trip.finish, "the client dropped out")
+        return Arrival(trip.finish)
+
+    def available_clients(self) -> Sequence[int]:
+        """Return the clients that are available now, ascending."""
+        presence = self._devices.presence
+        everyone = np.arange(self.clients)
+        if presence is None:
+            return everyone.tolist()
+        return presence.available_clients(everyone, self.now).tolist()
+
+    def wait_for_change(self) -> None:
+        """Advance the clock to the next moment at which a client's availability changes."""
+        presence = self._devices.presence
+        if presence is None:
+            return
+        change = next(iter(presence.changes(np.arange(self.clients), self.now)), None)
+        if change is not None:
+            self.now = max(self.now, change.at)
+
+
+def _no_flops() -> float:
+    raise ValueError(
+        "fleet: these devices need the number of operations of the model, which raysim does not "
+        "know for a Flower app. Choose fleet=ideal, fleet=lognormal or fleet=trace."
+    )

@@ -1,0 +1,425 @@
+"""A Flower Grid on virtual time, whose messages are answered by raysim's workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flwr.app import DEFAULT_TTL, Error, Message, Metadata, RecordDict
+
+from raysim.flower.clock import Arrival, VirtualClock
+from raysim.flower.local_work import numbers_of
+from raysim.flower.messages import RUN_ID, GridMessage, client_number, node_id, reply
+from raysim.flower.records import count_array_bytes, unpack_records
+from raysim.flower.replies import ReplayError, StoredReplies
+from raysim.flower.simple_grid import SimpleGrid
+from raysim.flower.worker import Answer, Request, copy_records
+from raysim.simulation.runtime import Runtime, WorkerDiedError
+
+APP_ERROR, LOST_ERROR = 2, 3  # codes of Flower: the app raised an error, the reply is unavailable
+QUICK_CALLS = 2  # calls of get_node_ids between messages, before the clock waits for a client
+MAX_ATTEMPTS = 3  # workers that may die with the same messages
+_CHUNKS_PER_WORKER = 4
+
+
+@dataclass(frozen=True)
+class MessageRecord:
+    """What became of a message: the row of a table.
+
+    dispatched, arrived: virtual seconds. fate: "answered", "lost" or "failed". numbers: the metrics
+    of the reply.
+    """
+
+    message: str
+    client: int
+    type: str
+    group: str
+    dispatched: float
+    arrived: float
+    fate: str
+    error: str
+    numbers: dict[str, float]
+
+
+@dataclass
+class _Pending:
+    """A message in flight. answer: None until a worker has answered it."""
+
+    request: Request
+    message: GridMessage
+    dispatched: float
+    arrival: Arrival
+    answer: Answer | None = None
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """The place in the order of virtual time."""
+        return self.arrival.time, self.request.client, self.request.number
+
+
+class VirtualGrid(SimpleGrid):
+    """A Grid whose nodes are simulated clients.
+
+    Messages are sent at the present virtual time, and replies arrive when the fleet says so. A call
+    that waits for replies advances the clock. `timeout` and a message's `ttl` are virtual seconds.
+
+    runtime: calls the workers. clock: the virtual clock. replies: those of an earlier process of
+    this run. on_message: gets the record of each delivered reply.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        clock: VirtualClock,
+        replies: StoredReplies | None = None,
+        on_message: Callable[[MessageRecord], None] = lambda record: None,
+    ):
+        super().__init__()
+        self.runtime, self.clock = runtime, clock
+        self.replies = replies or StoredReplies()
+        self._on_message = on_message
+        self._pending: dict[str, _Pending] = {}
+        self._states: dict[int, bytes] = {}
+        self._asked_for_nodes = 0  # since the last message
+        self._nodes: list[int] = []
+        self._owner = threading.get_ident()
+        self._lock = threading.RLock()
+        self._free_workers = list(range(runtime.workers))
+        self._is_free = threading.Condition()
+        self._batch_end: float | None = None  # latest arrival in an open batch
+        self._batch_times: dict[str, tuple[float, int]] = {}
+        self.replay_error: ReplayError | None = None
+
+    # --- nodes --------------------------------------------------------------------------------
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are available at the present virtual time.
+
+        An app that asks again and again without sending a message waits for clients; then the clock
+        advances to the next change. Threads that Flower starts get the last answer.
+        """
+        if threading.get_ident() != self._owner:
+            return list(self._nodes) or self._available_nodes()
+        self._asked_for_nodes += 1
+        if self._asked_for_nodes > QUICK_CALLS:
+            self.clock.wait_for_change()
+        self._nodes = self._available_nodes()
+        return list(self._nodes)
+
+    def _available_nodes(self) -> list[int]:
+        return [node_id(client) for client in self.clock.available_clients()]
+
+    # --- messages -----------------------------------------------------------------------------
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages at the present virtual time; return their ids."""
+        with self._lock:
+            return [pending.message.metadata.message_id for pending in self._push(messages)]
+
+    def _push(self, messages: Iterable[Message]) -> list[_Pending]:
+        self._asked_for_nodes = 0
+        sent = []
+        # The app may change records later; messages that share them share a copy.
+        copies: dict[int, RecordDict] = {}
+        for message in messages:
+            metadata = message.metadata
+            client = client_number(metadata.dst_node_id)
+            if not 0 <= client < self.clock.clients:
+                raise ValueError(
+                    f"dst_node_id={metadata.dst_node_id}: there is no such node. "
+                    "Use the ids of get_node_ids()."
+                )
+            content = copies.get(id(message.content))
+            if content is None:
+                content = copies[id(message.content)] = copy_records(message.content)
+                self.on_content(content)
+            pending = self._dispatch(message, client, content)
+            self._pending[pending.request.message_id] = pending
+            sent.append(pending)
+        return sent
+
+    def on_content(self, content: RecordDict) -> None:
+        """Look at the records of a new message; a subclass may."""
+
+    def _dispatch(self, message: Message, client: int, content: RecordDict) -> _Pending:
+        metadata = message.metadata
+        number = self.clock.next_number(client)
+        kind = metadata.message_type
+        ttl = metadata.ttl or DEFAULT_TTL
+        is_training = kind.split(".")[0] == "train"
+        size = count_array_bytes(content)
+        arrival = self.clock.arrival(client, number, is_training, size, ttl)
+        request = Request(
+            client=client,
+            number=number,
+            message_type=kind,
+            message_id=f"{client}-{number}",
+            content=content,
+            group_id=metadata.group_id,
+            created_at=self.clock.now,
+            ttl=ttl,
+        )
+        own = _own_message(message, request)
+        return _Pending(request, own, self.clock.now, arrival)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that have arrived; if there is none, wait for the next one.
+
+        Replies are in the order of virtual time; an id is answered once.
+        """
+        with self._lock:
+            waiting = [self._pending[key] for key in dict.fromkeys(message_ids) if self._has(key)]
+            if not waiting:
+                return []
+            waiting.sort(key=lambda pending: pending.order)
+            self.clock.now = max(self.clock.now, waiting[0].arrival.time)
+            arrived = [one for one in waiting if one.arrival.time <= self.clock.now]
+            self._answer(waiting)
+            return self._deliver(arrived)
+
+    def _has(self, message_id: str) -> bool:
+        return message_id in self._pending
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait for the replies, which are in the order of virtual time.
+
+        timeout: virtual seconds; replies that arrive later are not returned. None waits for all.
+        """
+        if threading.get_ident() != self._owner:
+            return self._send_from_thread(messages)
+        with self._lock:
+            sent = self._push(messages)
+            if not sent:
+                return []
+            end = self.clock.now + timeout if timeout is not None else float("inf")
+            in_time = sorted(
+                (pending for pending in sent if pending.arrival.time <= end),
+                key=lambda pending: pending.order,
+            )
+            self._answer(in_time)
+            last = end if len(in_time) < len(sent) else in_time[-1].arrival.time
+            if self._batch_end is None:
+                self.clock.now = max(self.clock.now, last)
+            else:
+                self._batch_end = max(self._batch_end, last)
+            for pending in sent:
+                if pending.arrival.time > end:
+                    self._drop(pending)
+            return self._deliver(in_time)
+
+    def _drop(self, pending: _Pending) -> None:
+        """Forget a message whose reply arrives after the timeout; it is never answered."""
+        del self._pending[pending.request.message_id]
+        self._record(pending, "lost", "the reply arrives after the timeout", {})
+
+    # --- messages of several threads ----------------------------------------------------------
+    def begin_batch(self) -> None:
+        """Begin a batch: the clock stands still until its end, whoever sends first."""
+        with self._lock:
+            self._batch_end = self.clock.now
+            self._batch_times.clear()
+
+    def end_batch(self) -> dict[str, tuple[float, int]]:
+        """Advance the clock to the last arrival in the batch.
+
+        Return the time of each node's last reply and the client, by the node's id as a text. Raises
+        ReplayError if a message of the batch differed from the stored run.
+        """
+        with self._lock:
+            if self._batch_end is not None:
+                self.clock.now = max(self.clock.now, self._batch_end)
+                self._batch_end = None
+            if self.replay_error is not None:
+                raise self.replay_error
+            return dict(self._batch_times)
+
+    def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
+        """Send the messages of one of several threads; wait for a free worker."""
+        with self._lock:
+            sent = self._push(messages)
+            unanswered = self._prepare(sent)
+        for pending in unanswered:
+            worker = self._take_worker()
+            try:
+                (answer,) = self._call(worker, [pending.request])
+            finally:
+                self._return_worker(worker)
+            with self._lock:
+                self._keep(pending, answer)
+        self.replies.forget_digests()
+        with self._lock:
+            last = max(pending.arrival.time for pending in sent)
+            for pending in sent:
+                client = pending.request.client
+                self._batch_times[str(node_id(client))] = (pending.arrival.time, client)
+            if self._batch_end is None:
+                self.clock.now = max(self.clock.now, last)
+            else:
+                self._batch_end = max(self._batch_end, last)
+            return self._deliver(sent)
+
+    def _take_worker(self) -> int:
+        with self._is_free:
+            self._is_free.wait_for(lambda: self._free_workers)
+            return self._free_workers.pop(0)
+
+    def _return_worker(self, worker: int) -> None:
+        with self._is_free:
+            self._free_workers.append(worker)
+            self._is_free.notify()
+
+    # --- answers ------------------------------------------------------------------------------
+    def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
+        """Set the states of messages and the answers that are stored; return the other messages."""
+        unanswered = []
+        for one in pending:
+            if one.arrival.lost or one.answer is not None:
+                continue
+            try:
+                stored = self.replies.find(one.request)
+            except ReplayError as error:
+                self.replay_error = error
+                raise
+            if stored is None:
+                unanswered.append(one)
+            else:
+                one.answer = stored
+                if not stored.error:
+                    self._states[one.request.client] = stored.state
+        return unanswered
+
+    def _answer(self, pending: Sequence[_Pending]) -> None:
+        """Let the workers answer all messages that have no answer yet."""
+        unanswered = self._prepare(pending)
+        unanswered.sort(key=lambda one: (one.request.number, one.request.client))
+        while unanswered:
+            # A client's second message needs the state that the first one leaves.
+            first: dict[int, _Pending] = {}
+            for one in unanswered:
+                first.setdefault(one.request.client, one)
+            self._answer_round(list(first.values()))
+            unanswered = [one for one in unanswered if one.answer is None]
+        self.replies.forget_digests()
+
+    def _answer_round(self, pending: Sequence[_Pending]) -> None:
+        """Let the workers answer one message of each of several clients."""
+        workers = self.runtime.workers
+        size = max(1, len(pending) // (workers * _CHUNKS_PER_WORKER))
+        if self.runtime.is_in_process:
+            size = len(pending)
+        chunks = [list(pending[at : at + size]) for at in range(0, len(pending), size)]
+        running: dict[int, tuple[list[_Pending], Any, int]] = {}
+        attempts = [0] * len(chunks)
+        waiting = list(range(len(chunks)))
+        while waiting or running:
+            for worker in range(workers):
+                if waiting and worker not in running:
+                    number = waiting.pop(0)
+                    requests = [self._with_state(one) for one in chunks[number]]
+                    (ref,) = self.runtime.call(worker, "answer", requests)
+                    running[worker] = chunks[number], ref, number
+            busy = list(running)
+            index = self.runtime.ready([running[worker][1] for worker in busy], float("inf"))
+            worker = busy[index or 0]
+            chunk, ref, number = running.pop(worker)
+            try:
+                answers = self.runtime.get(ref)
+            except WorkerDiedError:
+                attempts[number] += 1
+                if attempts[number] == MAX_ATTEMPTS:
+                    raise
+                self.runtime.revive(worker)
+                waiting.insert(0, number)
+                continue
+            for one, answer in zip(chunk, answers, strict=True):
+                self._keep(one, answer)
+
+    def _call(self, worker: int, requests: Sequence[Request]) -> list[Answer]:
+        """Let one worker answer messages; a worker that dies is replaced."""
+        for attempt in range(MAX_ATTEMPTS):
+            with self._lock:
+                current = [self._request_with_state(request) for request in requests]
+            try:
+                if self.runtime.is_in_process:
+                    with self._lock:  # the global generators belong to one message at a time
+                        (ref,) = self.runtime.call(worker, "answer", current)
+                else:
+                    (ref,) = self.runtime.call(worker, "answer", current)
+                answers: list[Answer] = self.runtime.get(ref)
+                return answers
+            except WorkerDiedError:
+                if attempt == MAX_ATTEMPTS - 1:
+                    raise
+                self.runtime.revive(worker)
+        raise AssertionError("the loop returns or raises")
+
+    def _with_state(self, pending: _Pending) -> Request:
+        return self._request_with_state(pending.request)
+
+    def _request_with_state(self, request: Request) -> Request:
+        """Return the request with the present state of its client."""
+        state = self._states.get(request.client, b"")
+        return replace(request, state=state) if state else request
+
+    def _keep(self, pending: _Pending, answer: Answer) -> None:
+        pending.answer = answer
+        if not answer.error:
+            self._states[pending.request.client] = answer.state
+        self.replies.add(pending.request, answer)
+
+    def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
+        """Return the replies, and forget their messages."""
+        delivered: list[Message] = []
+        for one in pending:
+            self._pending.pop(one.request.message_id, None)
+            at = one.arrival.time
+            if one.arrival.lost:
+                error = f"client {one.request.client}: {one.arrival.lost}"
+                delivered.append(reply(one.message, at, error=Error(LOST_ERROR, error)))
+                self._record(one, "lost", one.arrival.lost, {})
+                continue
+            assert one.answer is not None, "every delivered message has an answer"
+            if one.answer.error:
+                error = one.answer.error
+                delivered.append(reply(one.message, at, error=Error(APP_ERROR, error)))
+                self._record(one, "failed", error, {})
+                continue
+            content = unpack_records(one.answer.content)
+            delivered.append(reply(one.message, at, content))
+            self._record(one, "answered", "", numbers_of(content))
+        return delivered
+
+    def _record(self, pending: _Pending, fate: str, error: str, numbers: dict[str, float]) -> None:
+        request = pending.request
+        self._on_message(
+            MessageRecord(
+                request.message_id,
+                request.client,
+                request.message_type,
+                request.group_id,
+                pending.dispatched,
+                pending.arrival.time,
+                fate,
+                error,
+                numbers,
+            )
+        )
+
+
+def _own_message(message: Message, request: Request) -> GridMessage:
+    """Return the message with the ids and times that raysim gives it."""
+    sent = message.metadata
+    metadata = Metadata(
+        run_id=RUN_ID,
+        message_id=request.message_id,
+        src_node_id=sent.src_node_id,
+        dst_node_id=sent.dst_node_id,
+        reply_to_message_id="",
+        group_id=sent.group_id,
+        created_at=request.created_at,
+        ttl=request.ttl,
+        message_type=sent.message_type,
+    )
+    return GridMessage(metadata, request.content)

@@ -1,0 +1,48 @@
+"""Let this process make Flower messages.
+
+The constructor of `Message` needs an identity that Flower gives to the processes that it starts.
+The only public object that sets it is a `ServerApp` with a `Server`, so one without clients is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from flwr.app import Context, RecordDict
+from flwr.server import History, Server, ServerApp, ServerAppComponents, SimpleClientManager
+
+from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
+from raysim.flower.simple_grid import SimpleGrid
+
+
+class _IdleServer(Server):
+    """A server that asks no client for anything."""
+
+    def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
+        """Return an empty history. num_rounds, timeout: are not used."""
+        return History(), 0.0
+
+
+@functools.cache
+def set_identity() -> None:
+    """Run a ServerApp without clients, once in a process; Flower's log is silent meanwhile."""
+    app = ServerApp(server_fn=_components)
+    context = Context(
+        run_id=RUN_ID,
+        node_id=SERVER_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config={},
+    )
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        app(SimpleGrid(), context)
+    finally:
+        logger.setLevel(level)
+
+
+def _components(context: Context) -> ServerAppComponents:
+    return ServerAppComponents(server=_IdleServer(client_manager=SimpleClientManager()))

@@ -1,0 +1,206 @@
+"""Find a Flower app's initial parameters and what its ServerApp sends with them.
+
+A ServerApp makes the initial parameters inside of its main function. raysim calls it with a Grid
+that stops it at the first message for training; this message contains the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import ServerApp
+
+from raysim.flower.client import AppError, AppRunner
+from raysim.flower.identity import set_identity
+from raysim.flower.messages import (
+    RUN_ID,
+    SERVER_NODE_ID,
+    instruction,
+    node_id,
+)
+from raysim.flower.project import load_object, users_line
+from raysim.flower.simple_grid import SimpleGrid
+from raysim.primitives.errors import Refused
+from raysim.training.own_training import seeded_generators
+
+GET_PARAMETERS = "get_parameters"
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """The parameters of version 0 by name, and the config of the first message."""
+
+    arrays: dict[str, np.ndarray]
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def make_initial(
+    runner: AppRunner, function: str, server_app: str, client_app: str
+) -> InitialModel:
+    """Return the initial parameters from a function, a ServerApp, or the clients themselves.
+
+    function, server_app: references, or "". The global generators are seeded from the runner's
+    seed. Raise `Refused` if nothing provides the parameters.
+    """
+    folder = runner.folder or Path.cwd()
+    with seeded_generators(runner.seed, torch.device("cpu")):
+        if function:
+            setting = f"learner.parameters={function}"
+            maker = load_object(function, folder, "learner.parameters")
+            if not callable(maker):
+                raise Refused(f"{setting}: cannot be called. Give a function.")
+            return from_object(maker(), setting)
+        if server_app:
+            return from_server_app(server_app, runner, folder)
+        if not runner.app.uses_client_fn:
+            raise Refused(
+                f"learner.app={client_app}: nothing provides the initial parameters. "
+                "Set learner.parameters=module:function, or learner.folder to the app's project."
+            )
+        try:
+            return from_client(runner)
+        except AppError as error:
+            raise Refused(
+                f"learner.app={client_app}: get_parameters of client 0 fails ({error}). "
+                "Set learner.parameters=module:function."
+            ) from error
+
+
+class _FirstMessage(BaseException):
+    """Ends a ServerApp at its first message for training; not an error."""
+
+
+class _FirstMessageGrid(SimpleGrid):
+    """A Grid that keeps the first message for training and then ends the ServerApp."""
+
+    def __init__(self, runner: AppRunner):
+        super().__init__()
+        self.runner = runner
+        self.first: Message | None = None
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the node ids of all clients."""
+        return [node_id(client) for client in range(self.runner.clients)]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Let a client answer messages that come before training; stop at the first for training.
+
+        timeout: is not used.
+        """
+        replies = []
+        for number, message in enumerate(messages):
+            kind = message.metadata.message_type
+            if kind.split(".")[0] == "train":
+                if self.first is None:
+                    self.first = message
+                raise _FirstMessage
+            client = message.metadata.dst_node_id - node_id(0)
+            asked = instruction(client, message.content, kind, f"before-{number}")
+            content, _ = self.runner.answer(asked, 0, RecordDict())
+            replies.append(Message(content, reply_to=asked))
+        return replies
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Stop at the first message."""
+        self.send_and_receive(messages)
+        return []
+
+
+def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialModel:
+    """Return the parameters and the config in a ServerApp's first message for training.
+
+    Raise `Refused` if the app ends or fails before.
+    """
+    key = f"learner.app: its ServerApp {reference}"
+    app = load_object(reference, folder, key)
+    if not isinstance(app, ServerApp):
+        raise Refused(f"{key}: is a {type(app).__name__}, not a ServerApp. Set learner.parameters.")
+    grid = _FirstMessageGrid(runner)
+    context = Context(
+        run_id=RUN_ID,
+        node_id=SERVER_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config=dict(runner.run_config),
+    )
+    set_identity()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            app(grid, context)
+    except _FirstMessage:
+        pass
+    except (Exception, SystemExit) as error:
+        if grid.first is None:
+            place = users_line(error, folder)
+            raise Refused(
+                f"{key}: fails before its first message: {type(error).__name__}: {error}{place}. "
+                "Correct it, or set learner.parameters."
+            ) from error
+    if grid.first is None:
+        raise Refused(f"{key}: sends no message for training. Set learner.parameters.")
+    content = grid.first.content
+    return InitialModel(_only_arrays(content, key), _config_of(content))
+
+
+def _only_arrays(content: RecordDict, key: str) -> dict[str, np.ndarray]:
+    records = list(content.array_records.values())
+    if len(records) != 1:
+        raise Refused(
+            f"{key}: its first message has {len(records)} ArrayRecords, and one is needed. "
+            "Set learner.parameters."
+        )
+    return arrays_of(records[0])
+
+
+def _config_of(content: RecordDict) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for record in content.config_records.values():
+        values.update(record)
+    return values
+
+
+def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """Return the arrays of a record by name."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def from_client(runner: AppRunner) -> InitialModel:
+    """Return what `get_parameters` of client 0 returns. Raises AppError if there is none."""
+    content = RecordDict({"getparametersins.config": ConfigRecord()})
+    message = instruction(0, content, GET_PARAMETERS, "initial")
+    returned, _ = runner.answer(message, 0, RecordDict())
+    (record,) = returned.array_records.values()
+    return InitialModel(arrays_of(record))
+
+
+def from_object(made: Any, key: str) -> InitialModel:
+    """Return the parameters of an object: a module, a mapping or a list of arrays, a record.
+
+    Raise `Refused` for another object.
+    """
+    if hasattr(made, "state_dict"):
+        made = made.state_dict()
+    if isinstance(made, ArrayRecord):
+        return InitialModel(arrays_of(made))
+    if isinstance(made, Mapping):
+        return InitialModel({str(name): _as_array(value) for name, value in made.items()})
+    if isinstance(made, list | tuple):
+        return InitialModel({str(name): _as_array(value) for name, value in enumerate(made)})
+    raise Refused(
+        f"{key}: returned a {type(made).__name__}. Return a torch.nn.Module, arrays by name, "
+        "a list of arrays, or an ArrayRecord."
+    )
+
+
+def _as_array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)

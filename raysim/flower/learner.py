@@ -1,0 +1,148 @@
+"""A Flower ClientApp as a raysim learner: its `train` and `evaluate` are the local work.
+
+Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research Framework",
+arXiv:2007.14390), version 1.42, public names only.
+
+Choices
+- The server's rule is that of raysim: the app's ServerApp is used only to get the initial
+  parameters and the config of its first message. `raysim flower run` runs ServerApps.
+- The app loads its own data. raysim's data and partition say how many clients and samples there
+  are, for virtual time and for the weights of updates.
+- The state of an app's Context is the client's state: it changes only if the job is aggregated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysim.api.declarations import Task
+from raysim.api.learner import Learner, LearnerNetwork, Parameters
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.api.setup import Setup
+from raysim.flower.project import LoadedClientApp, Project, flatten, load_client_app, read_project
+from raysim.primitives.errors import Refused
+from raysim.primitives.extras import import_optional
+
+if TYPE_CHECKING:
+    from raysim.flower.client import AppRunner
+    from raysim.flower.initial import InitialModel
+
+KEY = "learner.app"
+
+
+class FlowerLearner(Learner):
+    """A learner that sends messages to a Flower ClientApp.
+
+    app: "module:object" of a ClientApp, a client_fn or a class of clients; "" takes that of the
+    project's pyproject.toml. folder: the project's folder; None is the current folder. run_config:
+    overrides of the project's run config. train_config, evaluate_config: values in the config of
+    each message. parameters: "module:function" that makes the initial parameters; "" takes those of
+    the project's ServerApp or of `get_parameters`. Raise `Refused` for an app that cannot be used.
+    """
+
+    name = "flower"
+    paper = "Beutel et al., arXiv:2007.14390"
+
+    def __init__(
+        self,
+        app: str = "",
+        folder: str | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        train_config: Mapping[str, Any] | None = None,
+        evaluate_config: Mapping[str, Any] | None = None,
+        parameters: str = "",
+    ):
+        import_optional("flwr", "learner=flower")
+        self.app = app
+        self.folder = folder
+        self.run_config = dict(run_config or {})
+        self.train_config = flatten(train_config or {}, "learner.train_config")
+        self.evaluate_config = flatten(evaluate_config or {}, "learner.evaluate_config")
+        self.parameters = parameters
+        self._root = Path(folder or ".").expanduser().resolve()
+        project = self._project()
+        self._resolved_config = project.run_config(self.run_config, "learner.run_config")
+        self._reference = app or project.client_app
+        if not self._reference:
+            raise Refused(
+                f"{KEY}: no app is set, and {project.file} names none. Set {KEY}=module:object."
+            )
+        loaded = self._load()
+        if not loaded.can_train:
+            raise Refused(
+                f"{KEY}={self._reference}: the app has no function for training. "
+                "Add one with @app.train()."
+            )
+        self._made: dict[tuple[int, int], InitialModel] = {}  # by clients and seed
+
+    def _project(self) -> Project:
+        return read_project(self._root)
+
+    def _load(self) -> LoadedClientApp:
+        """Return the app of this process."""
+        return load_client_app(self._reference, self._root, KEY)
+
+    # --- the model ----------------------------------------------------------------------------
+    def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
+        """Return the app's initial parameters, arrays by name.
+
+        They are made once and travel to the workers with the learner. Raise `Refused` if nothing
+        provides them.
+        """
+        from raysim.flower.initial import make_initial
+
+        seed = int(rng.integers(2**62))
+        made = self._made.get((task.population, seed))
+        if made is None:
+            project = self._project()
+            runner = self.runner(task.population, seed)
+            made = make_initial(runner, self.parameters, project.server_app, self._reference)
+            self._made[task.population, seed] = made
+        return dict(made.arrays)
+
+    def setup(self, run: Setup) -> None:
+        """Train with the app, and keep the records of each client's context."""
+        super().setup(run)
+        run.client_state("context", _no_records)
+
+    def runner(self, clients: int, seed: int) -> AppRunner:
+        """Return the object that lets the app answer messages."""
+        from raysim.flower.client import AppRunner
+
+        return AppRunner(self._load(), clients, self._resolved_config, seed, self._root)
+
+    # --- a job --------------------------------------------------------------------------------
+    def fit_client(self, job: LocalJob) -> LocalResult:
+        """Send the received parameters in a message for training; store those of the reply.
+
+        Raises AppError if the app fails, and ValueError if its arrays have other names or shapes.
+        """
+        from raysim.flower.local_work import train
+
+        network: LearnerNetwork = job.model.net  # type: ignore[assignment]
+        sent: dict[str, Any] = {}
+        for made in self._made.values():
+            sent.update(made.config)
+        sent.update(self.train_config)
+        trained = train(
+            self.runner(job.task.population, job.seed),
+            network.parameters_as_arrays(),
+            sent,
+            client=job.client,
+            number=job.participation,
+            version=job.version,
+            state=job.state["context"],
+        )
+        network.set_parameters(trained.arrays)
+        job.state["context"] = trained.state
+        return trained.result
+
+
+def _no_records(samples: int) -> bytes:
+    """Return the records of a client that was never trained."""
+    return b""

@@ -1,0 +1,90 @@
+"""Send a client its message of a raysim job, and read the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import numpy as np
+from flwr.app import RecordDict
+
+from raysim.api.local_training import LocalResult
+from raysim.flower.client import AppError, AppRunner
+from raysim.flower.initial import arrays_of
+from raysim.flower.messages import instruction, model_records
+from raysim.flower.records import pack_records, unpack_records
+
+LOSS_NAMES = ("train_loss", "train-loss", "loss")
+ROUND = "server-round"
+LEGACY_ROUNDS = ("server_round", "current_round", "round")  # names that apps choose themselves
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a client's reply contains: arrays by name, the packed state, and the numbers."""
+
+    arrays: dict[str, np.ndarray]
+    state: bytes
+    result: LocalResult
+
+
+def train(
+    runner: AppRunner,
+    arrays: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    *,
+    client: int,
+    number: int,
+    version: int,
+    state: bytes,
+) -> Trained:
+    """Send parameters and a config in a message for training; return what the app replies.
+
+    number: how many messages for training the client received before. version: how many
+    aggregations were made before. state: the client's packed records, or b"". Raises AppError if
+    the app fails.
+    """
+    content = model_records(
+        arrays, _with_round(config, version), "train", runner.app.uses_client_fn
+    )
+    message = instruction(client, content, "train", f"{client}-{number}")
+    returned, records = runner.answer(message, number, read_state(state))
+    array_records = list(returned.array_records.values())
+    if len(array_records) != 1:
+        raise AppError(
+            f"the app's reply has {len(array_records)} ArrayRecords. Return the trained parameters "
+            "in one."
+        )
+    metrics = numbers_of(returned)
+    loss = next((metrics[name] for name in LOSS_NAMES if name in metrics), nan)
+    result = LocalResult(loss=loss, metrics=metrics)
+    packed = pack_records(records) if len(records) else b""
+    return Trained(arrays_of(array_records[0]), packed, result)
+
+
+def _with_round(config: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """Return the config with the number of the round, from 1."""
+    values = {**config, ROUND: version + 1}
+    for name in LEGACY_ROUNDS:
+        if name in config:
+            values[name] = version + 1
+    return values
+
+
+def read_state(data: bytes) -> RecordDict:
+    """Return the records of a client's state. data: b"" for a client without records."""
+    return unpack_records(data) if data else RecordDict()
+
+
+def numbers_of(content: RecordDict) -> dict[str, float]:
+    """Return the numbers of all metrics in a reply, by name."""
+    numbers: dict[str, float] = {}
+    for name, record in content.items():
+        if name.endswith(".status") or name in content.array_records:
+            continue
+        for key, value in record.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[key] = float(value)
+    return numbers

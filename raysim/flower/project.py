@@ -1,0 +1,244 @@
+"""Find a Flower app: its project folder, its settings in pyproject.toml, and its objects."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.extras import import_optional
+
+PROJECT_FILE = "pyproject.toml"
+UserConfig: TypeAlias = dict[str, Any]  # values are bool, int, float or str
+_SCALARS = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Project:
+    """The part of a Flower project's pyproject.toml that decides a run.
+
+    folder: the project's folder. client_app, server_app: "module:object", or "" if the file has
+    none. config: the run config, by keys with dots. clients: the number of simulated clients, or
+    None.
+    """
+
+    folder: Path
+    client_app: str = ""
+    server_app: str = ""
+    config: UserConfig = field(default_factory=dict)
+    clients: int | None = None
+
+    def run_config(self, overrides: Mapping[str, Any], key: str) -> UserConfig:
+        """Return the run config with overrides.
+
+        key: the setting that has the overrides. Raise `Refused` for a key that the file lacks.
+        """
+        changed = flatten(overrides, key)
+        for name in changed:
+            if self.config and name not in self.config:
+                valid = suggest(name, self.config, "the app's run config has")
+                raise Refused(f"{key}.{name}: does not exist in {self.file}. {valid}")
+        return {**self.config, **changed}
+
+    @property
+    def file(self) -> Path:
+        """The project's pyproject.toml."""
+        return self.folder / PROJECT_FILE
+
+
+def read_project(folder: str | Path) -> Project:
+    """Read the project in a folder. Without a pyproject.toml, only the folder is known."""
+    root = Path(folder).expanduser().resolve()
+    if not root.is_dir():
+        raise Refused(f"{folder}: there is no such folder. Give the folder of a Flower app.")
+    file = root / PROJECT_FILE
+    if not file.is_file():
+        return Project(root)
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{file}: is no valid TOML ({error}). Correct the file.") from error
+    flower = values.get("tool", {}).get("flwr", {})
+    app = flower.get("app", {})
+    components = app.get("components", {})
+    return Project(
+        root,
+        str(components.get("clientapp", "")),
+        str(components.get("serverapp", "")),
+        flatten(app.get("config", {}), str(file)),
+        _number_of_clients(flower.get("federations", {})),
+    )
+
+
+def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
+    """Return the clients of the default federation, which older projects contain."""
+    federation = federations.get(federations.get("default", ""), {})
+    clients = federation.get("options", {}).get("num-supernodes")
+    return None if clients is None else int(clients)
+
+
+def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig:
+    """Return nested values with their keys joined by dots.
+
+    key: what an error names. Raise `Refused` for a value that Flower's run config cannot hold.
+    """
+    flat: UserConfig = {}
+    for name, value in values.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, key, path))
+        elif isinstance(value, _SCALARS):
+            flat[path] = value
+        else:
+            raise Refused(
+                f"{key}.{path}={value!r}: is a {type(value).__name__}. "
+                "Use a number, a text, true or false."
+            )
+    return flat
+
+
+# --- objects --------------------------------------------------------------------------------------
+def load_object(reference: str, folder: Path, key: str) -> Any:
+    """Import "module:object" with the folder on the path of imports.
+
+    key: the setting that contains the reference. Raise `Refused` if it cannot be imported.
+    """
+    module_name, _, path = reference.partition(":")
+    if not module_name or not path:
+        raise Refused(
+            f"{key}={reference}: is no reference to an object. Write module:object, "
+            "such as mypackage.client_app:app."
+        )
+    target: Any = import_module(module_name, folder, f"{key}={reference}")
+    for name in path.split("."):
+        if not hasattr(target, name):
+            public = [known for known in vars(target) if not known.startswith("_")]
+            valid = suggest(name, public, f"{module_name} has")
+            raise Refused(f"{key}={reference}: there is no {name} in {module_name}. {valid}")
+        target = getattr(target, name)
+    return target
+
+
+def import_module(name: str, folder: Path, setting: str) -> ModuleType:
+    """Import a module of the app; report an error with the app's own line."""
+    import_optional("flwr", setting)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        place = users_line(error, folder)
+        advice = "Correct the app."
+        if isinstance(error, ModuleNotFoundError):
+            advice = "Install the missing package, or give the folder that contains the module."
+        raise Refused(
+            f"{setting}: cannot be imported: {type(error).__name__}: {error}{place}. {advice}"
+        ) from error
+
+
+def users_line(error: BaseException, folder: Path | None = None) -> str:
+    """Return " (file, line N: code)" of the innermost line of the app, or "" if there is none.
+
+    folder: the app's folder; None takes the innermost line outside of raysim and Flower.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_foreign = {"site-packages", "raysim", "importlib"} & set(path.parts)
+        is_app = path.is_relative_to(folder) if folder else not is_foreign
+        if is_app and "site-packages" not in path.parts:
+            return f" ({path.name}, line {frame.lineno}: {frame.line})"
+    return ""
+
+
+@dataclass(frozen=True)
+class LoadedClientApp:
+    """A ClientApp, and what it can do.
+
+    uses_client_fn: True if messages reach a `Client` or `NumPyClient`. can_train, can_evaluate:
+    False if the function for it is missing.
+    """
+
+    app: Callable[[Any, Any], Any]
+    uses_client_fn: bool
+    can_train: bool
+    can_evaluate: bool
+
+
+@functools.lru_cache
+def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
+    """Import a ClientApp, a client_fn, or a class of clients; once in each process."""
+    return inspect_client_app(load_object(reference, folder, key), f"{key}={reference}")
+
+
+def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
+    """Return a ClientApp from a ClientApp, a client_fn, or a class of clients.
+
+    setting: what an error names. Raise `Refused` for another object.
+    """
+    from flwr.client import Client, NumPyClient
+    from flwr.clientapp import ClientApp
+
+    if isinstance(target, type) and issubclass(target, Client | NumPyClient):
+        target = _client_fn_of(target, setting)
+    if inspect.isroutine(target) or isinstance(target, functools.partial):
+        target = ClientApp(client_fn=target)
+    if not isinstance(target, ClientApp):
+        raise Refused(
+            f"{setting}: is a {type(target).__name__}. Give a ClientApp, a client_fn, "
+            "or a class of clients."
+        )
+    try:
+        target.train("raysim_probe")  # registers nothing until its result is called
+    except ValueError:  # Flower's answer for an app that was made from a client_fn
+        return LoadedClientApp(target, True, True, True)
+    can_train, can_evaluate = _is_registered(target.train), _is_registered(target.evaluate)
+    return LoadedClientApp(target, False, can_train, can_evaluate)
+
+
+def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
+    """Return a client_fn that makes a client of the class, with or without the context."""
+    from flwr.client import NumPyClient
+
+    parameters = inspect.signature(client_class).parameters.values()
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) > 1:
+        raise Refused(
+            f"{setting}: the class needs {len(required)} arguments. Give a client_fn(context) "
+            "that makes the client."
+        )
+
+    def client_fn(context: Any) -> Any:
+        client = client_class(context) if required else client_class()
+        return client.to_client() if issubclass(client_class, NumPyClient) else client
+
+    return client_fn
+
+
+def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
+    """Return True if an app has a function of this kind.
+
+    Flower refuses a second one. A missing one is filled with a function that raises.
+    """
+    try:
+        register()(_missing)
+    except ValueError:
+        return True
+    return False
+
+
+def _missing(message: Any, context: Any) -> Any:
+    raise ValueError("the app has no function for this message")

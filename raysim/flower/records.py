@@ -1,0 +1,107 @@
+"""Convert the content of Flower messages to bytes and back.
+
+Replies are stored on disk and client states in checkpoints. Nothing is pickled: the bytes are a
+header in JSON, and after it the data of arrays and other bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+_HEADER_SIZE_BYTES = 8
+_KINDS = {"metric": MetricRecord, "config": ConfigRecord}
+
+
+class _BytesWriter:
+    """A list of byte strings; each gets a number."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def add(self, data: bytes) -> int:
+        """Add a byte string; return its number."""
+        self.parts.append(data)
+        return len(self.parts) - 1
+
+
+def pack_records(content: RecordDict) -> bytes:
+    """Return all records as bytes, in their order."""
+    writer = _BytesWriter()
+    records: list[list[Any]] = []
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            arrays = [
+                [key, array.dtype, list(array.shape), array.stype, writer.add(array.data)]
+                for key, array in record.items()
+            ]
+            records.append(["array", name, arrays])
+            continue
+        kind = "metric" if isinstance(record, MetricRecord) else "config"
+        values = [[key, _pack_value(value, writer)] for key, value in record.items()]
+        records.append([kind, name, values])
+    sizes = [len(part) for part in writer.parts]
+    header = json.dumps({"records": records, "sizes": sizes}).encode()
+    return b"".join([len(header).to_bytes(_HEADER_SIZE_BYTES, "little"), header, *writer.parts])
+
+
+def unpack_records(data: bytes) -> RecordDict:
+    """Return the records that `pack_records` converted."""
+    start = _HEADER_SIZE_BYTES + int.from_bytes(data[:_HEADER_SIZE_BYTES], "little")
+    header = json.loads(data[_HEADER_SIZE_BYTES:start])
+    parts = []
+    for size in header["sizes"]:
+        parts.append(data[start : start + size])
+        start += size
+    content = RecordDict()
+    for kind, name, entries in header["records"]:
+        if kind == "array":
+            record = ArrayRecord()
+            for key, dtype, shape, stype, number in entries:
+                record[key] = Array(dtype, tuple(shape), stype, parts[number])
+            content[name] = record
+            continue
+        values = {key: _unpack_value(value, parts) for key, value in entries}
+        content[name] = _KINDS[kind](values)
+    return content
+
+
+def _pack_value(value: Any, writer: _BytesWriter) -> Any:
+    """Return a value in JSON's types; bytes become {"bytes": number}."""
+    if isinstance(value, bytes):
+        return {"bytes": writer.add(value)}
+    if isinstance(value, list):
+        return [_pack_value(item, writer) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+def _unpack_value(value: Any, parts: list[bytes]) -> Any:
+    if isinstance(value, dict):
+        return parts[value["bytes"]]
+    if isinstance(value, list):
+        return [_unpack_value(item, parts) for item in value]
+    return value
+
+
+def count_array_bytes(content: RecordDict) -> int:
+    """Return the size of all arrays, without the headers that Flower adds to each."""
+    total = 0
+    for record in content.array_records.values():
+        for array in record.values():
+            total += _array_bytes(array)
+    return total
+
+
+def _array_bytes(array: Array) -> int:
+    if not array.dtype:  # an array of a Client or NumPyClient has no type; its header is small
+        return len(array.data)
+    try:
+        item_bytes = np.dtype(array.dtype).itemsize
+    except TypeError:
+        return len(array.data)
+    return int(np.prod(array.shape, dtype=np.int64)) * item_bytes

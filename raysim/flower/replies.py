@@ -1,0 +1,130 @@
+"""Stored replies: a run that was killed answers the same messages from its file.
+
+A ServerApp is a program of the user, and raysim cannot save its variables. To continue a run, the
+ServerApp starts again with the same seed and sends the same messages; the stored replies answer
+them until the point at which the run was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+from flwr.app import RecordDict
+
+from raysim.flower.records import pack_records
+from raysim.flower.worker import Answer, Request
+
+_LENGTHS = struct.Struct("<IQQI")  # bytes of the key, of the content, of the state; checksum
+
+
+class ReplayError(RuntimeError):
+    """The error of a ServerApp that sends other messages than the stored run."""
+
+
+class StoredReplies:
+    """The replies of a run, in memory or in a file.
+
+    path: the file; None stores nothing. A damaged end of the file, from a run that was killed, is
+    removed.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self._path = path
+        self._places: dict[tuple[int, int], tuple[str, int, int, int, str]] = {}
+        self._digests: dict[int, tuple[RecordDict, str]] = {}  # by identity, of one batch
+        self._file: BinaryIO | None = None
+        self.replayed = 0
+        if path is not None:
+            path.touch()
+            self._read(path)
+            self._file = path.open("r+b")
+
+    @property
+    def count(self) -> int:
+        """The number of stored replies."""
+        return len(self._places)
+
+    def _read(self, path: Path) -> None:
+        """Find all complete entries; cut off an incomplete one."""
+        end = 0
+        with path.open("rb") as file:
+            while True:
+                head = file.read(_LENGTHS.size)
+                if len(head) < _LENGTHS.size:
+                    break
+                key_size, content_size, state_size, checksum = _LENGTHS.unpack(head)
+                key = file.read(key_size)
+                payload = file.read(content_size + state_size)
+                is_complete = len(payload) == content_size + state_size
+                if not is_complete or zlib.crc32(key + payload) != checksum:
+                    break
+                client, number, digest, error = json.loads(key)
+                start = end + _LENGTHS.size + key_size
+                self._places[client, number] = (digest, start, content_size, state_size, error)
+                end = file.tell()
+        with path.open("r+b") as file:
+            file.truncate(end)
+
+    def find(self, request: Request) -> Answer | None:
+        """Return the stored answer to a message, or None.
+
+        Raises ReplayError if the stored message has other content.
+        """
+        place = self._places.get((request.client, request.number))
+        if place is None or self._file is None:
+            return None
+        digest, start, content_size, state_size, error = place
+        if digest != self._digest(request):
+            raise ReplayError(
+                f"{self._path}: message {request.number} to client {request.client} differs from "
+                "the stored one. The ServerApp depends on something besides the seed, or the app "
+                "or its settings were changed. Start a new run in another folder."
+            )
+        self._file.seek(start)
+        content = self._file.read(content_size)
+        self.replayed += 1
+        return Answer(content, self._file.read(state_size), error)
+
+    def add(self, request: Request, answer: Answer) -> None:
+        """Store an answer. The file has it when this function returns."""
+        if self._file is None:
+            return
+        digest = self._digest(request)
+        key = json.dumps([request.client, request.number, digest, answer.error]).encode()
+        checksum = zlib.crc32(answer.state, zlib.crc32(answer.content, zlib.crc32(key)))
+        head = _LENGTHS.pack(len(key), len(answer.content), len(answer.state), checksum)
+        end = self._file.seek(0, 2)
+        self._file.write(b"".join([head, key, answer.content, answer.state]))
+        self._file.flush()
+        start = end + len(head) + len(key)
+        self._places[request.client, request.number] = (
+            digest,
+            start,
+            len(answer.content),
+            len(answer.state),
+            answer.error,
+        )
+
+    def forget_digests(self) -> None:
+        """Forget the digests of the last messages, whose content may change from now on."""
+        self._digests.clear()
+
+    def _digest(self, request: Request) -> str:
+        """Return a digest of a message's type and content; equal content is read once."""
+        stored = self._digests.get(id(request.content))
+        if stored is None:
+            data = pack_records(request.content)
+            stored = (request.content, hashlib.blake2b(data, digest_size=16).hexdigest())
+            self._digests[id(request.content)] = stored
+        return f"{request.message_type}:{stored[1]}"
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

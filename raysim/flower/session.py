@@ -1,0 +1,329 @@
+"""Run a Flower app, its ServerApp included, on virtual time, and store what its messages did."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.serverapp import ServerApp
+
+from raysim.experiment.settings import RuntimeOptions
+from raysim.flower.clock import VirtualClock
+from raysim.flower.grid import MessageRecord, VirtualGrid
+from raysim.flower.identity import set_identity
+from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
+from raysim.flower.ordering import ordered_strategies
+from raysim.flower.project import LoadedClientApp, users_line
+from raysim.flower.replies import ReplayError, StoredReplies
+from raysim.flower.worker import AppSpec, AppWorker
+from raysim.primitives.checks import at_least
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import lock_folder, make_folder, replace_file
+from raysim.primitives.streams import torch_seed
+from raysim.runtime.inprocess import InProcess, preserve_torch_settings
+from raysim.simulation.events import RunStoppedError
+from raysim.simulation.fleet import Fleet, Ideal
+from raysim.simulation.runtime import Runtime
+from raysim.training.determinism import make_deterministic
+from raysim.training.own_training import seeded_generators
+
+SETTINGS, REPLIES, MESSAGES, SUMMARY = (
+    "flower.json",
+    "replies.bin",
+    "messages.csv",
+    "summary.json",
+)
+WEIGHT_NAMES = ("num-examples", "num_examples")
+ROUND_COLUMNS = ("type", "round", "dispatched", "arrived", "answered", "failed", "lost")
+
+
+@dataclass(frozen=True)
+class AppRun:
+    """The settings of a run of a Flower app.
+
+    client_app, server_app: "module:object", or objects. folder: the project's folder. clients: the
+    number of simulated clients. samples: how many samples a message for training takes on the
+    virtual clock. out: the run's folder; None stores nothing. resumes: True continues the run in
+    `out`.
+    """
+
+    client_app: str | LoadedClientApp
+    server_app: ServerApp
+    folder: Path
+    clients: int = 10
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    samples: int = 100
+    fleet: Fleet = field(default_factory=Ideal)
+    runtime: RuntimeOptions = field(default_factory=lambda: RuntimeOptions(name="inprocess"))
+    device: str = "cpu"
+    out: Path | None = None
+    resumes: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("clients", self.clients, 1)
+        at_least("samples", self.samples, 0)
+
+    def spec(self) -> AppSpec:
+        """Return what a worker is made from."""
+        return AppSpec(
+            self.client_app,
+            self.folder,
+            self.clients,
+            self.run_config,
+            self.seed,
+            self.runtime.threads,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the numbers of the run, for its folder."""
+        app = self.client_app if isinstance(self.client_app, str) else "an object from Python"
+        return {
+            "app": app,
+            "folder": str(self.folder),
+            "clients": self.clients,
+            "samples": self.samples,
+            "seed": self.seed,
+            "run_config": dict(self.run_config),
+            "fleet": repr(self.fleet),
+            "threads": self.runtime.threads,
+        }
+
+
+@dataclass(frozen=True)
+class AppResult:
+    """The result of a run of a Flower app.
+
+    messages: a row for each delivered reply. rounds: the weighted means of the replies' numbers,
+    for each group of messages that were sent at one time. summary: the numbers of the run.
+    """
+
+    messages: pd.DataFrame
+    rounds: pd.DataFrame
+    summary: dict[str, Any]
+    out: Path | None = None
+
+
+def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
+    """Run a ServerApp until it returns. say: gets texts for the user.
+
+    Raise `Refused` for a folder that holds another run, and RunStoppedError if the ServerApp fails.
+    """
+    records: list[MessageRecord] = []
+    digest = _ModelDigest()
+    with contextlib.ExitStack() as stack:
+        replies = stack.enter_context(_open_folder(run, say))
+        stack.enter_context(preserve_torch_settings())
+        runtime = stack.enter_context(_workers(run, say))
+        clock = VirtualClock(run.fleet, run.seed, run.clients, run.samples)
+        grid = _DigestingGrid(runtime, clock, replies, records.append, digest)
+        make_deterministic(run.runtime.threads)
+        _call_server_app(run, grid)
+    result = _summarise(run, records, clock, digest, replies)
+    if run.out is not None:
+        _store(run.out, result)
+    return result
+
+
+def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
+    """Call the ServerApp with seeded generators; report its own line if it fails."""
+    context = Context(
+        run_id=RUN_ID,
+        node_id=SERVER_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config=dict(run.run_config),
+    )
+    set_identity()
+    seed = torch_seed(run.seed, "flower.server")
+    try:
+        with seeded_generators(seed, torch.device(run.device)), ordered_strategies(grid):
+            run.server_app(grid, context)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            place = users_line(error, run.folder)
+            raise RunStoppedError(
+                f"the ServerApp called sys.exit({error.code!r}){place}"
+            ) from error
+    except (ReplayError, Refused):
+        raise
+    except Exception as error:
+        if grid.replay_error is not None:
+            raise grid.replay_error from error
+        place = users_line(error, run.folder)
+        raise RunStoppedError(
+            f"the ServerApp raised {type(error).__name__}: {error}{place}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _workers(run: AppRun, say: Callable[[str], None]) -> Iterator[Runtime]:
+    """Yield the workers: one in this process, or actors on Ray."""
+    if run.runtime.name == "inprocess":
+        yield InProcess(AppWorker(run.spec()))
+        return
+    from raysim.runtime.ray import object_workers
+
+    with object_workers(
+        AppWorker, run.spec(), run.runtime, run.device, run.runtime.threads, run.clients, say
+    ) as runtime:
+        yield runtime
+
+
+# --- the folder -----------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredReplies]:
+    """Yield the stored replies of the run's folder. Raise `Refused` if it holds another run."""
+    if run.out is None:
+        yield StoredReplies()
+        return
+    settings = run.out / SETTINGS
+    if run.out.is_dir() and any(run.out.iterdir()) and not run.resumes:
+        raise Refused(
+            f"out={run.out}: the folder is not empty. Choose another one, or continue its run "
+            "with resume=latest."
+        )
+    make_folder(run.out)
+    with lock_folder(run.out):
+        identity = run.identity()
+        if settings.exists():
+            _check_same_run(json.loads(settings.read_text()), identity, run.out)
+        else:
+            replace_file(settings, json.dumps(identity, indent=2).encode())
+        replies = StoredReplies(run.out / REPLIES)
+        if replies.count:
+            say(f"{run.out} has {replies.count} replies: the ServerApp gets them without training")
+        try:
+            yield replies
+        finally:
+            replies.close()
+
+
+def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out: Path) -> None:
+    for key, value in identity.items():
+        if stored.get(key) != value:
+            raise Refused(
+                f"{key}={value}: the run in {out} has {key}={stored.get(key)}. "
+                "Use the same settings, or another folder."
+            )
+
+
+# --- results --------------------------------------------------------------------------------------
+class _ModelDigest:
+    """The digest of the last parameters that the ServerApp sent."""
+
+    def __init__(self) -> None:
+        self.record: ArrayRecord | None = None
+
+    def hexdigest(self) -> str:
+        """Return the SHA-256 of the arrays, or "" if none were sent."""
+        if self.record is None:
+            return ""
+        digest = hashlib.sha256()
+        for name, array in self.record.items():
+            digest.update(name.encode() + b"\0" + array.data)
+        return digest.hexdigest()
+
+
+class _DigestingGrid(VirtualGrid):
+    """A Grid that remembers the last parameters that were sent."""
+
+    def __init__(self, *arguments: Any):
+        *usual, self._digest = arguments
+        super().__init__(*usual)
+
+    def on_content(self, content: RecordDict) -> None:
+        """Remember the arrays of a message."""
+        for record in content.array_records.values():
+            self._digest.record = record
+
+
+def _summarise(
+    run: AppRun,
+    records: list[MessageRecord],
+    clock: VirtualClock,
+    digest: _ModelDigest,
+    replies: StoredReplies,
+) -> AppResult:
+    rows = []
+    for record in records:
+        row = {name: value for name, value in vars(record).items() if name != "numbers"}
+        rows.append({**row, **record.numbers})
+    rows_of_rounds = _rounds(records)
+    rounds = pd.DataFrame(rows_of_rounds)
+    fates = Counter(record.fate for record in records)
+    summary: dict[str, Any] = {
+        "seed": run.seed,
+        "clients": run.clients,
+        "messages": len(records),
+        "answered": fates["answered"],
+        "failed": fates["failed"],
+        "lost": fates["lost"],
+        "replayed": replies.replayed,
+        "virtual_seconds": clock.now,
+        "model_sha256": digest.hexdigest(),
+    }
+    for kind in ("train", "evaluate"):
+        of_kind = [row for row in rows_of_rounds if row["type"] == kind]
+        if of_kind:
+            numbers = {name: of_kind[-1][name] for name in of_kind[-1] if name not in ROUND_COLUMNS}
+            summary.update({f"{kind}.{name}": value for name, value in numbers.items()})
+    return AppResult(pd.DataFrame(rows), rounds, summary, run.out)
+
+
+def _rounds(records: list[MessageRecord]) -> list[dict[str, Any]]:
+    """Return the weighted means of the numbers of messages that were sent at one time."""
+    groups: dict[tuple[float, str], list[MessageRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.dispatched, record.type].append(record)
+    numbers: Counter[str] = Counter()
+    rows = []
+    for (dispatched, kind), members in groups.items():
+        numbers[kind] += 1
+        answered = [member for member in members if member.fate == "answered"]
+        row: dict[str, Any] = {
+            "type": kind,
+            "round": numbers[kind],
+            "dispatched": dispatched,
+            "arrived": max(member.arrived for member in members),
+            "answered": len(answered),
+            "failed": sum(member.fate == "failed" for member in members),
+            "lost": sum(member.fate == "lost" for member in members),
+        }
+        rows.append({**row, **_means(answered)})
+    return rows
+
+
+def _means(members: list[MessageRecord]) -> dict[str, float]:
+    """Return the means of numbers, weighted by the number of examples if replies have it."""
+    totals: dict[str, float] = defaultdict(float)
+    weights: dict[str, float] = defaultdict(float)
+    for member in members:
+        weight = 1.0
+        for name in WEIGHT_NAMES:
+            weight = member.numbers.get(name, weight)
+        for name, value in member.numbers.items():
+            if name not in WEIGHT_NAMES:
+                totals[name] += weight * value
+                weights[name] += weight
+    return {name: totals[name] / weights[name] for name in totals if weights[name]}
+
+
+def _store(out: Path, result: AppResult) -> None:
+    replace_file(out / MESSAGES, result.messages.to_csv(index=False).encode())
+    replace_file(out / SUMMARY, json.dumps(result.summary, indent=2).encode())
+
+
+def warn_on_stderr(text: str) -> None:
+    """Print a text to stderr, so that what the app prints stays alone on stdout."""
+    print(text, file=sys.stderr)

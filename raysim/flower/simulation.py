@@ -1,0 +1,119 @@
+"""A drop-in for Flower's old `start_simulation`, on raysim's workers and virtual clock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.client import ClientApp
+from flwr.server import (
+    ClientManager,
+    History,
+    Server,
+    ServerApp,
+    ServerAppComponents,
+    ServerConfig,
+    SimpleClientManager,
+)
+from flwr.server.strategy import FedAvg, Strategy
+
+from raysim.experiment.settings import RuntimeOptions
+from raysim.flower.project import inspect_client_app
+from raysim.flower.session import AppRun, run_app, warn_on_stderr
+from raysim.primitives.errors import Refused
+from raysim.simulation.fleet import Fleet, Ideal
+
+
+def start_simulation(
+    *,
+    client_fn: Callable[..., Any],
+    num_clients: int,
+    clients_ids: list[str] | None = None,
+    client_resources: dict[str, float] | None = None,
+    server: Server | None = None,
+    config: ServerConfig | None = None,
+    strategy: Strategy | None = None,
+    client_manager: ClientManager | None = None,
+    ray_init_args: dict[str, Any] | None = None,
+    keep_initialised: bool | None = False,
+    actor_type: Any = None,
+    actor_kwargs: dict[str, Any] | None = None,
+    actor_scheduling: Any = "DEFAULT",
+    seed: int = 0,
+    samples: int = 100,
+    fleet: Fleet | None = None,
+    runtime: str = "local",
+    workers: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> History:
+    """Run rounds of federated learning with simulated clients; return Flower's history.
+
+    The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`.
+    client_resources: {"num_cpus": C, "num_gpus": G} for each worker. ray_init_args,
+    keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used, because raysim
+    starts its own workers.
+
+    seed: decides all draws of `random`, NumPy and torch. samples: how many samples a training takes
+    on the virtual clock. fleet: the devices; None is `Ideal()`. runtime: "local" for Ray, or
+    "inprocess". workers: the number of workers; None starts as many as fit. out: the run's folder.
+    resume: True continues the run in `out`.
+
+    Raise `Refused` for wrong arguments, and RunStoppedError if the strategy fails.
+    """
+    if clients_ids is not None:
+        raise Refused("clients_ids: Flower no longer supports it. Set num_clients instead.")
+    if runtime not in ("local", "inprocess"):
+        raise Refused(f"runtime={runtime!r}: is no runtime here. Use 'local' or 'inprocess'.")
+    resources = client_resources or {}
+    options = RuntimeOptions(
+        name="local" if runtime == "local" else "inprocess",
+        workers=workers,
+        cpus=resources.get("num_cpus", 1.0),
+        gpus=resources.get("num_gpus") or None,
+    )
+    settings = config or ServerConfig()
+    if server is None:
+        manager = client_manager or SimpleClientManager()
+        server = Server(client_manager=manager, strategy=strategy or FedAvg())
+    histories: list[History] = []
+    usual_fit = server.fit
+
+    def fit(num_rounds: int, timeout: float | None) -> tuple[History, float]:
+        """Fit as the server does, and keep the history."""
+        history, seconds = usual_fit(num_rounds=num_rounds, timeout=timeout)
+        histories.append(history)
+        return history, seconds
+
+    server.fit = fit  # type: ignore[method-assign]
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        return ServerAppComponents(server=server, config=settings)
+
+    run = AppRun(
+        client_app=inspect_client_app(ClientApp(client_fn=client_fn), "client_fn"),
+        server_app=ServerApp(server_fn=server_fn),
+        folder=_main_folder(),
+        clients=num_clients,
+        seed=seed,
+        samples=samples,
+        fleet=fleet or Ideal(),
+        runtime=options,
+        device="cuda" if options.gpus else "cpu",
+        out=Path(out) if out else None,
+        resumes=resume,
+    )
+    try:
+        run_app(run, warn_on_stderr)
+    finally:
+        server.fit = usual_fit  # type: ignore[method-assign]
+    return histories[0]
+
+
+def _main_folder() -> Path:
+    """Return the folder of the program, whose lines an error shows."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(file).resolve().parent if file else Path.cwd()

@@ -1,0 +1,49 @@
+"""Run objects of any class as the workers of a Ray cluster, without a coordinator."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from raysim.runtime.placement import RayOptions, choose_size, worker_resources
+from raysim.runtime.ray.actors import RayRuntime, actor_class
+from raysim.runtime.ray.cluster import (
+    Say,
+    bundle_options,
+    connection,
+    node_resources,
+    reserve,
+    run_bundles,
+)
+
+
+@contextmanager
+def object_workers(
+    kind: type, spec: object, options: RayOptions, device: str, threads: int, most: int, say: Say
+) -> Iterator[RayRuntime]:
+    """Start actors that hold `kind(spec)` each; end them with the context.
+
+    kind: a class with a function `ready`. most: the largest number of workers that can have work.
+    say: gets a text about what the workers wait for. Raises ValueError if Ray does not start or
+    the cluster is too small.
+    """
+    with connection(options):
+        each = worker_resources(options, device, threads)
+        size = choose_size(options, each, node_resources(), most)
+        shared = ray.put(spec)
+        name = f"raysim-{uuid.uuid4().hex[:6]}"
+        with reserve(run_bundles(size), name, options, say) as group:
+
+            def start(index: int) -> Any:
+                resources = bundle_options(group, index + 1, size.each)
+                return actor_class(kind).options(**resources).remote(shared)
+
+            runtime = RayRuntime(size.workers, start)
+            try:
+                yield runtime
+            finally:
+                runtime.stop()
