@@ -13,7 +13,13 @@ from raysim.experiment.run_overrides import read_setting
 from raysim.primitives.errors import Refused, nearest, suggest
 
 # Keys below which any name may be given.
-FREE_MAPPINGS = ("runtime.resources", "learner.options")
+FREE_MAPPINGS = (
+    "runtime.resources",
+    "learner.options",
+    "learner.run_config",
+    "learner.train_config",
+    "learner.evaluate_config",
+)
 # Keys of an earlier version, and what they are called now.
 RENAMED_KEYS = {"runtime.hosts": "runtime.workers", "sweep.hosts": "sweep.workers"}
 # Setting one empties the other, unless both are set. A checksum belongs to the file of its line.

@@ -59,9 +59,10 @@ class VirtualClock:
         """Return the clients that are available now, ascending."""
         presence = self._devices.presence
         everyone = np.arange(self.clients)
-        if presence is None:
-            return everyone.tolist()
-        return presence.available_clients(everyone, self.now).tolist()
+        if presence is not None:
+            everyone = presence.available_clients(everyone, self.now)
+        available: list[int] = everyone.tolist()
+        return available
 
     def wait_for_change(self) -> None:
         """Advance the clock to the next moment at which a client's availability changes."""

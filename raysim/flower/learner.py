@@ -29,6 +29,7 @@ from raysim.primitives.errors import Refused
 from raysim.primitives.extras import import_optional
 
 if TYPE_CHECKING:
+    from raysim.api.learner import EvaluationData
     from raysim.flower.client import AppRunner
     from raysim.flower.initial import InitialModel
 
@@ -141,6 +142,20 @@ class FlowerLearner(Learner):
         network.set_parameters(trained.arrays)
         job.state["context"] = trained.state
         return trained.result
+
+    def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
+        """Send the parameters to a client in a message for evaluation; return the reply's numbers.
+
+        Sets of samples without a client have no numbers, and so have all sets if the app has no
+        function for evaluation.
+        """
+        from raysim.flower.local_work import evaluate
+
+        if data.client < 0 or not self._load().can_evaluate:
+            return {}
+        runner = self.runner(data.task.population, data.seed)
+        state: bytes = data.state.get("context", b"")
+        return evaluate(runner, parameters, self.evaluate_config, data.client, state)
 
 
 def _no_records(samples: int) -> bytes:

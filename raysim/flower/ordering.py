@@ -33,11 +33,11 @@ def ordered_strategies(grid: VirtualGrid) -> Iterator[None]:
         order_results(server.strategy, grid)
         return usual(server)
 
-    Server.client_manager = client_manager  # type: ignore[method-assign]
+    Server.client_manager = client_manager
     try:
         yield
     finally:
-        Server.client_manager = usual  # type: ignore[method-assign]
+        Server.client_manager = usual
 
 
 def order_results(strategy: Any, grid: VirtualGrid) -> None:

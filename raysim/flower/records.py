@@ -99,9 +99,15 @@ def count_array_bytes(content: RecordDict) -> int:
 
 def _array_bytes(array: Array) -> int:
     if not array.dtype:  # an array of a Client or NumPyClient has no type; its header is small
-        return len(array.data)
+        return _length(array)
     try:
         item_bytes = np.dtype(array.dtype).itemsize
     except TypeError:
-        return len(array.data)
-    return int(np.prod(array.shape, dtype=np.int64)) * item_bytes
+        return _length(array)
+    values = int(np.prod(array.shape, dtype=np.int64))
+    return values * int(item_bytes)
+
+
+def _length(array: Array) -> int:
+    data: bytes = array.data
+    return len(data)

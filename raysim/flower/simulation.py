@@ -88,7 +88,7 @@ def start_simulation(
         histories.append(history)
         return history, seconds
 
-    server.fit = fit  # type: ignore[method-assign]
+    server.fit = fit
 
     def server_fn(context: Context) -> ServerAppComponents:
         return ServerAppComponents(server=server, config=settings)
@@ -109,7 +109,7 @@ def start_simulation(
     try:
         run_app(run, warn_on_stderr)
     finally:
-        server.fit = usual_fit  # type: ignore[method-assign]
+        server.fit = usual_fit
     return histories[0]
 
 

@@ -1,0 +1,67 @@
+"""ClientApps that fail, one in each way."""
+
+import sys
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+no_train = ClientApp()
+
+
+@no_train.evaluate()
+def _evaluate(message, context):
+    return Message(RecordDict(), reply_to=message)
+
+
+def parameters():
+    return {"weight": np.zeros((2, 3), np.float32)}
+
+
+def _app(train):
+    app = ClientApp()
+    app.train()(train)
+    return app
+
+
+def _records(weight, **metrics):
+    arrays = ArrayRecord({"weight": Array(weight)})
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord({"loss": 0.0, **metrics})})
+
+
+def _for_client_1(fail):
+    """Return an app whose client 1 fails, and whose other clients add 1."""
+
+    def train(message, context):
+        if context.node_config["partition-id"] == 1:
+            return fail(message)
+        weight = message.content["arrays"]["weight"].numpy() + 1
+        return Message(_records(weight), reply_to=message)
+
+    return _app(train)
+
+
+def _raise(message):
+    raise KeyError("no data here")
+
+
+def _exit(message):
+    sys.exit(3)
+
+
+def _print(message):
+    print("a line of the app")
+    return Message(_records(np.ones((2, 3), np.float32)), reply_to=message)
+
+
+raises = _for_client_1(_raise)
+exits = _for_client_1(_exit)
+prints = _for_client_1(_print)
+shape = _for_client_1(
+    lambda message: Message(_records(np.ones((3, 3), np.float32)), reply_to=message)
+)
+nan = _for_client_1(
+    lambda message: Message(_records(np.full((2, 3), np.nan, np.float32)), reply_to=message)
+)
+nothing = _for_client_1(lambda message: None)
+error = _for_client_1(lambda message: Message(Error(7, "my reason"), reply_to=message))
