@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
+import sysconfig
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from raysim.primitives.extras import import_optional
 PROJECT_FILE = "pyproject.toml"
 UserConfig: TypeAlias = dict[str, Any]  # values are bool, int, float or str
 _SCALARS = (bool, int, float, str)
+_OWN_FOLDER = Path(__file__).parent.parent  # the package raysim
+_PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -148,15 +151,26 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 def users_line(error: BaseException, folder: Path | None = None) -> str:
     """Return " (file, line N: code)" of the innermost line of the app, or "" if there is none.
 
-    folder: the app's folder; None takes the innermost line outside of raysim and Flower.
+    folder: the app's folder. Without lines in it, the innermost line outside of raysim and of
+    installed packages is taken.
     """
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        is_foreign = {"site-packages", "raysim", "importlib"} & set(path.parts)
-        is_app = path.is_relative_to(folder) if folder else not is_foreign
-        if is_app and "site-packages" not in path.parts:
-            return f" ({path.name}, line {frame.lineno}: {frame.line})"
+    frames = [
+        frame
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if not _is_foreign(Path(frame.filename))
+    ]
+    in_folder = [
+        frame for frame in frames if folder and Path(frame.filename).is_relative_to(folder)
+    ]
+    for frame in (*in_folder, *frames):
+        return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
     return ""
+
+
+def _is_foreign(file: Path) -> bool:
+    """Return True for a file of raysim, of Python or of an installed package."""
+    is_installed = "site-packages" in file.parts or file.is_relative_to(_PYTHON_FOLDER)
+    return is_installed or file.is_relative_to(_OWN_FOLDER) or str(file).startswith("<")
 
 
 @dataclass(frozen=True)

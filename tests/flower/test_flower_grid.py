@@ -163,7 +163,8 @@ def test_generators_are_seeded_for_each_message():
     drawn = []
 
     def draw(message, context):
-        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        numpy_draw = np.random.rand()  # noqa: NPY002
+        drawn.append((random.random(), numpy_draw, torch.rand(()).item()))
         return Message(RecordDict(), reply_to=message)
 
     from raysim.flower.messages import instruction

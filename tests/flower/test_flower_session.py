@@ -5,22 +5,22 @@ import pytest
 
 pytest.importorskip("flwr")
 
-import flwr.server.strategy as older  # noqa: E402
-import flwr.serverapp.strategy as newer  # noqa: E402
-from flwr.app import ArrayRecord, ConfigRecord  # noqa: E402
-from flwr.common import ndarrays_to_parameters  # noqa: E402
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig  # noqa: E402
+import flwr.server.strategy as older
+import flwr.serverapp.strategy as newer
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 
-from raysim.experiment.settings import RuntimeOptions  # noqa: E402
-from raysim.flower import session  # noqa: E402
-from raysim.flower.project import load_object, read_project  # noqa: E402
-from raysim.flower.replies import ReplayError  # noqa: E402
-from raysim.flower.session import AppRun, run_app  # noqa: E402
-from raysim.flower.worker import AppWorker  # noqa: E402
-from raysim.primitives.errors import Refused  # noqa: E402
-from raysim.runtime.inprocess import InProcess  # noqa: E402
-from raysim.simulation.events import RunStoppedError  # noqa: E402
-from raysim.simulation.fleet import Lognormal  # noqa: E402
+from raysim.experiment.settings import RuntimeOptions
+from raysim.flower import session
+from raysim.flower.project import load_object, read_project
+from raysim.flower.replies import ReplayError
+from raysim.flower.session import AppRun, run_app
+from raysim.flower.worker import AppWorker
+from raysim.primitives.errors import Refused
+from raysim.runtime.inprocess import InProcess
+from raysim.simulation.events import RunStoppedError
+from raysim.simulation.fleet import Lognormal
 
 
 def no_text(text):
@@ -147,7 +147,7 @@ def test_folder_of_another_run_is_refused(run, tmp_path):
 
 def test_failing_server_app_names_its_line(run):
     app = newer_app(lambda grid: 1 / 0)
-    with pytest.raises(RunStoppedError, match="ZeroDivisionError.*test_flower_session"):
+    with pytest.raises(RunStoppedError, match=r"ZeroDivisionError.*test_flower_session"):
         run_app(replace(run, server_app=app, folder=run.folder.parent), no_text)
 
 

@@ -37,7 +37,7 @@ def train(message, context):
         "train_loss": loss.item(),
         "num-examples": len(inputs),
         "seen": seen,
-        "drawn": random.random() + np.random.rand(),
+        "drawn": random.random() + np.random.rand(),  # noqa: NPY002
         "round": message.content["config"]["server-round"],
     }
     records = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)}

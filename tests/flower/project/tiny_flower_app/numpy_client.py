@@ -12,7 +12,7 @@ class Mean(NumPyClient):
         return [np.zeros((2, 2), np.float32), np.zeros(2)]
 
     def fit(self, parameters, config):
-        noise = np.random.normal(size=(2, 2)).astype(np.float32)
+        noise = np.random.normal(size=(2, 2)).astype(np.float32)  # noqa: NPY002
         weight, bias = parameters
         return [weight + noise, bias + self.client], 10 + self.client, {"loss": float(noise[0, 0])}
 

@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.common import ndarrays_to_parameters
+from flwr.server import Server, ServerConfig, SimpleClientManager
+from flwr.server.strategy import FedAdam, FedAvg
+
+from raysim.flower import start_simulation
+from raysim.primitives.errors import Refused
+from raysim.simulation.fleet import Lognormal
+
+
+def start(**settings):
+    from tiny_flower_app.numpy_client import old_client_fn
+
+    initial = ndarrays_to_parameters([np.zeros((2, 2), np.float32), np.zeros(2)])
+    usual = {
+        "client_fn": old_client_fn,
+        "num_clients": 6,
+        "config": ServerConfig(num_rounds=2),
+        "strategy": FedAdam(fraction_fit=0.5, initial_parameters=initial),
+        "runtime": "inprocess",
+    }
+    return start_simulation(**{**usual, **settings})
+
+
+def test_start_simulation_returns_a_history():
+    history = start()
+    assert [number for number, _ in history.losses_distributed] == [1, 2]
+    assert start().losses_distributed == history.losses_distributed
+    assert start(seed=1).losses_distributed != history.losses_distributed
+
+
+def test_start_simulation_takes_a_client_fn_with_context():
+    from tiny_flower_app.numpy_client import client_fn
+
+    assert start(client_fn=client_fn).losses_distributed == start().losses_distributed
+
+
+def test_start_simulation_takes_a_server_of_ones_own():
+    server = Server(client_manager=SimpleClientManager(), strategy=FedAvg())
+    history = start(server=server, strategy=None)  # asks a client for the initial parameters
+    assert len(history.losses_distributed) == 2
+    assert "fit" not in vars(server) or server.fit.__name__ == "fit"
+
+
+def test_start_simulation_continues(tmp_path):
+    straight = start(fleet=Lognormal(dropout=0.2))
+    out = tmp_path / "run"
+    start(fleet=Lognormal(dropout=0.2), out=out)
+    file = out / "replies.bin"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    continued = start(fleet=Lognormal(dropout=0.2), out=out, resume=True)
+    assert continued.losses_distributed == straight.losses_distributed
+
+
+@pytest.mark.parametrize("wrong", [{"clients_ids": ["1"]}, {"runtime": "cloud"}])
+def test_start_simulation_refuses_wrong_arguments(wrong):
+    with pytest.raises(Refused, match=next(iter(wrong))):
+        start(**wrong)
