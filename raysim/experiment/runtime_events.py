@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from raysim.simulation.events import Event
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+# A cluster that loses more nodes while a run starts is not stable enough to start it.
+MAX_LOST_NODES = 3
 
 
 def runtime_events(
@@ -68,10 +72,13 @@ def _ray_events(
         )
 
     with ray.connection(options):
-        try:
-            yield from events(options)
-        except NoRoomError as error:  # before anything has started
-            if not place.is_restart or options.workers is None:
-                raise
-            print_line(f"{error}. The run continues with as many workers as fit")
-            yield from events(replace(options, workers=None))
+        for losses in itertools.count(1):
+            try:
+                yield from events(options)
+                return
+            except NoRoomError as error:  # before anything has started
+                can_shrink = options.workers is None or place.is_restart
+                if not can_shrink or losses > MAX_LOST_NODES:
+                    raise
+                print_line(f"{error} The run starts with as many workers as fit")
+                options = replace(options, workers=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -163,14 +164,27 @@ class Progress:
         self.busy = {name: share for name, share in shares.items() if share is not None}
         self._show(is_line_due=self.clock() - self._last_line_at >= LOG_INTERVAL_S)
 
-    def wait(self, worker: int, clients: Sequence[str], seconds: float) -> None:
-        """Show which worker the run waits for, the clients that it trains, and for how long."""
-        who = f"worker {worker}"
+    def wait(
+        self,
+        worker: int,
+        clients: Sequence[str],
+        seconds: float,
+        node: str = "",
+        replaced_after: float = math.inf,
+    ) -> None:
+        """Show which worker the run waits for, and for how long.
+
+        clients: the clients that it trains. node, replaced_after: see `Waiting`.
+        """
+        who = f"worker {worker} on {node}" if node else f"worker {worker}"
         if clients:
             names = ", ".join(clients[:MAX_NAMED_CLIENTS])
             ellipsis = ", ..." if len(clients) > MAX_NAMED_CLIENTS else ""
             who += f" with client{'s' if len(clients) > 1 else ''} {names}{ellipsis}"
         self._wait_text = f"{who} has not answered for {format_duration(seconds)}"
+        if node and math.isfinite(replaced_after):
+            limit = format_duration(replaced_after)
+            self._wait_text += f", and is replaced after {limit} (faults.timeout)"
         self._show(is_line_due=True)
 
     def _show(self, is_line_due: bool) -> None:

@@ -31,6 +31,10 @@ class InProcess:
         self.nodes: Sequence[int] = (0,) * len(members)
         self.combine_from = 0.0
 
+    def node_name(self, worker: int) -> str:
+        """Return "", because all workers are in this process."""
+        return ""
+
     def put(self, value: object) -> object:
         """Return the value itself."""
         return value

@@ -114,10 +114,17 @@ class WorkerCalls:
         for call in calls:
             while not call.is_answered:
                 if not self._wait_for_any():
-                    clients = self._unanswered[call.worker][0].clients
-                    yield Waiting(
-                        call.worker, clients, time.monotonic() - self._waiting_since[call.worker]
-                    )
+                    yield self._describe_wait(call.worker)
+
+    def _describe_wait(self, worker: int) -> Waiting:
+        since = self._waiting_since[worker]
+        return Waiting(
+            worker,
+            self._unanswered[worker][0].clients,
+            seconds=time.monotonic() - since,
+            node=self._runtime.node_name(worker),
+            replaced_after=self._deadline(worker) - since,
+        )
 
     def _wait_for_any(self) -> bool:
         """Wait a limited time for an answer of any worker; return False if nothing happened."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -70,11 +71,15 @@ class Waiting:
 
     worker: the worker that the run waits for. clients: the clients that it trains, if any. seconds:
     the time since its last answer or, if it has not answered yet, since its current call began.
+    node: name and address of its machine; "" if unknown. replaced_after: the seconds without an
+    answer after which another worker takes its place; infinite if none does.
     """
 
     worker: int
     clients: tuple[int, ...]
     seconds: float
+    node: str = ""
+    replaced_after: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ class Runtime(Protocol):
         """The node of each worker; 0 is the coordinator's node."""
         ...
 
+    def node_name(self, worker: int) -> str:
+        """Return name and address of a worker's node; "" if they are unknown or need no name."""
+        ...
+
     @property
     def combine_from(self) -> float:
         """The shortest vector, in floats, for which nodes add up the sums of their workers."""

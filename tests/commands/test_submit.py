@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from raysim.commands.submit.package import (
 from raysim.experiment.compose import compose
 from raysim.primitives.commit import source_commit
 from raysim.primitives.errors import Refused
+from raysim.simulation.events import RunStoppedError
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -345,18 +346,64 @@ class TestJobServer:
 
         details = SimpleNamespace(status=JobStatus.FAILED, driver_exit_code=exit_code, message="")
         client: Any = SimpleNamespace(get_job_info=lambda job: details)
-        code, sentence = job_server.wait_for_end(client, "a")
+        connection = job_server.ConnectionToJob(client, "a", print, print)
+        code, sentence = job_server.wait_for_end(connection)
         assert code == status
         if signal_number is None:
             assert sentence == ""
         else:
             assert f"ended by signal {signal_number}" in sentence and "resume=latest" in sentence
 
+    def test_broken_connection_is_made_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(job_server, "RECONNECT_INTERVAL_S", 0.0)
+        client = UnstableClient(breaks_after=[0, 1, 3, None])
+        output: list[str] = []
+        lines: list[str] = []
+        connection = job_server.ConnectionToJob(client, "a", output.append, lines.append)
+        connection.follow()
+        assert "".join(output) == "".join(UnstableClient.LOG)
+        assert len(lines) == 3 and all("http://head:8265" in line for line in lines)
+
+    @pytest.mark.parametrize(
+        ("error", "advice"),
+        [
+            (OSError("refused"), "ray job stop --address http://head:8265 a"),
+            (RuntimeError("Job a does not exist"), "resume=latest"),
+        ],
+    )
+    def test_lost_connection_says_how_to_go_on(self, error: Exception, advice: str) -> None:
+        def fail(job: str) -> None:
+            raise error
+
+        client: Any = SimpleNamespace(get_job_info=fail, get_address=lambda: "http://head:8265")
+        connection = job_server.ConnectionToJob(client, "a", print, print, wait_s=0.0)
+        with pytest.raises(RunStoppedError, match=advice):
+            job_server.wait_for_end(connection)
+
     def test_rays_own_lines_are_left_out_of_the_output(self) -> None:
         lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
         lines += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
         output = "methods   fedavg\nround 1\n"
         assert job_server.RAY_LINES.sub("", lines + output) == output
+
+
+class UnstableClient:
+    """A client of a job server whose connection breaks after some parts of the log."""
+
+    LOG = ("round 1\n", "round", " 2\n", "round 3\n")
+
+    def __init__(self, breaks_after: Sequence[int | None]):
+        self._breaks_after = iter(breaks_after)
+
+    def get_address(self) -> str:
+        return "http://head:8265"
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        end = next(self._breaks_after)
+        for part in self.LOG[:end]:
+            yield part
+        if end is not None:
+            raise ConnectionError("broke")
 
 
 # --- jobs on a cluster --------------------------------------------------------------------------

@@ -121,6 +121,42 @@ def test_restart_uses_as_many_workers_as_fit(
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
+def test_run_starts_smaller_if_the_cluster_loses_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime import ray as on_ray
+
+    sizes: list[int] = []
+
+    def plan(*_: Any) -> Size:
+        sizes.append(6 - 2 * len(sizes))
+        return Size(sizes[-1], {"CPU": 1.0})
+
+    def run(spec: Any, schedule: Any, fleet: Any, size: Size, *rest: Any) -> Iterator[Event]:
+        if size.workers > lives:
+            raise NoRoomError("the cluster lost a node.")
+        yield from inprocess.run(spec, schedule, fleet, *rest[2:])
+
+    parts = {
+        "plan_workers": plan,
+        "run": run,
+        "connection": lambda _: nullcontext(),
+        "has_gpus": lambda: False,
+    }
+    for name, part in parts.items():
+        monkeypatch.setattr(on_ray, name, part)
+    monkeypatch.setattr("raysim.experiment.runtime_events.listen_on_loopback", lambda _: None)
+    lives = 4
+    words = [*QUICK[1:], "runtime=local"]
+    raysim.run([*words, f"out={tmp_path / 'a'}"], quiet=True)
+    assert sizes == [6, 4]
+    sizes.clear()
+    lives = -9
+    with pytest.raises(Refused, match="lost a node"):
+        raysim.run([*words, f"out={tmp_path / 'b'}"], quiet=True)
+    assert len(sizes) == 4
+
+
 def test_same_command_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", *QUICK, f"out={tmp_path / 'a'}", "--auto-resume", "--quiet"]
     assert cli.call([word.replace("rounds=5", "rounds=2") for word in words]) == 0

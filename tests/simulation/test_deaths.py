@@ -94,6 +94,9 @@ class Mortal:
         ]  # by worker: refs of calls
         self.calls = self.revived = 0
 
+    def node_name(self, worker: int) -> str:
+        return f"node-{worker} (10.0.0.{worker})"
+
     def put(self, value: object) -> object:
         return value
 
@@ -184,6 +187,8 @@ def test_waiting_events_name_the_silent_worker(clock: None) -> None:
             1,
         )
         in_hand.add(told[0].clients)
+        node = f"node-{told[0].worker} (10.0.0.{told[0].worker})"
+        assert {(event.node, event.replaced_after) for event in told} == {(node, 35.0)}
     assert len(in_hand) > 2 and set().union(*in_hand) <= set(range(6))
 
 

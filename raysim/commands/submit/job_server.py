@@ -30,6 +30,8 @@ RAY_LINES = re.compile(
 )
 CONNECT_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2
+RECONNECT_S = 120.0  # that a broken connection is tried again
+RECONNECT_INTERVAL_S = 2.0
 INTERRUPTED = 130  # exit status, as of a command that Ctrl-C stops
 SIGNAL_STATUS = 128  # added to a signal's number, as in a shell
 
@@ -138,37 +140,98 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
         ) from error
 
 
-def follow(client: JobSubmissionClient, job: str, write: Callable[[str], object]) -> None:
-    """Print the job's output until the job ends.
+class ConnectionToJob:
+    """A connection to a running job, which is made again if it breaks.
 
-    Raise `RunStoppedError` if the connection breaks.
+    write: receives the job's output. say: receives a line about a broken connection. wait_s: how
+    long a broken connection is tried again. Methods raise `RunStoppedError` after that time, or if
+    the job server no longer knows the job.
     """
 
-    async def pass_on() -> None:
-        async for text in client.tail_job_logs(job):
-            write(RAY_LINES.sub("", text))
+    def __init__(
+        self,
+        client: JobSubmissionClient,
+        job: str,
+        write: Callable[[str], object],
+        say: Callable[[str], object],
+        wait_s: float = RECONNECT_S,
+    ):
+        self.client, self.job, self._write, self._say, self._wait_s = (
+            client,
+            job,
+            write,
+            say,
+            wait_s,
+        )
+        self._written = 0  # characters of the job's log that were written
+        self._broken_since: float | None = None
 
-    try:
-        asyncio.run(pass_on())
-    except (OSError, RuntimeError) as error:
+    def follow(self) -> None:
+        """Write the job's output until the job ends; no part of it is written twice."""
+        while True:
+            try:
+                asyncio.run(self._pass_on())
+                return
+            except (OSError, RuntimeError) as error:
+                self._wait_to_reconnect(error)
+
+    async def _pass_on(self) -> None:
+        position = 0
+        # Each connection starts with the beginning of the log.
+        async for text in self.client.tail_job_logs(self.job):
+            self._broken_since = None
+            new = text[max(0, self._written - position) :]
+            position += len(text)
+            if new:
+                self._written = position
+                self._write(RAY_LINES.sub("", new))
+
+    def details(self) -> Any:
+        """Return Ray's `JobDetails`."""
+        while True:
+            try:
+                details = self.client.get_job_info(self.job)
+                self._broken_since = None
+                return details
+            except (OSError, RuntimeError) as error:
+                self._wait_to_reconnect(error)
+
+    def _wait_to_reconnect(self, error: Exception) -> None:
+        """Wait before the next try. Raise `RunStoppedError` if there is none."""
         from raysim.simulation.events import RunStoppedError  # here, because it imports torch
 
-        address = client.get_address()
-        raise RunStoppedError(
-            f"the connection to {address} broke ({first_line(error)}), but the job goes on: "
-            f"{describe_commands(address, job)}"
-        ) from error
+        address = self.client.get_address()
+        if "does not exist" in str(error):
+            raise RunStoppedError(
+                f"the job server at {address} does not know job {self.job} any more, most often "
+                "because the head node was started again. Submit the job again with resume=latest "
+                "to continue from its last checkpoint"
+            ) from error
+        now = time.monotonic()
+        if self._broken_since is None:
+            self._broken_since = now
+            self._say(
+                f"the connection to {address} broke ({first_line(error)}); trying again for "
+                f"{self._wait_s:g} s. The job does not depend on it"
+            )
+        if now - self._broken_since >= self._wait_s:
+            raise RunStoppedError(
+                f"{address} has not answered for {self._wait_s:g} s. The job goes on if its head "
+                f"node lives: {describe_commands(address, self.job)}. If the job has ended, submit "
+                "it again with resume=latest"
+            ) from error
+        time.sleep(min(RECONNECT_INTERVAL_S, self._wait_s))
 
 
-def wait_for_end(client: JobSubmissionClient, job: str) -> tuple[int, str]:
+def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
     """Wait for a job's end; return its exit status, and a sentence if it did not end by itself.
 
     If signal n ended the job, the status is 128 + n, as in a shell. A stopped job has status 130.
     """
-    details = client.get_job_info(job)
+    job, details = connection.job, connection.details()
     while not details.status.is_terminal():
         time.sleep(POLL_INTERVAL_S)
-        details = client.get_job_info(job)
+        details = connection.details()
     if details.status == JobStatus.SUCCEEDED:
         return 0, ""
     if details.status == JobStatus.STOPPED:

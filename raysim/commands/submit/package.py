@@ -326,8 +326,9 @@ def submit(
         _print(job_server.describe_commands(url, job))
         return 0
     try:
-        job_server.follow(client, job, _write)
-        status, sentence = job_server.wait_for_end(client, job)
+        connection = job_server.ConnectionToJob(client, job, _write, _print)
+        connection.follow()
+        status, sentence = job_server.wait_for_end(connection)
     except KeyboardInterrupt:
         commands = job_server.describe_commands(url, job)
         raise KeyboardInterrupt(f"job {job} goes on: {commands}") from None

@@ -206,6 +206,15 @@ class RayRuntime:
         # Methods of actors by worker, name and number of results.
         self._methods: dict[tuple[int, str, int], Any] = {}
 
+    def node_name(self, worker: int) -> str:
+        """Return name and address of a worker's node, or "" while the worker has not started."""
+        if self.participants is None:
+            return ""
+        for identity in reversed(self.participants.joined):  # replacements come last
+            if identity.name == f"worker-{worker}":
+                return identity.node
+        return ""
+
     def put(self, value: object) -> object:
         """Store a value once; the workers of a node share its memory.
 
