@@ -1,4 +1,4 @@
-"""The command `raysim`: run, study, sweep, submit, methods, new, report, bench and others.
+"""The command `raysim`: run, study, sweep, submit, fetch, methods, new, report and others.
 
 This module parses the arguments, calls what does the work, and prints.
 
@@ -69,6 +69,14 @@ examples:
 Uploads the package and its configuration, and shows the job's output; Ctrl-C leaves the job
 running. The exit status is that of the job. The command joins the cluster (runtime=cluster) unless
 it names a runtime. See jobs/README.md."""
+FETCH = """\
+examples:
+  raysim fetch raysubmit_Ab12Cd34     the results of this job, into a folder of the same name
+  raysim fetch raysubmit_Ab12Cd34 runs/first --address http://HEAD:8265
+  raysim fetch raysubmit_Ab12Cd34 --checkpoints --limit 2000
+
+Works while the job runs, too. Nodes and this machine need no shared disk: the files travel through
+the job server's address. Files that exist here are replaced."""
 METHODS = """\
 examples:
   raysim methods                  a list: name, paper, hooks, parameters
@@ -416,6 +424,7 @@ def _parser() -> Parser:
     _add_study(commands)
     _add_sweep(commands)
     _add_submit(commands)
+    _add_fetch(commands)
     _add_methods(commands)
     _add_partition(commands)
     _add_fleet(commands)
@@ -498,6 +507,24 @@ def _add_submit(commands: Commands) -> None:
         "--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env"
     )
     submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
+
+
+def _add_fetch(commands: Commands) -> None:
+    fetch = commands.add("fetch", "bring the results of a submitted job to this machine", FETCH)
+    fetch.add_argument("job", metavar="JOB", help="the id that `raysim submit` printed")
+    fetch.add_argument(
+        "target", nargs="?", metavar="DIR", help="where to (the name of the job's folder)"
+    )
+    fetch.add_argument(
+        "--address", metavar="URL", help="the cluster's job server, http://HOST:8265"
+    )
+    fetch.add_argument(
+        "--folder", metavar="DIR", help="the folder on the job's node (the job's out=)"
+    )
+    fetch.add_argument("--checkpoints", action="store_true", help="also fetch the checkpoints")
+    fetch.add_argument(
+        "--limit", type=float, default=200.0, metavar="MB", help="refuse to fetch more (200)"
+    )
 
 
 def _add_methods(commands: Commands) -> None:
@@ -813,6 +840,21 @@ def _submit(arguments: argparse.Namespace) -> int:
     )
 
 
+def _fetch(arguments: argparse.Namespace) -> int:
+    from raysim.commands.submit.fetch import fetch
+
+    folder = fetch(
+        arguments.job,
+        arguments.target,
+        arguments.address,
+        arguments.folder,
+        arguments.checkpoints,
+        arguments.limit,
+    )
+    print(f"results are in {folder}")
+    return 0
+
+
 def _methods(arguments: argparse.Namespace) -> int:
     import json
 
@@ -1015,6 +1057,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "sweep": _sweep,
     "study": _study,
     "submit": _submit,
+    "fetch": _fetch,
     "ui": _ui,
     "methods": _methods,
     "partition": _partition,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -27,6 +28,7 @@ import yaml
 
 from raysim import cli
 from raysim.commands.submit import job_server
+from raysim.commands.submit.fetch import find_folder
 from raysim.commands.submit.package import (
     JobCommand,
     check_command,
@@ -380,6 +382,17 @@ class TestJobServer:
         with pytest.raises(RunStoppedError, match=advice):
             job_server.wait_for_end(connection)
 
+    @pytest.mark.parametrize(
+        ("entrypoint", "folder"),
+        [
+            ("python -m raysim run runtime=cluster 'out=/s/a b' seed=1", "/s/a b"),
+            ("python -m raysim run out=/s/a out=/s/b", "/s/b"),
+            ("python -m raysim run seed=1", ""),
+        ],
+    )
+    def test_fetch_finds_the_folder_of_a_job(self, entrypoint: str, folder: str) -> None:
+        assert find_folder(entrypoint) == folder
+
     def test_rays_own_lines_are_left_out_of_the_output(self) -> None:
         lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
         lines += "Running entrypoint for job raysubmit_a: python -m raysim run\n"
@@ -574,8 +587,31 @@ def test_submit_runs_the_users_code_and_shows_its_output(
     assert "job_manager" not in ran.stdout and "Running entrypoint" not in ran.stdout, (
         "Ray's own lines say nothing"
     )
-    assert "round 2/2" in ran.stdout and "results are in" in lines[-2]
+    assert "round 2/2" in ran.stdout and "results are in" in lines[-3]
+    assert lines[-1].startswith(f"bring {tmp_path / 'run'} to this machine with: raysim fetch ")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
+
+
+def test_fetch_brings_the_results_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "on the node" / "first"
+    words = ["run", "runtime=inprocess", *SMALL, f"out={out}"]
+    submitted = cluster.run("raysim", "submit", "--address", cluster.url, *words)
+    assert submitted.returncode == 0, submitted.stderr
+    job = re.search(r"raysim fetch (\S+) --address", submitted.stdout)
+    assert job is not None, submitted.stdout
+    fetch = ["raysim", "fetch", job[1], str(tmp_path / "here"), "--address", cluster.url]
+    fetched = cluster.run(*fetch)
+    assert fetched.returncode == 0, fetched.stderr
+    names = {path.name for path in out.iterdir()}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == names - {"checkpoints"}
+    summary = (tmp_path / "here/summary.json").read_bytes()
+    assert summary == (out / "summary.json").read_bytes()
+    too_large = cluster.run(*fetch, "--limit", "0.0001")
+    assert too_large.returncode == 2 and "--limit" in too_large.stderr
+    missing = cluster.run(*fetch, "--folder", str(tmp_path / "none"))
+    assert missing.returncode == 2 and "--folder" in missing.stderr
+    unknown = cluster.run("raysim", "fetch", "raysubmit_none", "--address", cluster.url)
+    assert unknown.returncode == 2 and "raysubmit_none" in unknown.stderr
 
 
 def test_new_package_runs_on_a_cluster(cluster: Cluster, tmp_path: Path) -> None:

@@ -334,6 +334,11 @@ def submit(
         raise KeyboardInterrupt(f"job {job} goes on: {commands}") from None
     if sentence:
         sys.stderr.write(f"raysim: {sentence}\n")
+    if "out" in command.settings:
+        _print(
+            f"bring {command.settings['out']} to this machine with: "
+            f"raysim fetch {job} --address {url}"
+        )
     return status
 
 

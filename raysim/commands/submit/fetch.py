@@ -1,0 +1,158 @@
+"""`raysim fetch`: bring the folder of a job's results to this machine.
+
+The only connection is that to the job server. A second, small job runs on the node where the first
+one writes. It packs the folder and prints the archive as text, which the job server returns.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import shlex
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from raysim.commands.submit import job_server
+from raysim.primitives.errors import Refused, errors_as_refusals, first_line
+
+# The program of the second job. It needs Python's standard library only.
+# Arguments: the folder, the largest number of bytes, and the names in it that are left out.
+PROGRAM = """\
+import base64, os, sys, tarfile, tempfile
+folder, limit, *left_out = sys.argv[1:]
+if not os.path.isdir(folder):
+    sys.exit("ERROR no folder " + os.path.abspath(folder))
+with tempfile.TemporaryFile() as archive:
+    with tarfile.open(fileobj=archive, mode="w:gz") as packed:
+        for name in sorted(set(os.listdir(folder)) - set(left_out)):
+            packed.add(os.path.join(folder, name), name)
+    if archive.tell() > int(limit):
+        sys.exit(f"ERROR {archive.tell()} bytes")
+    archive.seek(0)
+    print("BEGIN")
+    for part in iter(lambda: archive.read(57000), b""):
+        print(base64.b64encode(part).decode())
+    print("END")
+"""
+BEGIN, END, ERROR = "BEGIN", "END", "ERROR "
+CHECKPOINTS = "checkpoints"
+MB = 1_000_000
+TINY_SHARE = 0.001  # of a node's resource, which makes Ray choose the node
+
+
+def fetch(
+    job: str,
+    target: str | None = None,
+    address: str | None = None,
+    folder: str | None = None,
+    checkpoints: bool = False,
+    limit_mb: float = 200.0,
+) -> Path:
+    """Copy the results of a job into a folder on this machine, and return the folder.
+
+    The job may still run: it writes each file as a whole. Files that exist are replaced. job: the
+    id that `raysim submit` prints. target: the folder on this machine; None takes the name of the
+    job's folder. address: see `job_server.find_address`. folder: the job's folder on its node; None
+    reads it from the job's command. checkpoints: True also copies the checkpoints. limit_mb: the
+    largest archive. Raise `Refused` if there is no such job or folder, or if the archive is larger.
+    """
+    with errors_as_refusals():
+        client = job_server.connect(job_server.find_address(address))
+    details = _details(client, job)
+    remote = folder or find_folder(details.entrypoint)
+    if not remote:
+        raise Refused(
+            f"job {job} has no out= in its command ({details.entrypoint}). Give its folder with "
+            "--folder"
+        )
+    local = Path(target or Path(remote).name)
+    if local.exists() and not local.is_dir():
+        raise Refused(f"{local} is a file. Give a folder for the results")
+    left_out = [] if checkpoints else [CHECKPOINTS]
+    words = ["python", "-c", PROGRAM, remote, str(int(limit_mb * MB)), *left_out]
+    text = _run_on_node_of(client, details, shlex.join(words))
+    unpack(_archive(text, remote, job, limit_mb), local)
+    return local
+
+
+def _details(client: Any, job: str) -> Any:
+    try:
+        return client.get_job_info(job)
+    except (OSError, RuntimeError) as error:
+        raise Refused(
+            f"job {job} is unknown to {client.get_address()} ({first_line(error)}). "
+            "`ray job list` shows the jobs"
+        ) from error
+
+
+def find_folder(entrypoint: str) -> str:
+    """Return the value of `out=` in a job's command, or ""."""
+    for word in reversed(shlex.split(entrypoint)):
+        key, equals, value = word.partition("=")
+        if equals and key == "out":
+            return value.strip("\"'")
+    return ""
+
+
+def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
+    """Run a command on the node of a job's driver, in the job's working directory.
+
+    Return what the command prints.
+    """
+    environment = {
+        key: value
+        for key, value in (details.runtime_env or {}).items()
+        if key == "working_dir"  # a relative folder lies there
+    }
+    options: dict[str, Any] = {}
+    host = urlsplit(details.driver_agent_http_address or "").hostname
+    if host:
+        options["entrypoint_resources"] = {f"node:{host}": TINY_SHARE}
+    try:
+        job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, **options)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise Refused(
+            f"{client.get_address()} does not take the job that packs the results: "
+            f"{first_line(error)}"
+        ) from error
+    output: list[str] = []
+    connection = job_server.ConnectionToJob(client, job, output.append, _say)
+    connection.follow()
+    job_server.wait_for_end(connection)
+    return "".join(output)
+
+
+def _archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
+    """Return the archive in the output of the second job. Raise `Refused` if there is none."""
+    lines = text.splitlines()
+    for line in lines:
+        if line.startswith(ERROR + "no folder"):
+            raise Refused(
+                f"job {job}: {line.removeprefix(ERROR)} on its node. Wait until the run has "
+                "started, or give the folder with --folder"
+            )
+        if line.startswith(ERROR):
+            size_mb = int(line.removeprefix(ERROR).split()[0]) / MB
+            raise Refused(
+                f"--limit {limit_mb:g} MB: the archive of {folder} has {size_mb:.0f} MB. Set "
+                f"--limit {size_mb + 1:.0f}, or copy the folder from its node"
+            )
+    if BEGIN not in lines or END not in lines:
+        reason = lines[-1] if lines else "it printed nothing"
+        raise Refused(f"job {job}: the results could not be packed on its node ({reason})")
+    encoded = lines[lines.index(BEGIN) + 1 : lines.index(END)]
+    return b"".join(map(base64.b64decode, encoded))
+
+
+def unpack(archive: bytes, folder: Path) -> None:
+    """Unpack an archive into a folder; files that exist are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
+        packed.extractall(folder, filter="data")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"raysim: {text}\n")
