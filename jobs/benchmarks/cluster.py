@@ -111,6 +111,7 @@ class CountingRuntime:
         self._inner = inner
         self.workers, self.nodes = inner.workers, inner.nodes
         self.combine_from, self.is_in_process = inner.combine_from, inner.is_in_process
+        self.node_name = inner.node_name
         self.counts: Counter[str] = Counter()
         # Map the hash of a reference to its node, if that is not the coordinator's. The reference
         # itself would keep its value in memory.

@@ -164,11 +164,9 @@ class ManyWorkers:
     combine_from, is_in_process = math.inf, False
 
     def __init__(self, workers_inside: Runtime, workers: int):
-        self._inner, self.put, self.revive = (
-            workers_inside,
-            workers_inside.put,
-            workers_inside.revive,
-        )
+        self._inner = workers_inside
+        self.put, self.revive = workers_inside.put, workers_inside.revive
+        self.node_name = workers_inside.node_name
         self.workers, self.nodes = workers, (0,) * workers
         self.arrays = 0
 
