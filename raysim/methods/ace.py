@@ -1,28 +1,35 @@
-"""ACE and ACED: step along the mean of all clients' latest updates at each new one.
+"""ACE and ACED: step along the mean of all clients' latest updates after each arrival.
 
-Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating
+The server keeps the last update of every client, so that fast clients do not count more than slow
+ones.
+
+Source: Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating
 Participation Imbalance Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j
-returns Delta from version tau to version t:
+returns Delta, trained from version tau, when the server has version t:
 
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
-    A: the clients that have an entry (ACE), at most max_staleness versions old (ACED)
 
-It is meant for `schedule=immediate` and tens to hundreds of clients: the cache takes the memory of
-as many models, on disk by default. A larger buffer replaces its entries and then makes one step
-(CA2FL corrects that one).
+A is the set of clients whose update the server has (ACE), or whose update is at most max_staleness
+versions old (ACED).
 
-Choices where sources disagree or are silent
-- An entry's age is that of the version that it was computed from, not the time that its client has
-  been busy.
-- The mean is over A, not over all N; clients have no weights. With A empty nothing moves, buffers
-  neither, but t grows.
-- initialise=true: no step before every client that has samples brought an update of the first
-  model. The paper asks all clients at once; here they come as the schedule sends them, and fast
-  ones may come again.
-- Floating buffers are those of the arrivals, as everywhere, and not cached.
-- One local step is the paper's setting; several add a drift. SCAFFOLD overlaps in purpose.
+The method is meant for `schedule=immediate` and tens to hundreds of clients: the server keeps one
+update per client, by default on disk. With a larger buffer, each flush replaces the updates of its
+clients and then makes one step. CA2FL corrects the mean of such a buffer.
 
-The sum over A is kept in float64; an arrival touches its own row and those that expire.
+Departures from the paper
+- The age of an update is counted from the version that it was trained from. The time in which its
+  client was busy does not count.
+- The mean is over A, not over all N clients, and clients have no weights. If A is empty, the
+  parameters and the buffers stay, and t grows.
+- With initialise=true the server makes no step until every client with samples has sent an update
+  of the first model. The paper asks all clients at once. Here the schedule decides when they are
+  dispatched, and a fast client may return several times before the first step.
+- Floating buffers are averaged over the arriving clients, as in FedAvg. They are not cached.
+- The paper makes one local step. With several local steps, clients also drift apart. SCAFFOLD in
+  the same list corrects a similar bias.
+
+The sum over A is kept in float64. An arrival changes only the rows of its own client and of the
+clients whose update has become too old.
 """
 
 from __future__ import annotations

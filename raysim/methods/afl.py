@@ -1,19 +1,22 @@
 """AFL, agnostic federated learning: minimise the loss of the worst mixture of the clients.
 
-Mohri, Sivek and Suresh, "Agnostic Federated Learning" (ICML 2019), with local steps as in the
-comparison of Deng, Kamani and Mahdavi, "Distributionally Robust Federated Averaging" (NeurIPS
-2020). The server keeps lambda on the simplex of all N clients, uniform at first. In a round with
-the participants S, F_i being the loss of the received model on all training samples of client i:
+The server learns a weight for each client. Clients with a high loss get larger weights.
+
+Source: Mohri, Sivek and Suresh, "Agnostic Federated Learning" (ICML 2019), with local steps as in
+the comparison of Deng, Kamani and Mahdavi, "Distributionally Robust Federated Averaging" (NeurIPS
+2020). The weights lambda of all N clients are positive and sum to one; at first they are equal. In
+a round with the participants S, with F_i the loss of the received model on all training samples of
+client i:
 
     x <- x + sum_{i in S} lambda_i D_i / sum_{i in S} lambda_i
-    lambda_i <- lambda_i + gamma (N / |S|) F_i         participants
+    lambda_i <- lambda_i + gamma (N / |S|) F_i         for the participants
     lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
 
-Choices where the sources are silent
-- N counts the clients with training samples; all others have lambda_i = 0.
-- F_i is taken as q-FedAvg does. Buffers have the weights of the updates.
-- Where lambda_i = 0 for all participants, all of them weigh the same.
-- The projection costs O(N log N) in each round, so that N is limited to 100,000.
+Departures from the paper
+- N counts the clients with training samples. All other clients have lambda_i = 0.
+- F_i is measured as in q-FedAvg. Buffers have the weights of the updates.
+- If lambda_i = 0 for all participants, they have equal weights.
+- The projection costs O(N log N) in each round, so N is limited to 100,000.
 """
 
 from __future__ import annotations

@@ -1,25 +1,28 @@
-"""APFL: each client's own model is a mixture of the shared model and a model of its own.
+"""APFL: score each client with a mixture of the shared model and a model of its own.
 
-Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning" (arXiv 2003.13461, 2020),
-Algorithm 1. w is the shared model in training, v_i the client's, alpha_i its mixing weight; in each
-step, on one batch and with both gradients taken at its start:
+Each client can also learn the weight of its own model in the mixture.
+
+Source: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning" (arXiv 2003.13461,
+2020), Algorithm 1. w is the shared model in training, v_i the client's own model, and alpha_i its
+mixing weight. Each step uses one batch, and takes both gradients before it moves a model:
 
     m = alpha_i v_i + (1 - alpha_i) w
     v_i <- v_i - eta alpha_i grad f(m)
     w <- w - eta grad f(w)                          averaged as in FedAvg
 
-and once in each job, with its first batch and before its first step, if alpha is adaptive:
+If alpha is adaptive, it moves once in each job, on the first batch and before the first step:
 
     alpha_i <- clip(alpha_i - eta <v_i - w, grad f(m)>, 0, 1)
 
 The client is scored with m.
 
-Choices where the source is silent
-- v_i starts as the initial model, and so does that of a client that never trained.
-- f of m is the task's loss, without terms of other methods. v_i has the run's optimizer (momentum,
-  weight decay, clipping), new in each job.
-- m normalises with BatchNorm's statistics of v_i's network, which its training moves. The gradient
-  for alpha is taken in train mode, without augmentation; its one batch is not part of the cost.
+Departures from the paper
+- v_i starts as the initial model. A client that never trained is scored with the initial model as
+  its v_i.
+- f(m) is the task's loss without the terms of other methods. v_i uses the run's optimizer settings
+  (momentum, weight decay, clipping), and its optimizer starts again in each job.
+- m uses the BatchNorm statistics of v_i's network, which the training of v_i moves. The gradient
+  for alpha is taken in train mode and without augmentation. Its one batch is not part of the cost.
 """
 
 from __future__ import annotations

@@ -1,27 +1,30 @@
 """CA2FL: correct the mean of a buffer by each client's last update, kept on the server.
 
-Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated Learning
-with Cached Update Calibration" (ICLR 2024), Algorithm 2. With h_i the update of client i that is
-cached (0 at first), h their mean over all N clients, and K updates in the buffer,
+The correction replaces the updates of the clients that are not in the buffer by their last known
+ones.
+
+Source: Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated
+Learning with Cached Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client
+i (0 at first), h the mean of h_i over all N clients, and K the number of updates in the buffer:
 
     v = h + sum_i (Delta_i - h_i) / K
     x <- x + eta v
     h_i <- Delta_i                         for the clients in the buffer
 
-Choices where paper and re-implementations disagree or are silent
-- h_i and h are those of the last flush also for a client that arrives twice in a buffer; its later
-  update is kept.
-- Never seen clients count as zeros (average="all"), as in the paper: early steps are damped. "seen"
-  divides by the number of clients that have an update in the cache.
-- No staleness weights. N are the clients that have samples.
-- Floating buffers are averaged over the arrivals (the clients' buffers, not their changes) and
-  never cached.
-- SCAFFOLD corrects the same bias; with both it is corrected twice.
-- The paper's MF-CA2FL, which saves memory, is not offered. The cache takes the memory of N models,
-  on disk by default.
+Departures from the paper
+- If a client is twice in a buffer, both of its updates are compared with the h_i of the last flush,
+  and the later update is kept.
+- Clients that the server has never seen count as zeros (average="all"), as in the paper, so that
+  early steps are short. With average="seen" the mean is over the clients whose update the server
+  has.
+- Updates have no staleness weights. N counts the clients with samples.
+- Floating buffers are averaged over the arriving clients as values, not as changes. They are never
+  cached.
+- SCAFFOLD corrects the same bias. With both methods in a list it is corrected twice.
+- The paper's MF-CA2FL, which saves memory, is not implemented. The server keeps N updates, by
+  default on disk.
 
-h is kept as a sum in float64, to which every flush adds what changed: a flush touches the rows of
-its arrivals alone.
+h is kept as a sum in float64. A flush changes only the rows of its own clients.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Coordinate-wise median: each parameter moves by the median of the clients' updates.
+"""Coordinate-wise median: move each parameter by the median of the clients' updates.
 
-Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I. Fewer than half of the
-updates, whatever they hold, move a coordinate no further than the others do.
+Fewer than half of the updates, with any content, cannot move a parameter further than the other
+updates do.
 
-Choices where the paper is silent
-- The median of an even number is the mean of the two in the middle.
-- Weights decide only who counts: an update of weight 0 does not. They hold for BatchNorm's
-  statistics, which are averaged as ever, so that these are not protected.
+Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
+Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I.
+
+Departures from the paper
+- The median of an even number of values is the mean of the two in the middle.
+- Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
+  statistics are averaged with the weights, as in FedAvg, and are not protected.
 """
 
 from __future__ import annotations

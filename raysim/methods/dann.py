@@ -1,20 +1,24 @@
-"""DANN across clients: features that do not tell which client a sample comes from.
+"""DANN: learn features that do not show which client a sample comes from.
 
-Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
-"Domain-Adversarial Training of Neural Networks" (JMLR 2016), in the alternating form of DomainBed
-and of FedBR's Appendix A, with the client as domain:
+A second classifier, the discriminator, predicts the client from the features. The features are
+trained so that it fails.
+
+Source: Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
+"Domain-Adversarial Training of Neural Networks" (JMLR 2016). The two steps alternate as in
+DomainBed and in FedBR's Appendix A, with the client i as domain. z are the features, omega is the
+classifier, delta the discriminator:
 
     discriminator step:  CE(delta(z), i), z constant
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
 
-Choices where the sources differ or are silent
-- The domain of a client is its id (paper); in FedBR's code it is a worker slot that serves another
-  client every round.
-- Steps count from 1 in every participation, and step k trains the discriminator if k mod (1 + r) <
-  r. All of them count as local steps, so with r = 1 only half of them train the classifier (code;
-  the paper is silent).
-- mode="grl" is the original's single step with a gradient-reversal layer.
-- No gradient penalty: its weight is 0 in the code.
+Departures from the paper
+- The domain of a client is its number, as in FedBR's text. In FedBR's code it is a worker slot,
+  which serves another client in each round.
+- Steps count from 1 in every job, and step k trains the discriminator if k mod (1 + r) < r. All
+  steps count as local steps, so with r = 1 only half of them train the classifier. This is what the
+  code does; the text does not say it.
+- mode="grl" is the original form: a single step with a gradient-reversal layer.
+- There is no gradient penalty, because its weight is 0 in the code.
 """
 
 from __future__ import annotations

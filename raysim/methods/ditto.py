@@ -1,24 +1,26 @@
-"""Ditto: each client also trains a personal model that is pulled to the received one.
+"""Ditto: each client also trains a personal model, which is pulled to the received model.
 
-Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization" (ICML
-2021), Algorithm 1. The shared model trains as the other methods of the list say; client k's own
-model v_k starts from the initial model x^0 and makes S steps in each participation, on batches of
-its own:
+The shared model trains as the other methods in the list define, by default as in FedAvg.
+
+Source: Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through
+Personalization" (ICML 2021), Algorithm 1. Client k's own model v_k starts from the initial model
+x^0. In each job it makes S steps on batches of its own:
 
     v_k <- v_k - lr_v (grad F_k(v_k) + lam (v_k - x^t))
 
-The client is scored with v_k, and the shared model as `accuracy_shared`.
+The client is scored with v_k, and the shared model's score is `accuracy_shared`.
 
-Choices where the source is silent
-- v_k trains after the shared model, with x^t as it was received. F_k is the cross-entropy alone,
-  without the terms of other methods. The optimizer is the run's (momentum, weight decay, clipping),
-  new in each participation; the pull enters before weight decay and momentum.
+Departures from the paper
+- v_k trains after the shared model. x^t is the model as the client received it.
+- F_k is the cross-entropy alone, without the terms of other methods. The optimizer has the run's
+  settings (momentum, weight decay, clipping) and starts again in each job. The pull is added before
+  weight decay and momentum.
 - S is the number of steps that the shared model makes. The batches are shuffled passes over the
-  client's samples; a rest of one sample is left out, for BatchNorm knows no variance of it.
-- The pull covers the parameters that travel. BatchNorm's running statistics are v_k's own; what
-  another method keeps on the client (FedBN) is not pulled. A client that never trained has v_k =
-  x^0.
-- Where v_k diverges the participation counts as failed, as any result that is not finite.
+  client's samples. A last batch of one sample is left out, because BatchNorm cannot normalise it.
+- The pull covers the parameters that travel. BatchNorm's running statistics belong to v_k, and the
+  parameters that another method keeps on the client (FedBN) are not pulled.
+- A client that never trained is scored with v_k = x^0.
+- If v_k diverges, the job fails, as with any update that is not finite.
 """
 
 from __future__ import annotations

@@ -1,37 +1,43 @@
-"""DP-FedAvg: clipped updates and noise hide each client, and the bound adapts.
+"""DP-FedAvg: clip the clients' updates and add noise, so that the model hides each client.
 
-McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models" (ICLR
-2018), Algorithm 1 with flat clipping and a fixed denominator; the bound C follows Andrew, Thakkar,
-McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping" (NeurIPS 2021),
-Algorithm 1. With m clients a round, of whom b_i says whether |D_i| <= C:
+The clipping bound can adapt to the lengths of the updates.
+
+Source: McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language
+Models" (ICLR 2018), Algorithm 1 with flat clipping and a fixed denominator. The bound C follows
+Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping"
+(NeurIPS 2021), Algorithm 1. A round has m clients. The bit b_i is 1 if |D_i| <= C, otherwise 0:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
-    z_D = (z^-2 - (2 s)^-2)^(-1/2)       sum and bits tell as much as the sum alone with noise z
+    z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-What the epsilons say
-- Whether any one client took part, whatever it sent, cannot be told from all models of the run (and
-  all C), but for (epsilon, delta). Other columns of the history and the clients' own scores are
-  what only a simulator sees.
-- ``dp_fedavg.epsilon`` is for what raysim does: rounds of m of the n clients that have samples, all
-  such sets equally likely (the usual schedule, on a fleet whose clients are always there).
-  Neighbours differ in one client's data, so the sum can change by 2 C: its noise counts as z / 2
-  (Wang, Balle and Kasiviswanathan, AISTATS 2019).
-- ``dp_fedavg.epsilon_poisson`` is what most papers print: as if every client joined each round by a
-  coin of its own, with chance m / n, and neighbours had one client more or less. No round of a
-  fixed size has this guarantee.
-- Where who takes part depends on devices (availability, over-selection, deadlines), neither holds.
-  Stale results, statistics of BatchNorm that are shared, and methods that upload or look at more
-  are refused.
-- The accountant is dp-accounting's, by Renyi divergences at whole orders. Noise comes from the seed
-  of a run, and who knows it knows the noise: this measures what privacy costs and protects nobody.
+With this z_D, the noisy sum and the noisy bits together reveal as much as the sum alone with noise
+z would.
 
-Choices where the papers are silent, and departures
-- s is m / 20 (paper), but at least z: for few clients m / 20 leaves nothing for the sum. 0 noise
-  reports no epsilon.
-- All clients weigh the same. Who failed counts as an update of zero, m stays.
-- Clients would clip and send b_i; here the server does, to the same numbers. Server momentum is
-  ``fedavgm``.
+The two epsilons
+- The guarantee is about all models of the run (and all bounds C): they do not show, except for
+  (epsilon, delta), whether any one client took part, whatever the client sent. Other columns of the
+  history, and the scores of single clients, are visible in a simulation only and are not covered.
+- ``dp_fedavg.epsilon`` is for what raysim does: each round draws m of the n clients with samples,
+  and all such sets are equally likely (schedule=synchronous with clients that are always
+  available). Neighbouring data sets differ in the data of one client. The sum can then change by
+  2 C, so its noise counts as z / 2 (Wang, Balle and Kasiviswanathan, AISTATS 2019).
+- ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
+  round independently with probability m / n, and that neighbouring data sets differ by the presence
+  of one client. A round of a fixed size does not have this guarantee.
+- If devices decide which clients take part (availability, over-selection, deadlines), neither
+  number holds. Stale updates, shared BatchNorm statistics, and methods that upload or read more
+  than the updates are refused.
+- The accountant is that of dp-accounting, with Renyi divergences at integer orders. The noise comes
+  from the seed of the run, and anyone who knows the seed knows the noise. The method therefore
+  measures the cost of privacy and protects nobody.
+
+Departures from the papers
+- s is m / 20, as in the paper, but at least z, because for few clients m / 20 would leave no budget
+  for the sum. With noise 0 no epsilon is reported.
+- All clients have the same weight. A failed client counts as an update of zero, and m stays.
+- In the papers, clients clip and send b_i. Here the server does this, with the same numbers. For
+  momentum on the server add ``fedavgm``.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""FADAS: AMSGrad on the server along the mean of a buffer, slower after very late updates.
+"""FADAS: AMSGrad on the server along the mean of a buffer, with a lower rate for late updates.
 
-Wang, Wang, Lu and Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML 2024),
-Algorithm 1 and its delay-adaptive rule. With Delta the mean update of a buffer and s the largest
-staleness in it,
+Source: Wang, Wang, Lu and Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
+2024), Algorithm 1 and its delay-adaptive rule. Delta is the mean update of a buffer, and s the
+largest staleness in it:
 
     m <- beta1 m + (1 - beta1) Delta      v <- beta2 v + (1 - beta2) Delta^2      w <- max(w, v)
     x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold,
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
-Choices where paper and code disagree or are silent
-- "scale" is the released code's rule, as the other defaults are the code's values; "cap" is the
-  paper's, which does nothing as long as eta <= 1/s: never at eta = 1e-3 and a staleness below 1000.
-  threshold=null takes eta always.
-- bias_correction is the code's, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps) at step n; the
-  paper has none.
-- The released simulator subtracts another model than the one it trained from; a client here
-  subtracts what it received.
-- The mean is uniform unless weighting=samples asks otherwise, without staleness weights. Buffers
-  never pass through the optimizer. Staleness is counted when the buffer is emptied.
+Departures from the paper
+- "scale" is the rule of the released code, which is also the source of the other defaults. "cap" is
+  the rule of the paper. It changes nothing while eta <= 1/s; with eta = 1e-3 that is any staleness
+  up to 1000. With threshold=null the rate is always eta.
+- bias_correction=True is the form of the code, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps)
+  at step n. The paper has no correction.
+- A client subtracts the model that it received. The released simulator subtracts another model than
+  the one that the client trained from.
+- The mean is uniform unless weighting=samples is set, and has no staleness weights. Buffers do not
+  pass through the optimizer. Staleness is counted when the buffer is flushed.
 
-It does not remove the bias towards fast clients. With CA2FL in the list, v takes the place of Delta
-(unpublished).
+FADAS does not remove the bias towards fast clients. With CA2FL in the list, CA2FL's v takes the
+place of Delta; this combination is not published.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""FedALA: each client learns for each weight how much of the received model to take.
+"""FedALA: each client learns, for each parameter, how much of the received model to take.
 
-Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for Personalized
-Federated Learning" (AAAI 2023), Algorithm 1. x is the received model, y' what the client trained
-last, L the client's loss; in the top p layers:
+Source: Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for
+Personalized Federated Learning" (AAAI 2023), Algorithm 1. x is the received model, y' the model
+that the client trained last, L the client's loss, and W has a weight for each parameter of the top
+p layers:
 
-    theta = y' + (x - y') W                         training starts here; lower layers from x
+    theta = y' + (x - y') W                         training starts here; lower layers start from x
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on a share s of the samples
 
-At a client's second participation W is learnt in several passes, until the losses of the last ten
-have a standard deviation below 0.1; later in one. The update is measured from x.
+In a client's second job W is learnt in several passes, until the losses of the last ten passes have
+a standard deviation below 0.1. In later jobs it is learnt in one pass. The update is the difference
+to x.
 
-Choices where the source is silent
+Departures from the paper
 - A layer is a module with parameters that travel, in the order of the model: p = 1 is the head.
-- W is learnt in eval mode, without augmentation, on samples that are drawn anew in each
-  participation. The loss of a pass is that of its last batch, and there are at least eleven passes
-  (the authors' code), at most 100.
-- A client is scored with y' + (x - y') W of its last W, without learning it again; before it has
-  one, with x.
-- The number of passes is not known at dispatch: the cost is the largest.
+- W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
+  The loss of a pass is that of its last batch. There are at least eleven passes, as in the authors'
+  code, and at most 100.
+- A client is scored with y' + (x - y') W, where W is the one of its last job. Before the client has
+  a W, it is scored with x.
+- The number of passes is not known at dispatch, so the cost assumes the largest number.
 """
 
 from __future__ import annotations

@@ -1,29 +1,28 @@
 """FedAsync: move the shared model towards each arriving model, less if it is stale.
 
-Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and section
-5.2. Of a client that was given version tau and returns y when t models have been mixed,
+Source: Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and
+section 5.2. A client received version tau and returns the model y when the server has version t:
 
     x <- (1 - a_t) x + a_t y      a_t = alpha sigma(t - tau)      t <- t + 1
 
     sigma(s): constant 1; polynomial (s + 1)^-a; hinge 1 if s <= b, else 1 / (a (s - b) + 1)
 
-It is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is that of FedProx:
-`method=fedasync+fedprox`.
+The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is that of
+FedProx: `method=fedasync+fedprox`.
 
-Choices where paper and code disagree or are silent
-- Arrivals of one instant, and those of a larger buffer, are mixed one after the other in their
-  order (virtual time, ties by client id); easyFL averages them. t is the server's version and grows
-  by one with each, so later ones are staler; but a whole buffer is one version for those who are
-  dispatched afterwards. In rounds the last one to arrive counts most: this is not FedAvg.
-- The hinge has the paper's + 1, without which (easyFL) it is not continuous. No reference staleness
-  (FLSim's sqrt(2)).
-- The model y is mixed, not the change y - x_tau (that is FedBuff with a buffer of one), floating
-  buffers with it.
-- With weighting=samples a_t is multiplied by n_i / mean n and cut at 1; the paper counts all
-  clients alike.
-- What is older than max_staleness is left out, yet t grows, as it does when the server steps
-  without moving.
-- The paper draws staleness at random; here it comes from the fleet's clock.
+Departures from the paper
+- Models that arrive at the same time, and the models of a larger buffer, are mixed one after
+  another, in the order of virtual time and then of client numbers. (easyFL averages them.) Each one
+  increases t, so later ones are staler. Clients that are dispatched afterwards see a whole buffer
+  as one version. In synchronous rounds the last model counts most, so this is not FedAvg.
+- The hinge contains the paper's + 1. Without it, as in easyFL, the hinge is not continuous. Weights
+  are not divided by that of a reference staleness, as FLSim does (a factor of sqrt(2)).
+- The model y is mixed, with its floating buffers, not the change y - x_tau. For the change use
+  FedBuff with a buffer of one.
+- With weighting=samples, a_t is multiplied by n_i / mean n and limited to 1. The paper gives all
+  clients the same weight.
+- A model older than max_staleness is left out. t still grows.
+- The paper draws the staleness at random. Here it follows from the fleet and virtual time.
 """
 
 from __future__ import annotations

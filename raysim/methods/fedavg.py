@@ -1,18 +1,18 @@
-"""FedAvg: the weighted mean of the clients' models; the base of all other methods.
+"""FedAvg: average the clients' models with weights; the base of all other methods.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (AISTATS
-2017), Algorithm 1; Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1):
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
+(AISTATS 2017), Algorithm 1; Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1):
 
     x_bar = sum_i p_i y_i / sum_i p_i        over the participants i
     p_i = n_i ("samples") or 1 ("uniform")
 
-Choices where the sources differ or are silent
-- FedBR's eq. (1) weighs by samples, its Algorithm 1 and its code uniformly: samples here unless
-  configured.
-- Floating buffers take the mean itself, integer buffers the maximum over the clients; FedBR's code
-  averages both alike.
-- The sum runs row by row, in the order given (the order of acceptance), so its bits do not depend
-  on a library's own order of summation.
+Departures from the papers
+- FedBR's eq. (1) weights clients by samples; its Algorithm 1 and its code weight them equally. Here
+  the weights are by samples unless the configuration says otherwise.
+- Floating buffers are averaged, and integer buffers take the maximum over the clients. FedBR's code
+  averages both.
+- The sum adds one row after another, in the order of acceptance, so its bits do not depend on a
+  library's order of summation.
 """
 
 from __future__ import annotations

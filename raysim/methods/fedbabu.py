@@ -1,15 +1,16 @@
-"""FedBABU: train the body in federation, and fine-tune a head for each client's score.
+"""FedBABU: train only the body in federation, and fine-tune a head for each client's score.
 
-Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification" (ICLR
-2022). The head keeps its initial values, the same on all clients, and does not travel; bodies are
-trained with that head and averaged. A client's own model is the averaged body with a head, or all
-of the model, fine-tuned on the client's samples.
+Source: Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image
+Classification" (ICLR 2022). All clients have the same head with its initial values, which do not
+change and do not travel. Bodies are trained with this head and averaged. A client's own model is
+the averaged body with a head, fine-tuned on the client's samples; finetune="all" also fine-tunes
+the body.
 
-Choices where the source is silent
-- finetune="head" steps the head with the body in eval mode; "all" steps the whole model.
-- The score before fine-tuning is that of the shared model, on each client's test samples. The
-  columns with `_finetuned` are those of clients' own models.
-- In local training the body has the run's optimizer; weight decay does not move the head.
+Departures from the paper
+- finetune="head" trains the head with the body in eval mode; "all" trains the whole model.
+- The scores before fine-tuning are those of the shared model on each client's test samples. The
+  columns that end in `_finetuned` are those of the clients' own models.
+- In local training the body has the run's optimizer. Weight decay does not change the head.
 """
 
 from __future__ import annotations

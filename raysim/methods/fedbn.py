@@ -1,20 +1,20 @@
 """FedBN: FedAvg in which every client keeps its own normalisation layers.
 
-Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch
-Normalization" (ICLR 2021), Algorithm 1. ``scope`` also gives SiloBN (Andreux et al. 2020: only the
-running statistics stay), its converse, and FedAvg.
+Source: Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local
+Batch Normalization" (ICLR 2021), Algorithm 1. ``scope`` also gives SiloBN (Andreux et al. 2020), in
+which only the running statistics stay on the client, its opposite, and FedAvg.
 
-Choices where the sources differ or are silent
-- A layer is a normalisation layer by its module type, not because "bn" occurs in its name: the name
-  rule of the released code misses a ResNet's ``downsample.1`` and catches ``bn1_projection``.
-  name_rule="bn" replicates it.
-- Models are weighed as the run says; the released code weighs uniformly (its clients are of equal
-  size), which is weighting=uniform of the run.
-- Counters of batches are personal with the statistics; where they are shared they take the maximum
-  over the clients.
-- A client that never trained has the initial model's layers, as in the released code.
-  ``reestimate`` gives it statistics of its own: those of its training samples under the shared
-  model, from one pass in train mode.
+Departures from the paper
+- A layer is a normalisation layer by the type of its module, not because its name contains "bn".
+  The released code uses names, which miss the ``downsample.1`` of a ResNet and match
+  ``bn1_projection``. name_rule="bn" does the same as the code.
+- Models have the weights of the run. The released code weights all clients equally, which is
+  weighting=uniform; its clients are of equal size.
+- The counters of batches stay on the client with the statistics. If they are shared, they take the
+  maximum over the clients.
+- A client that never trained has the initial model's layers, as in the released code. With
+  ``reestimate`` it has statistics of its own instead: those of its training samples under the
+  shared model, from one pass in train mode.
 """
 
 from __future__ import annotations

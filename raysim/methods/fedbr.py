@@ -12,14 +12,14 @@ cos(P(z_p), P(z)) row by row,
 L_p is Component 1 of the paper, L_con is Component 2. `pseudo_data.py` makes the pseudo-data and
 describes the choices for them.
 
-Choices where paper and code disagree or are silent
-- Eqs. (5)-(6) print s / tau, the code multiplies, and the published ablation with tau2 = 0 only
-  makes sense so: "multiply" is the default, "divide" the other form.
-- Row j of the pseudo-batch meets row j of the real one, one negative each, as in the code; eq. (2)
-  is an expectation.
-- Global features of pseudo-data belong to the pseudo-data of the step (paper), with the frozen
-  extractor in eval mode; the code computes them for the first step's only, in train mode:
-  global_features="round" is that, in eval mode.
+Departures from the paper
+- Eqs. (5) and (6) print s / tau; the code multiplies s by tau. The published ablation with tau2 = 0
+  is only possible with multiplication, so "multiply" is the default and "divide" the other form.
+- Row j of the pseudo-batch is compared with row j of the real batch, which gives one negative for
+  each, as in the code. Eq. (2) is an expectation.
+- The global features are those of the pseudo-data of each step, as in the paper, and the frozen
+  extractor is in eval mode. The code computes them once, for the first step, in train mode;
+  global_features="round" does so in eval mode.
 """
 
 from __future__ import annotations

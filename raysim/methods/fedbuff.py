@@ -1,20 +1,21 @@
-"""FedBuff: collect asynchronous updates in a buffer of K and step once when it is full.
+"""FedBuff: collect asynchronous updates in a buffer of K, and make one step when it is full.
 
-Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek and Huba, "Federated Learning with Buffered
-Asynchronous Aggregation" (AISTATS 2022), Algorithm 1:
+Source: Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek and Huba, "Federated Learning with Buffered
+Asynchronous Aggregation" (AISTATS 2022), Algorithm 1, with s_i the staleness of update i at its
+arrival:
 
-    w_i = (1 + s_i)^-a      s_i: staleness of update i, counted at its arrival
+    w_i = (1 + s_i)^-a
     x <- x + eta_g sum_i w_i Delta_i / K
 
-Choices where paper and code disagree or are silent
-- The divisor is K, as in the paper ("count"), which shrinks a stale buffer; "weights" (sum of w_i)
-  does not; "none" is the plain sum that FLSim takes by default.
-- No reference staleness: FLSim divides every weight by that of staleness 1, i.e. multiplies all of
-  them by sqrt(2).
-- Floating buffers always take the normalised weights and rate 1, or BatchNorm's statistics would
-  shrink; and what is averaged are the clients' buffers, not their changes, or a stale change could
-  make a variance negative.
-- A buffer that is not full at the end of a run is dropped.
+Departures from the paper
+- The sum is divided by K, as in the paper ("count"), so that a stale buffer makes a shorter step.
+  "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
+- Weights are not divided by that of a reference staleness. FLSim divides all of them by the weight
+  of staleness 1, which multiplies them by sqrt(2).
+- Floating buffers are averaged as values, with normalised weights and rate 1. With weights that do
+  not sum to one, BatchNorm's statistics would shrink. If changes were averaged instead of values, a
+  stale change could make a variance negative.
+- Updates that are in the buffer when the run ends are not used.
 """
 
 from __future__ import annotations
