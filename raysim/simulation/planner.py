@@ -422,10 +422,10 @@ class Planner:
             self._next.up += selector.loss_pass.up
         if len(clients) == count:
             self._idle_clients.pop(pool, None)
-        elif selector.idle_clients and not clients and not self._events:
+        elif selector.offered and not clients and not self._events:
             raise SelectionError(
-                f"{selector.name}: select returned no client, although {selector.idle_clients} can "
-                "be dispatched and no job is in flight. Return at least one."
+                f"{selector.name}: select returned no client, although {selector.offered} can be "
+                "dispatched and no job is in flight. Return at least one."
             )
         return clients
 

@@ -139,16 +139,12 @@ class Selector:
         self._seconds: Floats | None = None  # [clients], made when a rule reads it
         self.measure: MeasureLosses | None = None  # None in a forecast
         self.loss_pass: LossPass | None = None  # of the last decision
+        self.offered = 0  # clients that the rule could choose from at the last decision
 
     @property
     def name(self) -> str:
         """The name of the rule in errors."""
         return f"selection {type(self.rule).__name__}"
-
-    @property
-    def idle_clients(self) -> int:
-        """The number of clients that could be dispatched at the last decision."""
-        return 0 if self._idle is None else self._idle.count
 
     # --- decisions --------------------------------------------------------------------------------
     def choose(self, count: int, pool: int, now: float, version: int, decision: int) -> list[int]:
@@ -156,20 +152,19 @@ class Selector:
 
         decision: the number of decisions before this one, which names the random generator.
         """
-        self.loss_pass = None
+        self.loss_pass, self.offered = None, 0
         if self._idle is None:
             self._idle = IdleMask(self._devices.presence, self._eligible, self._busy, now)
         idle = self._idle
         idle.advance(now)
-        if not idle.count:
-            return []
-        mask = idle.mask
+        mask, self.offered = idle.mask, idle.count
         if pool >= 0:
             mask = np.zeros_like(idle.mask)
             members = self._pools[pool]
             mask[members] = idle.mask[members]
-            if not mask.any():
-                return []
+            self.offered = int(np.count_nonzero(mask))
+        if not self.offered:
+            return []
 
         def measure(clients: Sequence[int], samples: int | None) -> Floats:
             self._check(clients, len(clients), mask, "measure")
