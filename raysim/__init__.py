@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.primitives.version import __version__
 
 if TYPE_CHECKING:
-    from raysim.api.learner import Learner
+    from raysim.api.learner import EvaluationData, Learner, LearnerUpdate
     from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
     from raysim.api.selection import Selection, SelectionView
@@ -47,9 +47,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CSR",
     "Classifier",
+    "EvaluationData",
     "Fleet",
     "Interrupted",
     "Learner",
+    "LearnerUpdate",
     "LocalResult",
     "Method",
     "ModelRecipe",
@@ -78,7 +80,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "raysim.api.learner": ("Learner",),
+    "raysim.api.learner": ("EvaluationData", "Learner", "LearnerUpdate"),
     "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),
     "raysim.api.selection": ("Selection", "SelectionView"),

@@ -26,6 +26,7 @@ _ALONE = {
     "stages": "decide the stages of a step",
     "select": "choose the samples of an epoch",
     "train": "train clients by a function of their own",
+    "evaluate": "score sets of samples by a function of their own",
     "finetune": "decide how models are fine-tuned for evaluation",
     "scored": "decide which vector is evaluated",
     "loss": "replace the training loss",
@@ -220,7 +221,7 @@ def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def _check_single_owners(all_declared: Sequence[MethodDeclaration]) -> None:
-    for fact in ("stages", "select", "train", "finetune", "scored"):
+    for fact in ("stages", "select", "train", "evaluate", "finetune", "scored"):
         owners = [
             declared.method for declared in all_declared if getattr(declared, fact) is not None
         ]
@@ -265,6 +266,26 @@ def step_parts(declared: MethodDeclaration) -> list[str]:
     return parts
 
 
+# Hooks that read or change the vector or the updates of its parameters.
+PARAMETER_HOOKS = ("begin", "prepare", "end", "combine", "step", "absorb", "personalise")
+
+
+def parameter_parts(declared: MethodDeclaration) -> list[str]:
+    """Return the hooks and declarations of a method that read or change parameters."""
+    parts = [hook for hook in PARAMETER_HOOKS if declared.has_hook(hook)]
+    if declared.change_updates is not None:
+        parts.append("run.change_updates")
+    if declared.networks:
+        parts.append("run.network")
+    if declared.keeps_parameters:
+        parts.append("run.private_parameters")
+    if declared.uploads:
+        parts.append("run.upload")
+    if declared.scored is not None:
+        parts.append("run.scores")
+    return parts
+
+
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError if one method replaces the training steps and another one changes them."""
     owner = next((declared for declared in all_declared if declared.train is not None), None)
@@ -287,6 +308,12 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
                 f"method '{declared.method}' does not combine with method '{owner.method}': it "
                 f"differentiates the model, which '{owner.method}' does not allow. "
                 "Keep one of them."
+            )
+        if not owner.has_parameters and declared is not owner and parameter_parts(declared):
+            raise ValueError(
+                f"method '{declared.method}' does not combine with method '{owner.method}': it "
+                f"reads or changes parameters ({parameter_parts(declared)[0]}), and "
+                f"'{owner.method}' keeps its model outside of them. Keep one of them."
             )
         if declared.keeps_optimizer:
             raise ValueError(

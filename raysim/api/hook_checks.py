@@ -117,6 +117,22 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
         )
 
 
+def check_metrics(metrics: Any, method: str) -> dict[str, float]:
+    """Return the metrics of a set of samples. Raises HookError unless they are numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise _wrong(metrics, method, "evaluate", "a dictionary of numbers")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise HookError(
+                f"method '{method}' returns {_kind(value)} as metric '{name}' from evaluate. "
+                "Return a number, or leave it out."
+            ) from None
+    return numbers
+
+
 class StateNames:
     """The names under which the methods of a run may keep client state."""
 
@@ -164,7 +180,8 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
                     f"job.upload['{name}'] is missing, and method '{declared.method}' declares it. "
                     "Fill it in `end`."
                 )
-            if tensor.numel() != expected:
+            varies = name in declared.varying_uploads
+            if tensor.numel() != expected and not varies:
                 raise HookError(
                     f"job.upload['{name}'] has {tensor.numel()} floats, and {expected} are "
                     f'declared. Correct run.upload("{name}", ...).'

@@ -7,7 +7,9 @@ and saved like the parameters of a network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
-from raysim.api.local_job import LocalJob
+from raysim.api.local_job import LocalJob, ScoredModel
 from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
+from raysim.api.server_view import Aggregation, ServerView
 from raysim.api.setup import Setup
 from raysim.models.split import WholeNetwork
 
@@ -25,18 +28,57 @@ Parameters: TypeAlias = Any  # an array, or a mapping or sequence of `Parameters
 _SEPARATOR = ":"
 
 
+@dataclass(frozen=True)
+class LearnerUpdate:
+    """The result of one client, for a learner whose parameters are bytes.
+
+    parameters: what `fit` returned. weight: the client's share of the aggregation, after methods
+    such as fedbuff changed it; the shares of equal weights add up to 1. samples: the client's
+    training samples. staleness: aggregations since the version that the client started from.
+    """
+
+    client: int
+    parameters: bytes
+    weight: float
+    samples: int
+    staleness: int
+
+
+class EvaluationData:
+    """The samples that a learner is evaluated on.
+
+    client: -1 for sets that belong to no client. name: "client", "validation", "central", or the
+    name of a domain. rows: the samples, int64 positions in the data set. state: the client's state
+    by the learner's names; empty for sets that belong to no client. task: the learning task. seed:
+    the seed of the run.
+    """
+
+    def __init__(self, scored: ScoredModel):
+        self.client, self.name, self.rows = scored.client, scored.name, scored.rows
+        self.task, self.seed = scored.task, scored.seed
+        self.state: Mapping[str, Any] = scored.state
+        self._scored = scored
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return normalised inputs [n, ...] and labels [n]. They are read from the data set now."""
+        inputs, labels = self._scored.tensors()
+        return inputs.cpu().numpy(), labels.cpu().numpy()
+
+
 class Learner(Method):
     """A model with its own parameters and training; the base class of what a user writes.
 
-    Implement `initial`, `fit` and `predict`. A learner is an option of the group `learner` or an
-    object, `raysim.run(learner=MyLearner())`: it replaces the run's model and its local training,
-    and it can be combined with schedules, fleets and server-side methods. The server averages
-    arrays of floats. Of arrays of integers and booleans the server keeps the largest value at each
-    position.
+    Implement `initial`, `fit`, and `predict` or `evaluate`. A learner is an option of the group
+    `learner` or an object, `raysim.run(learner=MyLearner())`: it replaces the run's model and its
+    local training, and it can be combined with schedules, fleets and server-side methods.
+
+    Parameters are a nested structure of arrays, or bytes. The server averages arrays of floats; of
+    arrays of integers and booleans it keeps the largest value at each position. For bytes, such as
+    serialized trees, the learner implements `aggregate`; their size may change.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the initial parameters, a nested structure of arrays whose shapes never change.
+        """Return the initial parameters: arrays whose shapes never change, or bytes.
 
         task: gives `task.shape` of one input, `task.num_classes` and `task.kind`. rng: random
         generator.
@@ -53,6 +95,33 @@ class Learner(Method):
         """Return the outputs [n, C] for inputs [n, ...]: logits of C classes, or C values."""
         raise NotImplementedError(f"{type(self).__name__} needs a function 'predict'")
 
+    def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
+        """Return numbers by name for a set of samples; optional, it replaces `predict` in a run.
+
+        It is called for the test samples of each scored client, for the central test set, and for
+        each domain. The run's metric (`evaluate.metric`, accuracy for classes) should be one of the
+        names: curves, summaries and best rounds use it. An empty dictionary is no score.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no function 'evaluate'")
+
+    def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
+        """Return the next version of parameters that are bytes; called on the server.
+
+        parameters: the current version. updates: at least one, in the order of their arrival.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has parameters of type bytes and needs a function 'aggregate'"
+        )
+
+    def message_bytes(self, task: Task) -> int:
+        """Return the planned size of a message, for parameters that are bytes.
+
+        Traffic and virtual time count this size, since the real one is unknown before training.
+        The default is the size of the initial parameters.
+        """
+        return 0
+
+    # --- what raysim calls ----------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         """Replace the run's model by a module that holds the learner's parameters."""
         rng = np.random.default_rng(int(torch.randint(2**62, (1,))))
@@ -63,10 +132,31 @@ class Learner(Method):
         """Train clients with `fit`."""
         run.train(self.fit_client)
         run.without_gradients()
+        if type(self).evaluate is not Learner.evaluate:
+            run.evaluate(self.evaluate_set)
+        network = getattr(run.model, "net", None)  # missing if `initial` failed
+        if not isinstance(network, LearnerNetwork) or network.content is None:
+            run.skip("absorb")
+            return
+        run.require(
+            type(self).aggregate is not Learner.aggregate,
+            f"{type(self).__name__}: its initial parameters are bytes, and it has no function "
+            "'aggregate'. Add one, or use arrays.",
+        )
+        initial = _encode(network.content)
+        planned = self.message_bytes(run.task) or len(network.content)
+        floats = math.ceil(planned / 4)
+        run.without_parameters()
+        run.server_state("model", lambda server: initial)
+        run.send("model", floats=floats, varies=True)
+        run.upload("model", floats, varies=True)
+        run.load_model(_load_content)
 
     def fit_client(self, job: LocalJob) -> LocalResult | None:
         """Pass a client's parameters and samples to `fit`, and store what it returns."""
         network: LearnerNetwork = job.model.net  # type: ignore[assignment]
+        if network.content is not None:
+            network.content = _decode(job.received["model"])
         inputs, labels = job.arrays()
         returned = self.fit(network.parameters_as_arrays(), inputs, labels, job)
         if not isinstance(returned, tuple) or len(returned) != 2:
@@ -75,8 +165,59 @@ class Learner(Method):
                 "the parameters, and a LocalResult or None."
             )
         parameters, result = returned
-        network.set_parameters(parameters)
+        if network.content is None:
+            network.set_parameters(parameters)
+            return result
+        job.upload["model"] = _encode(_check_bytes(parameters, self, "fit"))
+        job.report["bytes_down"] = len(network.content)
+        job.report["bytes_up"] = len(parameters)
         return result
+
+    def evaluate_set(self, scored: ScoredModel) -> Mapping[str, float]:
+        """Pass the parameters and a set of samples to `evaluate`."""
+        network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
+        return self.evaluate(network.parameters_as_arrays(), EvaluationData(scored))
+
+    def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
+        """Pass updates that are bytes to `aggregate`, and keep what it returns."""
+        contents = [_decode(upload) for upload in aggregation.uploads("model")]
+        divisor = aggregation.divisor
+        updates = []
+        for index, update in enumerate(aggregation.updates):
+            weight = aggregation.weights[index] / divisor
+            staleness = aggregation.staleness[index]
+            updates.append(
+                LearnerUpdate(update.client, contents[index], weight, update.samples, staleness)
+            )
+        parameters = self.aggregate(_decode(server.state["model"]), updates)
+        server.state["model"] = _encode(_check_bytes(parameters, self, "aggregate"))
+
+
+def _load_content(scored: ScoredModel) -> None:
+    """Give a learner's network the bytes that travelled next to the vector."""
+    network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
+    network.content = _decode(scored.received["model"])
+
+
+def _check_bytes(parameters: object, learner: Learner, function: str) -> bytes:
+    if isinstance(parameters, bytes):
+        return parameters
+    raise TypeError(
+        f"{function} of {type(learner).__name__} returned {type(parameters).__name__} as "
+        "parameters. Return bytes, as initial does."
+    )
+
+
+def _encode(content: bytes) -> Tensor:
+    """Return bytes as int32 words, so that a word counts as a float; the first has the length."""
+    padded = content + bytes(-len(content) % 4)
+    words = np.frombuffer(padded, np.int32)
+    return torch.from_numpy(np.concatenate([np.array([len(content)], np.int32), words]))
+
+
+def _decode(words: Tensor) -> bytes:
+    array = words.cpu().numpy()
+    return array[1:].tobytes()[: int(array[0])]
 
 
 class LearnerNetwork(nn.Module):
@@ -85,10 +226,12 @@ class LearnerNetwork(nn.Module):
     def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype):
         super().__init__()
         self.learner = learner
+        self.content = initial if isinstance(initial, bytes) else None
         self.structure = _structure(initial)
         self.dtypes: dict[str, np.dtype[Any]] = {}
         self.attributes: dict[str, str] = {}
-        for name, value in _flatten(initial):
+        arrays = [] if self.content is not None else _flatten(initial)
+        for name, value in arrays:
             array = np.asarray(value)
             self.dtypes[name] = array.dtype
             self.attributes[name] = attribute = self._free_attribute(name)
@@ -110,7 +253,12 @@ class LearnerNetwork(nn.Module):
         return attribute
 
     def parameters_as_arrays(self) -> Parameters:
-        """Return a copy of the parameters with the structure and the types of the initial ones."""
+        """Return a copy of the parameters with the structure and the types of the initial ones.
+
+        Bytes are returned unchanged.
+        """
+        if self.content is not None:
+            return self.content
         arrays = {}
         for name, dtype in self.dtypes.items():
             tensor: Tensor = getattr(self, self.attributes[name])

@@ -304,3 +304,44 @@ class PersonalModel:
             self.trained,
             method,
         )
+
+
+class ScoredModel(PersonalModel):
+    """A model and the samples that it is scored on: the argument of `run.evaluate`.
+
+    client: -1 for the shared model. rows: the samples, int64 positions in the data set. name: the
+    set of samples: "client", "central", "validation" or the name of a domain. state: empty for the
+    shared model. seed: the seed of the run.
+    """
+
+    def __init__(
+        self,
+        model: PersonalModel,
+        rows: np.ndarray,
+        name: str,
+        seed: int,
+        gather: Callable[[np.ndarray], tuple[Tensor, Tensor]],
+        method: str = "",
+    ):
+        super().__init__(
+            model.client,
+            model.task,
+            model.vector,
+            model.all_state,
+            model.all_received,
+            model.data,
+            model.trained,
+            method,
+        )
+        self.rows = rows
+        self.name = name
+        self.seed = seed
+        self._gather = gather
+
+    def of(self, method: str) -> ScoredModel:
+        """Return the same model with the names of another method."""
+        return ScoredModel(self, self.rows, self.name, self.seed, self._gather, method)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the samples: normalised inputs [n, ...] and labels [n]."""
+        return self._gather(self.rows)

@@ -153,6 +153,7 @@ class ScoringTask:
     extras: Arrays = field(default_factory=dict)  # what this client alone would receive
     personalised: bool = True  # False: the hook `personalise` is not called
     finetune: Finetune | None = None  # adapt the model to the client's training samples first
+    name: str = ""  # of the samples, for a method that scores sets of them
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,15 @@ class ScoringReport:
     client: int
     scores: np.ndarray  # the task's metric, such as whether the prediction is right
     losses: np.ndarray  # in the dtype of the run
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """The metrics of a set of samples, by a method that scores sets.
+
+    client: -1 for the shared model. name: the name of the task's samples.
+    """
+
+    client: int
+    name: str
+    metrics: Mapping[str, float]

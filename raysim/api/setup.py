@@ -19,7 +19,7 @@ from raysim.api.declarations import (
     Participation,
     Task,
 )
-from raysim.api.local_job import LocalJob
+from raysim.api.local_job import LocalJob, ScoredModel
 from raysim.api.local_training import LocalResult
 from raysim.api.messages import Failure, Update
 from raysim.api.server_view import ServerView, Weighting
@@ -69,6 +69,7 @@ class Send:
     floats: Floats
     to: Literal["all", "once", "client"]
     when: JobCondition
+    varies: bool = False  # True: the size is the planned one, and may differ
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class MethodDeclaration:
     server_state: dict[str, Callable[[ServerView], Tensor]] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
     uploads: dict[str, Floats] = field(default_factory=dict)
+    varying_uploads: set[str] = field(default_factory=set)
     stages: Callable[[Plan], Cycle] | None = None
     select: Callable[[LocalJob, int, int], np.ndarray | None] | None = None
     draws: dict[str, Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]] = field(
@@ -104,6 +106,9 @@ class MethodDeclaration:
     )
     train: Callable[[LocalJob], LocalResult | None] | None = None
     has_gradients: bool = True  # whether the model can be differentiated
+    has_parameters: bool = True  # False: the model is not in the vector
+    evaluate: Callable[[ScoredModel], Mapping[str, float]] | None = None
+    load: Callable[[ScoredModel], None] | None = None
     contribute: Callable[[Contribution], Contributed] | None = None
     assemble: Callable[[Pooled, ServerView], None] | None = None
     finetune: Finetune | None = None
@@ -341,6 +346,7 @@ class Setup:
         *,
         once: bool = False,
         when: JobCondition = always,
+        varies: bool = False,
     ) -> None:
         """Send a tensor to each client with the model; jobs see it as `job.received[name]`.
 
@@ -348,10 +354,10 @@ class Setup:
         Without `value`, the server state of this name is sent. floats: the tensor's size, a number
         or a function of the layout; the default is the size of the shared parameters. once: True
         sends it with a client's first job only. when(job): decides at dispatch whether a job
-        receives it.
+        receives it. varies: True allows any size; virtual time and traffic count `floats`.
         """
         to: Literal["all", "once"] = "once" if once else "all"
-        self.declared.sends.append(Send(name, value, floats, to, when))
+        self.declared.sends.append(Send(name, value, floats, to, when, varies))
 
     def send_to_client(
         self,
@@ -364,13 +370,15 @@ class Setup:
         """Send `value(client, server)` only to this client, with its jobs and before its scores."""
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
-    def upload(self, name: str, floats: Floats = num_parameters) -> None:
+    def upload(self, name: str, floats: Floats = num_parameters, *, varies: bool = False) -> None:
         """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.
 
-        floats: the tensor's size, as in `send`. The server reads it with
+        floats, varies: the tensor's size, as in `send`. The server reads it with
         `aggregation.uploads(name)`.
         """
         self.declared.uploads[name] = floats
+        if varies:
+            self.declared.varying_uploads.add(name)
 
     def gather(
         self,
@@ -421,6 +429,26 @@ class Setup:
     def without_gradients(self) -> None:
         """Declare that the model has no gradients. Methods that need gradients are then refused."""
         self.declared.has_gradients = False
+
+    def without_parameters(self) -> None:
+        """Declare that what is trained is not in the vector, such as trees in an upload.
+
+        Methods that change parameters or updates are then refused.
+        """
+        self.declared.has_parameters = False
+
+    def load_model(self, load: Callable[[ScoredModel], None]) -> None:
+        """Call `load(model)` before a model is scored, to add what is not in the vector."""
+        self.declared.load = load
+
+    def evaluate(self, evaluate: Callable[[ScoredModel], Mapping[str, float]]) -> None:
+        """Score sets of samples with `evaluate(model)`; only one method of a list may.
+
+        It replaces outputs and metrics of single samples. It is called for the test samples of
+        each scored client, for the central test set, and for each domain; it returns numbers by
+        name. The run's metric (`evaluate.metric`) should be one of them.
+        """
+        self.declared.evaluate = evaluate
 
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may.

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from raysim.api.learner import LearnerNetwork
 from raysim.api.messages import PublishedVersion, ScoringTask
 from raysim.experiment.run_folder import last_checkpoint
 from raysim.experiment.settings import Experiment, Rows
@@ -23,7 +24,7 @@ from raysim.runtime.inprocess import InProcess, preserve_torch_settings
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
 from raysim.training.determinism import make_deterministic
-from raysim.training.run_spec import RunSpec, build_networks
+from raysim.training.run_spec import RunSpec, build_networks, declare_run
 from raysim.training.worker import Worker
 
 if TYPE_CHECKING:
@@ -115,7 +116,27 @@ class Result:
         not finished.
         """
         self._refuse_personal()
+        if not self._has_parameters():
+            raise Refused("the parameters of this learner are bytes: use result.parameters()")
         return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
+
+    def parameters(self) -> Any:
+        """Return the final parameters of a learner, as its `fit` would receive them.
+
+        Raise `Refused` if the run has no learner, or no checkpoint of the last round.
+        """
+        with self._final_state() as final:
+            worker, task, published, state = final.scoring(None)
+            network = getattr(worker.vector.networks["model"], "net", None)
+            if not isinstance(network, LearnerNetwork):
+                raise Refused("this run has no learner: use result.model()")
+            if network.content is not None and not final.path:
+                raise Refused(
+                    "checkpoint.every: no checkpoint of the last round holds the parameters. "
+                    "Set it above 0."
+                )
+            worker.scored_tensors(task, published, state)
+            return network.parameters_as_arrays()
 
     def client_model(self, client: int) -> nn.Module:
         """Return the model that is scored for a client: with its personal tensors, personalised.
@@ -174,6 +195,10 @@ class Result:
         if not (isinstance(client, (int, np.integer)) and 0 <= client < count):
             raise Refused(f"client {client} does not exist: this run has clients 0 to {count - 1}")
         return int(client)
+
+    def _has_parameters(self) -> bool:
+        declared = declare_run(self.experiment.spec).methods
+        return all(method.has_parameters for method in declared)
 
     def _refuse_personal(self) -> None:
         _, layout = build_networks(self.experiment.spec)

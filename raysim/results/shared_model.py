@@ -32,9 +32,11 @@ class SharedModel(nn.Module):
 def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.ndarray] | None:
     """Load weights on the CPU; return the model in eval mode and an example of two empty inputs.
 
-    Returns None if clients keep parts of the model.
+    Returns None if clients keep parts of the model, or if the file does not hold it.
     """
     declarations = declare_run(spec)
+    if not all(method.has_parameters for method in declarations.methods):
+        return None
     networks, layout = declarations.networks, declarations.layout
     for entry in (*layout.entries, *layout.counters):
         if entry.personal and entry.network == "model":

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from raysim.api.declare import Declarations
-from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask, Update
+from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask, SetReport, Update
 from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
@@ -26,9 +26,10 @@ from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import ClientScores, Row
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.server import Server
+from raysim.simulation.set_scores import SetScores
 from raysim.training.run_spec import RunSpec, evaluation_of
 
-View: TypeAlias = Literal["shared", "own", "finetuned", "common"]
+View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets"]
 MAX_DOMAIN_COLUMNS = 20  # domains that get a column each
 
 
@@ -99,6 +100,7 @@ class Evaluator:
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
         self.metric = spec.task.metric
         self._check_common()
+        self.sets = SetScores(spec) if declarations.declarer("evaluate") else None
 
     def _check_common(self) -> None:
         if not self.evaluation.common:
@@ -120,11 +122,16 @@ class Evaluator:
         clients = self._sample(self._scored, server, "evaluate")
         unseen = self._sample(self._scored_unseen, server, "evaluate.unseen")
         scoring = Scoring(clients, unseen, version=server.version)
+        if self.sets is not None:
+            single = [self._client_task(client, server) for client in clients.tolist()]
+            single += [self._client_task(client, server) for client in unseen.tolist()]
+            scoring.reports["sets"] = self._start(self.sets.tasks(single), published)
+            return scoring
         if self.complete:
             tasks = self._shared_tasks(clients, unseen)
             scoring.reports["shared"] = self._start(tasks, published)
         has_finetuning = self._has_finetuning(server.version)
-        single: list[ScoringTask] = []
+        single = []
         if self.personal or has_finetuning:
             single = [self._client_task(client, server) for client in clients.tolist()]
             single += [self._client_task(client, server) for client in unseen.tolist()]
@@ -273,6 +280,11 @@ class Evaluator:
     # --- columns ----------------------------------------------------------------------------------
     def columns(self, scoring: Scoring) -> Row:
         """Return the columns of the history; waits for the reports."""
+        if self.sets is not None:
+            set_reports: list[SetReport] = []
+            for call in scoring.reports["sets"]:
+                set_reports += self.calls.wait(call)
+            return self.sets.columns(set_reports, scoring, self.best)
         reports = {view: self._collect(calls) for view, calls in scoring.reports.items()}
         row: Row = {}
         if "shared" in reports:

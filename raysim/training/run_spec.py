@@ -19,6 +19,7 @@ from raysim.api.losses import RowLoss, check_loss, loss_name
 from raysim.api.method import Method
 from raysim.api.selection import Random, Selection
 from raysim.api.server_view import Weighting
+from raysim.api.setup import number_of_floats
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
 from raysim.primitives.checks import above, at_least, between, in_range
@@ -229,6 +230,7 @@ def declare_run(spec: RunSpec) -> Declarations:
         declarations = declare(spec.all_methods, task, model, facts)
     _check_loss(task, declarations)
     _check_evaluation(evaluation_of(spec, declarations), task, has_head, declarations.pools)
+    _check_own_training(spec, declarations)
     if spec.weights is not None:
         spec.weights.load_into(declarations.networks, declarations.private_names)
     return declarations
@@ -285,11 +287,51 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
         )
 
 
+def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
+    """Raise ValueError for a setting that needs what a learner does not have."""
+    declared = declarations.declarer("train")
+    if declared is None:
+        return
+    evaluation = evaluation_of(spec, declarations)
+    needs: list[tuple[str, object, str]] = []
+    if not declared.has_gradients:
+        needs += [
+            ("evaluate.finetune.epochs", evaluation.finetune.epochs, "trains by gradients"),
+            ("evaluate.probe", evaluation.probe, "needs features of a network"),
+        ]
+    if declared.evaluate is not None:
+        needs += [
+            ("evaluate.common", evaluation.common, "needs scores of single samples"),
+            ("evaluate.decompose", evaluation.decompose, "needs losses of single samples"),
+        ]
+    if not declared.has_parameters:
+        needs += [
+            ("evaluate.decompose", evaluation.decompose, "needs parameters that can be added"),
+            ("init.file", spec.settings.init.file, "needs parameters that are arrays"),
+            ("faults.norm", spec.settings.faults.norm, "needs parameters that are arrays"),
+        ]
+    for key, value, reason in needs:
+        if value:
+            raise ValueError(
+                f"{key}={value}: {reason}, which '{declared.method}' does not have. Leave it out."
+            )
+
+
 def sample_flops(spec: RunSpec) -> float:
-    """Return PyTorch's count of floating-point operations for one sample, forward and backward."""
+    """Return PyTorch's count of floating-point operations for one sample, forward and backward.
+
+    A learner without gradients counts as 6 operations for each number that its clients send.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 
-    networks, _ = build_networks(spec)
+    declarations = declare_run(spec)
+    networks, layout = declarations.networks, declarations.layout
+    if not all(declared.has_gradients for declared in declarations.methods):
+        floats = layout.shared
+        for declared in declarations.methods:
+            for upload in declared.uploads.values():
+                floats += number_of_floats(upload, layout)
+        return 6.0 * floats
     inputs = spec.task.example(2)
     with FlopCounterMode(display=False) as counter:
         networks["model"].float()(inputs).sum().backward()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,14 @@ from torch import Tensor
 
 from raysim.api.client_state import ClientState, StoredState, to_named_arrays
 from raysim.api.declarations import Finetune
-from raysim.api.local_job import PersonalModel
-from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask as ScoringTask
+from raysim.api.hook_checks import check_metrics
+from raysim.api.local_job import PersonalModel, ScoredModel
+from raysim.api.messages import (
+    PublishedVersion,
+    ScoringReport,
+    ScoringTask as ScoringTask,
+    SetReport,
+)
 from raysim.api.state_values import unpack
 from raysim.training.broadcast import Broadcast, Receiver
 from raysim.training.run_spec import RunSpec
@@ -27,27 +34,34 @@ class Scorer:
         self.spec, self.trainer, self.states, self.receiver = spec, trainer, states, receiver
         self.vector, self.layout = trainer.vector, trainer.vector.layout
         self.personalisers = trainer.declarations.hooks_of("personalise")
+        methods = trainer.declarations.methods
+        self.loaders = [declared for declared in methods if declared.load is not None]
+        self.set_scorer = trainer.declarations.declarer("evaluate")
 
     def evaluate(
         self,
         tasks: Sequence[ScoringTask],
         published: PublishedVersion,
         states: Sequence[StoredState | None],
-    ) -> list[ScoringReport]:
-        """Return the scores and losses of each task's rows.
+    ) -> list[ScoringReport | SetReport]:
+        """Return the scores and losses of each task's rows, or the metrics of its set.
 
         states: client states that are sent, one per task; empty if all are resident.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)
-        reports: list[ScoringReport] = []
+        reports: list[ScoringReport | SetReport] = []
         for index, task in enumerate(tasks):
             self._load(task, broadcast, states[index] if states else None)
             if task.finetune is not None:
                 self._finetune(task.client, published.version, task.finetune)
                 self.trainer.set_training(False)
             with torch.no_grad():
-                reports.append(self._report(task))
+                if self.set_scorer is None:
+                    reports.append(self._report(task))
+                else:
+                    state = states[index] if states else None
+                    reports.append(self._report_set(task, self._scored(task, broadcast, state)))
         return reports
 
     def scored_tensors(
@@ -83,8 +97,37 @@ class Scorer:
         if task.client >= 0:
             state = self.states.get(task.client, task.state, sent)
         self.trainer.load(broadcast.base, broadcast.counters, state)
+        if self.loaders:
+            scored = self._scored(task, broadcast, sent)
+            for declared in self.loaders:
+                assert declared.load is not None, "loaders declare it"
+                declared.load(scored.of(declared.method))
         if task.client >= 0 and task.personalised:
             self._personalise(task, state)
+
+    def _scored(
+        self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None
+    ) -> ScoredModel:
+        """Return the loaded model and the samples of a task, as a method sees them."""
+        values: Mapping[str, Any] = {}
+        if task.client >= 0:
+            values = unpack(self.states.get(task.client, task.state, sent).methods)
+        model = PersonalModel(
+            task.client,
+            self.trainer.task,
+            self.vector,
+            values,
+            {**broadcast.download, **self.receiver.tensors(task.extras)},
+            functools.partial(self.trainer.client_samples, task.client),
+            task.state >= 0,
+        )
+        return ScoredModel(model, task.rows, task.name, self.trainer.seed, self.trainer.data.gather)
+
+    def _report_set(self, task: ScoringTask, scored: ScoredModel) -> SetReport:
+        declared = self.set_scorer
+        assert declared is not None and declared.evaluate is not None, "a method scores sets"
+        metrics = declared.evaluate(scored.of(declared.method))
+        return SetReport(task.client, task.name, check_metrics(metrics, declared.method))
 
     def _personalise(self, task: ScoringTask, state: ClientState[Tensor]) -> None:
         """Let the methods turn the vector into the client's own model."""

@@ -18,6 +18,7 @@ from raysim.api.messages import (
     PublishedVersion,
     ScoringReport,
     ScoringTask,
+    SetReport,
     TrainingResult,
     Update,
 )
@@ -205,7 +206,7 @@ class Worker(Combiner):
     # --- scoring -----------------------------------------------------------------------------
     def evaluate(
         self, tasks: Sequence[ScoringTask], published: PublishedVersion, *states: StoredState | None
-    ) -> list[ScoringReport]:
+    ) -> list[ScoringReport | SetReport]:
         """Score clients or the shared model; see `Scorer.evaluate`."""
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)

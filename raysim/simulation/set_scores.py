@@ -1,0 +1,148 @@
+"""Score sets of samples by a method's own function (`run.evaluate`), and make columns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from raysim.api.messages import ScoringTask, SetReport
+from raysim.primitives.kinds import LOWER_IS_BETTER
+from raysim.simulation.best_round import BestRounds
+from raysim.simulation.events import Row
+from raysim.training.run_spec import RunSpec
+
+CLIENT, CENTRAL, VALIDATION = "client", "central", "validation"
+MAX_DOMAINS = 20  # domains that are scored
+
+
+def is_higher_better(metric: str) -> bool:
+    """Return False for metrics of which a lower value is better, such as losses and errors."""
+    words = metric.split("_")
+    return metric not in LOWER_IS_BETTER and not {"loss", "error"} & set(words)
+
+
+class ScoredSets(Protocol):
+    """The clients of an evaluation, trained and never trained, and where their scores are kept."""
+
+    clients: np.ndarray
+    unseen: np.ndarray
+    version: int
+    client_scores: dict[str, list[tuple[np.ndarray, np.ndarray]]]
+
+
+class SetScores:
+    """The maker of scoring tasks and of columns for sets of samples.
+
+    The sets are the test samples of each client, the central test set, each domain of these, and
+    the clients' validation samples.
+    """
+
+    def __init__(self, spec: RunSpec):
+        self.spec = spec
+        self.metric = spec.task.metric.name
+        partition, dataset = spec.data.partition, spec.data.open()
+        self.tests, self.validation = partition.test, partition.validation
+        self.domains, self.domain_names = dataset.domains, dataset.domain_names
+
+    def tasks(self, clients: Sequence[ScoringTask]) -> list[ScoringTask]:
+        """Return the tasks of an evaluation. clients: the task of each scored client."""
+        tasks = [replace(task, name=CLIENT) for task in clients if len(task.rows)]
+        if self.validation is not None:
+            for task in clients:
+                rows = self.validation.rows(task.client)
+                if len(rows):
+                    tasks.append(replace(task, name=VALIDATION, rows=rows))
+        tested = [task.rows for task in clients if len(task.rows)]
+        if tested:
+            tasks += self._domain_tasks("", np.concatenate(tested))
+        central = self.spec.data.central
+        if len(central):
+            tasks.append(ScoringTask(-1, central, name=CENTRAL))
+            tasks += self._domain_tasks(f"{CENTRAL}:", central)
+        return tasks
+
+    def _domain_tasks(self, prefix: str, rows: np.ndarray) -> list[ScoringTask]:
+        """Return a task for each domain of the rows; none for a single domain, or for many."""
+        domains = self.domains[rows]
+        present = np.unique(domains)
+        if not 2 <= len(present) <= MAX_DOMAINS:
+            return []
+        return [
+            ScoringTask(-1, rows[domains == domain], name=f"{prefix}{self.domain_names[domain]}")
+            for domain in present
+        ]
+
+    def columns(
+        self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds | None
+    ) -> Row:
+        """Return the columns of the history from the reports of `tasks`."""
+        by_name: dict[str, list[SetReport]] = {}
+        for report in reports:
+            by_name.setdefault(report.name, []).append(report)
+        row: Row = {f"{self.metric}_global": None, "loss_global": None}
+        unseen = set(scoring.unseen.tolist())
+        tested = by_name.pop(CLIENT, [])
+        validated = by_name.pop(VALIDATION, [])
+        for report in by_name.pop(CENTRAL, []):
+            row |= {f"{name}_global": value for name, value in report.metrics.items()}
+        trained = [report for report in tested if report.client not in unseen]
+        row |= self._client_columns(trained, "", scoring)
+        held_out = [report for report in tested if report.client in unseen]
+        row |= self._client_columns(held_out, "_unseen", scoring)
+        central_domains = []
+        for name, (report,) in by_name.items():
+            if name.startswith(f"{CENTRAL}:"):
+                central_domains.append(report)
+                continue
+            row |= {f"{metric}.{name}": value for metric, value in report.metrics.items()}
+        for name, values in _by_metric(central_domains).items():
+            row[f"{name}_worst_domain"] = _worst(name, list(values.values()))
+        if validated and best is not None:
+            row |= self._best_columns(validated, scoring, best, row)
+        return row
+
+    def _client_columns(
+        self, reports: Sequence[SetReport], suffix: str, scoring: ScoredSets
+    ) -> Row:
+        """Return the mean and the worst value over clients, of each metric."""
+        row: Row = {}
+        for name, values in _by_metric(reports).items():
+            clients = np.array(sorted(values), np.int64)
+            scores = np.array([values[client] for client in clients.tolist()])
+            scoring.client_scores.setdefault(name, []).append((clients, scores))
+            row[f"{name}{suffix}"] = float(scores.mean())
+            row[f"{name}{suffix}_worst"] = _worst(name, scores)
+        return row
+
+    def _best_columns(
+        self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds, row: Row
+    ) -> Row:
+        """Return the validation score, and the central score in its best round."""
+        values = _by_metric(reports).get(self.metric, {})
+        if not values:
+            return {}
+        name = self.metric
+        score = float(np.mean([values[client] for client in sorted(values)]))
+        sign = 1 if is_higher_better(name) else -1
+        best_round, central = best.take_shared(scoring.version, sign * score, row[f"{name}_global"])
+        columns: Row = {f"{name}_validation": score, "best_round": best_round}
+        if central is not None:
+            columns[f"{name}_global_best"] = central
+        return columns
+
+
+def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
+    """Return the values of each metric, by client."""
+    values: dict[str, dict[int, float]] = {}
+    for index, report in enumerate(reports):
+        key = report.client if report.client >= 0 else -1 - index
+        for name, value in report.metrics.items():
+            values.setdefault(name, {})[key] = value
+    return values
+
+
+def _worst(metric: str, values: Sequence[float] | np.ndarray) -> float:
+    return float(min(values) if is_higher_better(metric) else max(values))

@@ -1,0 +1,233 @@
+"""Learners whose parameters are bytes, and learners that score sets of samples themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import BUFFER, ROUNDS, FinishedRun, run, run_spec, several_workers
+
+import raysim
+from raysim.api.declarations import Task
+from raysim.api.learner import EvaluationData, Learner, LearnerUpdate, Parameters
+from raysim.api.local_job import LocalJob
+from raysim.api.local_training import LocalResult
+from raysim.api.method import Method
+from raysim.methods.dp_fedavg import DPFedAvg
+from raysim.methods.fedbuff import FedBuff
+from raysim.methods.fedopt import FedAvgM
+from raysim.methods.krum import Krum
+from raysim.primitives.errors import Refused
+from raysim.simulation.schedule import Schedule
+
+QUICK = (
+    "data=synthetic data.samples=200 data.test_samples=40 model=mlp partition.clients=4 "
+    "schedule.cohort=2 runtime=inprocess tracking=none"
+)
+
+
+class Means(Learner):
+    """Collect the class means of all clients, as JSON of growing size."""
+
+    name = "means"
+
+    def __init__(self, wrong: str = ""):
+        self.wrong = wrong
+
+    def initial(self, task: Task, rng: np.random.Generator) -> bytes:
+        first = rng.normal(size=int(np.prod(task.shape))).round(3)
+        return json.dumps([[0, 1.0, first.tolist()]]).encode()
+
+    def fit(
+        self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[Any, LocalResult]:
+        rows = inputs.reshape(len(inputs), -1)
+        means = [
+            [int(label), 1.0, rows[labels == label].mean(axis=0).round(3).tolist()]
+            for label in np.unique(labels)
+        ]
+        noise = float(np.random.rand())  # noqa: NPY002
+        content: Any = json.dumps([*means, [0, noise, means[0][2]]]).encode()
+        if self.wrong == "type":
+            content = means
+        return content, LocalResult(samples=len(rows))
+
+    def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
+        means = json.loads(parameters)
+        for update in updates:
+            for label, weight, mean in json.loads(update.parameters):
+                means.append([label, weight * update.weight, mean])
+        return json.dumps(means).encode()
+
+    def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
+        rows, outputs = inputs.reshape(len(inputs), -1), np.full((len(inputs), 10), -1e3)
+        for label, _, mean in json.loads(parameters):
+            distance = -((rows - np.array(mean)) ** 2).sum(axis=1)
+            outputs[:, label] = np.maximum(outputs[:, label], distance)
+        return outputs
+
+
+class Scored(Means):
+    """The same, scored by a function of its own."""
+
+    name = "scored"
+
+    def __init__(self, wrong: Any = None):
+        self.wrong_metrics = wrong
+        super().__init__()
+
+    def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
+        if self.wrong_metrics is not None:
+            return self.wrong_metrics  # type: ignore[no-any-return]
+        inputs, labels = data.arrays()
+        right = self.predict(parameters, inputs).argmax(axis=1) == labels
+        return {"accuracy": float(right.mean()), "size": len(data.rows), "my_loss": data.client}
+
+
+@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+def test_bytes_give_the_same_bits_on_two_workers(schedule: Schedule) -> None:
+    others = [FedBuff()] if schedule is BUFFER else []
+    spec = run_spec(Means(), *others)
+    one = run(spec, schedule, rounds=4)
+    two = run(spec, schedule, runtime=several_workers(spec, 2), rounds=4)
+    contents = [each.coordinator.server.state["means.model"].tolist() for each in (one, two)]
+    assert contents[0] == contents[1] and len(contents[0]) > 100
+    assert [row["accuracy"] for row in one.rows] == [row["accuracy"] for row in two.rows]
+
+
+def test_bytes_are_resumed_and_survive_lost_jobs(tmp_path: Path) -> None:
+    words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
+    words = words.replace("schedule.cohort=2 ", "") + " schedule.size=2 method=fedbuff"
+    learner = Means()
+    runs = []
+    for name, rounds in (("straight", 5), ("resumed", 2)):
+        out = str(tmp_path / name)
+        runs.append(raysim.run(f"{words} rounds={rounds}", learner=learner, out=out, quiet=True))
+    again = ["out=" + str(tmp_path / "resumed"), "resume=latest", "rounds=5"]
+    runs[1] = raysim.run(again, learner=learner, quiet=True)
+    straight, resumed = runs
+    assert sum(row["lost"] or 0 for row in straight.rows) > 0
+    assert straight.parameters() == resumed.parameters()
+    assert straight.summary["state_sha256"] == resumed.summary["state_sha256"]
+    assert straight.rows[-1]["means.bytes_down"] > straight.rows[0]["means.bytes_down"]
+    assert len(straight.predictions().classes) == 40
+
+
+class Weights(Means):
+    """Keep the weight and the staleness of each update."""
+
+    name = "weights"
+
+    def initial(self, task: Task, rng: np.random.Generator) -> bytes:
+        return b"[]"
+
+    def fit(
+        self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
+    ) -> tuple[bytes, None]:
+        return b"", None
+
+    def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
+        rows = [[update.weight, update.staleness] for update in updates]
+        return json.dumps([*json.loads(parameters), *rows]).encode()
+
+    def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
+        return np.zeros((len(inputs), 10))
+
+
+def _weights(result: FinishedRun) -> list[list[float]]:
+    words = result.coordinator.server.state["weights.model"].numpy()
+    weights: list[list[float]] = json.loads(words[1:].tobytes()[: words[0]])
+    return weights
+
+
+def test_bytes_weights_follow_samples_and_staleness() -> None:
+    fresh = _weights(run(run_spec(Weights()), ROUNDS, rounds=2))
+    assert sum(weight for weight, _ in fresh) == pytest.approx(2)
+    late = _weights(run(run_spec(Weights(), FedBuff()), BUFFER, rounds=6))
+    assert {staleness for _, staleness in late} > {0}
+    for weight, staleness in late:  # the buffer has two updates, and all weights are uniform
+        assert weight == pytest.approx((1 + staleness) ** -0.5 / 2)
+
+
+@pytest.mark.parametrize("other", [Krum(), FedAvgM(), DPFedAvg()], ids=lambda other: other.name)
+def test_bytes_refuse_rules_for_parameters(other: Method) -> None:
+    with pytest.raises(ValueError, match=rf"'{other.name}'.*'means'"):
+        run(run_spec(Means(), other), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("faults.norm=1", "faults.norm"),
+        ("evaluate.decompose=1", "evaluate.decompose"),
+        ("evaluate.finetune.epochs=1", "evaluate.finetune.epochs"),
+        ("attack.kind=sign_flip attack.share=0.5", "attackers"),
+    ],
+)
+def test_bytes_refuse_settings_for_parameters(words: str, key: str) -> None:
+    with pytest.raises(Refused, match=key):
+        raysim.build(f"{QUICK} {words}", learner=Means())
+
+
+def test_bytes_need_a_function_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Means, "aggregate", Learner.aggregate)
+    with pytest.raises(Refused, match="aggregate"):
+        raysim.build(QUICK, learner=Means())
+
+
+def test_bytes_of_another_type_are_one_failed_client() -> None:
+    result = run(run_spec(Means("type")), rounds=1, tolerate=1.0)
+    assert all("bytes" in failure.error for failure in result.failures)
+    assert result.rows[0]["failures"] == len(result.failures) > 0
+
+
+def test_bytes_have_no_module(tmp_path: Path) -> None:
+    result = raysim.run(f"{QUICK} rounds=1", learner=Means(), out=str(tmp_path / "run"), quiet=True)
+    with pytest.raises(Refused, match="parameters"):
+        result.model()
+
+
+def test_planned_size_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Means, "message_bytes", lambda self, task: 4001)
+    rows = run(run_spec(Means()), ROUNDS, rounds=1).rows
+    assert rows[0]["floats_up"] == 1001 * rows[0]["clients"]
+
+
+def test_evaluate_gives_the_usual_scores() -> None:
+    usual, own = run(run_spec(Means()), rounds=2), run(run_spec(Scored()), rounds=2)
+    for name in ("accuracy", "accuracy_worst", "accuracy_global"):
+        assert [row[name] for row in own.rows] == pytest.approx([row[name] for row in usual.rows])
+    assert own.rows[-1]["size_global"] == len(own.coordinator.spec.data.central)
+    assert own.rows[-1]["my_loss_global"] == -1
+    clients = np.flatnonzero(own.coordinator.spec.data.partition.test.counts)
+    assert own.rows[-1]["my_loss"] == pytest.approx(clients.mean())
+    assert own.rows[-1]["my_loss_worst"] == clients.max()
+
+
+def test_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
+    words = f"{QUICK} data.domains=2 partition.validation_fraction=0.3 rounds=2"
+    usual = raysim.run(words, learner=Means(), out=str(tmp_path / "usual"), quiet=True)
+    own = raysim.run(words, learner=Scored(), out=str(tmp_path / "own"), quiet=True)
+    names = [name for name in usual.rows[-1] if name.startswith("accuracy")]
+    assert {"accuracy_worst_domain", "accuracy_validation", "accuracy_global_best"} <= {*names}
+    shared = [name for name in names if name in own.rows[-1]]
+    assert any("." in name for name in shared)
+    for name in shared:
+        assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
+
+
+def test_evaluate_may_return_no_score(tmp_path: Path) -> None:
+    result = raysim.run(
+        f"{QUICK} rounds=2", learner=Scored({}), out=str(tmp_path / "run"), quiet=True
+    )
+    assert result.rows[-1]["accuracy_global"] is None and result.rows[-1].get("accuracy") is None
+
+
+@pytest.mark.parametrize("wrong", [3, {"accuracy": "high"}], ids=["number", "text"])
+def test_evaluate_error_names_the_function(wrong: Any) -> None:
+    with pytest.raises(Exception, match=r"scored.*evaluate"):
+        run(run_spec(Scored(wrong)), rounds=1)
