@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raysim.api.learner import EvaluationData, Learner, LearnerUpdate
     from raysim.api.local_training import LocalResult
     from raysim.api.method import Method
+    from raysim.api.metrics import Metric
     from raysim.api.selection import Selection, SelectionView
     from raysim.commands.study.session import StudyResult, study
     from raysim.commands.sweep.results import SweepResult
@@ -54,6 +55,7 @@ __all__ = [
     "LearnerUpdate",
     "LocalResult",
     "Method",
+    "Metric",
     "ModelRecipe",
     "Observer",
     "ObserverError",
@@ -84,6 +86,7 @@ _PLACES = {
     "raysim.api.local_training": ("LocalResult",),
     "raysim.api.method": ("Method",),
     "raysim.api.selection": ("Selection", "SelectionView"),
+    "raysim.api.metrics": ("Metric",),
     "raysim.commands.study.session": ("StudyResult", "study"),
     "raysim.commands.sweep.results": ("SweepResult",),
     "raysim.commands.sweep.session": ("sweep",),

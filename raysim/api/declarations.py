@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raysim.api.losses import RowLoss
-from raysim.api.objectives import OBJECTIVES, Metric, Objective
+from raysim.api.metrics import Metric, resolve_metrics
+from raysim.api.objectives import OBJECTIVES, MetricRule, Objective
 from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import Kind, Tokens
@@ -24,9 +27,11 @@ class Task:
     shape: the shape of one input; [channels, height, width] for an image. num_classes: the number
     of classes, or of other outputs of the model. clients: the number of all clients of the run.
     dtype: the type of all floats. kind: decides the usual loss and metrics. tokens: the number of
-    different tokens if inputs are sequences of token numbers. scored_by: the name of the metric;
-    None for the usual one. loss: function from outputs [B, C] and labels to a loss for each sample
-    [B]; None for the usual one. unseen: the number of clients that are never trained.
+    different tokens if inputs are sequences of token numbers. scored_by: the name of the main
+    metric; None for the first of `scores`, or the usual one. loss: function from outputs [B, C] and
+    labels to a loss for each sample [B]; None for the usual one. unseen: the number of clients that
+    are never trained. scores: the metrics that are computed, names and metrics of the user. lower:
+    the names of metrics for which a lower score is better, in addition to those that say so.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +43,8 @@ class Task:
     scored_by: str | None = None
     loss: RowLoss | None = None
     unseen: int = 0
+    scores: tuple[str | Metric, ...] = ()
+    lower: Collection[str] = ()
 
     @property
     def population(self) -> int:
@@ -50,10 +57,18 @@ class Task:
         usual = OBJECTIVES[self.kind]
         return usual if self.loss is None else usual.with_loss(self.loss)
 
+    @cached_property
+    def metrics(self) -> tuple[MetricRule, ...]:
+        """The metrics of scores, the main one first. Raises ValueError for one that cannot be."""
+        rules = resolve_metrics(self.scored_by, self.scores, self)
+        return tuple(
+            replace(rule, higher=False) if rule.name in self.lower else rule for rule in rules
+        )
+
     @property
-    def metric(self) -> Metric:
-        """The metric of scores. Raises ValueError if the kind has no metric of that name."""
-        return self.objective.metric(self.scored_by, self.kind)
+    def metric(self) -> MetricRule:
+        """The main metric: it decides thresholds, best rounds and what a search compares."""
+        return self.metrics[0]
 
     @property
     def is_images(self) -> bool:
@@ -106,7 +121,9 @@ class Evaluation:
     are scored; these scores have columns of their own. common: True also scores client models on
     the central test set. probe: for local models before they are averaged, on `probe_rows` images
     of the central test set. decompose: for the loss decomposition, on at most `decompose_rows`
-    training samples of a client. metric: such as "mae"; None is the usual metric for the data.
+    training samples of a client. metrics: names of the metrics that are computed. metric: the main
+    one; None is the first of them, or the usual metric for the data. lower: metrics of the user for
+    which a lower score is better.
     unseen: the share of clients that is drawn at the start, never trained, and scored in separate
     columns.
     """
@@ -119,7 +136,9 @@ class Evaluation:
     probe_rows: int = 1000
     decompose: int = 0
     decompose_rows: int = 1000
+    metrics: list[str] = field(default_factory=list)
     metric: str | None = None
+    lower: list[str] = field(default_factory=list)
     unseen: float = 0.0
 
     def __post_init__(self) -> None:

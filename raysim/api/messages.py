@@ -158,10 +158,14 @@ class ScoringTask:
 
 @dataclass(frozen=True)
 class ScoringReport:
-    """The scores of one `ScoringTask`, a value for each row."""
+    """The scores of one `ScoringTask`, a value for each row.
+
+    scores: for each entry of `row_functions` (metrics.py) an array [n, ...], such as whether the
+    predictions are right.
+    """
 
     client: int
-    scores: np.ndarray  # the task's metric, such as whether the prediction is right
+    scores: tuple[np.ndarray, ...]
     losses: np.ndarray  # in the dtype of the run
 
 

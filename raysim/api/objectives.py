@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from raysim.api.losses import RowLoss
-from raysim.primitives.kinds import LOWER_IS_BETTER, Kind
+from raysim.primitives.kinds import Kind
 
 
 def mean(values: np.ndarray) -> float:
@@ -21,22 +21,19 @@ def mean(values: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A score of samples.
+class MetricRule:
+    """The two steps that make a score of a set of samples.
 
-    rows: function from outputs [B, C] and labels to a value for each sample [B], or to L values [B,
-    L] for L labels. summarise: function from the values of n >= 1 samples, [n] or [n, L], to the
-    score.
+    rows: function from outputs [B, C] and labels to a value for each sample [B], or to an array
+    for each sample [B, ...]; None stores outputs and labels themselves, see `SetRows`. It runs on
+    the workers. summarise: function from what `rows` made of n >= 1 samples, in their order, to the
+    score. It runs on the coordinator. higher: True if a higher score is better.
     """
 
     name: str
-    rows: Callable[[Tensor, Tensor], Tensor]
+    rows: Callable[[Tensor, Tensor], Tensor] | None
     summarise: Callable[[np.ndarray], float] = mean
-
-    @property
-    def higher(self) -> bool:
-        """True if a higher score is better."""
-        return self.name not in LOWER_IS_BETTER
+    higher: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Objective:
 
     loss: Callable[[Tensor, Tensor], Tensor]
     losses: RowLoss
-    metrics: tuple[Metric, ...]
+    metrics: tuple[MetricRule, ...]
 
     def with_loss(self, row_loss: RowLoss) -> Objective:
         """Return the same objective with another loss."""
@@ -62,14 +59,9 @@ class Objective:
             self, loss=lambda outputs, labels: losses(outputs, labels).mean(), losses=losses
         )
 
-    def metric(self, name: str | None, kind: Kind) -> Metric:
-        """Return the metric of this name; None returns the usual one. Raises ValueError."""
-        names = [metric.name for metric in self.metrics]
-        if name is not None and name not in names:
-            raise ValueError(
-                f"evaluate.metric={name} does not score {kind}. Set it to {' or '.join(names)}."
-            )
-        return self.metrics[0 if name is None else names.index(name)]
+    def metric(self, name: str) -> MetricRule | None:
+        """Return the metric of this name, or None."""
+        return next((metric for metric in self.metrics if metric.name == name), None)
 
 
 def is_right(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -80,6 +72,60 @@ def is_right(outputs: Tensor, labels: Tensor) -> Tensor:
 def is_among_five(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return bool [B]: True if the label's output is among the five largest."""
     return (outputs.topk(min(5, outputs.shape[1]), 1).indices == labels.unsqueeze(1)).any(1)
+
+
+def label_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return int64 [B, 2]: the label of each sample, and its predicted class."""
+    return torch.stack([labels, outputs.argmax(1)], dim=1)
+
+
+def class_f1(pairs: np.ndarray) -> float:
+    """Return the mean over the classes of 2 TP / (2 TP + FP + FN), from `label_pairs` [n, 2].
+
+    Classes that are neither among the labels nor among the predictions are left out, as in
+    scikit-learn's `f1_score(average="macro")`.
+    """
+    labels, predicted = pairs[:, 0], pairs[:, 1]
+    classes = int(pairs.max()) + 1
+    right = np.bincount(labels[labels == predicted], minlength=classes)
+    total = np.bincount(labels, minlength=classes) + np.bincount(predicted, minlength=classes)
+    return float(np.mean(2 * right[total > 0] / total[total > 0]))
+
+
+def class_auroc(rows: np.ndarray) -> float:
+    """Return the mean over the classes of the area under the ROC curve, one class against all.
+
+    rows: outputs and labels of n samples, see `SetRows`. Classes that all samples have, or none,
+    have no such area and are left out; nan if all are.
+    """
+    outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
+    is_class = rows["labels"][:, None] == np.arange(outputs.shape[1])
+    return _mean_area(outputs, is_class)
+
+
+def label_auroc(rows: np.ndarray) -> float:
+    """Return the mean over the labels of the area under the ROC curve; see `class_auroc`."""
+    return _mean_area(rows["outputs"], rows["labels"] > 0)
+
+
+def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
+    """Return the mean area over columns [n, C] that have both values; nan without any.
+
+    The area is the share of pairs of a positive and a negative sample that are in the right order;
+    equal scores count half (Hanley and McNeil, Radiology 1982).
+    """
+    positives = is_positive.sum(axis=0)
+    negatives = len(is_positive) - positives
+    has_both = (positives > 0) & (negatives > 0)
+    if not has_both.any():
+        return float("nan")
+    from scipy.stats import rankdata  # imports much, and few runs need it
+
+    ranks = rankdata(scores[:, has_both], axis=0)
+    positives, negatives = positives[has_both], negatives[has_both]
+    rank_sums = (ranks * is_positive[:, has_both]).sum(axis=0)
+    right_pairs = rank_sums - positives * (positives + 1) / 2
+    return float(np.mean(right_pairs / (positives * negatives)))
 
 
 def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -130,7 +176,12 @@ OBJECTIVES: Mapping[Kind, Objective] = {
     "classification": Objective(
         cross_entropy,
         lambda outputs, labels: cross_entropy(outputs, labels, reduction="none"),
-        (Metric("accuracy", is_right), Metric("top5_accuracy", is_among_five)),
+        (
+            MetricRule("accuracy", is_right),
+            MetricRule("top5_accuracy", is_among_five),
+            MetricRule("f1", label_pairs, class_f1),
+            MetricRule("auroc", None, class_auroc),
+        ),
     ),
     "multilabel": Objective(
         binary_cross_entropy_with_logits,
@@ -138,13 +189,19 @@ OBJECTIVES: Mapping[Kind, Objective] = {
             outputs, labels, reduction="none"
         ).mean(1),
         (
-            Metric("f1", label_codes, macro_f1),
-            Metric("f1_samples", f1_of_each),
-            Metric("label_accuracy", share_right),
+            MetricRule("f1", label_codes, macro_f1),
+            MetricRule("f1_samples", f1_of_each),
+            MetricRule("label_accuracy", share_right),
+            MetricRule("auroc", None, label_auroc),
         ),
     ),
     "regression": Objective(
-        mse_loss, squared_error, (Metric("mae", absolute_error), Metric("mse", squared_error))
+        mse_loss,
+        squared_error,
+        (
+            MetricRule("mae", absolute_error, higher=False),
+            MetricRule("mse", squared_error, higher=False),
+        ),
     ),
 }
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -14,6 +14,7 @@ from raysim.api.composition import suspicious_methods
 from raysim.api.declare import Declarations
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
+from raysim.api.metrics import Metric
 from raysim.api.selection import Random, Selection
 from raysim.data.federated import FederatedData, data_warnings, federate, hold_out_clients
 from raysim.data.partition import Partitioner
@@ -27,10 +28,16 @@ from raysim.experiment.adjustments import (
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import Node, drop_set_keys, to_dict
 from raysim.experiment.model_warnings import output_warnings
-from raysim.experiment.objects import UserObjects, describe_objects, separate_objects
+from raysim.experiment.objects import (
+    UserObjects,
+    describe_objects,
+    separate_metrics,
+    separate_objects,
+)
 from raysim.experiment.parts import (
     build_list,
     build_methods,
+    build_metrics,
     build_part,
     build_settings,
     choose_device,
@@ -39,6 +46,7 @@ from raysim.experiment.plugins import allow_packages, used_packages
 from raysim.experiment.run_overrides import extract_overrides
 from raysim.experiment.settings import Experiment, RuntimeOptions
 from raysim.primitives.errors import Refused, errors_as_refusals
+from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.observers import Observer
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.schedule import Schedule, check_concurrency
@@ -66,6 +74,7 @@ def build(
     fleet: Fleet | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
+    metrics: Sequence[object] | None = None,
     **settings: object,
 ) -> Experiment:
     """Build and check all objects of a run; download and cache its data if necessary.
@@ -85,6 +94,9 @@ def build(
     }
     with errors_as_refusals():
         objects, options = separate_objects(parts, methods)
+        metric_names, own_metrics = separate_metrics(metrics)
+        if metric_names:
+            options["evaluate.metrics"] = metric_names
         duplicates = options.keys() & settings.keys()
         if duplicates:
             raise Refused(
@@ -98,7 +110,7 @@ def build(
         rest: Config = config if is_whole else extracted.overrides
         node = _compose_node(rest, allow, extracted.settings)
         user_objects = describe_objects(objects, extracted.by_place, node)
-        return _build_experiment(user_objects.into(node), allow, user_objects)
+        return _build_experiment(user_objects.into(node), allow, user_objects, own_metrics)
 
 
 def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
@@ -134,7 +146,12 @@ def _split_text(config: Sequence[str]) -> Sequence[str]:
     return shlex.split(config) if isinstance(config, str) else config
 
 
-def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObjects) -> Experiment:
+def _build_experiment(
+    node: Node,
+    allow: Sequence[str],
+    user_objects: UserObjects,
+    own_metrics: Mapping[str, Metric],
+) -> Experiment:
     objects = user_objects.parts
     methods = build_methods(node, allow, objects)
     node, changes = meet_requirements(node, methods)
@@ -171,6 +188,9 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
     check_concurrency(schedule, data.partition.train.counts)
     # Older runs have no group loss.
     loss = build_part(node, "loss", allow, objects) if node.get("loss") else None
+    evaluate = settings.evaluate
+    metric_names = [*evaluate.metrics, *([evaluate.metric] if evaluate.metric else [])]
+    metrics = build_metrics(metric_names, allow, own_metrics)
     spec = RunSpec(
         model,
         methods,
@@ -180,12 +200,14 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
         execution.runtime.threads,
         profile=execution.profile,
         loss=loss,
+        own_metrics=metrics,
         weights=weights,
-        packages=used_packages(node, allow),
+        packages=used_packages(node, allow, [name for name in metrics if "." in name]),
         size=schedule.size,
         stale=schedule.stale,
         selection=selection,
     )
+    node, spec = _record_lower_metrics(node, spec)
     # A fleet that cannot exist, such as a damaged trace, is refused here and not in another
     # process.
     flops = functools.partial(sample_flops, spec)
@@ -219,6 +241,20 @@ def _build_experiment(node: Node, allow: Sequence[str], user_objects: UserObject
         (*changes, *user_objects.notes()),
         tuple(round_warnings),
     )
+
+
+def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
+    """Write the names of metrics for which a lower score is better into the configuration.
+
+    Reports read them there.
+    """
+    names = {metric.name for metric in spec.task.metrics if not metric.higher} - LOWER_IS_BETTER
+    lower = sorted(names | set(spec.settings.evaluate.lower))
+    if lower == spec.settings.evaluate.lower:
+        return node, spec
+    evaluate = replace(spec.settings.evaluate, lower=lower)
+    node = {**node, "evaluate": {**node["evaluate"], "lower": lower}}
+    return node, replace(spec, settings=replace(spec.settings, evaluate=evaluate))
 
 
 def _choose_step_mode(

@@ -62,6 +62,7 @@ def run(
     fleet: Fleet | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
+    metrics: Sequence[object] | None = None,
     on_round: OnRound | None = None,
     observers: Sequence[Observer] = (),
     quiet: bool = False,
@@ -88,9 +89,11 @@ def run(
     labels, users), or two of these tuples for training and for central tests. They contain arrays
     or tensors; a torch Dataset may replace a tuple. partition: also the rows of each client, in a
     list of lists or a dictionary. loss: also a function from outputs and labels to a loss per
-    sample. An object is written into config.yaml if its class can be imported and its arguments are
-    plain values; then the run is continued and repeated like any other. Any other object has to be
-    given again.
+    sample. metrics: names, functions of outputs and labels, and objects `raysim.Metric`; the first
+    one decides best rounds, thresholds and searches unless `evaluate.metric` names another. An
+    object is written into config.yaml if its class can be imported and its arguments are plain
+    values; then the run is continued and repeated like any other. Any other object has to be given
+    again.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own observers, for other moments. They are called after raysim's observers and
@@ -116,6 +119,7 @@ def run(
         "fleet": fleet,
         "loss": loss,
         "learner": learner,
+        "metrics": metrics,
     }
     given_parts = {key: part for key, part in parts.items() if part is not None}
     experiment = _build_once(config, given_parts | settings, allow)

@@ -48,12 +48,15 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     return cls
 
 
-def import_target(target: object, path: str, allow: Sequence[str] = ()) -> object:
+def import_target(
+    target: object, path: str, allow: Sequence[str] = (), key: str = f".{TARGET}"
+) -> object:
     """Return the object that a `_target_` gives, or None if its module has no such name.
 
-    Raise `Refused` for names outside `raysim`, the allowed prefixes and the installed packages.
+    key: the end of the setting that has the name. Raise `Refused` for names outside `raysim`, the
+    allowed prefixes and the installed packages.
     """
-    setting = f"{path}.{TARGET}={format_value(target)}"
+    setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())
     prefixes = tuple(f"{package.rstrip('.')}." for package in packages)
     if not isinstance(target, str) or not target.startswith(prefixes):

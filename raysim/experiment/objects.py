@@ -22,6 +22,7 @@ from torch import nn
 
 from raysim.api.composition import check_name
 from raysim.api.method import Method
+from raysim.api.metrics import Metric
 from raysim.data.arrays import Arrays, store_arrays
 from raysim.data.listed import Listed, is_lists_of_rows, store_lists
 from raysim.experiment.config_files import Node
@@ -124,6 +125,35 @@ def separate_objects(
             raise Refused(f"methods holds {method.name} twice. Keep one of them.")
         objects[place] = method
     return objects, options
+
+
+def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
+    """Return the names that `evaluate.metrics` stores, and the metrics that are objects, by name.
+
+    metrics: names, functions and metrics. The name of a function that another process can import is
+    its path. Raise `Refused` for anything else.
+    """
+    if metrics is None:
+        return [], {}
+    if isinstance(metrics, str) or not isinstance(metrics, Iterable):
+        raise Refused(f"metrics={metrics!r} is no list. Write metrics=[...].")
+    names: list[str] = []
+    own: dict[str, Metric] = {}
+    for metric in metrics:
+        if isinstance(metric, str):
+            names.append(metric)
+            continue
+        if not isinstance(metric, Metric) and (isinstance(metric, type) or not callable(metric)):
+            raise _wrong_object("metrics", metric, "give a function, a raysim.Metric, or a name")
+        described = metric if isinstance(metric, Metric) else Metric(metric)
+        function: Any = described.function
+        name = described.title
+        is_plain = described == Metric(function) and inspect.isfunction(function)
+        if is_plain and _is_importable(function):
+            name = f"{function.__module__}.{function.__qualname__}"
+        names.append(name)
+        own[name] = described
+    return names, own
 
 
 def describe_objects(

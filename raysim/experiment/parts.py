@@ -14,6 +14,7 @@ from torch import nn
 from raysim.api.composition import check_names
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
+from raysim.api.metrics import Metric
 from raysim.experiment.config_files import Node
 from raysim.experiment.groups import LISTS
 from raysim.experiment.instantiate import (
@@ -150,6 +151,35 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
             f"give a subclass of raysim.{kind.__name__}"
         )
     return cls
+
+
+def build_metrics(
+    names: Sequence[str], allow: Sequence[str], own: Mapping[str, Metric]
+) -> dict[str, Metric]:
+    """Return the user's metrics among `evaluate.metrics`, by name.
+
+    A name with dots gives a function, a `raysim.Metric`, or a class whose objects are called like a
+    function. own: metrics from Python. Raise `Refused` for one that cannot be imported.
+    """
+    metrics: dict[str, Metric] = {}
+    for name in names:
+        if name in own:
+            metrics[name] = own[name]
+        elif "." in name:
+            metrics[name] = _import_metric(name, allow)
+    return metrics
+
+
+def _import_metric(name: str, allow: Sequence[str]) -> Metric:
+    target: Any = import_target(name, "evaluate.metrics", allow, key="")
+    if isinstance(target, Metric):
+        return target
+    if not callable(target):
+        raise Refused(
+            f"evaluate.metrics={name} is no function: give the path of one, such as "
+            "mine.metrics.brier"
+        )
+    return Metric(target() if isinstance(target, type) else target)
 
 
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:

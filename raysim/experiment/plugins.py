@@ -50,9 +50,12 @@ def allow_packages(packages: Sequence[str]) -> list[Path]:
     return conf_folders_of(packages)
 
 
-def used_packages(node: object, allow: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages besides raysim that are allowed, or whose classes a node uses."""
-    names = {package.partition(".")[0] for package in allow} | _target_packages(node)
+def used_packages(node: object, allow: Sequence[str], paths: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the packages besides raysim that are allowed, or whose classes a node uses.
+
+    paths: more classes and functions that are used.
+    """
+    names = {package.partition(".")[0] for package in (*allow, *paths)} | _target_packages(node)
     return tuple(sorted(names - {"raysim", ""}))
 
 

@@ -15,6 +15,7 @@ EXTRAS = {
     "wandb": "wandb",
     "dp_accounting": "privacy",
     "flwr": "flower",
+    "torchmetrics": "metrics",
 }
 
 

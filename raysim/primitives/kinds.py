@@ -24,4 +24,4 @@ FLOAT_BYTES = 4  # of a parameter that travels
 # Metrics that are errors.
 LOWER_IS_BETTER = frozenset(("mae", "mse"))
 # Metrics between 0 and 1, which can be shown in percent.
-SHARES = frozenset(("accuracy", "f1", "f1_samples"))
+SHARES = frozenset(("accuracy", "auroc", "f1", "f1_samples", "iou"))

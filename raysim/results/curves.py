@@ -15,7 +15,7 @@ import numpy as np
 from raysim.primitives.checks import finite_values
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import FLOAT_BYTES, LOWER_IS_BETTER, SHARES
-from raysim.results.history import Row, column, metric_of
+from raysim.results.history import Row, column, metric_of, metrics_of
 from raysim.results.significance import MIN_PAIRS, mean_deviation
 from raysim.results.theme import DASHES, LIGHT, draw_svg, page_theme, set_log_scale, time_unit
 
@@ -303,10 +303,10 @@ def _draw_png(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
 
 
 def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
-    """Draw one run: write METRIC.png and loss.png into its folder and return their paths."""
-    metric = metric_of(rows)
-    labels_by_picture = {
-        metric: {
+    """Draw one run: write METRIC.png of each metric, and loss.png, and return their paths."""
+    labels_by_picture: dict[str, dict[str, str]] = {}
+    for metric in metrics_of(rows) or [metric_of(rows)]:
+        labels_by_picture[metric] = {
             metric: "mean of the clients",
             f"{metric}_worst": "worst client",
             f"{metric}_global": "central test set",
@@ -314,9 +314,8 @@ def draw_run(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
             f"{metric}_finetuned": "after fine-tuning, mean of the clients",
             f"{metric}_common": "clients' models, central test set",
             f"{metric}_unseen": "clients that are never trained",
-        },
-        "loss": {"train_loss": "training", "loss_global": "central test set"},
-    }
+        }
+    labels_by_picture["loss"] = {"train_loss": "training", "loss_global": "central test set"}
     paths = []
     for name, labels in labels_by_picture.items():
         curves = [curve(text, rows, key, index) for index, (key, text) in enumerate(labels.items())]

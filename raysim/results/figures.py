@@ -17,7 +17,7 @@ from raysim.api.messages import Probe
 from raysim.data.partition import Floats, Ints
 from raysim.primitives.checks import finite_values
 from raysim.primitives.files import replace_file
-from raysim.results.history import Row, metric_of
+from raysim.results.history import Row, metric_of, metrics_of
 from raysim.results.theme import INK, LIGHT, MANY_COLOURS, line_style, page_theme
 from raysim.training.probe import output_distribution
 
@@ -329,7 +329,7 @@ def draw_reports(rows: Sequence[Row], path: Path, title: str) -> bool:
 
     Returns False, and writes nothing, if there are none.
     """
-    drawn_elsewhere = (metric_of(rows), "decomposition.")
+    drawn_elsewhere = (*metrics_of(rows), metric_of(rows), "decomposition.")
     keys = [key for key in _dotted_columns(rows) if not key.startswith(drawn_elsewhere)]
     if not keys:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -110,8 +110,28 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
 
 
 # --- summary --------------------------------------------------------------------------------------
+def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
+    """Return the metrics for which a lower score is better.
+
+    config: the configuration of a run, which names the user's own in `evaluate.lower`.
+    """
+    evaluate = config.get("evaluate")
+    names = evaluate.get("lower") if isinstance(evaluate, Mapping) else None
+    return LOWER_IS_BETTER.union(names if isinstance(names, list) else ())
+
+
+def metrics_of(rows: Sequence[Row]) -> list[str]:
+    """Return the names of a history's metrics, the main one first."""
+    names: dict[str, None] = {}
+    for row in rows:
+        for key in row:
+            if f"{key}_worst" in row and f"{key}_global" in row:
+                names[key] = None
+    return list(names)
+
+
 def metric_of(rows: Sequence[Row]) -> str:
-    """Return the name of a history's metric: "accuracy", "mae", ..."""
+    """Return the name of a history's main metric: "accuracy", "mae", ..."""
     for row in rows:
         for key in row:
             if f"{key}_worst" in row and f"{key}_global" in row:
@@ -165,17 +185,21 @@ def _scores(
 
 
 def summarise(
-    rows: Sequence[Row], thresholds: Sequence[float] = THRESHOLDS, **facts: object
+    rows: Sequence[Row],
+    thresholds: Sequence[float] = THRESHOLDS,
+    lower: Collection[str] = LOWER_IS_BETTER,
+    **facts: object,
 ) -> dict[str, object]:
     """Return the content of `summary.json`: last value of each column, scores, and `facts`.
 
     Scores are those of `accuracy`, or of `accuracy_global` if clients have no test sets.
     If both exist, the scores of `accuracy_global` have the suffix `_global`. The same holds for
-    other metrics. `failures` and `worker_deaths` are those of the last round, `failures_total` and
-    `worker_deaths_total` those of the run.
+    other main metrics. lower: the metrics for which a lower score is better. `failures` and
+    `worker_deaths` are those of the last round, `failures_total` and `worker_deaths_total` those of
+    the run.
     """
     metric = metric_of(rows)
-    higher = metric not in LOWER_IS_BETTER
+    higher = metric not in lower
     names = _column_names(rows)
     columns = {name: column(rows, name) for name in names}
     last_values = {name: (last_measured(rows, name) or {}).get(name) for name in names}

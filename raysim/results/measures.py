@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from raysim.primitives.kinds import LOWER_IS_BETTER
 
 # Scores of a run that a study compares.
 METRICS = ("final", "best5_mean", "last10_mean")
 TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
-LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures", *LOWER_IS_BETTER)
+LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures")
 
 
-def better_direction(metric: str, is_error: bool) -> int:
+def better_direction(
+    metric: str,
+    is_error: bool,
+    lower: Collection[str] = LOWER_IS_BETTER,
+    higher: Collection[str] = (),
+) -> int:
     """Return +1 if more is better, -1 if less is better, 0 if it is unknown.
 
-    is_error: True if the runs are scored by errors of values.
+    is_error: True if a lower score of the main metric is better. lower, higher: the metrics of the
+    runs for which a lower or a higher score is better.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1
     if metric in METRICS or metric.startswith(("best5", "last10_mean")):
         return -1 if is_error else 1
-    return int(metric.startswith("accuracy"))
+    if any(is_column_of(name, metric) for name in lower):
+        return -1
+    has_score = any(is_column_of(name, metric) for name in higher)
+    return int(has_score or metric.startswith("accuracy"))
+
+
+def is_column_of(name: str, column: str) -> bool:
+    """Return True if a column has scores of a metric: "auroc", "auroc_worst", "auroc.mnist"."""
+    return column == name or column.startswith((f"{name}_", f"{name}."))
 
 
 def measure_title(metric: str) -> str:

@@ -26,7 +26,14 @@ from raysim.results.figures import (
     draw_outputs,
     draw_reports,
 )
-from raysim.results.history import COLUMNS, THRESHOLDS, summarise, write_history, write_json
+from raysim.results.history import (
+    COLUMNS,
+    THRESHOLDS,
+    lower_metrics,
+    summarise,
+    write_history,
+    write_json,
+)
 from raysim.results.jobs import JobWriter, read_jobs
 from raysim.results.probes import load_probes, save_probes
 from raysim.results.progress import Progress
@@ -91,7 +98,8 @@ class CurrentRun:
             if processes:
                 end_facts["processes"] = describe_processes(processes)
                 end_facts["same_bits_promised"] = are_equal(processes)
-        return summarise(self.rows, self.thresholds, **self.facts, **end_facts)
+        lower = lower_metrics(self.config)
+        return summarise(self.rows, self.thresholds, lower, **self.facts, **end_facts)
 
 
 class Observer:

@@ -11,12 +11,13 @@ from pathlib import Path
 from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import suggest
 from raysim.primitives.files import conf_folder, parse_json
-from raysim.primitives.kinds import FLOAT_BYTES, LOWER_IS_BETTER, SHARES
+from raysim.primitives.kinds import FLOAT_BYTES, SHARES
 from raysim.results.curves import PERCENT
 from raysim.results.history import (
     THRESHOLDS,
     Row,
     column,
+    lower_metrics,
     metric_of,
     read_history,
     score,
@@ -86,8 +87,11 @@ def load_run(folder: Path) -> Run:
             f"{folder} has a history without a round; wait until the run has made one."
         )
     finished = (folder / "summary.json").is_file()
-    summary = _read_mapping(folder / "summary.json", parse_json) if finished else summarise(rows)
     config = _read_mapping(folder / "config.yaml", _parse_yaml)
+    if finished:
+        summary = _read_mapping(folder / "summary.json", parse_json)
+    else:
+        summary = summarise(rows, lower=lower_metrics(config))
     return Run(folder.resolve().name, config, rows, summary, folder, finished)
 
 
@@ -301,7 +305,7 @@ def _best_first(runs: Sequence[Run]) -> list[Run]:
         score = _number(run, "best5_mean")
         if score is None:
             return math.inf
-        return score if metric_of(run.rows) in LOWER_IS_BETTER else -score
+        return score if metric_of(run.rows) in lower_metrics(run.config) else -score
 
     return sorted(runs, key=key)
 
@@ -448,8 +452,13 @@ def _summary_column(runs: Sequence[Run], key: str) -> Column | None:
     values = [score(run.summary, key) for run in runs]
     if not finite_values(values):
         return None
-    is_error = LOWER_IS_BETTER.issuperset(metric_of(run.rows) for run in runs)
-    direction = better_direction(key, is_error)
+    lower: frozenset[str] = frozenset()
+    names: set[str] = set()
+    for run in runs:
+        lower |= lower_metrics(run.config)
+        names |= set(metrics_of(run.rows))
+    is_error = lower.issuperset(metric_of(run.rows) for run in runs)
+    direction = better_direction(key, is_error, lower, names - lower)
     return _column(measure_title(key), values, _format_number, direction, key=key)
 
 
@@ -468,7 +477,7 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
         values = [_number(run, key) for run, key in zip(runs, keys, strict=True)]
         return _scaled(values, factor)
 
-    are_errors = [metric in LOWER_IS_BETTER for metric in metrics]
+    are_errors = [metric_of(run.rows) in lower_metrics(run.config) for run in runs]
     better = 0
     if len(set(are_errors)) == 1:
         better = -1 if are_errors[0] else 1
@@ -874,14 +883,14 @@ def _first_row(run: Run, threshold: float) -> Row | None:
 
     It is the score of the summary: that of the clients, or of the central test set without those.
     """
-    metric = metric_of(run.rows)
+    metric, lower = metric_of(run.rows), lower_metrics(run.config)
     has_client_scores = bool(finite_values(column(run.rows, metric)))
     key = metric if has_client_scores else f"{metric}_global"
     for row in run.rows:
         value = row.get(key)
         if value is None:
             continue
-        if value <= threshold if metric in LOWER_IS_BETTER else value >= threshold:
+        if value <= threshold if metric in lower else value >= threshold:
             return row
     return None
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from raysim.api.declare import Declarations
 from raysim.api.messages import PublishedVersion, ScoringReport, ScoringTask, SetReport, Update
+from raysim.api.metrics import row_functions
 from raysim.data.partition import CSR
 from raysim.methods.loss_decomposition import loss_decomposition
 from raysim.primitives.streams import stream
@@ -25,14 +26,12 @@ from raysim.simulation.calls import Call, WorkerCalls
 from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import ClientScores, Row
 from raysim.simulation.runtime import Ref, Runtime
+from raysim.simulation.score_columns import ScoreColumns, mean_score
 from raysim.simulation.server import Server
 from raysim.simulation.set_scores import SetScores
 from raysim.training.run_spec import RunSpec, evaluation_of
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets"]
-MAX_DOMAIN_COLUMNS = 20  # domains that get a column each
-
-
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -96,11 +95,28 @@ class Evaluator:
         self._scored = np.setdiff1d(has_samples, self.unseen)
         self._scored_unseen = self.unseen[self._test_counts[self.unseen] > 0]
         self.best = None if self.validation is None else BestRounds(self.tests)
-        dataset = spec.data.open()
-        self.domains, self.domain_names = dataset.domains, dataset.domain_names
-        self.metric = spec.task.metric
+        self.score_columns = self._make_columns()
         self._check_common()
         self.sets = SetScores(spec) if declarations.declarer("evaluate") else None
+
+    def _make_columns(self) -> list[ScoreColumns]:
+        """Return the makers of columns, one for each metric; the main one is first."""
+        metrics = self.spec.task.metrics
+        functions = row_functions(metrics)
+        columns = []
+        for index, metric in enumerate(metrics):
+            columns.append(
+                ScoreColumns(
+                    metric,
+                    functions.index(metric.rows),
+                    self.spec.data,
+                    self.personal,
+                    self._test_counts,
+                    self._validation_counts,
+                    None if index else self.best,
+                )
+            )
+        return columns
 
     def _check_common(self) -> None:
         if not self.evaluation.common:
@@ -305,28 +321,22 @@ class Evaluator:
 
         If there are validation samples, the scores of the best round follow.
         """
-        scores, losses = np.empty(0, np.bool_), np.empty(0)
-        if reports:
-            scores = np.concatenate([report.scores for report in reports])
-            losses = np.concatenate([report.losses for report in reports])
         sizes = [
             self._test_counts[scoring.clients].sum(),
             self._test_counts[scoring.unseen].sum(),
             len(self.spec.data.central),
         ]
         ends = np.cumsum(sizes, dtype=np.int64)
-        tested, unseen, central, validated = np.split(scores, ends)
-        suffix, name = "_shared" if self.personal else "", self.metric.name
-        row = self._client_columns(suffix, tested, scoring.clients, scoring)
-        row |= self._unseen_columns(suffix, unseen, scoring)
-        row |= {f"{name}_global": None, "loss_global": None}
-        if len(central):
-            row[f"{name}_global"] = self.metric.summarise(central)
+        row: Row = {}
+        for columns in self.score_columns:
+            scores = np.empty(0, np.bool_)
+            if reports:
+                scores = np.concatenate([report.scores[columns.place] for report in reports])
+            row |= columns.shared(np.split(scores, ends), scoring)
+        row["loss_global"] = None
+        if sizes[2]:
+            losses = np.concatenate([report.losses for report in reports])
             row["loss_global"] = float(losses[ends[1] : ends[2]].mean(dtype=np.float64))
-        row |= self._worst_domain(central)
-        if self.best and not self.personal:
-            row |= self._best_columns(scoring, tested, validated)
-            row |= self._best_shared_columns(scoring.version, row)
         return row
 
     def _own_columns(self, reports: Sequence[ScoringReport], suffix: str, scoring: Scoring) -> Row:
@@ -334,30 +344,35 @@ class Evaluator:
 
         A report has the scores of a client's test samples, then of the client's validation samples.
         """
+        row: Row = {}
         if not reports:
-            return {}
-        tested: dict[int, np.ndarray] = {}
-        validated: dict[int, np.ndarray] = {}
-        for report in sorted(reports, key=lambda report: report.client):
-            size = self._test_counts[report.client]
-            tested[report.client] = report.scores[:size]
-            validated[report.client] = report.scores[size:]
-        row = self._client_columns(suffix, _join(tested, scoring.clients), scoring.clients, scoring)
-        row |= self._unseen_columns(suffix, _join(tested, scoring.unseen), scoring)
-        if self.best and not suffix:
-            row |= self._best_columns(
-                scoring, _join(tested, scoring.clients), _join(validated, scoring.clients)
-            )
+            return row
+        ordered = sorted(reports, key=lambda report: report.client)
+        for columns in self.score_columns:
+            tested: dict[int, np.ndarray] = {}
+            validated: dict[int, np.ndarray] = {}
+            for report in ordered:
+                size, scores = self._test_counts[report.client], report.scores[columns.place]
+                tested[report.client] = scores[:size]
+                validated[report.client] = scores[size:]
+            row |= columns.own(tested, validated, suffix, scoring)
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
         """Return the mean score of clients' own models on the central test set."""
-        scores = {report.client: self.metric.summarise(report.scores) for report in reports}
         row: Row = {}
-        for clients, suffix in ((scoring.clients, "_common"), (scoring.unseen, "_unseen_common")):
-            if len(clients):
-                mean = np.mean([scores[client] for client in clients.tolist()])
-                row[f"{self.metric.name}{suffix}"] = float(mean)
+        for columns in self.score_columns:
+            scores = {
+                report.client: columns.metric.summarise(report.scores[columns.place])
+                for report in reports
+            }
+            for clients, suffix in (
+                (scoring.clients, "_common"),
+                (scoring.unseen, "_unseen_common"),
+            ):
+                if len(clients):
+                    values = np.array([scores[client] for client in clients.tolist()])
+                    row[f"{columns.metric.name}{suffix}"] = mean_score(values)
         return row
 
     def scores(self, scorings: Sequence[Scoring]) -> ClientScores | None:
@@ -375,87 +390,6 @@ class Evaluator:
                 columns[name][np.searchsorted(clients, members)] = values
         return ClientScores(clients, columns)
 
-    def _client_columns(
-        self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: Scoring
-    ) -> Row:
-        """Return scores on the clients' test sets: the mean, the worst, and each domain's."""
-        clients = clients[self._test_counts[clients] > 0]
-        if not len(clients):
-            return {}
-        name = f"{self.metric.name}{suffix}"
-        row = self._mean_and_worst(name, self._score_clients(name, scores, clients, scoring))
-        domains = self.domains[np.concatenate([self.tests.rows(c) for c in clients.tolist()])]
-        present = np.unique(domains)
-        if 2 <= len(present) <= MAX_DOMAIN_COLUMNS:
-            for domain in present:
-                score = self.metric.summarise(scores[domains == domain])
-                row[f"{name}.{self.domain_names[domain]}"] = score
-        return row
-
-    def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: Scoring) -> Row:
-        """Return scores on the test sets of unseen clients: the mean and the worst."""
-        if not len(scoring.unseen):
-            return {}
-        name = f"{self.metric.name}{suffix}"
-        values = self._score_clients(name, scores, scoring.unseen, scoring)
-        return self._mean_and_worst(f"{self.metric.name}_unseen{suffix}", values)
-
-    def _score_clients(
-        self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: Scoring
-    ) -> np.ndarray:
-        """Return a score for each client, and store these scores as a column.
-
-        scores: a score for each test row, client after client.
-        """
-        ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
-        values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
-        scoring.client_scores.setdefault(name, []).append((clients, values))
-        return values
-
-    def _mean_and_worst(self, name: str, values: np.ndarray) -> Row:
-        return {name: float(values.mean()), f"{name}_worst": self._worst(values)}
-
-    def _worst(self, values: Sequence[float] | np.ndarray) -> float:
-        return float(min(values) if self.metric.higher else max(values))
-
-    def _best_columns(self, scoring: Scoring, tested: np.ndarray, validated: np.ndarray) -> Row:
-        """Return validation scores, and each client's test score in the client's best round."""
-        if self.best is None or self.validation is None or not len(scoring.clients):
-            return {}
-        sizes, name = self._validation_counts[scoring.clients], self.metric.name
-        sign = 1 if self.metric.higher else -1
-        parts = np.split(validated, np.cumsum(sizes)[:-1])
-        values = np.array([self.metric.summarise(part) if len(part) else np.nan for part in parts])
-        highest, scores = self.best.take(scoring.clients, sign * values, tested)
-        row = self._client_columns("_best", scores, scoring.clients, scoring)
-        if sizes.any():
-            row[f"{name}_validation"] = float(np.nanmean(values))
-            row[f"{name}_validation_best"] = float(np.nanmean(sign * highest))
-        return row
-
-    def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return the shared model's central score in its best round by validation."""
-        name, sign = self.metric.name, 1 if self.metric.higher else -1
-        validation = row.get(f"{name}_validation")
-        if self.best is None or validation is None:
-            return {}
-        best, central = self.best.take_shared(version, sign * validation, row[f"{name}_global"])
-        columns: Row = {"best_round": best}
-        if central is not None:
-            columns[f"{name}_global_best"] = central
-        return columns
-
-    def _worst_domain(self, scores: np.ndarray) -> Row:
-        """Return the worst score over the domains (or angles) of the central test set."""
-        if not len(scores):
-            return {}
-        domains = self.domains[self.spec.data.central]
-        present = np.unique(domains)
-        if len(present) < 2:
-            return {}
-        values = [self.metric.summarise(scores[domains == domain]) for domain in present]
-        return {f"{self.metric.name}_worst_domain": self._worst(values)}
-
     def _decomposition_columns(self, scoring: Scoring) -> Row:
         """Return the terms of equation 2 of the FedLD paper.
 
@@ -471,10 +405,3 @@ class Evaluator:
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)
         signed = ("global_loss", "local_loss", "distribution_shift", "aggregation")
         return {f"decomposition.{name}": float(terms[name]) for name in signed}
-
-
-def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
-    """Return the scores of these clients, client after client, without clients that have none."""
-    empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
-    parts = [scores[client] for client in clients.tolist() if client in scores]
-    return np.concatenate([empty, *parts])

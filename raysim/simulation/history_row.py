@@ -34,7 +34,8 @@ class RowWriter:
         self.declarations = declarations
         self.calls, self.dispatcher, self.client_states = calls, dispatcher, client_states
         self.rows: list[Row] = []  # of the reported rounds
-        self.itemsize, self.metric = spec.dtype.itemsize, spec.task.metric.name
+        self.itemsize = spec.dtype.itemsize
+        self.metric, *self.other_metrics = [metric.name for metric in spec.task.metrics]
         self._earlier = 0.0  # wall seconds of earlier sessions of this run
         self._since = time.monotonic()
         self._worked: dict[str, float] = {}  # by worker: its seconds of work at the last row
@@ -75,6 +76,7 @@ class RowWriter:
             f"{self.metric}_worst": None,
             f"{self.metric}_global": None,
             "loss_global": None,
+            **self._other_scores(),
             "clients": len(updates),
             "failures": len(failures),
             "worker_deaths": self.calls.deaths - self._deaths,
@@ -96,6 +98,13 @@ class RowWriter:
         for declared in self.declarations.methods:
             for column, clients in declared.counted_clients.items():
                 row[column] = sum(update.client in clients for update in updates)
+        return row
+
+    def _other_scores(self) -> Row:
+        """Return the columns of the metrics after the main one, without values."""
+        row: Row = {}
+        for name in self.other_metrics:
+            row |= {name: None, f"{name}_worst": None, f"{name}_global": None}
         return row
 
     def store_bytes(self, versions: int, results: int) -> int:

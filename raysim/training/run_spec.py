@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from raysim.api.declarations import Evaluation, Local, Task
 from raysim.api.declare import Declarations, RunSettingsForMethods, declare
 from raysim.api.losses import RowLoss, check_loss, loss_name
 from raysim.api.method import Method
+from raysim.api.metrics import Metric
 from raysim.api.selection import Random, Selection
 from raysim.api.server_view import Weighting
 from raysim.api.setup import number_of_floats
@@ -135,7 +137,8 @@ class RunSpec:
     torch's threads. lanes: the number of clients that a worker trains at once; bits depend on it.
     dtype: the type of the vector. score_batch: samples scored at once. profile: True measures how
     the time is spent. graph: True records and replays steps; bits depend on it. precision: the type
-    of matrix products in a step. loss: replaces the usual loss; see `Task`. weights: saved initial
+    of matrix products in a step. loss: replaces the usual loss; see `Task`. own_metrics: metrics of
+    the user by their name in `evaluate.metrics`. weights: saved initial
     weights; None draws all. size: the largest number of updates in one aggregation. stale: whether
     updates may start from an earlier version than the current one. packages: packages besides
     raysim whose code the run uses. selection: the rule that chooses the clients of a dispatch.
@@ -154,6 +157,7 @@ class RunSpec:
     graph: bool = False
     precision: Precision = "float32"
     loss: RowLoss | None = None
+    own_metrics: Mapping[str, Metric] = field(default_factory=dict)
     weights: InitialWeights | None = None
     size: int = sys.maxsize
     stale: bool = False
@@ -172,6 +176,8 @@ class RunSpec:
     def task(self) -> Task:
         """Return the task that the clients learn."""
         dataset, partition = self.data.open(), self.data.partition
+        evaluate = self.settings.evaluate
+        scores = tuple(self.own_metrics.get(name, name) for name in evaluate.metrics)
         return Task(
             dataset.shape,
             dataset.num_classes,
@@ -179,9 +185,11 @@ class RunSpec:
             self.dtype,
             dataset.kind,
             dataset.tokens,
-            scored_by=self.settings.evaluate.metric,
+            scored_by=evaluate.metric,
             loss=self.loss,
             unseen=partition.unseen_count,
+            scores=scores,
+            lower=evaluate.lower,
         )
 
     @cached_property
@@ -265,7 +273,7 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
 
 def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools: bool) -> None:
     """Raise ValueError for an evaluation that the data, the model or the methods do not allow."""
-    _ = task.metric  # raises an error for a metric of another kind of task
+    _ = task.metrics  # raises an error for a metric of another kind of task
     if pools and evaluation.finetune.epochs:
         raise ValueError(
             f"evaluate.finetune.epochs={evaluation.finetune.epochs:g} gives every client a model "

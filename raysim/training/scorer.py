@@ -20,6 +20,7 @@ from raysim.api.messages import (
     ScoringTask as ScoringTask,
     SetReport,
 )
+from raysim.api.metrics import ScoresOfRows
 from raysim.api.state_values import unpack
 from raysim.training.broadcast import Broadcast, Receiver
 from raysim.training.run_spec import RunSpec
@@ -152,13 +153,11 @@ class Scorer:
         self.trainer.finetune(client, rows, version, settings)
 
     def _report(self, task: ScoringTask) -> ScoringReport:
-        objective, metric = self.trainer.task.objective, self.trainer.task.metric
+        objective = self.trainer.task.objective
         model = self.vector.networks["model"]
-        scores, losses = [], []
+        scores, losses = ScoresOfRows(self.trainer.task.metrics), []
         for inputs, labels in self.trainer.data.gather_parts(task.rows, self.spec.score_batch):
             logits = model(inputs)
             losses.append(objective.losses(logits, labels))
-            scores.append(metric.rows(logits, labels))
-        return ScoringReport(
-            task.client, torch.cat(scores).cpu().numpy(), torch.cat(losses).cpu().numpy()
-        )
+            scores.add(logits, labels)
+        return ScoringReport(task.client, scores.arrays(), torch.cat(losses).cpu().numpy())

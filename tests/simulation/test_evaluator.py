@@ -408,9 +408,10 @@ def test_worst_domain_is_scored_on_its_samples() -> None:
     evaluator = coordinate(
         run_spec(data=federate(Synthetic(samples=40, domains=3), IID(clients=4), SEED))
     ).evaluator
-    domains = evaluator.domains[evaluator.spec.data.central]
+    columns = evaluator.score_columns[0]
+    domains = columns.domains[columns.central]
     hits = np.where(domains == 0, 0.5, np.where(domains == 1, 0.25, 1.0))
-    assert evaluator._worst_domain(hits) == {"accuracy_worst_domain": 0.25}
+    assert columns._worst_domain(hits) == {"accuracy_worst_domain": 0.25}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,15 @@ from raysim.primitives.checks import finite_values
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import replace_file
 from raysim.primitives.kinds import LOWER_IS_BETTER
-from raysim.results.history import COLUMNS, metric_of, score, write_json
-from raysim.results.measures import METRICS, better_direction, measure_title
+from raysim.results.history import (
+    COLUMNS,
+    lower_metrics,
+    metric_of,
+    metrics_of,
+    score,
+    write_json,
+)
+from raysim.results.measures import METRICS, better_direction, is_column_of, measure_title
 from raysim.results.observers import SUMMARY
 from raysim.results.page import ReportSection, write_report
 from raysim.results.report import (
@@ -91,15 +98,20 @@ class Comparison:
 
 
 # --- numbers ------------------------------------------------------------------------------------
-def check_metrics(names: Sequence[str]) -> None:
+def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None:
     """Raise `Refused` for a metric that no summary has.
+
+    own_metrics: the metrics of the study's runs besides the usual ones.
 
     A metric with a dot in its name is a method's report; it is only known after runs have finished.
     """
     global_names = [f"{name}_global" for name in METRICS[1:]]
     known_names = [*METRICS, *COLUMNS, *global_names, "last10_std"]
+    for name in own_metrics:
+        known_names += [name, f"{name}_worst", f"{name}_global"]
     for name in names:
-        if name not in known_names and "." not in name:
+        is_own = any(is_column_of(own, name) for own in own_metrics)
+        if name not in known_names and "." not in name and not is_own:
             advice = suggest(name, [*known_names, "rounds_to.0.80"])
             raise Refused(f"--metric {name} does not exist: {advice}")
 
@@ -277,7 +289,12 @@ def settings_table(
     where = [label(study, group[0].run, _other_keys(study)) for group in groups]
     compared = [label(study, group[0].run, compared_keys(study)) for group in groups]
     metrics = {metric_of(run_scores.result.rows) for run_scores in scores if run_scores.result}
-    is_error = bool(metrics) and metrics <= LOWER_IS_BETTER
+    lower: frozenset[str] = LOWER_IS_BETTER
+    for run_scores in scores:
+        if run_scores.result:
+            lower |= lower_metrics(run_scores.result.config)
+    is_error = bool(metrics) and metrics <= lower
+    higher = {name for one in scores if one.result for name in metrics_of(one.result.rows)} - lower
     for metric in scores[0].values:
         texts, means, deviations = [], [], []
         for count, group in zip(counts, groups, strict=True):
@@ -289,7 +306,7 @@ def settings_table(
             texts.append(text)
             means.append(mean)
             deviations.append(deviation)
-        direction = better_direction(metric, is_error)
+        direction = better_direction(metric, is_error, lower, higher)
         tests = {
             (comparison.where, comparison.what): comparison.test
             for comparison in (comparisons or {}).get(metric, ())

@@ -82,7 +82,7 @@ def study(
     else:
         texts = shlex.split(overrides) if isinstance(overrides, str) else overrides
         planned = plan(texts, conf)
-    check_metrics(metrics)
+    check_metrics(metrics, _own_metrics(planned))
     planned = check(planned, allow, parallel)
     with ExitStack() as stack:
         with errors_as_refusals():
@@ -95,6 +95,15 @@ def study(
             planned = check(move(planned, folder), allow, parallel)
         failures = _make_and_report(planned, parallel, metrics, allow, quiet)
     return StudyResult(planned.folder, failures)
+
+
+def _own_metrics(planned: StudyPlan) -> list[str]:
+    """Return the names of the metrics in `evaluate.metrics` of all runs, as columns have them."""
+    names: dict[str, None] = {}
+    for run in planned.runs:
+        for path in run.config["evaluate"].get("metrics") or ():
+            names[path.rpartition(".")[2]] = None
+    return list(names)
 
 
 def _make_and_report(

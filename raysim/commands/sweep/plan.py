@@ -63,8 +63,9 @@ class SweepOptions:
 
     trials: the number of settings to try (null: all of a grid, else 16). metric: a column of the
     history; its last value counts (null: accuracy_validation if all trials have validation samples,
-    else accuracy_global if there is a central test set, else accuracy; for a task whose metric is
-    an error, the same with mae, and the least is best). seeds: runs of each setting, whose mean
+    else accuracy_global if there is a central test set, else accuracy; with another main metric,
+    the same of that metric). mode: max or min (null: min for losses, and for metrics for which a
+    lower score is better, else max). seeds: runs of each setting, whose mean
     counts. concurrent: trials at a time (null: as many as fit). workers: the workers of each
     trial's runs (0: they run in the trial's own process). grace, reduction: the first rung of ASHA
     in rounds, and the factor by which each rung reduces the trials. interval: rounds between
@@ -76,7 +77,7 @@ class SweepOptions:
     scheduler: Literal["none", "asha", "pbt"] = "none"
     trials: int | None = None
     metric: str | None = None
-    mode: Literal["max", "min"] = "max"
+    mode: Literal["max", "min"] | None = None
     seeds: int = 1
     concurrent: int | None = None
     workers: int = 0

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from raysim.api.objectives import MetricRule
 from raysim.commands.sweep import report
 from raysim.commands.sweep.plan import SweepOptions, SweepPlan, SweepRequest, read_request, store
 from raysim.commands.sweep.records import ENDED, StatusLine, TrialRecords
@@ -149,9 +150,10 @@ def _choose_metric(
     score does, and a line says so.
     """
     options = plan.options
-    if options.metric is not None:
-        return plan
     specs = [experiment.spec for experiment in experiments]
+    if options.metric is not None:
+        mode = options.mode or _usual_mode(options.metric, specs[0].task.metrics)
+        return replace(plan, options=replace(options, mode=mode))
     metric = specs[0].task.metric
     columns = [validation_column(spec) for spec in specs]
     name = columns[0]
@@ -162,8 +164,20 @@ def _choose_metric(
             f"sweep.metric: {name}, a test score, ranks the trials, so the best one looks too "
             "good. Set partition.validation_fraction=0.1 to rank by validation samples.",
         )
-    mode = options.mode if metric.higher else "min"
+    mode = options.mode or _usual_mode(name, specs[0].task.metrics)
     return replace(plan, options=replace(options, metric=name, mode=mode))
+
+
+def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "min"]:
+    """Return whether the largest or the smallest value of a column is the best."""
+    if column.startswith(("loss", "train_loss")):
+        return "min"
+    for metric in metrics:
+        prefixes = (f"{metric.name}_", f"{metric.name}.")
+        is_score = column == metric.name or column.startswith(prefixes)
+        if is_score and not metric.higher:
+            return "min"
+    return "max"
 
 
 # --- the search ---------------------------------------------------------------------------------
@@ -220,7 +234,7 @@ class SweepSession:
         width = shutil.get_terminal_size(TERMINAL_SIZE).columns
         self._print(f"\n{report.table(records, width)}\n")
         self._print(_closing_line(records, numbers))
-        return collect_results(records, options.mode)
+        return collect_results(records, options.mode or "max")
 
     def _print(self, text: str) -> None:
         say(self.console, text)

@@ -1,0 +1,318 @@
+"""Metrics of one's own, and those of torchmetrics: named in `evaluate.metrics`, or from Python."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raysim.api.objectives import MetricRule
+from raysim.primitives.checks import one_of
+from raysim.primitives.errors import first_line, nearest
+from raysim.primitives.extras import import_optional
+from raysim.primitives.kinds import Kind
+
+if TYPE_CHECKING:
+    from raysim.api.declarations import Task
+
+MetricFunction: TypeAlias = Callable[[Tensor, Tensor], Any]
+MAX_TRIED_ROWS = 64
+# The prefix of torchmetrics' classes for each kind of task.
+_PREFIXES: dict[Kind, str] = {
+    "classification": "multiclass",
+    "multilabel": "multilabel",
+    "regression": "",
+}
+_SHORT_NAMES = {"f1": "f1_score", "iou": "jaccard_index", "map": "average_precision"}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A score of one's own.
+
+    function: it gets outputs [n, C] and labels, as the loss does, and returns either a value for
+    each sample [n], whose mean is the score, or the score of all samples as one number. name: its
+    name in columns of the history; None takes the function's name. higher: True if a higher score
+    is better; None reads the function's attribute `higher_is_better`, and takes True if it has
+    none. per: "sample" or "set", which of the two the function returns; None tries it.
+
+    A function per sample is called on the workers with batches of samples. A function per set is
+    called on the coordinator, once for each set (the central test set, a client, a domain), with
+    all samples of the set.
+    """
+
+    function: MetricFunction
+    name: str | None = None
+    higher: bool | None = None
+    per: Literal["sample", "set"] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(
+                f"metrics: {self.function!r} is no function. Give a function of outputs and labels."
+            )
+        one_of("metrics.per", self.per, ("sample", "set", None))
+
+    @property
+    def title(self) -> str:
+        """The name of the metric in columns."""
+        function = getattr(self.function, "func", self.function)  # of a functools.partial
+        return self.name or str(getattr(function, "__name__", type(function).__name__))
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Whether a higher score is better."""
+        if self.higher is not None:
+            return self.higher
+        return getattr(self.function, "higher_is_better", True) is not False
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """A user's function of outputs and labels, as one value for each sample."""
+
+    function: MetricFunction
+    name: str
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the value of each sample [B]."""
+        values = torch.as_tensor(self.function(outputs, labels))
+        if not values.ndim or len(values) != len(outputs):
+            raise ValueError(
+                f"evaluate.metrics: {self.name} returns the shape {list(values.shape)} for "
+                f"{len(outputs)} samples. Return one value for each sample, or set per='set'."
+            )
+        return values if values.ndim == 1 else values.flatten(1).to(torch.float64).mean(1)
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """A user's function of outputs and labels, as one number for all samples of a set."""
+
+    function: MetricFunction
+    name: str
+
+    def __call__(self, rows: np.ndarray) -> float:
+        """Return the score of outputs and labels; see `SetRows`."""
+        outputs = torch.from_numpy(np.ascontiguousarray(rows["outputs"]))
+        labels = torch.from_numpy(np.ascontiguousarray(rows["labels"]))
+        try:
+            with torch.no_grad():
+                return float(self.function(outputs, labels))
+        except Exception as error:  # any error of a user's own code
+            raise ValueError(
+                f"evaluate.metrics: {self.name} fails for outputs {list(outputs.shape)} and labels "
+                f"{list(labels.shape)} ({type(error).__name__}: {first_line(error)}). Return one "
+                "number, nan if the score is not defined."
+            ) from error
+
+
+class SetRows:
+    """Outputs and labels of samples, collected in batches, as one structured array.
+
+    The array [n] has the fields "outputs" and "labels". It can be cut and joined like an array of
+    numbers.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[Tensor] = []
+        self._labels: list[Tensor] = []
+
+    def add(self, outputs: Tensor, labels: Tensor) -> None:
+        """Add a batch."""
+        self._outputs.append(outputs)
+        self._labels.append(labels)
+
+    def array(self) -> np.ndarray:
+        """Return the array of all samples."""
+        columns = {
+            "outputs": torch.cat(self._outputs).cpu().numpy(),
+            "labels": torch.cat(self._labels).cpu().numpy(),
+        }
+        fields = [(name, values.dtype, values.shape[1:]) for name, values in columns.items()]
+        rows = np.empty(len(columns["outputs"]), np.dtype(fields))
+        for name, values in columns.items():
+            rows[name] = values
+        return rows
+
+
+def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
+    """Return the different functions `rows` of metrics: several metrics may share one."""
+    return list(dict.fromkeys(metric.rows for metric in metrics))
+
+
+class ScoresOfRows:
+    """The values of the metrics' `rows` functions for samples, collected in batches."""
+
+    def __init__(self, metrics: Sequence[MetricRule]) -> None:
+        self._functions = row_functions(metrics)
+        self._parts: list[SetRows | list[Tensor]] = [
+            SetRows() if function is None else [] for function in self._functions
+        ]
+
+    def add(self, outputs: Tensor, labels: Tensor) -> None:
+        """Add a batch."""
+        for function, parts in zip(self._functions, self._parts, strict=True):
+            if function is None:
+                assert isinstance(parts, SetRows), "made for functions that are None"
+                parts.add(outputs, labels)
+            else:
+                assert isinstance(parts, list), "made for functions that are not None"
+                parts.append(function(outputs, labels))
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return one array for each of the functions, with a row for each sample."""
+        return tuple(
+            parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()
+            for parts in self._parts
+        )
+
+
+# ---- from names and functions to rules -----------------------------------------------------------
+def resolve_metrics(
+    main: str | None, metrics: Sequence[str | Metric], task: Task
+) -> tuple[MetricRule, ...]:
+    """Return the metrics of a task, the main one first.
+
+    main: `evaluate.metric`, which is added if it is not among the metrics; None takes the first of
+    them, or the usual one of the task. metrics: names, and metrics of the user. Raise ValueError
+    for a name that does not exist, a function that fails, and two metrics of one name.
+    """
+    rules = [_resolve(metric, task) for metric in metrics]
+    names = [rule.name for rule in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"evaluate.metrics has {name} twice. Remove or rename one of them.")
+    if main is None:
+        return tuple(rules) or task.objective.metrics[:1]
+    if main not in names:
+        return (_resolve(main, task, "evaluate.metric"), *rules)
+    first = rules[names.index(main)]
+    return (first, *(rule for rule in rules if rule is not first))
+
+
+def _resolve(metric: str | Metric, task: Task, key: str = "evaluate.metrics") -> MetricRule:
+    if isinstance(metric, Metric):
+        return _own_rule(metric, task)
+    return task.objective.metric(metric) or _torch_rule(metric, task, key)
+
+
+def _own_rule(metric: Metric, task: Task) -> MetricRule:
+    name = metric.title
+    if not name.isidentifier():
+        raise ValueError(
+            f"evaluate.metrics: {name!r} cannot name a column. Give another name, "
+            'raysim.Metric(function, name="mine").'
+        )
+    per = metric.per or _find_per(metric, task)
+    if per == "sample":
+        rows = SampleScores(metric.function, name)
+        return MetricRule(name, rows, higher=metric.is_higher_better)
+    summarise = SetScore(metric.function, name)
+    return MetricRule(name, None, summarise, metric.is_higher_better)
+
+
+def _find_per(metric: Metric, task: Task) -> Literal["sample", "set"]:
+    """Try a user's function on random outputs; return what it makes a value for."""
+    outputs, labels = example_scores(task)
+    name = metric.title
+    try:
+        with torch.no_grad():
+            value = metric.function(outputs, labels)
+        shape = list(torch.as_tensor(value).shape)
+    except Exception as error:  # any error of a user's own code
+        raise ValueError(
+            f"evaluate.metrics: {name} fails for outputs {list(outputs.shape)} and labels "
+            f"{list(labels.shape)} ({type(error).__name__}: {first_line(error)}). Correct it, or "
+            "leave it out."
+        ) from error
+    if not shape:
+        return "set"
+    if shape[0] == len(outputs):
+        return "sample"
+    raise ValueError(
+        f"evaluate.metrics: {name} returns the shape {shape} for {len(outputs)} samples. Return "
+        "one value for each sample, or one number for all."
+    )
+
+
+def example_scores(task: Task) -> tuple[Tensor, Tensor]:
+    """Return random outputs and labels of a task, in which every class occurs if few exist."""
+    generator = torch.Generator().manual_seed(0)
+    rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)
+    outputs = torch.randn(rows, task.num_classes, generator=generator)
+    if task.kind == "classification":
+        return outputs, torch.arange(rows) % task.num_classes
+    labels = torch.randn(rows, task.num_classes, generator=generator)
+    return outputs, (labels > 0).float() if task.kind == "multilabel" else labels
+
+
+# ---- torchmetrics --------------------------------------------------------------------------------
+def _torch_rule(name: str, task: Task, key: str) -> MetricRule:
+    """Return the metric that torchmetrics has under this name."""
+    usual = [metric.name for metric in task.objective.metrics]
+    classes = _torch_classes(task.kind, f"{key}={name} is none of {', '.join(usual)}, and")
+    wanted = _SHORT_NAMES.get(name, name).replace("_", "").lower()
+    cls = classes.get(wanted)
+    if cls is None:
+        near = nearest(name, [*usual, *classes])
+        advice = f"Did you mean {near}?" if near else f"Set it to one of {', '.join(usual)}."
+        raise ValueError(
+            f"{key}={name} does not score {task.kind}. {advice} A function from Python has to be "
+            "given again, raysim.run(metrics=[...])."
+        )
+    score = SetScore(TorchMetric(wanted, task.kind, task.num_classes), name)
+    example = _structured(*example_scores(task))
+    score(example)  # raises an error for one that returns a curve or a matrix
+    return MetricRule(name, None, score, cls.higher_is_better is not False)
+
+
+def _structured(outputs: Tensor, labels: Tensor) -> np.ndarray:
+    rows = SetRows()
+    rows.add(outputs, labels)
+    return rows.array()
+
+
+@functools.cache
+def _torch_classes(kind: Kind, setting: str) -> dict[str, Any]:
+    """Map the names of torchmetrics' metrics for a kind of task to their classes."""
+    family = "regression" if kind == "regression" else "classification"
+    import_optional("torchmetrics", setting)
+    module = import_optional(f"torchmetrics.{family}", setting)
+    prefix = _PREFIXES[kind]
+    names = [name for name in dir(module) if name.lower().startswith(prefix)]
+    classes = {name.lower().removeprefix(prefix): getattr(module, name) for name in names}
+    return {name: cls for name, cls in classes.items() if isinstance(cls, type)}
+
+
+@dataclass(frozen=True)
+class TorchMetric:
+    """A metric of torchmetrics as a function of outputs and labels.
+
+    The metric gets probabilities, the softmax or the sigmoid of the outputs.
+    """
+
+    name: str
+    kind: Kind
+    outputs: int
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the score of all samples."""
+        cls = _torch_classes(self.kind, f"evaluate.metrics={self.name}")[self.name]
+        parameters = inspect.signature(cls).parameters
+        sizes = dict.fromkeys(("num_classes", "num_labels", "num_outputs"), self.outputs)
+        metric = cls(**{key: size for key, size in sizes.items() if key in parameters})
+        if self.kind == "regression":
+            shape = (-1,) if self.outputs == 1 else (len(outputs), self.outputs)
+            value: Tensor = metric(outputs.reshape(shape), labels.reshape(shape))
+        elif self.kind == "multilabel":
+            value = metric(outputs.sigmoid(), labels.long())
+        else:
+            value = metric(outputs.softmax(1), labels)
+        return value

@@ -1,0 +1,192 @@
+"""Make columns of the history from the scores of samples, for one metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from raysim.api.objectives import MetricRule
+from raysim.data.federated import FederatedData
+from raysim.simulation.best_round import BestRounds
+from raysim.simulation.events import Row
+
+MAX_DOMAIN_COLUMNS = 20  # domains that get a column each
+
+
+def mean_score(values: np.ndarray) -> float:
+    """Return the mean of the scores that are defined; nan if none is.
+
+    A score of a set may be undefined (nan), such as the area under the ROC curve of one class.
+    """
+    is_defined = ~np.isnan(values)
+    if is_defined.all():
+        return float(values.mean())
+    return float(values[is_defined].mean()) if is_defined.any() else math.nan
+
+
+class ScoredClients(Protocol):
+    """The clients of an evaluation, trained and never trained, and where their scores are kept."""
+
+    clients: np.ndarray
+    unseen: np.ndarray
+    version: int
+    client_scores: dict[str, list[tuple[np.ndarray, np.ndarray]]]
+
+
+class ScoreColumns:
+    """The maker of the columns of one metric.
+
+    place: the position of the metric's values in `ScoringReport.scores`. personal: True if each
+    client has its own model. test_counts, validation_counts: int64 [clients]. best: the clients'
+    best rounds, which the main metric decides; None for other metrics, and without validation
+    samples.
+    """
+
+    def __init__(
+        self,
+        metric: MetricRule,
+        place: int,
+        data: FederatedData,
+        personal: bool,
+        test_counts: np.ndarray,
+        validation_counts: np.ndarray,
+        best: BestRounds | None,
+    ):
+        self.metric, self.place, self.personal, self.best = metric, place, personal, best
+        self.tests, self.central = data.partition.test, data.central
+        self.has_validation = data.partition.validation is not None
+        dataset = data.open()
+        self.domains, self.domain_names = dataset.domains, dataset.domain_names
+        self._test_counts, self._validation_counts = test_counts, validation_counts
+
+    def shared(self, parts: Sequence[np.ndarray], scoring: ScoredClients) -> Row:
+        """Return the columns of the shared model.
+
+        parts: the values of test samples of clients, of unseen clients, and of the central test
+        set, then those of the clients' validation samples.
+        """
+        tested, unseen, central, validated = parts
+        suffix, name = "_shared" if self.personal else "", self.metric.name
+        row = self._client_columns(suffix, tested, scoring.clients, scoring)
+        row |= self._unseen_columns(suffix, unseen, scoring)
+        row[f"{name}_global"] = self.metric.summarise(central) if len(central) else None
+        row |= self._worst_domain(central)
+        if self.has_validation and not self.personal:
+            row |= self._best_columns(scoring, tested, validated)
+            row |= self._best_shared_columns(scoring.version, row)
+        return row
+
+    def own(
+        self,
+        tested: Mapping[int, np.ndarray],
+        validated: Mapping[int, np.ndarray],
+        suffix: str,
+        scoring: ScoredClients,
+    ) -> Row:
+        """Return the columns of the clients' own models; a value of each sample, by client."""
+        clients = scoring.clients
+        row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
+        row |= self._unseen_columns(suffix, _join(tested, scoring.unseen), scoring)
+        if self.has_validation and not suffix:
+            values = _join(validated, clients)
+            row |= self._best_columns(scoring, _join(tested, clients), values)
+        return row
+
+    def _client_columns(
+        self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
+    ) -> Row:
+        """Return scores on the clients' test sets: the mean, the worst, and each domain's."""
+        clients = clients[self._test_counts[clients] > 0]
+        if not len(clients):
+            return {}
+        name = f"{self.metric.name}{suffix}"
+        row = self._mean_and_worst(name, self._score_clients(name, scores, clients, scoring))
+        rows = np.concatenate([self.tests.rows(client) for client in clients.tolist()])
+        domains = self.domains[rows]
+        present = np.unique(domains)
+        if 2 <= len(present) <= MAX_DOMAIN_COLUMNS:
+            for domain in present:
+                score = self.metric.summarise(scores[domains == domain])
+                row[f"{name}.{self.domain_names[domain]}"] = score
+        return row
+
+    def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: ScoredClients) -> Row:
+        """Return scores on the test sets of unseen clients: the mean and the worst."""
+        if not len(scoring.unseen):
+            return {}
+        name = f"{self.metric.name}{suffix}"
+        values = self._score_clients(name, scores, scoring.unseen, scoring)
+        return self._mean_and_worst(f"{self.metric.name}_unseen{suffix}", values)
+
+    def _score_clients(
+        self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
+    ) -> np.ndarray:
+        """Return a score for each client, and store these scores as a column.
+
+        scores: a score for each test row, client after client.
+        """
+        ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
+        values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
+        scoring.client_scores.setdefault(name, []).append((clients, values))
+        return values
+
+    def _mean_and_worst(self, name: str, values: np.ndarray) -> Row:
+        return {name: mean_score(values), f"{name}_worst": self._worst(values)}
+
+    def _worst(self, values: Sequence[float] | np.ndarray) -> float:
+        defined = [value for value in values if not math.isnan(value)]
+        if not defined:
+            return math.nan
+        return float(min(defined) if self.metric.higher else max(defined))
+
+    def _best_columns(
+        self, scoring: ScoredClients, tested: np.ndarray, validated: np.ndarray
+    ) -> Row:
+        """Return validation scores, and each client's test score in the client's best round."""
+        sizes, name = self._validation_counts[scoring.clients], self.metric.name
+        if not len(scoring.clients):
+            return {}
+        parts = np.split(validated, np.cumsum(sizes)[:-1])
+        values = np.array([self.metric.summarise(part) if len(part) else np.nan for part in parts])
+        if self.best is None:  # not the main metric
+            return {f"{name}_validation": mean_score(values)} if sizes.any() else {}
+        sign = 1 if self.metric.higher else -1
+        highest, scores = self.best.take(scoring.clients, sign * values, tested)
+        row = self._client_columns("_best", scores, scoring.clients, scoring)
+        if sizes.any():
+            row[f"{name}_validation"] = float(np.nanmean(values))
+            row[f"{name}_validation_best"] = float(np.nanmean(sign * highest))
+        return row
+
+    def _best_shared_columns(self, version: int, row: Row) -> Row:
+        """Return the shared model's central score in its best round by validation."""
+        name, sign = self.metric.name, 1 if self.metric.higher else -1
+        validation = row.get(f"{name}_validation")
+        if self.best is None or validation is None:
+            return {}
+        best, central = self.best.take_shared(version, sign * validation, row[f"{name}_global"])
+        columns: Row = {"best_round": best}
+        if central is not None:
+            columns[f"{name}_global_best"] = central
+        return columns
+
+    def _worst_domain(self, scores: np.ndarray) -> Row:
+        """Return the worst score over the domains (or angles) of the central test set."""
+        if not len(scores):
+            return {}
+        domains = self.domains[self.central]
+        present = np.unique(domains)
+        if len(present) < 2:
+            return {}
+        values = [self.metric.summarise(scores[domains == domain]) for domain in present]
+        return {f"{self.metric.name}_worst_domain": self._worst(values)}
+
+
+def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
+    """Return the scores of these clients, client after client, without clients that have none."""
+    empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
+    parts = [scores[client] for client in clients.tolist() if client in scores]
+    return np.concatenate([empty, *parts])
