@@ -19,6 +19,7 @@ from raysim.results.history import (
     column,
     lower_metrics,
     metric_of,
+    metrics_of,
     read_history,
     score,
     summarise,

@@ -261,7 +261,7 @@ class TrialRecords:
         is_partial = record.status not in ("done", "running")
         if record.score is None:
             return is_partial, float("inf")
-        sign = -1 if self.plan.options.mode == "max" else 1
+        sign = 1 if self.plan.options.mode == "min" else -1
         return is_partial, sign * record.score
 
     def ordered(self) -> list[TrialRecord]:
