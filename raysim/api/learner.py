@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.declarations import Task
+from raysim.api.hook_checks import HookError, format_error, format_traceback
 from raysim.api.local_job import LocalJob, ScoredModel
 from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
@@ -125,7 +126,12 @@ class Learner(Method):
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         """Replace the run's model by a module that holds the learner's parameters."""
         rng = np.random.default_rng(int(torch.randint(2**62, (1,))))
-        network = LearnerNetwork(self, self.initial(task, rng), task.dtype)
+        try:
+            initial = self.initial(task, rng)
+        except (Exception, SystemExit) as error:
+            text = f"initial of {type(self).__name__} failed: {format_error(error).rstrip('.')}."
+            raise ValueError(f"{text}\n{format_traceback(error)}".rstrip()) from error
+        network = LearnerNetwork(self, initial, task.dtype, task.num_classes)
         return WholeNetwork(network, task.num_classes)
 
     def setup(self, run: Setup) -> None:
@@ -223,9 +229,9 @@ def _decode(words: Tensor) -> bytes:
 class LearnerNetwork(nn.Module):
     """A module with a learner's parameters: floats as parameters, other arrays as buffers."""
 
-    def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype):
+    def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype, outputs: int):
         super().__init__()
-        self.learner = learner
+        self.learner, self.outputs = learner, outputs
         self.content = initial if isinstance(initial, bytes) else None
         self.structure = _structure(initial)
         self.dtypes: dict[str, np.dtype[Any]] = {}
@@ -240,9 +246,9 @@ class LearnerNetwork(nn.Module):
             elif array.dtype.kind in "iub":
                 self.register_buffer(attribute, torch.tensor(array, dtype=torch.int64))
             else:
-                raise TypeError(
+                raise ValueError(
                     f"the initial parameter '{name}' of {type(learner).__name__} has the type "
-                    f"{array.dtype}. Use arrays of numbers."
+                    f"{array.dtype}. Use arrays of numbers, or bytes."
                 )
 
     def _free_attribute(self, name: str) -> str:
@@ -268,7 +274,7 @@ class LearnerNetwork(nn.Module):
     def set_parameters(self, parameters: Parameters) -> None:
         """Store a nested structure of arrays.
 
-        Raises ValueError if names or shapes differ from those of the initial parameters.
+        Raises ValueError if names, shapes or kinds of numbers differ from the initial parameters.
         """
         arrays = {name: np.asarray(value) for name, value in _flatten(parameters)}
         if arrays.keys() != self.dtypes.keys():
@@ -284,12 +290,26 @@ class LearnerNetwork(nn.Module):
                         f"{type(self.learner).__name__} returned '{name}' of shape "
                         f"{list(array.shape)} instead of {list(tensor.shape)}. Keep the shape."
                     )
+                kind, dtype = array.dtype.kind, self.dtypes[name]
+                if kind not in ("fiub" if dtype.kind == "f" else "iub"):
+                    raise ValueError(
+                        f"{type(self.learner).__name__} returned '{name}' of type {array.dtype} "
+                        f"instead of {dtype}. Keep the type."
+                    )
                 tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the learner's outputs [n, C], without gradients."""
         outputs = self.learner.predict(self.parameters_as_arrays(), inputs.cpu().numpy())
-        return torch.as_tensor(np.asarray(outputs), dtype=inputs.dtype, device=inputs.device)
+        array = np.asarray(outputs)
+        expected = (len(inputs), self.outputs)
+        if array.shape != expected or array.dtype.kind not in "fiub":
+            raise HookError(
+                f"predict of {type(self.learner).__name__} returned {array.dtype} of shape "
+                f"{list(array.shape)}. Return numbers of shape {list(expected)}: a row of outputs "
+                "for each sample."
+            )
+        return torch.as_tensor(array, dtype=inputs.dtype, device=inputs.device)
 
 
 def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, Any]]:

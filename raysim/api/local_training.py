@@ -33,7 +33,12 @@ class LocalResult:
         if self.steps is not None:
             at_least("LocalResult.steps", self.steps, 0)
         for name, value in self.metrics.items():
-            if not isfinite(float(value)):
+            try:
+                is_finite = isfinite(float(value))
+            except (TypeError, ValueError):
+                is_finite = False
+            if not is_finite:
                 raise ValueError(
-                    f"LocalResult.metrics[{name!r}]={value}: must be finite. Leave it out."
+                    f"LocalResult.metrics[{name!r}]={value!r}: must be a finite number. "
+                    "Leave it out."
                 )

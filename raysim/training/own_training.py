@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from raysim.api.context import Context
+from raysim.api.hook_checks import HookError
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.primitives.streams import torch_seed
@@ -35,7 +36,7 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
             np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-class LocalTrainingError(TypeError):
+class LocalTrainingError(HookError):
     """The error of a method whose own training returned an unusable result. method: its name."""
 
     def __init__(self, text: str, method: str):

@@ -17,6 +17,7 @@ from raysim.api.declarations import Finetune, Local, Task
 from raysim.api.declare import Declarations
 from raysim.api.hook_checks import (
     DeclaredState,
+    HookError,
     StateNames,
     check_draws,
     check_state,
@@ -25,7 +26,7 @@ from raysim.api.hook_checks import (
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.messages import Job
-from raysim.api.state_values import pack, unpack
+from raysim.api.state_values import UnstorableValueError, pack, unpack
 from raysim.data.batches import Pipeline
 from raysim.data.partition import CSR
 from raysim.models.classifier import is_stochastic
@@ -256,7 +257,10 @@ class Trainer:
             check_state(ctx.state, running.initial_state, self.state_names)
         check_upload(ctx.upload, self.declarations)
         if ctx.state:
-            ctx.state = pack(ctx.state)
+            try:
+                ctx.state = pack(ctx.state)
+            except UnstorableValueError as error:
+                raise HookError(str(error)) from None
         if self.keeps_optimizer:
             buffers = ctx.optimizers.save()
             ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in buffers.items()}

@@ -130,6 +130,8 @@ class UpdateBuilder:
         is_vector_finite = isfinite(norm) and isfinite(rest)
         is_vector_finite = is_vector_finite or bool(self.vector.data.isfinite().all())
         if not (is_loss_finite and is_vector_finite):
+            if self.trainer.own_training is not None:
+                raise self._own_divergence(self.trainer.own_training.method)
             raise NotFiniteError(self._describe_divergence(losses, job))
         check_norm(norm, self.spec.settings.faults.norm)
         for (key, value), total in zip(upload.items(), sums, strict=True):
@@ -138,6 +140,15 @@ class UpdateBuilder:
                     f"the upload {key} is not finite. Decrease local.lr or set local.clip.", key
                 )
         return loss, norm
+
+    def _own_divergence(self, method: str) -> NotFiniteError:
+        """Return the error of a method whose own training left values that are not finite."""
+        tensors = self.vector.named(self.vector.data, self.vector.counters)
+        name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")
+        what = f"'{name}'" if name else "a loss"
+        text = f"the training of method '{method}' left {what} that is not finite in "
+        text += f"{self.spec.dtype}. Lower its learning rate, or check what it computes."
+        return NotFiniteError(text, f"{method}.")
 
     def _counters(self) -> np.ndarray:
         """Return the shared integer buffers with their values after training."""

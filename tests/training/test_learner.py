@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,13 @@ from raysim.api.learner import Learner, LearnerNetwork, Parameters
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
 from raysim.api.method import Method
+from raysim.api.setup import Setup
 from raysim.learners import SklearnLinear
 from raysim.methods.apfl import APFL
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedprox import FedProx
+from raysim.primitives.errors import Refused
 from raysim.simulation.schedule import Schedule
 
 
@@ -41,8 +45,17 @@ class Centroids(Learner):
         means, (bias,) = parameters["layers"]
         for label in np.unique(labels):
             means[label] = inputs[labels == label].reshape(-1, means.shape[1]).mean(axis=0)
+        job.state["jobs"] = object() if self.wrong == "state" else job.state["jobs"] + 1
         if self.wrong == "shape":
             means = means[:1]
+        if self.wrong == "type":
+            means = means.astype(str)
+        if self.wrong == "exit":
+            sys.exit(3)
+        if self.wrong == "error":
+            raise KeyError("something")
+        if self.wrong == "print":
+            print("printed by a learner")
         if self.wrong == "nan":
             means = means * np.nan
         result: Any = {"layers": [means, (bias,)], "seen": parameters["seen"] + 1}
@@ -50,9 +63,21 @@ class Centroids(Learner):
             result["other"] = means
         if self.wrong == "pair":
             return result
+        if self.wrong == "result":
+            return result, {"loss": 1.0}  # type: ignore[return-value]
+        if self.wrong == "float":
+            result["seen"] = parameters["seen"] + 0.5
         return result, LocalResult(steps=1, metrics={"classes": len(np.unique(labels))})
 
+    def setup(self, run: Setup) -> None:
+        super().setup(run)
+        run.client_state("jobs", lambda samples: 0)
+
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
+        if self.wrong == "outputs":
+            return np.zeros(3)
+        if self.wrong == "predict":
+            sys.exit(3)
         means, (bias,) = parameters["layers"]
         rows = inputs.reshape(len(inputs), -1)
         distances = ((rows[:, None] - means[None]) ** 2).sum(axis=2)
@@ -76,17 +101,69 @@ def test_learner_refuses_methods_that_need_gradients(other: Method) -> None:
         run(run_spec(Centroids(), other), rounds=1)
 
 
-@pytest.mark.parametrize("wrong", ["shape", "nan", "name", "pair"])
-def test_learner_error_is_one_failed_client(wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("shape", "'layers:0'.*shape"),
+        ("type", "'layers:0'.*type"),
+        ("float", "'seen'.*type"),
+        ("nan", "centroids.*finite"),
+        ("name", "'other'"),
+        ("pair", "pair"),
+        ("result", "LocalResult"),
+        ("state", r"centroids\.jobs"),
+        ("exit", "SystemExit: 3"),
+        ("error", "KeyError.*something"),
+    ],
+)
+def test_learner_error_is_one_failed_client(wrong: str, text: str) -> None:
     result = run(run_spec(Centroids(wrong)), rounds=1, tolerate=1.0)
     assert result.failures and result.rows[0]["failures"] == len(result.failures)
+    for failure in result.failures:
+        assert re.search(rf"^client {failure.client}, version 0.*{text}", failure.error)
+        assert "raysim/" not in failure.traceback or wrong == "nan"
+        if wrong in ("exit", "error"):
+            assert "in fit" in failure.traceback
+
+
+def test_learner_may_print(capsys: pytest.CaptureFixture[str]) -> None:
+    silent, loud = run(run_spec(Centroids()), rounds=1), run(run_spec(Centroids("print")), rounds=1)
+    assert loud.bits == silent.bits
+    assert "printed by a learner" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"), [("outputs", "predict of Centroids"), ("predict", "'centroids'.*SystemExit")]
+)
+def test_learner_error_in_predict_is_named(wrong: str, text: str, tmp_path: Any) -> None:
+    words = "data=synthetic data.samples=100 partition.clients=4 schedule.cohort=2 rounds=1"
+    with pytest.raises(Exception, match=text):
+        raysim.run(
+            f"{words} runtime=inprocess tracking=none",
+            learner=Centroids(wrong),
+            out=str(tmp_path / "run"),
+            quiet=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("initial", "text"),
+    [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
+    ids=["exit", "text", "none"],
+)
+def test_learner_error_in_initial_is_a_refusal(
+    initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())
+    with pytest.raises(Refused, match=text):
+        raysim.build("data=synthetic runtime=inprocess", learner=Centroids())
 
 
 def test_learner_keeps_structure_and_types() -> None:
     task = Task((1, 2, 2), num_classes=3, clients=2)
     learner = Centroids()
     initial = learner.initial(task, np.random.default_rng(0))
-    network = LearnerNetwork(learner, initial, task.dtype)
+    network = LearnerNetwork(learner, initial, task.dtype, 3)
     assert sorted(network.dtypes) == ["layers:0", "layers:1:0", "seen"]
     copy = network.parameters_as_arrays()
     assert isinstance(copy["layers"][1], tuple) and copy["seen"].dtype == np.int64
@@ -97,7 +174,7 @@ def test_learner_keeps_structure_and_types() -> None:
 def test_learner_arrays_have_any_name(key: str) -> None:
     task = Task((1, 2, 2), num_classes=3, clients=2)
     initial: Any = {key: np.ones(2), "a_b": np.zeros(2)} if key else np.ones(2)
-    network = LearnerNetwork(Centroids(), initial, task.dtype)
+    network = LearnerNetwork(Centroids(), initial, task.dtype, 3)
     copy = network.parameters_as_arrays()
     np.testing.assert_array_equal(copy[key] if key else copy, np.ones(2))
 
