@@ -377,6 +377,7 @@ GROUPS = {
     "method": "A list of methods; [all methods](method_list.md) has the keys of each.",
     "schedule": "When clients are dispatched and when their updates are aggregated.",
     "fleet": "How fast clients train and send on the virtual clock, and when they are available.",
+    "topology": "How many models the server has, which clients each serves, and how they exchange.",
     "data": "Where the samples come from, and how they are changed.",
     "partition": "Which client holds which samples.",
     "model": "The network.",

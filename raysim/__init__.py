@@ -11,8 +11,8 @@
 `run` and `load` return a `Result`, `study` a `StudyResult`, `sweep` a `SweepResult`, and `report` a
 `Report` that compares runs; `build` checks a run without starting it. Your own parts extend
 `Method`, `ModelRecipe`, `Source` (it reads a `Raw`), `Partitioner`, `Schedule`, `Selection`,
-`Fleet` or `Observer`; `raysim new NAME` writes a package with one of each, and `raysim.conformance`
-checks them.
+`Fleet`, `Topology` or `Observer`; `raysim new NAME` writes a package with one of most of them, and
+`raysim.conformance` checks them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raysim.api.method import Method
     from raysim.api.metrics import Metric
     from raysim.api.selection import Selection, SelectionView
+    from raysim.api.topology import Federation, Network, Topology
     from raysim.commands.study.session import StudyResult, study
     from raysim.commands.sweep.results import SweepResult
     from raysim.commands.sweep.session import sweep
@@ -49,6 +50,7 @@ __all__ = [
     "CSR",
     "Classifier",
     "EvaluationData",
+    "Federation",
     "Fleet",
     "Interrupted",
     "Learner",
@@ -57,6 +59,7 @@ __all__ = [
     "Method",
     "Metric",
     "ModelRecipe",
+    "Network",
     "Observer",
     "ObserverError",
     "Partition",
@@ -72,6 +75,7 @@ __all__ = [
     "StudyResult",
     "SweepResult",
     "TooManyFailuresError",
+    "Topology",
     "__version__",
     "build",
     "load",
@@ -87,6 +91,7 @@ _PLACES = {
     "raysim.api.method": ("Method",),
     "raysim.api.selection": ("Selection", "SelectionView"),
     "raysim.api.metrics": ("Metric",),
+    "raysim.api.topology": ("Federation", "Network", "Topology"),
     "raysim.commands.study.session": ("StudyResult", "study"),
     "raysim.commands.sweep.results": ("SweepResult",),
     "raysim.commands.sweep.session": ("sweep",),

@@ -48,6 +48,7 @@ class PublishedVersion:
     counters: np.ndarray  # [layout.shared_counters] int64: integer buffers
     extras: Arrays = field(default_factory=dict)  # by "method.name"
     mark: str = ""  # tells a vector that is only scored from the version itself
+    number: int = 0  # of all versions of all replicas; with one replica it is `version`
 
     @property
     def floats(self) -> int:
@@ -64,14 +65,14 @@ class PublishedVersion:
 class Job(NamedTuple):
     """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The planner makes it. The coordinator adds `weight`, `probe` and `extras` once the base version
-    exists, and `state` when the job goes to a worker.
+    The planner makes it. The coordinator adds `weight`, `probe`, `extras`, `replica` and `base`
+    once the base version exists, and `state` when the job goes to a worker.
     """
 
     number: int  # position in the run's order of dispatch
     client: int
     participation: int  # jobs of this client before this one
-    version: int  # base version: aggregations before the dispatch
+    version: int  # base version: aggregations of its schedule before the dispatch
     state: int = -1  # job that left the client state to start from; -1: the initial state
     weight: float = 1.0  # weight in a plain weighted sum, not normalised
     probe: bool = False  # True: the trained model is probed before it is averaged
@@ -83,6 +84,8 @@ class Job(NamedTuple):
     work: float = 0.0  # samples, additional passes counted
     down: int = 0  # floats that its client receives
     up: int = 0  # floats that its client sends
+    replica: int = 0  # the replica that it starts from and that its update is aggregated into
+    base: int = 0  # `PublishedVersion.number` of its base version
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,11 @@ class ServerView:
         return self._server.version  # type: ignore[no-any-return]
 
     @property
+    def replica(self) -> int:
+        """The number of this model if the run has several (`topology`); else 0."""
+        return self._server.replica  # type: ignore[no-any-return]
+
+    @property
     def weighting(self) -> Weighting:
         """The weights of updates before a method changes them: "samples" or "uniform"."""
         return self._server.weighting  # type: ignore[no-any-return]

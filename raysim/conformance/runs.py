@@ -230,8 +230,8 @@ class Spy(InProcess):
         """Call a worker as `InProcess` does, and store the messages."""
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":
-            published = {each.version: each for each in args[3 : 3 + args[2]]}
-            self.sent += [(job, published[job.version]) for job in args[0]]
+            published = {each.number: each for each in args[3 : 3 + args[2]]}
+            self.sent += [(job, published[job.base]) for job in args[0]]
             self.trained.append(results[0])
             self.states += map(self.get, results[1:])
         elif method == "store_constants":

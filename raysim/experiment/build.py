@@ -16,6 +16,7 @@ from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.metrics import Metric
 from raysim.api.selection import Random, Selection
+from raysim.api.topology import Star, Topology
 from raysim.data.federated import FederatedData, data_warnings, federate, hold_out_clients
 from raysim.data.partition import Partitioner
 from raysim.data.sources import Source
@@ -49,7 +50,8 @@ from raysim.primitives.errors import Refused, errors_as_refusals
 from raysim.primitives.kinds import LOWER_IS_BETTER
 from raysim.results.observers import Observer
 from raysim.simulation.fleet import Fleet
-from raysim.simulation.schedule import Schedule, check_concurrency
+from raysim.simulation.network import make_network
+from raysim.simulation.schedule import Schedule, check_concurrency, check_sites
 from raysim.simulation.server import default_weighting
 from raysim.training.initial_weights import read_initial_weights
 from raysim.training.run_spec import RunSpec, declare_run, sample_flops
@@ -72,6 +74,7 @@ def build(
     schedule: Schedule | Values | str | None = None,
     selection: Selection | Values | str | None = None,
     fleet: Fleet | Values | str | None = None,
+    topology: Topology | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
     metrics: Sequence[object] | None = None,
@@ -89,6 +92,7 @@ def build(
         "schedule": schedule,
         "selection": selection,
         "fleet": fleet,
+        "topology": topology,
         "loss": loss,
         "learner": learner,
     }
@@ -185,12 +189,14 @@ def _build_experiment(
     if pooling:
         data, schedule, local = pool_training(data, schedule, settings.local, pooling)
         settings = replace(settings, local=local)
-    check_concurrency(schedule, data.partition.train.counts)
-    # Older runs have no group loss.
+    # Older runs have no groups loss and topology.
     loss = build_part(node, "loss", allow, objects) if node.get("loss") else None
     evaluate = settings.evaluate
     metric_names = [*evaluate.metrics, *([evaluate.metric] if evaluate.metric else [])]
     metrics = build_metrics(metric_names, allow, own_metrics)
+    topology: Topology = Star()
+    if node.get("topology"):
+        topology = build_part(node, "topology", allow, objects)
     spec = RunSpec(
         model,
         methods,
@@ -206,6 +212,7 @@ def _build_experiment(
         size=schedule.size,
         stale=schedule.stale,
         selection=selection,
+        topology=topology,
     )
     node, spec = _record_lower_metrics(node, spec)
     # A fleet that cannot exist, such as a damaged trace, is refused here and not in another
@@ -213,11 +220,14 @@ def _build_experiment(
     flops = functools.partial(sample_flops, spec)
     fleet.devices(settings.seed, len(data.partition.train.counts), flops)
 
+    if isinstance(topology, Star):  # else the clients of a replica are not known yet
+        check_concurrency(schedule, data.partition.train.counts)
     declarations = declare_run(spec)
     spec, client_warnings = drop_untrainable_clients(spec, declarations, partitioner)
     if client_warnings:
-        check_concurrency(schedule, spec.data.partition.train.counts)
         declarations = declare_run(spec)
+    network = make_network(spec, declarations, fleet)
+    check_sites(schedule, spec.data.partition.train.counts, network)
     spec = _choose_step_mode(spec, declarations, execution.runtime, schedule)
     runtime_node = {**node["runtime"], "lanes": spec.lanes, "graph": spec.graph}
     round_warnings = []
@@ -227,6 +237,7 @@ def _build_experiment(
         *suspicious_methods(methods),
         *data_warnings(data),
         *client_warnings,
+        *network.warnings,
         *declarations.warnings,
         *output_warnings(spec, declarations.networks["model"]),
     )

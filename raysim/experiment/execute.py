@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raysim.api.losses import RowLoss
 from raysim.api.method import Method
 from raysim.api.selection import Selection
+from raysim.api.topology import Topology
 from raysim.data.partition import Partitioner
 from raysim.experiment.build import Config, Values, build
 from raysim.experiment.config_files import load_yaml
@@ -60,6 +61,7 @@ def run(
     schedule: Schedule | Values | str | None = None,
     selection: Selection | Values | str | None = None,
     fleet: Fleet | Values | str | None = None,
+    topology: Topology | Values | str | None = None,
     loss: RowLoss | Values | str | None = None,
     learner: Method | Values | str | None = None,
     metrics: Sequence[object] | None = None,
@@ -85,10 +87,10 @@ def run(
     (`fleet="lognormal"`), or a key with a value.
 
     methods: objects, and names of options. model, data, partition, schedule, selection, fleet,
-    loss, learner: an object, or the name of an option. data: also (inputs, labels) or (inputs,
-    labels, users), or two of these tuples for training and for central tests. They contain arrays
-    or tensors; a torch Dataset may replace a tuple. partition: also the rows of each client, in a
-    list of lists or a dictionary. loss: also a function from outputs and labels to a loss per
+    topology, loss, learner: an object, or the name of an option. data: also (inputs, labels) or
+    (inputs, labels, users), or two of these tuples for training and for central tests. They contain
+    arrays or tensors; a torch Dataset may replace a tuple. partition: also the rows of each client,
+    in a list of lists or a dictionary. loss: also a function from outputs and labels to a loss per
     sample. metrics: names, functions of outputs and labels, and objects `raysim.Metric`; the first
     one decides best rounds, thresholds and searches unless `evaluate.metric` names another. An
     object is written into config.yaml if its class can be imported and its arguments are plain
@@ -117,6 +119,7 @@ def run(
         "schedule": schedule,
         "selection": selection,
         "fleet": fleet,
+        "topology": topology,
         "loss": loss,
         "learner": learner,
         "metrics": metrics,

@@ -28,7 +28,7 @@ NONE = {"method": "fedavg"}
 COMPLETE = ("method", "schedule", "fleet", "data", "partition", "model", "runtime")
 # Groups for which a run may store an object from Python.
 PARTS_FROM_PYTHON = (
-    "schedule", "selection", "fleet", "data", "partition", "model", "learner",
+    "schedule", "selection", "fleet", "topology", "data", "partition", "model", "learner",
 )  # fmt: skip
 # The group that belongs to searches; no run has it.
 SWEEP = "sweep"

@@ -43,6 +43,7 @@ PARTS = {
     "schedule": "decide",
     "selection": "select",
     "fleet": "devices",
+    "topology": "connect",
     "data": "read",
     "partition": "split",
     "model": "build",

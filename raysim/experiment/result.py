@@ -249,7 +249,10 @@ class _FinalState:
         server = self.coordinator.server
         if path:
             self.coordinator.saver.restore()
-            self.published = replace(server.published(), vector=server.scored().numpy())
+            vector, counters = self.coordinator.replicas.scored()
+            self.published = replace(
+                server.published(), vector=vector.numpy(), counters=counters.numpy()
+            )
         else:
             for name, view in self.coordinator.initial.named(
                 server.vector, server.counters
@@ -273,14 +276,20 @@ class _FinalState:
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:
             return self.worker, ScoringTask(-1, no_rows), self.published, None
-        if not self.path and (client_states.stateful or self.worker.personalises):
+        replicas, published = self.coordinator.replicas, self.published
+        has_states = client_states.stateful or self.worker.personalises
+        if not self.path and (has_states or not replicas.is_single):
             raise Refused(
-                "checkpoint.every: no checkpoint of the last round holds client states. "
-                "Set it above 0."
+                "checkpoint.every: no checkpoint of the last round holds client states and "
+                "replicas. Set it above 0."
             )
-        extras = self.coordinator.server.sent_to(client)
-        task = ScoringTask(client, no_rows, client_states.accepted_job(client), extras)
-        return self.worker, task, self.published, client_states.state(client)
+        server = replicas.server_of(client)
+        if not replicas.is_single:
+            published = replace(server.published(), vector=server.scored().numpy())
+        task = ScoringTask(
+            client, no_rows, client_states.accepted_job(client), server.sent_to(client)
+        )
+        return self.worker, task, published, client_states.state(client)
 
 
 def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:

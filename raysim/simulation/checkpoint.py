@@ -46,7 +46,7 @@ from raysim.simulation.state_log import CLIENT, FILE, MAX_TENSORS, StateIndex, S
 MANIFEST, WRITER = "manifest.json", "writer"
 _RUN, _INDEX = "run.json", "index.safetensors"
 _REQUIRED = {_RUN, "server.safetensors", _INDEX}
-FORMAT = 2  # of run.json; a checkpoint with another one cannot be continued
+FORMAT = 3  # of run.json; a checkpoint with another one cannot be continued
 _LOG_FILE = re.compile(r"log/(states|rows)-(\d+)\.(safetensors|json)")
 _ROWS = 4096  # rows of the history in a file
 

@@ -25,6 +25,7 @@ from raysim.simulation.fleet import Fleet
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.jobs import JobTable
 from raysim.simulation.load import make_planner
+from raysim.simulation.network import make_network, make_replicas
 from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation
 from raysim.simulation.preparation import check_probe, collect_contributions, send_constants
 from raysim.simulation.profile import Profile
@@ -32,7 +33,7 @@ from raysim.simulation.round_reports import PendingRound, RoundReports
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.saving import RunSaver
 from raysim.simulation.schedule import Schedule
-from raysim.simulation.server import make_server
+from raysim.simulation.server import Server
 from raysim.simulation.snapshot import RunState
 from raysim.simulation.versions import Versions
 from raysim.training.determinism import make_deterministic
@@ -67,9 +68,10 @@ class Coordinator:
         self.declarations, self.layout = declarations, declarations.layout
         self.initial = Vector(declarations.networks, self.layout, torch.device("cpu"), spec.dtype)
         self.counts = spec.data.partition.train.counts
-        self.server = make_server(spec, declarations, self.initial, schedule.size)
+        network = make_network(spec, declarations, fleet)
+        self.replicas = make_replicas(spec, declarations, self.initial, schedule.size, network)
         self.client_states = make_client_states(spec, declarations, runtime, folder)
-        self.planner = make_planner(spec, declarations, schedule, fleet)
+        self.planner = make_planner(spec, declarations, schedule, fleet, network)
         self.versions = Versions(runtime)
         self.calls = WorkerCalls(runtime, self.client_states, settings.faults.timeout or math.inf)
         self.dispatcher = Dispatcher(
@@ -80,7 +82,7 @@ class Coordinator:
             settings.summation,
             self.layout.shared,
         )
-        self.jobs = JobTable(self.planner, self.server, self.versions, self.dispatcher, settings)
+        self.jobs = JobTable(self.planner, self.replicas, self.versions, self.dispatcher, settings)
         self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.client_states)
         self.planner.measure_with(self._measure_losses)
         self.history = RowWriter(
@@ -89,7 +91,7 @@ class Coordinator:
         best_model = BestModel(best_criterion(spec))
         self.reports = RoundReports(self.evaluator, self.calls, self.history, best_model)
         state = RunState(
-            server=self.server,
+            replicas=self.replicas,
             planner=self.planner,
             jobs=self.jobs,
             client_states=self.client_states,
@@ -99,6 +101,11 @@ class Coordinator:
             best_model=best_model,
         )
         self.saver = RunSaver(state, self.initial, settings, folder, resume)
+
+    @property
+    def server(self) -> Server:
+        """The server of the first replica, which is the only one unless the topology has more."""
+        return self.replicas.first
 
     @property
     def rows(self) -> list[Row]:
@@ -112,19 +119,19 @@ class Coordinator:
         """
         self.history.start()
         if self.profile:
-            self.profile.watch(self.server, self.evaluator, self.saver)
+            self.profile.watch(self.replicas, self.evaluator, self.saver)
         self.calls.call_all()
         is_resumed = self.saver.restore()
         if not is_resumed:
-            collect_contributions(self.declarations, self.server, self.planner, self.calls)
-        send_constants(self.spec, self.server, self.runtime, self.calls)
+            collect_contributions(self.declarations, self.replicas, self.planner, self.calls)
+        send_constants(self.spec, self.replicas, self.runtime, self.calls)
         self._publish()  # a selection may measure losses of this version
         if not is_resumed:
             # Before anything is written: it raises for an impossible fleet or schedule.
             self.jobs.plan()
         self.jobs.resume()
         yield Started(list(self.rows))
-        while self.server.version < self.settings.rounds:
+        while self.replicas.version < self.settings.rounds:
             yield from self._run_round()
         yield from self._report_and_save(self.saver.writes_checkpoints)
         finished = self.saver.finish()
@@ -145,7 +152,7 @@ class Coordinator:
         jobs = self.jobs.jobs_of(aggregation)
         decomposes = self.settings.evaluate.decomposes(aggregation.version + 1)
         self.dispatcher.submit(
-            jobs, aggregation.version, summable=self.server.summable and not decomposes
+            jobs, aggregation.version, summable=self.replicas.summable and not decomposes
         )
         yield from self.reports.report()
         self.jobs.look_ahead()
@@ -158,54 +165,59 @@ class Coordinator:
             yield from self._report_and_save(True)
 
     def _publish(self) -> None:
-        """Store the current version for all workers."""
-        self.versions.publish(self.server.version, self.server.published)
+        """Store the current version of each replica that changed, for all workers."""
+        self.replicas.publish(self.versions)
 
     def _measure_losses(self, clients: Sequence[int], samples: int | None) -> np.ndarray:
-        """Return the loss of the current version on the training samples of each client; waits."""
-        version = self.server.version
-        return self.evaluator.losses(clients, samples, version, self.versions.refs[version])
+        """Return each client's loss of its replica on its training samples; waits."""
+        replicas = self.replicas
+        numbers = [replicas.numbers[replicas.replica_of(client)] for client in clients]
+        refs = [self.versions.refs[number] for number in numbers]
+        return self.evaluator.losses(clients, samples, replicas.version, refs)
 
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
-        """Collect the updates of these jobs, and make the next version from them."""
+        """Collect the updates of these jobs, and make the next versions from them."""
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
         self.jobs.finish(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)
-        results = self.server.receive(results)
+        results = self.replicas.receive(jobs, results)
         updates = [result for result in results if isinstance(result, Update)]
         failures = tuple(result for result in results if isinstance(result, Failure))
         check_failures(
             failures, len(jobs), aggregation.version, self.settings.faults.tolerate, self.saver
         )
         places = [result if isinstance(result, Update) else None for result in results]
-        self.server.step(places, sums, aggregation.staleness, self.versions)
+        self.replicas.step(aggregation, jobs, places, sums, self.versions)
         self.client_states.accept(jobs)
         self.planner.report(updates)
         scorings = []
-        if updates and self.settings.evaluate.decomposes(self.server.version):
+        if updates and self.settings.evaluate.decomposes(self.replicas.version):
             scorings.append(
                 self.evaluator.decompose(updates, self.versions, self.server.published())
             )
-        row = self.history.row(self.server, aggregation, updates, failures, store_bytes)
+        row = self.history.row(self.replicas, aggregation, updates, failures, store_bytes)
         probes = tuple(update.probe for update in updates if update.probe is not None)
         return PendingRound(row, failures, probes, self.jobs.end(aggregation, results), scorings)
 
     def _evaluate(self, pending: PendingRound) -> None:
         """Start scoring the current version. Workers score it before they train the next one."""
-        version = self.server.version
+        replicas, version = self.replicas, self.replicas.version
         if not self.settings.evaluate.evaluates(version, self.settings.rounds):
             return
-        ref = self.versions.refs[version]
-        scored = self.server.scored()
-        pending.scored = scored, self.server.counters
-        if scored is not self.server.vector:
-            ref = self.runtime.put(
-                PublishedVersion(
-                    version, scored.numpy(), self.server.counters.numpy(), mark="scored"
-                )
+        vector, counters = pending.scored = replicas.scored()
+        number = replicas.numbers[0]
+        ref = self.versions.refs[number]
+        if vector is not self.server.vector:
+            published = PublishedVersion(
+                version, vector.numpy(), counters.numpy(), mark="scored", number=number
             )
-        pending.scorings.append(self.evaluator.score(self.server, ref))
+            ref = self.runtime.put(published)
+        if replicas.is_single:
+            pending.scorings.append(self.evaluator.score(self.server, ref))
+            return
+        pending.row["consensus_distance"] = replicas.consensus_distance()
+        pending.scorings.append(self.evaluator.score_replicas(replicas, self.versions, ref))
 
     def _report_and_save(self, writes_checkpoint: bool) -> Iterator[Event]:
         """Report the finished rounds, then write a checkpoint."""

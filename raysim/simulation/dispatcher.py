@@ -106,7 +106,7 @@ class Dispatcher:
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]
-        has_one_version = len({job.version for job in jobs}) == 1
+        has_one_version = len({(job.replica, job.base) for job in jobs}) == 1
         groups: list[list[Job]] = []
         # A group is summed in one call, and a sum starts from one version.
         if (
@@ -201,9 +201,11 @@ class Dispatcher:
             jobs = [job._replace(state=state) for job, state in zip(jobs, states, strict=True)]
             uses = [StateUse(job.client, job.state, job.number) for job in jobs]
         groups = list(dict.fromkeys(group_of[job.number] for job in jobs if job.number in group_of))
-        versions = list(dict.fromkeys(job.version for job in jobs))
+        versions = list(dict.fromkeys(job.base for job in jobs))
         summed_jobs = sum(map(len, groups))
-        floats = sum(job.up for job in jobs) - self._floats * (summed_jobs - len(groups))
+        # A job sends less than its delta where clients have replicas of their own.
+        floats = sum(max(job.up, self._floats) for job in jobs)
+        floats -= self._floats * (summed_jobs - len(groups))
         call = TrainCall(
             worker,
             method,

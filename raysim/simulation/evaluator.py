@@ -25,13 +25,15 @@ from raysim.simulation.best_round import BestRounds
 from raysim.simulation.calls import Call, WorkerCalls
 from raysim.simulation.client_states import ClientStates, StateUse
 from raysim.simulation.events import ClientScores, Row
+from raysim.simulation.replicas import Replicas
 from raysim.simulation.runtime import Ref, Runtime
 from raysim.simulation.score_columns import ScoreColumns, mean_score
 from raysim.simulation.server import Server
 from raysim.simulation.set_scores import SetScores
+from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSpec, evaluation_of
 
-View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets"]
+View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets", "mean"]
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -45,8 +47,9 @@ class Scoring:
 
     clients, unseen: the scored clients, trained and never trained. reports: the reports of each
     view. members: the clients of the loss decomposition. models: the calls that score the local
-    model of each member, and the next shared model. client_scores: for each column, pairs of a
-    client and its score, after `columns` has read them.
+    model of each member, and the next shared model. replicas: the calls that score each replica on
+    the central test set. client_scores: for each column, pairs of a client and its score, after
+    `columns` has read them.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -54,13 +57,15 @@ class Scoring:
     reports: dict[View, list[Call]] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     models: list[list[Call]] = field(default_factory=list)
+    replicas: list[list[Call]] = field(default_factory=list)
     version: int = 0
     client_scores: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
         """All calls of the scoring."""
-        return [call for calls in (*self.reports.values(), *self.models) for call in calls]
+        lists = (*self.reports.values(), *self.models, *self.replicas)
+        return [call for calls in lists for call in calls]
 
 
 class Evaluator:
@@ -135,9 +140,8 @@ class Evaluator:
     # --- tasks ------------------------------------------------------------------------------------
     def score(self, server: Server, published: Ref) -> Scoring:
         """Start scoring the server's version. published: the version in the runtime's store."""
-        clients = self._sample(self._scored, server, "evaluate")
-        unseen = self._sample(self._scored_unseen, server, "evaluate.unseen")
-        scoring = Scoring(clients, unseen, version=server.version)
+        scoring = self._begin(server.version)
+        clients, unseen = scoring.clients, scoring.unseen
         if self.sets is not None:
             single = [self._client_task(client, server) for client in clients.tolist()]
             single += [self._client_task(client, server) for client in unseen.tolist()]
@@ -163,12 +167,65 @@ class Evaluator:
             scoring.reports["common"] = self._start(common, published)
         return scoring
 
-    def _sample(self, clients: np.ndarray, server: Server, purpose: str) -> np.ndarray:
+    def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
+        """Start scoring each client with the replica that serves it.
+
+        If there is a central test set, also score there the mean of the replicas, and the replicas
+        of the scored clients. mean: the mean, as a version in the runtime's store.
+        """
+        scoring = self._begin(replicas.version)
+        clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
+        refs = {
+            replica: self._scored_ref(replicas, replica, versions)
+            for replica in sorted({replicas.replica_of(client) for client in clients})
+        }
+        tasks = [self._client_task(client, replicas.server_of(client)) for client in clients]
+        task_refs = [refs[replicas.replica_of(client)] for client in clients]
+        own = tasks if self.best is None else [self._with_validation(task) for task in tasks]
+        scoring.reports["own"] = self._start_each(own, task_refs)
+        if self._has_finetuning(replicas.version):
+            tuned = [
+                (replace(task, finetune=self.evaluation.finetune), ref)
+                for task, ref in zip(tasks, task_refs, strict=True)
+                if len(task.rows)
+            ]
+            tuned_tasks, tuned_refs = [task for task, _ in tuned], [ref for _, ref in tuned]
+            scoring.reports["finetuned"] = self._start_each(tuned_tasks, tuned_refs)
+        if self.evaluation.common:
+            common = [replace(task, rows=self.spec.data.central) for task in tasks]
+            scoring.reports["common"] = self._start_each(common, task_refs)
+        if self.complete and len(self.spec.data.central):
+            central = self._batches(self.spec.data.central)
+            scoring.reports["mean"] = self._start(central, mean)
+            for place, ref in enumerate(refs.values()):
+                worker = place % self.runtime.workers
+                scoring.replicas.append([self.calls.call(worker, "evaluate", central, ref)])
+        return scoring
+
+    def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
+        """Return the vector of a replica that evaluation uses, in the runtime's store."""
+        server, number = replicas.servers[replica], replicas.numbers[replica]
+        scored = server.scored()
+        if scored is server.vector:
+            return versions.refs[number]
+        version, counters = server.version, server.counters.numpy()
+        mark = f"scored {replica}"
+        published = PublishedVersion(version, scored.numpy(), counters, mark=mark, number=number)
+        return self.runtime.put(published)
+
+    def _begin(self, version: int) -> Scoring:
+        """Return the scoring of a version of the run, with its clients."""
+        clients = self._sample(self._scored, version, "evaluate")
+        unseen = self._sample(self._scored_unseen, version, "evaluate.unseen")
+        return Scoring(clients, unseen, version=version)
+
+    def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
         """Draw `evaluate.clients` of the clients, ascending; return all if there are not more."""
         count = self.evaluation.clients
         if count == "all" or count >= len(clients):
             return clients
-        return np.sort(server.stream(purpose).choice(clients, size=count, replace=False))
+        generator = stream(self.spec.settings.seed, purpose, version)
+        return np.sort(generator.choice(clients, size=count, replace=False))
 
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
         """Return tasks of whole batches across clients, in the order of `_shared_columns`."""
@@ -178,12 +235,12 @@ class Evaluator:
             self.spec.data.central,
             _NO_ROWS if self.personal else self._validation_rows(clients),
         ]
+        return [task for rows in parts for task in self._batches(rows)]
+
+    def _batches(self, rows: np.ndarray) -> list[ScoringTask]:
+        """Return tasks that score rows with the shared model."""
         size = self.spec.score_batch
-        tasks: list[ScoringTask] = []
-        for rows in parts:
-            batches = (rows[start : start + size] for start in range(0, len(rows), size))
-            tasks.extend(ScoringTask(-1, batch) for batch in batches)
-        return tasks
+        return [ScoringTask(-1, rows[start : start + size]) for start in range(0, len(rows), size)]
 
     def _client_task(self, client: int, server: Server) -> ScoringTask:
         state = self.client_states.accepted_job(client)
@@ -208,11 +265,19 @@ class Evaluator:
 
     def _start(self, tasks: Sequence[ScoringTask], published: Ref) -> list[Call]:
         """Send tasks to the workers that have the clients' states, and other tasks evenly."""
-        tasks_of_worker: dict[int, list[ScoringTask]] = {}
-        for index, task in enumerate(tasks):
+        return self._start_each(tasks, [published] * len(tasks))
+
+    def _start_each(self, tasks: Sequence[ScoringTask], refs: Sequence[Ref]) -> list[Call]:
+        """Send tasks, each with its published version, to the workers as `_start` does."""
+        # By worker: consecutive tasks with one version.
+        tasks_of_worker: dict[int, list[tuple[Ref, list[ScoringTask]]]] = {}
+        for index, (task, ref) in enumerate(zip(tasks, refs, strict=True)):
             place = self.client_states.place(task.client)
             worker = index * self.runtime.workers // len(tasks) if place is None else place[0]
-            tasks_of_worker.setdefault(worker, []).append(task)
+            parts = tasks_of_worker.setdefault(worker, [])
+            if not parts or parts[-1][0] is not ref:
+                parts.append((ref, []))
+            parts[-1][1].append(task)
         has_states = self.client_states.stateful and any(task.client >= 0 for task in tasks)
         chunks = [
             self._chunks(worker, tasks_of_worker[worker]) for worker in sorted(tasks_of_worker)
@@ -225,7 +290,7 @@ class Evaluator:
             for chunk in wave:
                 if chunk is None:
                     continue
-                worker, members = chunk
+                worker, members, published = chunk
                 states = []
                 if has_states:
                     states = [StateUse(task.client, task.state) for task in members]
@@ -234,22 +299,25 @@ class Evaluator:
         return calls
 
     def _chunks(
-        self, worker: int, tasks: Sequence[ScoringTask]
-    ) -> list[tuple[int, Sequence[ScoringTask]]]:
+        self, worker: int, parts: Sequence[tuple[Ref, Sequence[ScoringTask]]]
+    ) -> list[tuple[int, Sequence[ScoringTask], Ref]]:
         """Split the tasks of a worker into calls with a limited number of bytes read from disk."""
-        parts = self.client_states.split_reads([task.client for task in tasks])
-        return [(worker, tasks[part]) for part in parts]
+        chunks: list[tuple[int, Sequence[ScoringTask], Ref]] = []
+        for ref, tasks in parts:
+            reads = self.client_states.split_reads([task.client for task in tasks])
+            chunks += [(worker, tasks[read], ref) for read in reads]
+        return chunks
 
     def losses(
-        self, clients: Sequence[int], samples: int | None, version: int, published: Ref
+        self, clients: Sequence[int], samples: int | None, version: int, published: Sequence[Ref]
     ) -> np.ndarray:
-        """Return the mean loss of a published version on the training samples of each client.
+        """Return the mean loss of a model on the training samples of each client.
 
         float64 [clients]; waits. samples: the most samples of each client, drawn by client and
-        version; None uses all.
+        version; None uses all. published: the published version for each client.
         """
         tasks = [self._loss_task(client, samples, version) for client in clients]
-        reports = self._collect(self._start(tasks, published))
+        reports = self._collect(self._start_each(tasks, published))
         loss_of = {report.client: report.losses.mean(dtype=np.float64) for report in reports}
         return np.array([loss_of[client] for client in clients], np.float64)
 
@@ -309,6 +377,8 @@ class Evaluator:
         row |= self._own_columns(reports.get("finetuned", []), "_finetuned", scoring)
         if reports.get("common"):
             row |= self._common_columns(reports["common"], scoring)
+        if "mean" in reports:
+            row |= self._replica_columns(reports["mean"], scoring, row)
         if scoring.models:
             row |= self._decomposition_columns(scoring)
         return row
@@ -356,6 +426,23 @@ class Evaluator:
                 tested[report.client] = scores[:size]
                 validated[report.client] = scores[size:]
             row |= columns.own(tested, validated, suffix, scoring)
+        return row
+
+    def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
+        """Return the scores on the central test set: of the mean, and of each replica.
+
+        own: the columns of the clients' models.
+        """
+        losses = np.concatenate([report.losses for report in mean])
+        row: Row = {"loss_global": float(losses.mean(dtype=np.float64))}
+        reports_of_each = [self._collect(calls) for calls in scoring.replicas]
+        for columns in self.score_columns:
+            of_mean = np.concatenate([report.scores[columns.place] for report in mean])
+            of_each = [
+                np.concatenate([report.scores[columns.place] for report in reports])
+                for reports in reports_of_each
+            ]
+            row |= columns.replicas(of_mean, of_each, scoring, own)
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:

@@ -115,7 +115,9 @@ class Fleet:
     def presence(self, seed: int, clients: int) -> Availability | None:
         """Return the availability of clients; None means always available."""
         if self.availability == "diurnal" and self.hours < 24:
-            return Diurnal(stream(seed, "fleet.zone").integers(24, size=clients), self.hours)
+            zones = self.regions(seed, clients)
+            assert zones is not None, "a diurnal fleet has time zones"
+            return Diurnal(zones, self.hours)
         if self.availability == "markov":
             self._check_wait(self.off / clients)
             return MarkovAvailability(seed, clients, self.on, self.off)
@@ -129,6 +131,12 @@ class Fleet:
                 f"s in the mean, and fleet.patience={self.patience:g}. Lower fleet.off, or "
                 "increase fleet.patience."
             )
+
+    def regions(self, seed: int, clients: int) -> np.ndarray | None:
+        """Return the region of each client [clients] int: its time zone; None: there are none."""
+        if self.availability == "diurnal":
+            return stream(seed, "fleet.zone").integers(24, size=clients)
+        return None
 
     def labels(self, seed: int, clients: int) -> Labels:
         """Return the kind of each client's device, for reports."""

@@ -15,7 +15,7 @@ from raysim.simulation.client_states import ClientStates
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import Row
 from raysim.simulation.planner import PlannedAggregation
-from raysim.simulation.server import Server
+from raysim.simulation.replicas import Replicas
 from raysim.training.probe import summarise_probes
 from raysim.training.run_spec import RunSpec
 
@@ -57,16 +57,16 @@ class RowWriter:
 
     def row(
         self,
-        server: Server,
+        replicas: Replicas,
         aggregation: PlannedAggregation,
         updates: Sequence[Update],
         failures: Sequence[Failure],
         store_bytes: int,
     ) -> Row:
-        """Return the row of an aggregation that the server has just made, without scores."""
+        """Return the row of an aggregation that was just made, without scores."""
         staleness = aggregation.staleness
         row: Row = {
-            "round": server.version,
+            "round": replicas.version,
             "virtual_seconds": aggregation.now,
             "wall_seconds": self.wall_seconds,
             "floats_down": None if self.declarations.pools else aggregation.down,
@@ -91,7 +91,9 @@ class RowWriter:
             "discarded": len(aggregation.discarded),
         }
         self._deaths = self.calls.deaths
-        row |= _mean_reports(updates) | server.report
+        row |= _mean_reports(updates) | replicas.report
+        if not replicas.is_single:
+            row |= {"floats_links": aggregation.between}
         probes = [update.probe for update in updates if update.probe is not None]
         if probes:
             row |= summarise_probes(probes)

@@ -15,7 +15,7 @@ from raysim.api.messages import Failure, Job, Update
 from raysim.simulation.dispatcher import Dispatcher
 from raysim.simulation.events import JobRecord
 from raysim.simulation.planner import NoClientsLeftError, PlannedAggregation, Planner
-from raysim.simulation.server import Server
+from raysim.simulation.replicas import Replicas
 from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSettings
 
@@ -64,12 +64,12 @@ class JobTable:
     def __init__(
         self,
         planner: Planner,
-        server: Server,
+        replicas: Replicas,
         versions: Versions,
         dispatcher: Dispatcher,
         settings: RunSettings,
     ):
-        self._planner, self._server, self._versions = planner, server, versions
+        self._planner, self._replicas, self._versions = planner, replicas, versions
         self._dispatcher, self._settings = dispatcher, settings
         self._rows: dict[int, JobRow] = {}  # by number of the job
         self._dispatched = 0  # rows in the state `DISPATCHED`
@@ -103,7 +103,7 @@ class JobTable:
             row = self._rows[job.number]
             if row.state is JobState.PLANNED:
                 self._dispatch(row)
-        end = min(self._settings.rounds, self._server.version + MAX_PLANNED_AGGREGATIONS)
+        end = min(self._settings.rounds, self._replicas.version + MAX_PLANNED_AGGREGATIONS)
         while self._planner.plans_ahead and self._dispatched and self._planner.version < end:
             if not self._try_to_plan():
                 break
@@ -149,17 +149,21 @@ class JobTable:
         self._dispatched += (state is JobState.DISPATCHED) - (row.state is JobState.DISPATCHED)
         row.state = state
         if holds and not has_held:
-            self._versions.hold(row.job.version)
+            self._versions.hold(row.job.base)
         elif has_held and not holds:
-            self._versions.release(row.job.version)
+            self._versions.release(row.job.base)
 
     def _dispatch(self, row: JobRow) -> None:
-        """Add to a job the values that depend on the server's current version."""
-        server, client = self._server, row.job.client
+        """Add to a job the values that depend on its replica's current version."""
+        client = row.job.client
+        replica = self._replicas.replica_of(client)
+        server = self._replicas.servers[replica]
         row.job = row.job._replace(
             weight=server.weight(client),
-            probe=self._settings.evaluate.probes(server.version + 1),
+            probe=self._settings.evaluate.probes(self._replicas.version + 1),
             extras=server.sent_to(client),
+            replica=replica,
+            base=self._replicas.numbers[replica],
         )
         self._set_state(row, JobState.DISPATCHED)
         if row.aggregation >= 0:
@@ -183,16 +187,17 @@ class JobTable:
             state = JobState.FAILED if isinstance(update, Failure) else JobState.AGGREGATED
             self._set_state(self._rows[job.number], state)
         ended = (*aggregation.aggregated, *aggregation.lost, *aggregation.discarded)
-        return tuple(self._remove(job.number, aggregation.version) for job in ended)
+        return tuple(self._remove(job.number, aggregation) for job in ended)
 
-    def _remove(self, number: int, version: int) -> JobRecord:
-        row = self._rows.pop(number)
-        staleness = version - row.job.version if row.aggregation >= 0 else 0
-        return _record(row.job, row.state, version + 1, staleness)
+    def _remove(self, number: int, aggregation: PlannedAggregation) -> JobRecord:
+        row, staleness = self._rows.pop(number), 0
+        if row.aggregation >= 0:
+            staleness = aggregation.site_version - row.job.version
+        return _record(row.job, row.state, aggregation.version + 1, staleness)
 
     def unfinished(self) -> tuple[JobRecord, ...]:
         """Return the records of the jobs that were not aggregated before the run ended."""
-        next_round = self._server.version + 1
+        next_round = self._replicas.version + 1
         return tuple(_record(row.job, JobState.IN_FLIGHT, next_round, 0) for row in self.rows)
 
     # --- checkpoints ------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import numpy as np
 from raysim.api.declarations import Participation, RunFacts
 from raysim.api.declare import Declarations
 from raysim.api.setup import MethodDeclaration, number_of_floats
+from raysim.api.topology import Network
 from raysim.simulation.fleet import Fleet
+from raysim.simulation.network import make_network
 from raysim.simulation.planner import Load, Planner
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import RunSpec, sample_flops
@@ -81,11 +83,40 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
     return job.earlier_jobs == 0 and when(job)
 
 
+class PeerLoads:
+    """A function that returns the load of each job where clients have replicas of their own.
+
+    Instead of receiving and sending the model, a client receives and sends the floats of its
+    exchange. model: the floats of a replica.
+    """
+
+    def __init__(self, loads: Loads, network: Network, model: int):
+        assert network.client_floats is not None, "only for replicas on clients"
+        self._loads, self._every, self._model = loads, network.every, model
+        self._floats = network.client_floats
+
+    def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
+        """Return the load of a client's next job; see `Loads`."""
+        load = self._loads(client, version, earlier, accepted)
+        exchanges = (version + 1) % self._every == 0
+        floats = self._floats.item(client) if exchanges else 0
+        return Load(load.work, load.down - self._model + floats, load.up - self._model + floats)
+
+
 def make_planner(
-    spec: RunSpec, declarations: Declarations, schedule: Schedule, fleet: Fleet
+    spec: RunSpec,
+    declarations: Declarations,
+    schedule: Schedule,
+    fleet: Fleet,
+    network: Network | None = None,
 ) -> Planner:
-    """Return the planner of a run, at its start."""
+    """Return the planner of a run, at its start. network: None makes the one of the topology."""
+    if network is None:
+        network = make_network(spec, declarations, fleet)
     counts, seed = spec.data.partition.train.counts, spec.settings.seed
     devices = fleet.devices(seed, len(counts), functools.partial(sample_flops, spec))
     loads = Loads(spec, declarations, counts)
-    return Planner(schedule, devices, seed, counts, loads, fleet.patience, spec.selection)
+    load: Loads | PeerLoads = loads
+    if network.on_clients:
+        load = PeerLoads(loads, network, declarations.layout.shared)
+    return Planner(schedule, devices, seed, counts, load, fleet.patience, spec.selection, network)

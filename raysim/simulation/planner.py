@@ -20,6 +20,7 @@ import numpy as np
 
 from raysim.api.messages import Arrays, Job, Update
 from raysim.api.selection import Random, Selection
+from raysim.api.topology import Network, one_replica
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import Availability
 from raysim.simulation.events import RunStoppedError
@@ -32,7 +33,7 @@ from raysim.simulation.schedule import (
     Schedule,
     View,
     Wait,
-    check_concurrency,
+    check_sites,
 )
 from raysim.simulation.selector import MeasureLosses, SelectionError, Selector
 
@@ -65,19 +66,23 @@ class Load(NamedTuple):
 class PlannedAggregation:
     """A planned aggregation, and all events between the aggregation before and this one."""
 
-    version: int = 0  # the model version that its updates are added to: aggregations made before
+    version: int = 0  # aggregations of the run before this one
+    site_version: int = 0  # aggregations of its site before this one
+    meets: bool = False  # True: the replicas of the topology exchange after it
     now: float = 0.0  # virtual seconds of the aggregation
-    dispatched: list[Job] = field(default_factory=list)  # with `version` as their base version
+    # Since the aggregation before.
+    dispatched: list[Job] = field(default_factory=list)
     aggregated: list[Job] = field(default_factory=list)  # in the order in which they enter the sum
     lost: list[Job] = field(default_factory=list)  # their clients dropped out
     discarded: list[Job] = field(default_factory=list)
     down: int = 0  # floats sent to clients since the start of the run
     up: int = 0  # floats sent by clients since the start of the run
+    between: int = 0  # floats sent between replicas since the start of the run
 
     @property
     def staleness(self) -> list[int]:
         """The staleness of each aggregated job."""
-        return [self.version - job.version for job in self.aggregated]
+        return [self.site_version - job.version for job in self.aggregated]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
@@ -103,13 +108,36 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
         left, size = left - size, 2 * size
 
 
+class Site:
+    """The clients and jobs that one schedule sees: all of a run, or those of one replica.
+
+    pool: the pool that its clients are drawn from unless the schedule has pools; -1: all clients.
+    members: the number of its clients that have samples.
+    """
+
+    def __init__(self, pool: int, members: int, pools: int):
+        self.pool, self.members = pool, members
+        self.version = 0  # aggregations so far
+        # Jobs by number that are in flight and not discarded; schedules see it read-only.
+        self.running: dict[int, Job] = {}
+        self.running_view = MappingProxyType(self.running)
+        self.arrived: list[Job] = []  # wait for an aggregation, in order of arrival
+        self.busy = 0  # clients whose jobs have not ended
+        self.in_pool = [0] * pools
+        self.sent, self.since = 0, 0.0  # jobs of this version, and when the first was dispatched
+        self.since_meeting = 0  # aggregations since the replicas exchanged
+        self.waits = False  # for the other sites, to exchange
+
+
 class Planner:
     """A planner that applies a schedule to a fleet.
 
     counts: int64 [clients], training samples; a client without samples is never dispatched. load:
     function that returns the `Load` of a client's next job from client, version, the number of the
     client's earlier jobs, and how many of those were aggregated. patience: how many virtual seconds
-    to wait at most for a first client. selection: the rule that chooses the clients.
+    to wait at most for a first client. selection: the rule that chooses the clients. network: the
+    replicas of the run; None: there is one. If each replica has its own schedule, every one of them
+    is a site.
     """
 
     def __init__(
@@ -121,13 +149,21 @@ class Planner:
         load: Callable[[int, int, int, int], Load],
         patience: float = math.inf,
         selection: Selection | None = None,
+        network: Network | None = None,
     ):
-        check_concurrency(schedule, counts)
+        self._network = network or one_replica(len(counts))
+        check_sites(schedule, counts, self._network)
         self.schedule, self.devices, self.seed = schedule, devices, seed
         self._load = load
         self._patience = patience
         self.eligible = np.flatnonzero(counts)
         self._members = self._divide_into_pools(counts)
+        self._sites = [Site(-1, len(self.eligible), max(0, schedule.pools))]
+        if self._network.own_schedules:
+            self._members = self._network.members(self.eligible)
+            self._sites = [
+                Site(pool, len(members), 0) for pool, members in enumerate(self._members)
+            ]
         self._pool_of = np.full(len(counts), -1, np.int16)  # [clients]
         for pool, members in enumerate(self._members):
             self._pool_of[members] = pool
@@ -136,14 +172,9 @@ class Planner:
         self.dispatched = 0  # jobs so far
         self.participations = np.zeros(len(counts), np.int32)  # [clients] jobs so far
         self.accepted = np.zeros(len(counts), np.int32)  # [clients] aggregated jobs so far
-        # Jobs by number that are in flight and not discarded; schedules see it read-only.
-        self.running: dict[int, Job] = {}
-        self._running_view = MappingProxyType(self.running)
-        self.arrived: list[Job] = []  # wait for an aggregation, in order of arrival
         self._events: list[tuple[float, int, Job]] = []  # heap by (time, client) of ends of jobs
         self._busy: set[int] = set()
-        self._in_pool = [0] * max(0, schedule.pools)
-        self._sent, self._since = 0, 0.0  # jobs of this version, and when the first was dispatched
+        self._met = 0  # exchanges of the replicas so far
         self._next = PlannedAggregation()
         self._lost_in_a_row = 0  # jobs lost since one arrived
         self._scarce: set[int] = set()  # pools in which hardly any client is available and idle
@@ -197,6 +228,18 @@ class Planner:
         """Count the floats that clients sent before the first aggregation."""
         self._next.up += floats
 
+    @property
+    def running(self) -> Mapping[int, Job]:
+        """The jobs by number that are in flight and not discarded."""
+        if len(self._sites) == 1:
+            return self._sites[0].running_view
+        return {number: job for site in self._sites for number, job in site.running.items()}
+
+    @property
+    def arrived(self) -> list[Job]:
+        """The jobs that wait for an aggregation."""
+        return [job for site in self._sites for job in site.arrived]
+
     # --- aggregations -----------------------------------------------------------------------------
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates.
@@ -206,22 +249,39 @@ class Planner:
         """
         self._short.clear()
         while True:
-            action = self.schedule.decide(self._view())
+            until = math.inf
+            for site in self._sites:
+                if site.waits:
+                    continue
+                decided = self._decide(site)
+                if isinstance(decided, PlannedAggregation):
+                    return decided
+                until = min(until, decided)
+            if self._short:
+                until = min(until, self._next_arrival())
+            self._advance(until)
+
+    def _decide(self, site: Site) -> PlannedAggregation | float:
+        """Let the schedule act for a site until it aggregates or waits.
+
+        Return the aggregation, or until when it waits at most. A site whose dispatch is short also
+        waits for the next client that becomes available.
+        """
+        while True:
+            action = self.schedule.decide(self._view(site))
             if isinstance(action, Aggregate):
-                return self._aggregate(action.jobs)
+                return self._aggregate(site, action.jobs)
             if isinstance(action, Dispatch):
-                if self._dispatch(action.count, action.pool) < action.count:
-                    is_known = action.pool < 0 or action.pool in self._short
-                    self._short.add(action.pool)
+                pool = site.pool if action.pool < 0 else action.pool
+                if self._dispatch(site, action.count, pool) < action.count:
+                    is_known = action.pool < 0 or pool in self._short
+                    self._short.add(pool)
                     if is_known:
-                        self._advance(self._next_arrival())
+                        return math.inf
             elif isinstance(action, Discard):
-                self._discard(action.jobs)
+                self._discard(site, action.jobs)
             elif isinstance(action, Wait):
-                until = action.until
-                if self._short:
-                    until = min(until, self._next_arrival())
-                self._advance(until)
+                return action.until
             else:
                 raise RuntimeError(
                     f"{self._name}: decide returned {action!r}. Return Dispatch, Aggregate, "
@@ -232,12 +292,15 @@ class Planner:
     def _name(self) -> str:
         return f"schedule {type(self.schedule).__name__}"
 
-    def _view(self) -> View:
-        idle = len(self.eligible) - len(self._busy)
+    def _view(self, site: Site) -> View:
         return View(
-            self.now, self.version, self._running_view, self.arrived, idle,
-            self._sent, self._since, self._in_pool, self._short,
+            self.now, site.version, site.running_view, site.arrived, site.members - site.busy,
+            site.sent, site.since, site.in_pool, self._short,
         )  # fmt: skip
+
+    def _site_of(self, job: Job) -> Site:
+        sites = self._sites
+        return sites[0] if len(sites) == 1 else sites[job.pool]
 
     def _advance(self, until: float) -> None:
         """Go to the next instant at which jobs end, or to `until` if that is earlier.
@@ -257,22 +320,25 @@ class Planner:
         self.now = events[0][0]
         while events and events[0][0] == self.now:
             self._end(heapq.heappop(events)[2])
-        self._discard_stale()
+        for site in self._sites:
+            self._discard_stale(site)
 
     def _end(self, job: Job) -> None:
+        site = self._site_of(job)
         self._busy.discard(job.client)
         if self._selector is not None:
             self._selector.end(job, self.now)
+        site.busy -= 1
         for pool, idle_clients in self._idle_clients.items():
             if pool < 0 or self._pool_of[job.client] == pool:
                 idle_clients.add_finished(job.client)
         if job.arrives:
             self._next.up += job.up
-        if self.running.pop(job.number, None) is None:
+        if site.running.pop(job.number, None) is None:
             return  # it was discarded
-        self._leave_pool(job)
+        _leave_pool(site, job)
         if job.arrives:
-            self.arrived.append(job)
+            site.arrived.append(job)
             self._lost_in_a_row = 0
             return
         self._next.lost.append(job)
@@ -284,21 +350,17 @@ class Planner:
                 "fleet.hours, reduce local work, or lower fleet.dropout."
             )
 
-    def _leave_pool(self, job: Job) -> None:
-        if job.pool >= 0:
-            self._in_pool[job.pool] -= 1
-
-    def _discard_stale(self) -> None:
+    def _discard_stale(self, site: Site) -> None:
         """Discard arrived jobs that are too stale for the next aggregation."""
         max_staleness = self.schedule.max_staleness
-        if max_staleness is None or not self.arrived:
+        if max_staleness is None or not site.arrived:
             return
-        oldest = self.version - max_staleness
-        stale = [job.number for job in self.arrived if job.version < oldest]
+        oldest = site.version - max_staleness
+        stale = [job.number for job in site.arrived if job.version < oldest]
         if stale:
-            self._discard(stale)
+            self._discard(site, stale)
 
-    def _discard(self, numbers: Sequence[int]) -> None:
+    def _discard(self, site: Site, numbers: Sequence[int]) -> None:
         if not numbers:
             raise RuntimeError(
                 f"{self._name}: decide returned Discard([]), which would repeat forever. Give at "
@@ -306,56 +368,87 @@ class Planner:
             )
         jobs: dict[int, Job] = {}
         for number in numbers:
-            job = self.running.pop(number, None)
+            job = site.running.pop(number, None)
             if job is not None:
-                self._leave_pool(job)
+                _leave_pool(site, job)
                 jobs[number] = job
-        jobs |= self._remove_arrived(set(numbers) - jobs.keys(), "discard")
+        jobs |= self._remove_arrived(site, set(numbers) - jobs.keys(), "discard")
         self._next.discarded += [jobs[number] for number in numbers]
 
-    def _remove_arrived(self, numbers: set[int], purpose: str) -> dict[int, Job]:
+    def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
         """Remove jobs from the arrived ones, and return them by number."""
-        removed = {job.number: job for job in self.arrived if job.number in numbers}
+        removed = {job.number: job for job in site.arrived if job.number in numbers}
         missing = sorted(numbers - removed.keys())
         if missing:
             raise RuntimeError(
                 f"{self._name}: decide returned jobs {missing} to {purpose}, which are neither in "
                 "flight nor arrived. Give jobs of the view."
             )
-        self.arrived = [job for job in self.arrived if job.number not in numbers]
+        site.arrived = [job for job in site.arrived if job.number not in numbers]
         return removed
 
-    def _aggregate(self, numbers: Sequence[int]) -> PlannedAggregation:
+    def _aggregate(self, site: Site, numbers: Sequence[int]) -> PlannedAggregation:
         """Return the planned aggregation of these jobs."""
         count = len(numbers)
-        jobs = self.arrived[:count]
+        jobs = site.arrived[:count]
         if count and [job.number for job in jobs] == list(numbers):
-            self.arrived = self.arrived[count:]
+            site.arrived = site.arrived[count:]
         else:
-            jobs = self._take_arrived(numbers)
+            jobs = self._take_arrived(site, numbers)
         aggregation = self._next
         aggregation.now, aggregation.aggregated = self.now, jobs
+        aggregation.site_version = site.version
         for job in jobs:
             self.accepted[job.client] += 1
         if self._selector is not None:
-            self._selector.aggregate(jobs, self.version)
+            self._selector.aggregate(jobs, site.version)
         self.version += 1
-        self._sent, self._since = 0, self.now
-        self._next = PlannedAggregation(self.version, down=aggregation.down, up=aggregation.up)
-        self._discard_stale()
+        site.version += 1
+        site.sent, site.since = 0, self.now
+        self._next = PlannedAggregation(
+            self.version, down=aggregation.down, up=aggregation.up, between=aggregation.between
+        )
+        self._discard_stale(site)
+        if self._network.exchanges:
+            self._meet(site, aggregation)
         return aggregation
 
-    def _take_arrived(self, numbers: Sequence[int]) -> list[Job]:
+    def _meet(self, site: Site, aggregation: PlannedAggregation) -> None:
+        """Let the replicas exchange after this aggregation if it is time.
+
+        No site decides anything during an exchange; jobs that end are recorded.
+        """
+        network = self._network
+        site.since_meeting += 1
+        if network.seconds:
+            is_due = self.now >= (self._met + 1) * network.seconds
+        else:
+            site.waits = site.since_meeting >= network.every
+            is_due = all(other.waits for other in self._sites)
+        if not is_due:
+            return
+        aggregation.meets = True
+        aggregation.between += network.link_floats
+        self._next.between = aggregation.between
+        end = self.now + network.link_seconds
+        while self.now < end:
+            self._advance(end)
+        aggregation.now = end
+        self._met = int(end // network.seconds) if network.seconds else self._met + 1
+        for other in self._sites:
+            other.since_meeting, other.waits = 0, False
+
+    def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
         """Remove and return arrived jobs in this order; jobs of one client keep their order."""
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
                 f"{self._name}: decide returned Aggregate({list(numbers)}). Give one or more jobs, "
                 "each once."
             )
-        removed = self._remove_arrived(set(numbers), "aggregate")
+        removed = self._remove_arrived(site, set(numbers), "aggregate")
         jobs = [removed[number] for number in numbers]
         first_left: dict[int, int] = {}  # by client: its first job that stays
-        for job in self.arrived:
+        for job in site.arrived:
             first_left.setdefault(job.client, job.number)
         previous: dict[int, int] = {}  # by client: its job before the current one
         for job in jobs:
@@ -370,39 +463,44 @@ class Planner:
         return jobs
 
     # --- dispatch ---------------------------------------------------------------------------------
-    def _dispatch(self, count: int, pool: int) -> int:
+    def _dispatch(self, site: Site, count: int, pool: int) -> int:
         """Dispatch up to `count` idle clients with the current version; return how many."""
-        clients = self._sample(count, pool) if self._selector is None else self._select(count, pool)
-        loss_pass = None if self._selector is None else self._selector.loss_pass
+        version, selector = site.version, self._selector
+        if selector is None:
+            clients, loss_pass = self._sample(count, pool), None
+        else:
+            clients, loss_pass = self._select(count, pool, version), selector.loss_pass
         for client in clients:
             earlier = self.participations.item(client)
             self.participations[client] = earlier + 1
-            work, down, up = self._load(client, self.version, earlier, self.accepted.item(client))
+            work, down, up = self._load(client, version, earlier, self.accepted.item(client))
             if loss_pass is None:
                 finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
             else:
                 load = work, down, up
                 finish, arrives = loss_pass.trip(self.devices, client, earlier, self.now, load)
             # By position: names would double the time, a large part of what a job costs the plan.
-            # State, weight, probe and extras are set when the coordinator dispatches the job.
+            # State, weight, probe, extras, replica and base are set when the coordinator
+            # dispatches the job.
             job = Job(
-                self.dispatched, client, earlier, self.version, -1, 1.0, False, _NO_EXTRAS,
+                self.dispatched, client, earlier, version, -1, 1.0, False, _NO_EXTRAS,
                 pool, self.now, finish, arrives, work, down, up,
             )  # fmt: skip
             self.dispatched += 1
             if loss_pass is None or client not in loss_pass.work:
                 self._next.down += down
             self._next.dispatched.append(job)
-            self._start(job)
-        if clients and not self._sent:
-            self._since = self.now
-        self._sent += len(clients)
-        if pool >= 0:
-            self._in_pool[pool] += len(clients)
+            self._start(site, job)
+        if clients and not site.sent:
+            site.since = self.now
+        site.sent += len(clients)
+        if site.in_pool:
+            site.in_pool[pool] += len(clients)
         return len(clients)
 
-    def _start(self, job: Job) -> None:
-        self.running[job.number] = job
+    def _start(self, site: Site, job: Job) -> None:
+        site.running[job.number] = job
+        site.busy += 1
         self._busy.add(job.client)
         if self._selector is not None:
             self._selector.start(job.client)
@@ -410,13 +508,13 @@ class Planner:
             idle_clients.remove(job.client)
         heapq.heappush(self._events, (job.finish, job.client, job))
 
-    def _select(self, count: int, pool: int) -> list[int]:
+    def _select(self, count: int, pool: int, version: int) -> list[int]:
         """Return up to `count` clients that the selection rule chooses, ascending."""
         selector = self._selector
         assert selector is not None
         decision = self.cohorts
         self.cohorts += 1
-        clients = selector.choose(count, pool, self.now, self.version, decision)
+        clients = selector.choose(count, pool, self.now, version, decision)
         if selector.loss_pass is not None:
             self._next.down += selector.loss_pass.down
             self._next.up += selector.loss_pass.up
@@ -551,12 +649,21 @@ class Planner:
             "version": self.version,
             "cohorts": self.cohorts,
             "dispatched": self.dispatched,
-            "sent": self._sent,
-            "since": self._since,
+            "met": self._met,
             "scarce": sorted(self._scarce),
             "events": [job for _, _, job in sorted(self._events)],
             "discarded": sorted({job.number for _, _, job in self._events} - self.running.keys()),
-            "arrived": self.arrived,
+            "sites": [
+                {
+                    "version": site.version,
+                    "sent": site.sent,
+                    "since": site.since,
+                    "since_meeting": site.since_meeting,
+                    "waits": site.waits,
+                    "arrived": site.arrived,
+                }
+                for site in self._sites
+            ],
             "step": self._next.to_json(),
         }
 
@@ -570,7 +677,7 @@ class Planner:
         """Continue from a stored state; only for a planner that has not planned anything yet."""
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]
-        self._sent, self._since = state["sent"], state["since"]
+        self._met = state["met"]
         self._scarce = set(state["scarce"])
         self.participations[:] = participations
         self.accepted[:] = accepted
@@ -579,12 +686,22 @@ class Planner:
         discarded = set(state["discarded"])
         for values in state["events"]:
             job = Job(*values)
-            self._start(job)
+            site = self._site_of(job)
+            self._start(site, job)
             if job.number in discarded:
-                del self.running[job.number]
-            elif job.pool >= 0:
-                self._in_pool[job.pool] += 1
-        self.running = dict(sorted(self.running.items()))
-        self._running_view = MappingProxyType(self.running)
-        self.arrived = [Job(*values) for values in state["arrived"]]
+                del site.running[job.number]
+            elif site.in_pool:
+                site.in_pool[job.pool] += 1
+        for site, values in zip(self._sites, state["sites"], strict=True):
+            running = sorted(site.running.items())
+            site.running.clear()
+            site.running.update(running)
+            site.version, site.sent, site.since = values["version"], values["sent"], values["since"]
+            site.since_meeting, site.waits = values["since_meeting"], values["waits"]
+            site.arrived = [Job(*job) for job in values["arrived"]]
         self._next = PlannedAggregation.from_json(state["step"])
+
+
+def _leave_pool(site: Site, job: Job) -> None:
+    if site.in_pool:
+        site.in_pool[job.pool] -= 1

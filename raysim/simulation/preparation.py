@@ -8,8 +8,8 @@ from raysim.api.declare import Declarations
 from raysim.primitives.streams import stream
 from raysim.simulation.calls import WorkerCalls
 from raysim.simulation.planner import Planner
+from raysim.simulation.replicas import Replicas
 from raysim.simulation.runtime import Runtime
-from raysim.simulation.server import Server
 from raysim.training.probe import balanced_rows
 from raysim.training.run_spec import RunSpec
 
@@ -24,7 +24,7 @@ def check_probe(spec: RunSpec) -> None:
 
 
 def collect_contributions(
-    declarations: Declarations, server: Server, planner: Planner, calls: WorkerCalls
+    declarations: Declarations, replicas: Replicas, planner: Planner, calls: WorkerCalls
 ) -> None:
     """Collect the arrays that clients send before round 0, and pass them to the methods."""
     methods = [declared for declared in declarations.methods if declared.assemble is not None]
@@ -37,12 +37,12 @@ def collect_contributions(
     parts = [part for call in started for part in calls.wait(call)]
     planner.count_contributions(sum(array.size for part in parts for array in part.values()))
     for declared in methods:
-        server.assemble(declared, parts)
+        replicas.assemble(declared, parts)
 
 
-def send_constants(spec: RunSpec, server: Server, runtime: Runtime, calls: WorkerCalls) -> None:
+def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
     """Send to every worker what clients receive once, and the rows that probes use."""
-    constants = server.sent_once()
+    constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:
         calls.keep(runtime.put(constants), _probed_rows(spec))
 

@@ -41,7 +41,7 @@ class RunSaver:
     @property
     def is_due(self) -> bool:
         """True if a checkpoint follows the current aggregation, which is not the last one."""
-        version = self._run.server.version
+        version = self._run.replicas.version
         return self.writes_checkpoints and version % self._every == 0 and version < self._rounds
 
     @property
@@ -51,7 +51,7 @@ class RunSaver:
 
     def save(self) -> Saved:
         """Write a checkpoint."""
-        version = self._run.server.version
+        version = self._run.replicas.version
         address = self._checkpoints.write(version, snapshot.take(self._run))
         return Saved(version, address, self._checkpoints.removal_failure)
 
@@ -63,16 +63,16 @@ class RunSaver:
         return True
 
     def finish(self) -> Finished:
-        """Write the final shared model and the model of the best round.
+        """Write the final shared model (the mean of several) and the model of the best round.
 
         Return the checksums of the final state.
         """
-        server, best = self._run.server, self._run.best_model
-        self._write_model("model.safetensors", server.vector, server.counters)
+        replicas, best = self._run.replicas, self._run.best_model
+        self._write_model("model.safetensors", *replicas.mean())
         if best.vector is not None and best.counters is not None:
             self._write_model("best.safetensors", best.vector, best.counters)
-        model = snapshot.model_sha256(server)
-        state = snapshot.state_sha256(server, self._run.client_states)
+        model = snapshot.model_sha256(replicas)
+        state = snapshot.state_sha256(replicas, self._run.client_states)
         return Finished(
             model, state, peak_memory_bytes(), self._run.jobs.unfinished(), best.summary()
         )

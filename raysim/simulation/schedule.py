@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from raysim.api.messages import Job
+from raysim.api.topology import Network
 from raysim.primitives.checks import above, at_least, one_of
 
 
@@ -344,10 +345,27 @@ def _refill(view: View, concurrency: int) -> Action:
     return Dispatch(free) if free > 0 else Wait()
 
 
-def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
+def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
+    """Raise ValueError if a schedule does not fit all clients, or the clients of each replica.
+
+    counts: [clients], training samples. network: the replicas, which may have own schedules.
+    """
+    if not network.own_schedules:
+        check_concurrency(schedule, counts)
+        return
+    if schedule.pools:
+        raise ValueError(
+            f"schedule={type(schedule).__name__.lower()} divides clients into pools, and the "
+            "topology has a schedule for each replica. Choose another schedule."
+        )
+    for replica, members in enumerate(network.members(np.arange(len(counts)))):
+        check_concurrency(schedule, counts[members], f" of replica {replica}")
+
+
+def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
     """Raise ValueError if a schedule needs more busy clients than there are with samples.
 
-    counts: [clients], training samples.
+    counts: [clients], training samples. of: the end of "clients" in the error.
     """
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
@@ -365,5 +383,6 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray) -> None:
         largest = max(1, int(value * able / schedule.concurrency))
         raise ValueError(
             f"schedule.{name}={value} needs {schedule.concurrency} clients with samples, but only "
-            f"{able} of {len(counts)} clients have samples. Set schedule.{name}={largest} or less."
+            f"{able} of {len(counts)} clients{of} have samples. Set schedule.{name}={largest} or "
+            "less."
         )

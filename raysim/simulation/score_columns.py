@@ -95,6 +95,25 @@ class ScoreColumns:
             row |= self._best_columns(scoring, _join(tested, clients), values)
         return row
 
+    def replicas(
+        self,
+        mean: np.ndarray,
+        replicas: Sequence[np.ndarray],
+        scoring: ScoredClients,
+        own: Row,
+    ) -> Row:
+        """Return the columns of the mean of the replicas, and of single replicas.
+
+        mean, replicas: the values of the central test set. own: the columns of the clients' models.
+        """
+        name = self.metric.name
+        values = np.array([self.metric.summarise(scores) for scores in replicas])
+        row: Row = {f"{name}_global": self.metric.summarise(mean), **self._worst_domain(mean)}
+        row |= self._mean_and_worst(f"{name}_replicas", values)
+        if self.has_validation:
+            row |= self._best_shared_columns(scoring.version, own | row)
+        return row
+
     def _client_columns(
         self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> Row:

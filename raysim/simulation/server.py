@@ -51,7 +51,7 @@ class AggregationError(RunStoppedError):
 
 
 class Server:
-    """The server: the shared vector x, and the rule x + sum(w_i * delta_i) / divisor with hooks.
+    """The server of one model: vector x, and rule x + sum(w_i * delta_i) / divisor with hooks.
 
     w_i and delta_i are the weight and the delta of update i. Sums are made in the order of
     acceptance, in groups of `group` consecutive clients, on the server or on workers.
@@ -59,7 +59,8 @@ class Server:
     vector: [layout.shared] at the start. counters: [layout.shared_counters]. counts: int64
     [clients], training samples; 0 for clients that are never trained. size: the most updates in one
     aggregation. format_client: function that returns the name of a client for errors. unseen: the
-    number of clients that are never trained (`evaluate.unseen`).
+    number of clients that are never trained (`evaluate.unseen`). replica: the number of this model,
+    if the run has several; `counts` is then 0 for clients of other models.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Server:
         size: int = 0,
         format_client: Callable[[int], str] = str,
         unseen: int = 0,
+        replica: int = 0,
         *,
         local: Local,
     ):
         layout = declarations.layout
         self.declarations, self.layout = declarations, layout
-        self.seed, self.task, self.local = seed, task, local
+        self.seed, self.task, self.local, self.replica = seed, task, local, replica
         self.weighting, self.group, self.size = weighting, group, size
         self.format_client = format_client
         self.vector, self.counters = vector, counters
@@ -133,7 +135,9 @@ class Server:
         return not self._weighers and self._combiner is None and not self.needs_single_updates
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return the random generator of this purpose and version."""
+        """Return the random generator of this purpose, replica and version."""
+        if self.replica:
+            purpose = f"{purpose}.replica{self.replica}"
         return stream(self.seed, purpose, self.version)
 
     def weight(self, client: int) -> float:
@@ -414,20 +418,33 @@ def _check_weights(
             )
 
 
-def make_server(spec: RunSpec, declarations: Declarations, initial: Vector, size: int) -> Server:
-    """Return the server of a run at its start. size: the most updates in one aggregation."""
+def make_server(
+    spec: RunSpec,
+    declarations: Declarations,
+    initial: Vector,
+    size: int,
+    counts: np.ndarray | None = None,
+    unseen: int | None = None,
+    replica: int = 0,
+) -> Server:
+    """Return the server of a replica at the start of a run.
+
+    size: the most updates in one aggregation. counts, unseen, replica: see `Server`; None: those of
+    all clients.
+    """
     settings, partition = spec.settings, spec.data.partition
     return Server(
         declarations,
         initial.shared.clone(),
         initial.counters[: initial.layout.shared_counters].clone(),
-        partition.train.counts,
+        partition.train.counts if counts is None else counts,
         settings.seed,
         spec.task,
         settings.weighting or default_weighting(spec.methods),
         settings.summation,
         size,
         spec.data.number,
-        partition.unseen_count,
+        partition.unseen_count if unseen is None else unseen,
+        replica,
         local=settings.local,
     )

@@ -22,6 +22,7 @@ from raysim.simulation.client_states import ClientStates
 from raysim.simulation.history_row import RowWriter
 from raysim.simulation.jobs import JobRow, JobState, JobTable
 from raysim.simulation.planner import PlannedAggregation, Planner
+from raysim.simulation.replicas import Replicas
 from raysim.simulation.server import Server
 from raysim.simulation.versions import Versions
 
@@ -30,7 +31,7 @@ from raysim.simulation.versions import Versions
 class RunState:
     """The parts of a run that change. A checkpoint stores all of them."""
 
-    server: Server
+    replicas: Replicas
     planner: Planner
     jobs: JobTable
     client_states: ClientStates
@@ -42,19 +43,23 @@ class RunState:
 
 def take(run: RunState) -> Snapshot:
     """Return the run as it is now."""
-    server, planner, versions, history = run.server, run.planner, run.versions, run.history
+    replicas, planner, versions, history = run.replicas, run.planner, run.versions, run.history
     best = run.best.state() if run.best else {}
-    best_model = run.best_model.state(server.vector)
+    best_model = run.best_model.state(replicas.first.vector)
     arrays: dict[str, np.ndarray] = {
-        "vector": server.vector.numpy(),
-        "counters": server.counters.numpy(),
         "participations": planner.participations,
         "taken": planner.accepted,
         **{f"selection/{name}": array for name, array in planner.selection_arrays().items()},
-        **{f"state/{name}": tensor.numpy() for name, tensor in server.state.items()},
         **{f"best/{name}": array for name, array in best.items()},
         **{f"best_model/{name}": array for name, array in best_model.items()},
     }
+    for replica, server in enumerate(replicas.servers):
+        prefix = _prefix(replica)
+        arrays |= {
+            f"{prefix}vector": server.vector.numpy(),
+            f"{prefix}counters": server.counters.numpy(),
+            **{f"{prefix}state/{name}": tensor.numpy() for name, tensor in server.state.items()},
+        }
     for row in run.jobs.rows:
         arrays |= {f"job/{row.job.number}/{key}": array for key, array in row.job.extras.items()}
     for version in versions.held_versions:
@@ -62,10 +67,13 @@ def take(run: RunState) -> Snapshot:
         arrays |= {
             f"published/{version}/vector": base.vector,
             f"published/{version}/counters": base.counters,
+            f"published/{version}/version": np.array(base.version),
         }
         arrays |= {f"published/{version}/extras/{key}": value for key, value in base.extras.items()}
     numbers = {
-        "version": server.version,
+        "version": replicas.version,
+        "replicas": replicas.numbers,
+        "replica_versions": [server.version for server in replicas.servers],
         "planner": planner.state(),
         "aggregations": [aggregation.to_json() for aggregation in run.jobs.aggregations],
         "jobs": [[row.state.value, row.job._replace(extras={})] for row in run.jobs.rows],
@@ -80,13 +88,10 @@ def take(run: RunState) -> Snapshot:
 
 def restore(snapshot: Snapshot, run: RunState) -> None:
     """Put a run that has not begun into the state of a snapshot."""
-    numbers, arrays, server = snapshot.numbers, snapshot.server, run.server
-    server.version = numbers["version"]
-    server.vector = torch.from_numpy(arrays["vector"])
-    server.counters = torch.from_numpy(arrays["counters"])
-    server.state = {
-        name: torch.from_numpy(array) for name, array in _under(arrays, "state/").items()
-    }
+    numbers, arrays, server = snapshot.numbers, snapshot.server, run.replicas.first
+    for replica, version in enumerate(numbers["replica_versions"]):
+        _restore_server(run.replicas.servers[replica], version, arrays, _prefix(replica))
+    run.replicas.restore(numbers["version"], numbers["replicas"])
     run.planner.restore(
         numbers["planner"],
         arrays["participations"],
@@ -107,9 +112,27 @@ def restore(snapshot: Snapshot, run: RunState) -> None:
     run.best_model.restore(_under(arrays, "best_model/"), server.vector, server.counters)
 
 
-def _published(arrays: Mapping[str, np.ndarray], version: int) -> PublishedVersion:
-    parts = _under(arrays, f"published/{version}/")
-    return PublishedVersion(version, parts["vector"], parts["counters"], _under(parts, "extras/"))
+def _prefix(replica: int) -> str:
+    """Return the beginning of the names of a replica's arrays; the first one has none."""
+    return f"replica/{replica}/" if replica else ""
+
+
+def _restore_server(
+    server: Server, version: int, arrays: Mapping[str, np.ndarray], prefix: str
+) -> None:
+    server.version = version
+    server.vector = torch.from_numpy(arrays[f"{prefix}vector"])
+    server.counters = torch.from_numpy(arrays[f"{prefix}counters"])
+    server.state = {
+        name: torch.from_numpy(array) for name, array in _under(arrays, f"{prefix}state/").items()
+    }
+
+
+def _published(arrays: Mapping[str, np.ndarray], number: int) -> PublishedVersion:
+    parts = _under(arrays, f"published/{number}/")
+    extras = _under(parts, "extras/")
+    version = int(parts["version"])
+    return PublishedVersion(version, parts["vector"], parts["counters"], extras, number=number)
 
 
 def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -119,13 +142,15 @@ def _under(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 
 
 # --- checksums ------------------------------------------------------------------------------------
-def model_sha256(server: Server) -> str:
-    """Return the checksum of the shared model."""
-    content = server.vector.numpy().tobytes() + server.counters.numpy().tobytes()
-    return hashlib.sha256(content).hexdigest()
+def model_sha256(replicas: Replicas) -> str:
+    """Return the checksum of the shared model, or of all replicas."""
+    digest = hashlib.sha256()
+    for server in replicas.servers:
+        digest.update(server.vector.numpy().tobytes() + server.counters.numpy().tobytes())
+    return digest.hexdigest()
 
 
-def state_sha256(server: Server, client_states: ClientStates) -> str:
+def state_sha256(replicas: Replicas, client_states: ClientStates) -> str:
     """Return the checksum of the accepted client states and of the server state."""
     digest = hashlib.sha256()
     for client in sorted(
@@ -133,8 +158,9 @@ def state_sha256(server: Server, client_states: ClientStates) -> str:
     ):  # one at a time: some lie on disk
         for key, array in sorted(to_flat_arrays(client_states.accepted_state(client)).items()):
             digest.update(f"{client}/{key}".encode() + np.ascontiguousarray(array).tobytes())
-    for name, tensor in sorted(server.state.items()):
-        digest.update(name.encode())
-        # Without a copy: a cache may be larger than memory.
-        digest.update(tensor.contiguous().numpy().data)
+    for server in replicas.servers:
+        for name, tensor in sorted(server.state.items()):
+            digest.update(name.encode())
+            # Without a copy: a cache may be larger than memory.
+            digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()

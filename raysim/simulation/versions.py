@@ -13,20 +13,27 @@ class Versions(Mapping[int, PublishedVersion]):
     """The published versions by number. They are only in the runtime's store.
 
     The coordinator reads a version from the store, without a copy, if the server or a checkpoint
-    needs it. A version is dropped when it is not the current one and no job holds it.
+    needs it. A version is dropped when no replica has it as its current one and no job holds it.
     """
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
         self.refs: dict[int, Ref] = {}  # where workers find them
-        self._current = -1
+        self._current: dict[int, int] = {}  # by replica: its current version
+        self._replicas: Counter[int] = Counter()  # by version: replicas whose current one it is
         self._holders: Counter[int] = Counter()  # by version: jobs that start from it
         self._read: dict[int, PublishedVersion] = {}
         self._sizes: dict[int, int] = {}
 
-    def publish(self, version: int, make: Callable[[], PublishedVersion]) -> None:
-        """Store the current version unless it was restored; drop the previous one if not held."""
-        before, self._current = self._current, version
+    def publish(self, replica: int, version: int, make: Callable[[], PublishedVersion]) -> None:
+        """Store a replica's current version unless it is stored; drop the previous one if not held.
+
+        version: its number.
+        """
+        before = self._current.get(replica, -1)
+        self._current[replica] = version
+        self._replicas[version] += 1
+        self._replicas[before] -= 1
         if version not in self.refs:
             self._store(make())
         self._drop_unless_needed(before)
@@ -46,13 +53,14 @@ class Versions(Mapping[int, PublishedVersion]):
         self._drop_unless_needed(version)
 
     def _store(self, published: PublishedVersion) -> None:
-        self.refs[published.version] = self._runtime.put(published)
-        self._sizes[published.version] = published.nbytes
+        self.refs[published.number] = self._runtime.put(published)
+        self._sizes[published.number] = published.nbytes
 
     def _drop_unless_needed(self, version: int) -> None:
-        if version == self._current or self._holders[version] > 0:
+        if self._replicas[version] > 0 or self._holders[version] > 0:
             return
         self._holders.pop(version, None)
+        self._replicas.pop(version, None)
         self._sizes.pop(version, None)
         self._read.pop(version, None)
         self.refs.pop(version, None)

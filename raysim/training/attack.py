@@ -182,7 +182,8 @@ class Attackers(Method):
         changed: list[Update | Failure] = []
         for place, arrival in enumerate(arrivals):
             if isinstance(arrival, Update) and arrival.client in self._members:
-                arrival = self._changed_update(arrival, trained, common, (server.version, place))
+                keys = server.version, place
+                arrival = self._changed_update(arrival, trained, common, keys, server.replica)
             changed.append(arrival)
         return changed
 
@@ -211,7 +212,8 @@ class Attackers(Method):
         update: Update,
         trained: int,
         common: np.ndarray | None,
-        place: tuple[int, int],
+        keys: tuple[int, int],
+        replica: int,
     ) -> Update | Failure:
         assert update.delta is not None, "workers do not sum updates that a method changes"
         attack = self.attack
@@ -222,7 +224,8 @@ class Attackers(Method):
         elif attack.kind == "scaled":
             params *= attack.scale
         elif attack.kind == "gaussian":
-            noise = stream(self.seed, "attack.noise", *place)
+            purpose = f"attack.noise.replica{replica}" if replica else "attack.noise"
+            noise = stream(self.seed, purpose, *keys)
             params[:] = attack.sigma * noise.standard_normal(trained)
         elif common is not None:
             params[:] = common

@@ -27,7 +27,7 @@ class Receiver:
     def __init__(self, device: torch.device):
         self.device = device
         self._constants: dict[str, Tensor] = {}
-        self._last_key: tuple[int, str] | None = None
+        self._last_key: tuple[int, int, str] | None = None
         self._last: Broadcast | None = None
 
     def store_constants(self, constants: Arrays) -> None:
@@ -36,7 +36,7 @@ class Receiver:
 
     def receive(self, published: PublishedVersion) -> Broadcast:
         """Return a version on the device."""
-        key = published.version, published.mark
+        key = published.version, published.number, published.mark
         if self._last is None or self._last_key != key or self.device.type == "cpu":
             self._last_key = key
             self._last = Broadcast(

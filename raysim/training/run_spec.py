@@ -22,6 +22,7 @@ from raysim.api.metrics import Metric
 from raysim.api.selection import Random, Selection
 from raysim.api.server_view import Weighting
 from raysim.api.setup import number_of_floats
+from raysim.api.topology import Star, Topology
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
 from raysim.primitives.checks import above, at_least, between, in_range
@@ -142,6 +143,7 @@ class RunSpec:
     weights; None draws all. size: the largest number of updates in one aggregation. stale: whether
     updates may start from an earlier version than the current one. packages: packages besides
     raysim whose code the run uses. selection: the rule that chooses the clients of a dispatch.
+    topology: the models of the server, and how they exchange.
     """
 
     model: ModelRecipe
@@ -163,6 +165,7 @@ class RunSpec:
     stale: bool = False
     packages: tuple[str, ...] = ()
     selection: Selection = field(default_factory=Random)
+    topology: Topology = field(default_factory=Star)
 
     def __post_init__(self) -> None:
         at_least("runtime.lanes", self.lanes, 1)

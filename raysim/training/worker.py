@@ -174,15 +174,15 @@ class Worker(Combiner):
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
         sent = cast("tuple[StoredState | None, ...]", values[versions:])
         sums = WorkerSums(jobs, groups)
-        training = {version.version: version for version in published}
+        training = {version.number: version for version in published}
         results: dict[int, _JobResult] = {}
         # Ascending: a client's earlier jobs started from earlier versions.
-        for version in sorted(training):
-            places = [place for place, job in enumerate(jobs) if job.version == version]
+        for number in sorted(training):
+            places = [place for place, job in enumerate(jobs) if job.base == number]
             call = _TrainingCall(
                 self,
                 [jobs[place] for place in places],
-                self.receiver.receive(training[version]),
+                self.receiver.receive(training[number]),
                 [sent[place] for place in places] if sent else None,
                 sums,
             )

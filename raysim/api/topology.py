@@ -1,0 +1,299 @@
+"""Topologies: the replicas of the shared model, the clients that each serves, and their exchanges.
+
+A replica is one model of the server, with the server state that methods keep for it. With several
+replicas, each client starts from the replica that serves it, and its update is aggregated into that
+replica. From time to time the replicas exchange: each becomes a weighted mean of some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+WEIGHT_TOLERANCE = 1e-6  # by which the weights of a replica may differ from a sum of 1
+MAX_SHOWN = 8  # components, and replicas of a component, in a warning
+
+# For each replica the weights of the replicas in its next vector: dense [replicas, replicas], or a
+# mapping from replica to weight for each.
+Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
+
+
+class Mixing(NamedTuple):
+    """A mixing matrix as sparse rows.
+
+    starts: int64 [replicas + 1], where each row begins in the other arrays. sources: int64, the
+    replicas with a weight in the row, ascending. weights: float64, greater than 0.
+    """
+
+    starts: np.ndarray
+    sources: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return len(self.starts) - 1
+
+    def row(self, replica: int) -> tuple[list[int], list[float]]:
+        """Return the sources of a replica's next vector, and their weights."""
+        entries = slice(self.starts[replica], self.starts[replica + 1])
+        return self.sources[entries].tolist(), self.weights[entries].tolist()
+
+
+class MixingRow(NamedTuple):
+    """One weighted mean of an exchange: the next vector of all targets.
+
+    targets, sources: replicas. weights: of the sources; they sum to 1.
+    """
+
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The facts of a run that a topology may use.
+
+    seed: the seed of the run. counts: int64 [clients], training samples. weighting: how updates are
+    weighted before methods change the weights, "samples" or "uniform". floats: the size of a
+    replica. label_counts: function that returns the samples of each client and class [clients,
+    classes], or None if labels are no classes. regions: function that returns the number of each
+    client's region [clients], or None if the fleet has no regions.
+    """
+
+    seed: int
+    counts: np.ndarray
+    weighting: str
+    floats: int
+    label_counts: Callable[[], np.ndarray | None] = lambda: None
+    regions: Callable[[], np.ndarray | None] = lambda: None
+
+    @property
+    def clients(self) -> int:
+        """The number of clients."""
+        return len(self.counts)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """The weight of each client in an aggregation: float64 [clients]; 0 without samples."""
+        if self.weighting == "samples":
+            return self.counts.astype(np.float64)
+        return (self.counts > 0).astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The replicas of a run and their exchanges.
+
+    replica_of: int64 [clients], the replica that serves each client. mixing: the mixing matrix,
+    see `mixing_matrix`; None: no exchange. shares: float64 [replicas], the weight of each replica
+    in their mean; None: equal.
+
+    every: aggregations of a replica from one exchange to the next. seconds: virtual seconds from
+    one exchange to the next, instead of `every`; 0: not used. link_seconds, link_floats: virtual
+    seconds that an exchange takes, and the floats that all replicas send in it.
+
+    own_schedules: True if each replica has the schedule for itself and its clients. Otherwise there
+    is one schedule for all clients, and an aggregation may have updates for several replicas.
+    on_clients: True if each client holds its replica itself. Then only the replicas of an
+    aggregation exchange after it, and jobs send and receive `client_floats` [clients] instead of
+    the model. warnings: texts for the user.
+    """
+
+    replica_of: np.ndarray
+    mixing: Mixing | None = None
+    shares: np.ndarray | None = None
+    every: int = 1
+    seconds: float = 0.0
+    link_seconds: float = 0.0
+    link_floats: int = 0
+    own_schedules: bool = False
+    on_clients: bool = False
+    client_floats: np.ndarray | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exchanges(self) -> bool:
+        """True if the replicas exchange at all."""
+        return self.mixing is not None
+
+    @cached_property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        if self.mixing is not None:
+            return self.mixing.replicas
+        return int(self.replica_of.max()) + 1
+
+    @cached_property
+    def mean_weights(self) -> np.ndarray:
+        """The weight of each replica in the mean of the replicas: float64 [replicas]."""
+        if self.shares is None:
+            return np.full(self.replicas, 1 / self.replicas)
+        return np.asarray(self.shares / self.shares.sum())
+
+    def members(self, clients: np.ndarray) -> list[np.ndarray]:
+        """Return the clients of each replica, out of `clients`, in their order."""
+        replicas = self.replica_of[clients]
+        order = np.argsort(replicas, kind="stable")
+        ends = np.cumsum(np.bincount(replicas, minlength=self.replicas))[:-1]
+        return np.split(clients[order], ends)
+
+    def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
+        """Yield the exchanges after an aggregation, one after another.
+
+        version: the aggregations of the run so far. replicas: those with updates in the
+        aggregation, ascending.
+        """
+        if not self.on_clients or len(replicas) == self.replicas:
+            yield self._all_rows
+        else:
+            assert self.mixing is not None, "only for replicas that exchange"
+            yield mixing_rows(self.mixing, replicas)
+
+    @cached_property
+    def _all_rows(self) -> list[MixingRow]:
+        assert self.mixing is not None, "only for replicas that exchange"
+        return mixing_rows(self.mixing, range(self.replicas))
+
+
+def one_replica(clients: int) -> Network:
+    """Return the network of a run with one model."""
+    return Network(np.broadcast_to(np.int64(0), clients))  # without memory for each client
+
+
+def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
+    """Return the rows of the replicas that take part; equal rows are one row with several targets.
+
+    The weights of absent replicas go to the diagonal, so that a symmetric matrix with rows that sum
+    to 1 keeps both properties.
+    """
+    is_present = np.zeros(mixing.replicas, bool)
+    is_present[list(present)] = True
+    targets_of: dict[tuple[tuple[int, ...], tuple[float, ...]], list[int]] = {}
+    for target in present:
+        weight_of: dict[int, float] = {}
+        absent = 0.0
+        for source, weight in zip(*mixing.row(target), strict=True):
+            if is_present[source]:
+                weight_of[source] = weight
+            else:
+                absent += weight
+        if absent:
+            weight_of[target] = weight_of.get(target, 0.0) + absent
+        sources = tuple(sorted(weight_of))
+        key = sources, tuple(weight_of[source] for source in sources)
+        targets_of.setdefault(key, []).append(target)
+    return [
+        MixingRow(tuple(targets), sources, weights)
+        for (sources, weights), targets in targets_of.items()
+    ]
+
+
+def mixing_matrix(weights: Weights, key: str) -> Mixing:
+    """Return weights as a sparse matrix. key: the setting that errors name.
+
+    Raises ValueError if a weight is negative or not finite, or if those of a replica do not sum
+    to 1.
+    """
+    rows: list[Mapping[int, float]] = []
+    if isinstance(weights, np.ndarray):
+        for dense in weights:
+            entries = np.flatnonzero(dense)
+            rows.append(dict(zip(entries.tolist(), dense[entries].tolist(), strict=True)))
+    else:
+        rows = list(weights)
+    starts, sources, values = [0], list[int](), list[float]()
+    for replica, row in enumerate(rows):
+        _check_row(row, replica, len(rows), key)
+        for source in sorted(row):
+            if row[source] > 0:
+                sources.append(source)
+                values.append(float(row[source]))
+        starts.append(len(sources))
+    return Mixing(np.array(starts), np.array(sources, np.int64), np.array(values))
+
+
+def _check_row(row: Mapping[int, float], replica: int, replicas: int, key: str) -> None:
+    for source, weight in row.items():
+        if not 0 <= source < replicas:
+            raise ValueError(
+                f"{key}: replica {replica} has a weight for replica {source}, and there are "
+                f"{replicas}. Number replicas from 0 to {replicas - 1}."
+            )
+        if not 0 <= weight < np.inf:
+            raise ValueError(
+                f"{key}: the weight of replica {source} for replica {replica} is {weight:g}. Give "
+                "a finite weight from 0 on."
+            )
+    total = sum(row.values())
+    if abs(total - 1) > WEIGHT_TOLERANCE:
+        raise ValueError(
+            f"{key}: the weights of replica {replica} sum to {total:g}. Let the weights of each "
+            "replica sum to 1."
+        )
+
+
+def components(mixing: Mixing) -> list[list[int]]:
+    """Return the replicas that are connected by exchanges, the largest component first."""
+    neighbours: list[set[int]] = [set() for _ in range(mixing.replicas)]
+    for replica in range(mixing.replicas):
+        for source in mixing.row(replica)[0]:
+            neighbours[replica].add(source)
+            neighbours[source].add(replica)
+    left = set(range(mixing.replicas))
+    parts: list[list[int]] = []
+    for start in range(mixing.replicas):
+        if start not in left:
+            continue
+        part, ahead = {start}, [start]
+        while ahead:
+            reached = neighbours[ahead.pop()] - part
+            part |= reached
+            ahead += reached
+        left -= part
+        parts.append(sorted(part))
+    return sorted(parts, key=len, reverse=True)
+
+
+def connection_warnings(mixing: Mixing, key: str) -> tuple[str, ...]:
+    """Return a warning with the components if the replicas are not all connected."""
+    parts = components(mixing)
+    if len(parts) == 1:
+        return ()
+    texts = [_shorten(part) for part in parts[:MAX_SHOWN]]
+    more = f" and {len(parts) - MAX_SHOWN} more" if len(parts) > MAX_SHOWN else ""
+    return (
+        f"{key}: the replicas form {len(parts)} components that never exchange with each other: "
+        f"{', '.join(texts)}{more}. Add edges between them if all replicas should agree.",
+    )
+
+
+def _shorten(replicas: Sequence[int]) -> str:
+    more = [f"... ({len(replicas)})"] if len(replicas) > MAX_SHOWN else []
+    return f"[{', '.join([*map(str, replicas[:MAX_SHOWN]), *more])}]"
+
+
+class Topology:
+    """A rule that makes the network of a run. A subclass overrides `connect`.
+
+    It is made before the run and does not change. Random numbers come from
+    `raysim.primitives.streams.stream(federation.seed, "mine")`.
+    """
+
+    def connect(self, federation: Federation) -> Network:
+        """Return the replicas of a run. Raise ValueError for settings that do not fit it."""
+        raise NotImplementedError(f"{type(self).__name__} does not override connect")
+
+
+@dataclass(frozen=True)
+class Star(Topology):
+    """One model for all clients."""
+
+    def connect(self, federation: Federation) -> Network:
+        """Return a network with one replica."""
+        return one_replica(federation.clients)

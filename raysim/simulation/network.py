@@ -1,0 +1,128 @@
+"""Make the network of a run, and the servers of its replicas."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from raysim.api.declare import Declarations
+from raysim.api.setup import MethodDeclaration
+from raysim.api.topology import Federation, Network
+from raysim.simulation.fleet import Fleet
+from raysim.simulation.replicas import Replicas
+from raysim.simulation.server import default_weighting, make_server
+from raysim.training.run_spec import RunSpec
+from raysim.vectors.layout import Vector
+
+
+def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Network:
+    """Return the replicas of a run and their exchanges.
+
+    Raises ValueError if the topology does not fit the run's clients or methods.
+    """
+    settings, counts = spec.settings, spec.data.partition.train.counts
+    federation = Federation(
+        settings.seed,
+        counts,
+        settings.weighting or default_weighting(spec.methods),
+        declarations.layout.shared,
+        functools.partial(_label_counts, spec),
+        functools.partial(fleet.regions, settings.seed, len(counts)),
+    )
+    network = spec.topology.connect(federation)
+    _check_network(network, spec)
+    _check_methods(network, declarations)
+    return network
+
+
+def _label_counts(spec: RunSpec) -> np.ndarray | None:
+    """Return the training samples of each client and class, [clients, classes]."""
+    if spec.task.kind != "classification":
+        return None
+    labels, train = spec.data.open().groups()[0], spec.data.partition.train
+    counts = np.zeros((len(train), spec.task.num_classes), np.int64)
+    np.add.at(counts, (train.owners, labels[train.indices]), 1)
+    return counts
+
+
+def _check_network(network: Network, spec: RunSpec) -> None:
+    counts = spec.data.partition.train.counts
+    samples = np.bincount(network.replica_of, counts, minlength=network.replicas)
+    empty = np.flatnonzero(samples == 0)
+    if len(empty) and not network.on_clients:
+        raise ValueError(
+            f"topology: no client of replica {empty[0]} has samples. Use fewer replicas, or assign "
+            "other clients to it."
+        )
+    if network.replicas == 1:
+        return
+    evaluate = spec.settings.evaluate
+    if evaluate.decompose:
+        raise ValueError(
+            f"evaluate.decompose={evaluate.decompose} compares local models with one shared model, "
+            f"and the topology has {network.replicas}. Set evaluate.decompose=0."
+        )
+    if network.on_clients and spec.data.partition.unseen_count:
+        raise ValueError(
+            "evaluate.unseen: clients that never train have no replica that was trained, because "
+            "the topology keeps replicas on clients. Set evaluate.unseen=0."
+        )
+
+
+def _check_methods(network: Network, declarations: Declarations) -> None:
+    """Raise ValueError for a method that has no meaning with these replicas."""
+    if network.replicas == 1 and not network.on_clients:
+        return
+    for declared in declarations.methods:
+        if declared.evaluate is not None:
+            raise ValueError(
+                f"topology: '{declared.method}' scores its models by itself (run.evaluate), which is "
+                "possible with one model only. Set topology=star."
+            )
+        if declared.pools:
+            raise ValueError(
+                f"topology: method '{declared.method}' trains one model on the data of all "
+                "clients, and the topology has several models. Leave one of them out."
+            )
+        part = server_part(declared)
+        if network.on_clients and part:
+            raise ValueError(
+                f"topology: method '{declared.method}' needs a server for several clients "
+                f"({part}), and each replica of the topology is on one client. Leave one of them "
+                "out."
+            )
+
+
+def server_part(declared: MethodDeclaration) -> str:
+    """Return the first hook or declaration that needs updates of several clients, or ""."""
+    for hook in ("weigh", "combine", "step", "absorb"):
+        if declared.has_hook(hook):
+            return hook
+    if any(send.to != "once" for send in declared.sends):
+        return "run.send"
+    return "run.scores" if declared.scored is not None else ""
+
+
+def make_replicas(
+    spec: RunSpec, declarations: Declarations, initial: Vector, size: int, network: Network
+) -> Replicas:
+    """Return the servers of a run at its start. size: the most updates in one aggregation."""
+    first = make_server(spec, declarations, initial, size)
+    if network.replicas == 1:
+        return Replicas(network, [first], declarations)
+    partition = spec.data.partition
+    servers = []
+    is_unseen = np.zeros(len(partition.train), bool)
+    if partition.unseen is not None:
+        is_unseen[partition.unseen] = True
+    for replica in range(network.replicas):
+        counts, unseen = partition.train.counts, partition.unseen_count
+        if not network.on_clients:
+            is_member = network.replica_of == replica
+            counts = np.where(is_member, counts, 0)
+            unseen = len(counts) - int(np.count_nonzero(is_member & ~is_unseen))
+        servers.append(make_server(spec, declarations, initial, size, counts, unseen, replica))
+    for server in servers[1:]:
+        server.vector, server.counters = servers[0].vector, servers[0].counters
+    return Replicas(network, servers, declarations)

@@ -1,0 +1,229 @@
+"""Topologies: replicas, their exchanges, and runs that agree with independent arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import FinishedRun, Spy, coordinate, run, run_spec, run_to_end, tiny_data
+
+from raysim.api.declarations import Evaluation
+from raysim.api.method import Method
+from raysim.api.setup import Setup
+from raysim.api.topology import Federation, Topology, components, mixing_matrix, mixing_rows
+from raysim.conformance.agreement import check_resumed, check_workers
+from raysim.methods.centralized import Centralized
+from raysim.methods.fedbn import FedBN
+from raysim.methods.fedopt import FedAdam
+from raysim.methods.scaffold import Scaffold
+from raysim.simulation.fleet import Lognormal
+from raysim.simulation.schedule import Buffered, Schedule, Synchronous, Tiered
+from raysim.simulation.topologies import Hierarchical, k_means
+
+CLIENTS = 8
+FAST = {"bandwidth_up": np.inf, "bandwidth_down": np.inf}
+
+
+class ReadUpdates(Method):
+    """Workers return single updates, which a test adds up by itself."""
+
+    name = "read_updates"
+
+    def setup(self, run: Setup) -> None:
+        run.read_updates()
+
+
+def spec(topology: Topology, *methods: Method, **others: Any) -> Any:
+    return run_spec(*methods, data=tiny_data(clients=CLIENTS), topology=topology, **others)
+
+
+def spied(topology: Topology, schedule: Schedule, **settings: Any) -> tuple[Spy, FinishedRun]:
+    spy = Spy(spec(topology, ReadUpdates()))
+    finished = run_to_end(
+        coordinate(spec(topology, ReadUpdates()), schedule, Lognormal(), spy, **settings)
+    )
+    return spy, finished
+
+
+class TestMixing:
+    def test_mixing_matrix_keeps_weights_above_zero(self) -> None:
+        mixing = mixing_matrix(np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]), "key")
+        assert [mixing.row(replica) for replica in range(3)] == [
+            ([0, 1], [0.5, 0.5]),
+            ([0, 1], [0.5, 0.5]),
+            ([2], [1.0]),
+        ]
+        assert components(mixing) == [[0, 1], [2]]
+
+    @pytest.mark.parametrize(
+        "weights, match",
+        [
+            ([{0: 0.5}], r"key: .* replica 0 sum to 0\.5"),
+            ([{0: 1.5, 1: -0.5}, {1: 1.0}], r"key: .*-0\.5"),
+            ([{0: float("nan")}], "key: .*nan"),
+            ([{3: 1.0}], "key: .*replica 3"),
+        ],
+    )
+    def test_mixing_matrix_refuses_wrong_weights(
+        self, weights: list[Mapping[int, float]], match: str
+    ) -> None:
+        with pytest.raises(ValueError, match=match):
+            mixing_matrix(weights, "key")
+
+    def test_mixing_rows_join_equal_rows(self) -> None:
+        rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
+        assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
+
+    def test_mixing_rows_move_absent_weights_to_diagonal(self) -> None:
+        third = 1 / 3
+        ring = [{0: third, 1: third, 2: third}] * 3
+        rows = mixing_rows(mixing_matrix(ring, "key"), [0, 2])
+        assert [(row.targets, row.sources) for row in rows] == [((0,), (0, 2)), ((2,), (0, 2))]
+        np.testing.assert_allclose(rows[0].weights, [2 / 3, 1 / 3])
+        np.testing.assert_allclose(rows[1].weights, [1 / 3, 2 / 3])
+
+
+class TestHierarchical:
+    @pytest.mark.parametrize("schedule", [Synchronous(4), Buffered(4, 2)])
+    @pytest.mark.parametrize("methods", [(), (Scaffold(), FedBN()), (FedAdam(),)])
+    def test_one_edge_equals_star(self, schedule: Schedule, methods: tuple[Method, ...]) -> None:
+        star = run_spec(*methods, data=tiny_data(clients=CLIENTS))
+        edge = spec(Hierarchical(1, every=2, **FAST), *methods)
+        settings: dict[str, Any] = {"rounds": 5, "evaluate": Evaluation(every=2)}
+        expected, found = run(star, schedule, **settings), run(edge, schedule, **settings)
+        assert found.bits == expected.bits
+        for row, expected_row in zip(found.history, expected.history, strict=True):
+            for key in ("virtual_seconds", "floats_down", "floats_up", "accuracy", "loss_global"):
+                assert row[key] == expected_row[key], key
+
+    @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
+    def test_edges_follow_independent_arithmetic(self, schedule: Schedule) -> None:
+        """HierFAVG: each edge averages by samples, and every 2 aggregations the edges average."""
+        topology = Hierarchical(2, every=2)
+        spy, finished = spied(topology, schedule, rounds=11, summation=20)
+        coordinator = finished.coordinator
+        edge_of, counts = coordinator.replicas.network.replica_of, coordinator.counts
+        assert sorted(np.bincount(edge_of).tolist()) == [CLIENTS // 2] * 2
+        updates = {update.job: update for update in spy.updates}
+        start = coordinator.initial.shared.numpy().astype(np.float64)
+        models = [start, start]
+        history = {(0, 0): start, (1, 0): start}  # by edge and the edge's aggregations
+        made = [0, 0]
+        meetings = 0
+        for aggregation in finished.aggregations[:11]:
+            (edge,) = {int(edge_of[job.client]) for job in aggregation.aggregated}
+            weights = np.array([counts[job.client] for job in aggregation.aggregated], np.float64)
+            deltas = np.stack([updates[job.number].delta for job in aggregation.aggregated])
+            models[edge] = models[edge] + weights @ deltas / weights.sum()
+            made[edge] += 1
+            if all(number == 2 * (meetings + 1) for number in made):
+                assert aggregation.meets
+                meetings += 1
+                shares = [counts[edge_of == each].sum() / counts.sum() for each in (0, 1)]
+                mean = shares[0] * models[0] + shares[1] * models[1]
+                models = [mean, mean]
+                history[0, made[0]] = history[1, made[1]] = mean
+            else:
+                assert not aggregation.meets
+                history[edge, made[edge]] = models[edge]
+        assert meetings == 2
+        for job, published in spy.sent:
+            expected = history[int(edge_of[job.client]), job.version]
+            np.testing.assert_allclose(published.vector, expected, atol=2e-5)
+        for server, expected in zip(coordinator.replicas.servers, models, strict=True):
+            np.testing.assert_allclose(server.vector.numpy(), expected, atol=2e-5)
+
+    def test_meeting_takes_the_time_of_the_slowest_link(self) -> None:
+        slow = Hierarchical(2, every=1, bandwidth_up=1e3, bandwidth_down=2e3)
+        found = run(spec(slow), Synchronous(2), rounds=4)
+        size = 4 * found.coordinator.layout.shared
+        first, second, third, _ = found.aggregations[:4]
+        assert not first.meets and second.meets and not third.meets
+        finish = max(job.finish for job in (*first.aggregated, *second.aggregated))
+        assert second.now == pytest.approx(finish + size / 1e3 + size / 2e3)
+        assert min(job.start for job in third.dispatched) == second.now
+        assert [row["floats_links"] for row in found.rows] == [
+            meetings * 4 * size // 4 for meetings in (0, 1, 1, 2)
+        ]
+
+    def test_edges_meet_at_multiples_of_seconds(self) -> None:
+        found = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
+        meetings = [step.now for step in found.aggregations[:24] if step.meets]
+        assert len(meetings) > 2
+        assert all(int(after / 0.05) > int(before / 0.05) for before, after in pairwise(meetings))
+
+    @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
+    def test_runs_agree_on_workers_and_resumed(self, schedule: Schedule) -> None:
+        def make() -> Any:
+            return spec(Hierarchical(2, every=2, bandwidth_sigma=0.5), Scaffold(), FedBN())
+
+        check_workers(make, schedule)
+        check_resumed(make, schedule)
+
+    def test_server_state_and_counts_are_those_of_an_edge(self) -> None:
+        found = run(spec(Hierarchical(2), Scaffold()), Synchronous(2), rounds=6)
+        first, second = found.coordinator.replicas.servers
+        assert not np.array_equal(first.state["scaffold.control"], second.state["scaffold.control"])
+        assert first.population == second.population == CLIENTS // 2
+        assert first.samples + second.samples == found.coordinator.counts.sum()
+        assert not (first.counts * second.counts).any()
+
+    def test_scores_are_of_replicas_and_their_mean(self) -> None:
+        evaluate = Evaluation(every=3)
+        found = run(
+            spec(Hierarchical(2, every=3, **FAST)), Synchronous(2), rounds=6, evaluate=evaluate
+        )
+        row = found.rows[-1]
+        assert found.aggregations[5].meets
+        assert row["consensus_distance"] == 0
+        assert row["accuracy_replicas"] == row["accuracy_replicas_worst"] == row["accuracy_global"]
+        assert found.rows[2]["consensus_distance"] > 0
+
+    def test_clients_of_an_edge_follow_the_data(self) -> None:
+        counts = np.zeros((CLIENTS, 2), np.int64)
+        counts[: CLIENTS // 2, 0] = counts[CLIENTS // 2 :, 1] = 9
+        federation = Federation(0, counts.sum(1), "samples", 10, label_counts=lambda: counts)
+        edge_of = Hierarchical(2, assign="data").connect(federation).replica_of
+        assert len({*edge_of[: CLIENTS // 2]}) == len({*edge_of[CLIENTS // 2 :]}) == 1
+        assert edge_of[0] != edge_of[-1]
+
+    def test_clients_of_an_edge_follow_the_region(self) -> None:
+        regions = np.arange(CLIENTS)[::-1] // 2
+        federation = Federation(0, np.full(CLIENTS, 9), "samples", 10, regions=lambda: regions)
+        edge_of = Hierarchical(2, assign="region").connect(federation).replica_of
+        np.testing.assert_array_equal(edge_of, [1, 1, 1, 1, 0, 0, 0, 0])
+
+    @pytest.mark.parametrize(
+        "topology, schedule, match",
+        [
+            (Hierarchical(9), Synchronous(1), "topology.edges=9"),
+            (Hierarchical(4), Synchronous(3), "schedule.cohort=3 .*replica"),
+            (Hierarchical(2), Tiered(2, 1), "schedule=tiered"),
+            (Hierarchical(2, assign="region"), Synchronous(2), "topology.assign=region"),
+        ],
+    )
+    def test_hierarchical_refuses_what_does_not_fit(
+        self, topology: Topology, schedule: Schedule, match: str
+    ) -> None:
+        with pytest.raises(ValueError, match=match):
+            coordinate(spec(topology), schedule)
+
+    def test_hierarchical_refuses_pooled_data_by_name(self) -> None:
+        with pytest.raises(ValueError, match="topology: method 'centralized'"):
+            coordinate(spec(Hierarchical(2), Centralized()), Synchronous(2))
+
+    def test_edge_without_samples_is_refused(self) -> None:
+        federation = Federation(
+            0, np.array([5, 0, 5, 0]), "samples", 10, regions=lambda: np.array([0, 1, 0, 1])
+        )
+        with pytest.raises(ValueError, match=r"topology\.edges=2 leaves edge 1"):
+            Hierarchical(2, assign="region").connect(federation)
+
+
+def test_k_means_leaves_no_group_empty() -> None:
+    points = np.zeros((6, 2))
+    groups = k_means(points, np.ones(6, bool), 4, np.random.default_rng(0))
+    assert sorted({*groups.tolist()}) == [0, 1, 2, 3]
