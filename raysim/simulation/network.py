@@ -77,8 +77,8 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
     for declared in declarations.methods:
         if declared.evaluate is not None:
             raise ValueError(
-                f"topology: '{declared.method}' scores its models by itself (run.evaluate), which is "
-                "possible with one model only. Set topology=star."
+                f"topology: '{declared.method}' scores its models by itself (run.evaluate), which "
+                "is possible with one model only. Set topology=star."
             )
         if declared.pools:
             raise ValueError(
