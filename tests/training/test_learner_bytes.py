@@ -39,8 +39,10 @@ class Means(Learner):
         self.wrong = wrong
 
     def initial(self, task: Task, rng: np.random.Generator) -> bytes:
-        first = rng.normal(size=int(np.prod(task.shape))).round(3)
-        return json.dumps([[0, 1.0, first.tolist()]]).encode()
+        means = rng.normal(size=(task.num_classes, int(np.prod(task.shape)))).round(3)
+        return json.dumps(
+            [[label, 1.0, mean.tolist()] for label, mean in enumerate(means)]
+        ).encode()
 
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
@@ -64,8 +66,10 @@ class Means(Learner):
         return json.dumps(means).encode()
 
     def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
-        rows, outputs = inputs.reshape(len(inputs), -1), np.full((len(inputs), 10), -1e3)
-        for label, _, mean in json.loads(parameters):
+        means = json.loads(parameters)
+        classes = 1 + max(label for label, _, _ in means)
+        rows, outputs = inputs.reshape(len(inputs), -1), np.full((len(inputs), classes), -1e3)
+        for label, _, mean in means:
             distance = -((rows - np.array(mean)) ** 2).sum(axis=1)
             outputs[:, label] = np.maximum(outputs[:, label], distance)
         return outputs
@@ -135,7 +139,7 @@ class Weights(Means):
         return json.dumps([*json.loads(parameters), *rows]).encode()
 
     def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
-        return np.zeros((len(inputs), 10))
+        return np.zeros((len(inputs), 5))
 
 
 def _weights(result: FinishedRun) -> list[list[float]]:
