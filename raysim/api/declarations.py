@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -162,12 +163,19 @@ class Evaluation:
         return self.decompose > 0 and version % self.decompose == 0
 
 
+SCHEDULES = ("constant", "cosine", "linear", "step")
+
+
 @dataclass(frozen=True)
 class Local:
     """The settings `local.*`: how a client trains.
 
     optimizer: "sgd", "adam" or "adamw". lr: learning rate. lr_decay: factor on the learning rate
-    for each version. clip: largest norm of a gradient; 0 for no limit.
+    for each version. schedule: how the learning rate also changes with the version; see `rate`.
+    schedule_rounds: the number T of versions of "cosine" and "linear". final_lr: their learning
+    rate at version T. drop_every, drop_factor: "step" multiplies the rate by drop_factor after each
+    drop_every versions. warmup_rounds: number W of versions in which the rate grows. clip: largest
+    norm of a gradient; 0 for no limit.
     epochs, steps: number of passes over the client's samples, or number of batches; one is None.
     batch: number of samples in a batch. sampling: "shuffle" shuffles for every pass and keeps the
     smaller last batch; "replacement" draws full batches. phases: number of parts that `steps` are
@@ -182,6 +190,12 @@ class Local:
     weight_decay: float = 0.0
     clip: float = 0.0
     lr_decay: float = 1.0
+    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    schedule_rounds: int | None = None
+    final_lr: float = 0.0
+    drop_every: int | None = None
+    drop_factor: float = 0.1
+    warmup_rounds: int = 0
     epochs: int | None = 1
     steps: int | None = None
     batch: int = 32
@@ -202,15 +216,64 @@ class Local:
         at_least("local.clip", self.clip, 0.0)
         at_least("local.phases", self.phases, 1)
         in_range("local.lr_decay", self.lr_decay, above=0, most=1)
+        self._check_schedule()
         self.settings()
+
+    def _check_schedule(self) -> None:
+        """Raise ValueError for a schedule of the learning rate that lacks a setting."""
+        one_of("local.schedule", self.schedule, SCHEDULES)
+        at_least("local.warmup_rounds", self.warmup_rounds, 0)
+        in_range("local.final_lr", self.final_lr, least=0, most=self.lr)
+        in_range("local.drop_factor", self.drop_factor, above=0, most=1)
+        if self.schedule in ("cosine", "linear") and self.schedule_rounds is None:
+            raise ValueError(
+                f"local.schedule={self.schedule} needs the number of rounds in which the rate "
+                "falls. Set local.schedule_rounds."
+            )
+        if self.schedule == "step" and self.drop_every is None:
+            raise ValueError(
+                "local.schedule=step needs the number of rounds between two drops of the rate. Set "
+                "local.drop_every."
+            )
+        for name in ("schedule_rounds", "drop_every"):
+            if getattr(self, name) is not None:
+                at_least(f"local.{name}", getattr(self, name), 1)
 
     def settings(self) -> OptimizerSettings:
         """Return the settings that the optimizer's constructor receives."""
         return OptimizerSettings(self.optimizer, self.momentum, self.nesterov, self.weight_decay)
 
     def rate(self, version: int) -> float:
-        """Return the learning rate of a job that starts from this version."""
-        return self.lr * self.lr_decay**version
+        """Return the learning rate of a job that starts from this version.
+
+        With t = version - W, not below 0, and T' = T - W:
+
+            constant   lr
+            cosine     final_lr + (lr - final_lr) (1 + cos(pi t / T')) / 2
+            linear     lr + (final_lr - lr) t / T'
+            step       lr drop_factor^floor(version / drop_every)
+
+        Cosine and linear stay at final_lr after version T. All of them are multiplied by
+        lr_decay^version and, in the first W versions, by (version + 1) / (W + 1). The shapes are
+        those of torch.optim.lr_scheduler (CosineAnnealingLR, LinearLR, StepLR).
+        """
+        rate = self._scheduled_rate(version) * self.lr_decay**version
+        if version < self.warmup_rounds:
+            rate *= (version + 1) / (self.warmup_rounds + 1)
+        return rate
+
+    def _scheduled_rate(self, version: int) -> float:
+        if self.schedule == "constant":
+            return self.lr
+        if self.schedule == "step":
+            assert self.drop_every is not None, "checked at the start"
+            return self.lr * self.drop_factor ** (version // self.drop_every)
+        assert self.schedule_rounds is not None, "checked at the start"
+        length = max(1, self.schedule_rounds - self.warmup_rounds)
+        progress = min(1.0, max(0, version - self.warmup_rounds) / length)
+        if self.schedule == "linear":
+            return self.lr + (self.final_lr - self.lr) * progress
+        return self.final_lr + (self.lr - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
     def budget(self, samples: int) -> float:
         """Return the number of samples that a client trains on, with every pass counted."""

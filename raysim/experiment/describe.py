@@ -134,7 +134,14 @@ def _attackers(experiment: Experiment) -> str:
 
 def _local(local: Local) -> str:
     amount = _count(local.epochs, "epoch") if local.epochs else _count(local.steps or 0, "step")
-    return f"{amount} of batch {local.batch}, {local.optimizer} lr {local.lr:g}"
+    rate = f"lr {local.lr:g}"
+    if local.warmup_rounds:
+        rate += f" after a warm-up of {_count(local.warmup_rounds, 'round')}"
+    if local.schedule in ("cosine", "linear"):
+        rate += f", {local.schedule} to {local.final_lr:g} in round {local.schedule_rounds}"
+    if local.schedule == "step":
+        rate += f", times {local.drop_factor:g} every {_count(local.drop_every or 0, 'round')}"
+    return f"{amount} of batch {local.batch}, {local.optimizer} {rate}"
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:

@@ -76,8 +76,11 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     for group, values in composition.chosen_values.items():
         # Hydra keeps a preset's list when the user's is empty, and a preset's keys whatever
         # option is chosen.
-        source = config[group] if has_preset else OmegaConf.create(values)
-        config[group] = {key: source[key] for key in values}
+        if has_preset:
+            # Values may refer to keys of the whole configuration, so they stay unresolved here.
+            preset_values = OmegaConf.to_container(config[group])
+            values = {key: preset_values[key] for key in values}
+        config[group] = values
     config["choices"] = composition.choices
     return config
 

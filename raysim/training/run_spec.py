@@ -128,6 +128,13 @@ class RunSettings:
         in_range("seed", self.seed, least=0, below=2**63)
         at_least("rounds", self.rounds, 1)
         at_least("summation", self.summation, 1)
+        last_rate = self.local.rate(self.rounds - 1)
+        if last_rate <= 0:
+            raise ValueError(
+                f"local.schedule={self.local.schedule}: the learning rate is 0 in round "
+                f"{self.rounds}. Set local.schedule_rounds={self.rounds} or more, or "
+                "local.final_lr above 0."
+            )
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ def test_local_group_equals_its_dataclass(
 ) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "bare.yaml").write_text("{}\n")
-    assert to_dict(compose(["experiment=bare"], [tmp_path]))["local"] == defaults(Local)
+    group = to_dict(compose(["experiment=bare", "rounds=7"], [tmp_path]))["local"]
+    assert group == defaults(Local) | {"schedule_rounds": 7}
 
 
 def test_presets_compose() -> None:

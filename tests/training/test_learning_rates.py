@@ -1,0 +1,97 @@
+"""Test how the learning rate of clients changes with the version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from raysim.api.declarations import Local
+from raysim.experiment.compose import compose
+from raysim.training.run_spec import RunSettings
+
+ROUNDS = 12
+
+
+def torch_rates(make: Any) -> list[float]:
+    """Return the rates of a scheduler of torch in each round, with the rate 0.4 at first."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.4)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(ROUNDS):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("settings", "make"),
+    [
+        (
+            {"schedule": "cosine", "schedule_rounds": ROUNDS, "final_lr": 0.1},
+            lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, ROUNDS, eta_min=0.1),
+        ),
+        (
+            {"schedule": "linear", "schedule_rounds": ROUNDS, "final_lr": 0.1},
+            lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.25, ROUNDS),
+        ),
+        (
+            {"schedule": "step", "drop_every": 5, "drop_factor": 0.5},
+            lambda optimizer: lr_scheduler.StepLR(optimizer, 5, 0.5),
+        ),
+        (
+            {"lr_decay": 0.9},
+            lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ),
+    ],
+    ids=["cosine", "linear", "step", "decay"],
+)
+def test_schedules_have_the_rates_of_torch(settings: dict[str, Any], make: Any) -> None:
+    local = Local(lr=0.4, **settings)
+    rates = [local.rate(version) for version in range(ROUNDS)]
+    assert rates == pytest.approx(torch_rates(make), rel=1e-12)
+
+
+def test_warmup_grows_to_the_rate_and_delays_the_schedule() -> None:
+    local = Local(lr=0.4, schedule="linear", schedule_rounds=7, warmup_rounds=3)
+    rates = [local.rate(version) for version in range(9)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"schedule": "cosin"}, "local.schedule"),
+        ({"schedule": "cosine"}, "local.schedule_rounds"),
+        ({"schedule": "step"}, "local.drop_every"),
+        ({"schedule": "step", "drop_every": 0}, "local.drop_every"),
+        ({"schedule": "linear", "schedule_rounds": 0}, "local.schedule_rounds"),
+        ({"final_lr": 0.5}, "local.final_lr"),
+        ({"drop_factor": 0.0}, "local.drop_factor"),
+        ({"warmup_rounds": -1}, "local.warmup_rounds"),
+    ],
+    ids=str,
+)
+def test_impossible_schedules_are_refused(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        Local(lr=0.4, **settings)
+
+
+def test_run_with_a_rate_of_zero_is_refused() -> None:
+    local = Local(schedule="cosine", schedule_rounds=3)
+    RunSettings(rounds=3, local=local)
+    with pytest.raises(ValueError, match=r"local\.schedule_rounds=4"):
+        RunSettings(rounds=4, local=local)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["local=default"], ["experiment=fedbr/rotated_mnist"]],
+    ids=["default", "group", "preset"],
+)
+def test_schedule_has_the_rounds_of_the_run(options: list[str]) -> None:
+    config = compose([*options, "rounds=7", "local.schedule=cosine"])
+    assert config.local.schedule_rounds == 7
