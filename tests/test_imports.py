@@ -14,7 +14,15 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raysim"
 ON_RAY = [
     f"runtime/ray/{name}.py"
-    for name in ("__init__", "actors", "cluster", "driver", "failures", "processes")
+    for name in (
+        "__init__",
+        "actors",
+        "cluster",
+        "driver",
+        "failures",
+        "object_workers",
+        "processes",
+    )
 ]
 CORE = (
     "raysim",

@@ -92,6 +92,10 @@ class VirtualGrid(SimpleGrid):
         self._batch_times: dict[str, tuple[float, int]] = {}
         self.replay_error: ReplayError | None = None
 
+    def is_owner(self) -> bool:
+        """Return True in the thread that runs the ServerApp."""
+        return threading.get_ident() == self._owner
+
     # --- nodes --------------------------------------------------------------------------------
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are available at the present virtual time.
@@ -99,7 +103,7 @@ class VirtualGrid(SimpleGrid):
         An app that asks again and again without sending a message waits for clients; then the clock
         advances to the next change. Threads that Flower starts get the last answer.
         """
-        if threading.get_ident() != self._owner:
+        if not self.is_owner():
             return list(self._nodes) or self._available_nodes()
         self._asked_for_nodes += 1
         if self._asked_for_nodes > QUICK_CALLS:
@@ -187,7 +191,7 @@ class VirtualGrid(SimpleGrid):
 
         timeout: virtual seconds; replies that arrive later are not returned. None waits for all.
         """
-        if threading.get_ident() != self._owner:
+        if not self.is_owner():
             return self._send_from_thread(messages)
         with self._lock:
             sent = self._push(messages)
@@ -216,10 +220,11 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages of several threads ----------------------------------------------------------
     def begin_batch(self) -> None:
-        """Begin a batch: the clock stands still until its end, whoever sends first."""
+        """Begin a batch, unless one is open: the clock stands still until its end."""
         with self._lock:
-            self._batch_end = self.clock.now
-            self._batch_times.clear()
+            if self._batch_end is None:
+                self._batch_end = self.clock.now
+                self._batch_times.clear()
 
     def end_batch(self) -> dict[str, tuple[float, int]]:
         """Advance the clock to the last arrival in the batch.

@@ -22,7 +22,7 @@ from raysim.flower.clock import VirtualClock
 from raysim.flower.grid import MessageRecord, VirtualGrid
 from raysim.flower.identity import set_identity
 from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
-from raysim.flower.ordering import ordered_strategies
+from raysim.flower.ordering import OrderedGrid
 from raysim.flower.project import LoadedClientApp, users_line
 from raysim.flower.replies import ReplayError, StoredReplies
 from raysim.flower.worker import AppSpec, AppWorker
@@ -147,7 +147,7 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> None:
     set_identity()
     seed = torch_seed(run.seed, "flower.server")
     try:
-        with seeded_generators(seed, torch.device(run.device)), ordered_strategies(grid):
+        with seeded_generators(seed, torch.device(run.device)):
             run.server_app(grid, context)
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -235,7 +235,7 @@ class _ModelDigest:
         return digest.hexdigest()
 
 
-class _DigestingGrid(VirtualGrid):
+class _DigestingGrid(OrderedGrid):
     """A Grid that remembers the last parameters that were sent."""
 
     def __init__(self, *arguments: Any):
