@@ -53,9 +53,9 @@ class FlowerLearner(Learner):
         self,
         app: str = "",
         folder: str | None = None,
-        run_config: Mapping[str, Any] | None = None,
-        train_config: Mapping[str, Any] | None = None,
-        evaluate_config: Mapping[str, Any] | None = None,
+        run_config: dict[str, Any] | None = None,
+        train_config: dict[str, Any] | None = None,
+        evaluate_config: dict[str, Any] | None = None,
         parameters: str = "",
     ):
         import_optional("flwr", "learner=flower")

@@ -19,6 +19,7 @@ from raysim.flower.records import pack_records, unpack_records
 LOSS_NAMES = ("train_loss", "train-loss", "loss")
 EVALUATION_LOSS_NAMES = ("eval_loss", "eval-loss", "test_loss", "val_loss")
 ACCURACY_NAMES = ("eval_acc", "eval-acc", "acc", "eval_accuracy", "test_acc", "val_acc")
+EXAMPLES_NAMES = ("num-examples", "num_examples")
 ROUND = "server-round"
 LEGACY_ROUNDS = ("server_round", "current_round", "round")  # names that apps choose themselves
 
@@ -75,13 +76,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Send parameters in a message for evaluation; return the numbers of the reply.
 
-    A number that is called like an accuracy is also "accuracy", and one that is called like a loss
-    also "loss". The client's state does not change. Raises AppError if the app fails.
+    The number of examples is left out. A number that is called like an accuracy is also
+    "accuracy", and one that is called like a loss also "loss". The client's state does not change.
+    Raises AppError if the app fails.
     """
     content = model_records(arrays, config, "evaluate", runner.app.uses_client_fn)
     message = instruction(client, content, "evaluate", f"{client}-evaluation")
     returned, _ = runner.answer(message, 0, read_state(state))
     numbers = numbers_of(returned)
+    for name in EXAMPLES_NAMES:
+        numbers.pop(name, None)
     for usual, names in (("accuracy", ACCURACY_NAMES), ("loss", EVALUATION_LOSS_NAMES)):
         name = next((name for name in names if name in numbers), usual)
         if usual not in numbers and name in numbers:

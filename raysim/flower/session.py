@@ -21,6 +21,7 @@ from raysim.experiment.settings import RuntimeOptions
 from raysim.flower.clock import VirtualClock
 from raysim.flower.grid import MessageRecord, VirtualGrid
 from raysim.flower.identity import set_identity
+from raysim.flower.local_work import EXAMPLES_NAMES
 from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
 from raysim.flower.ordering import OrderedGrid
 from raysim.flower.project import LoadedClientApp, users_line
@@ -43,7 +44,6 @@ SETTINGS, REPLIES, MESSAGES, SUMMARY = (
     "messages.csv",
     "summary.json",
 )
-WEIGHT_NAMES = ("num-examples", "num_examples")
 ROUND_COLUMNS = ("type", "round", "dispatched", "arrived", "answered", "failed", "lost")
 
 
@@ -310,10 +310,10 @@ def _means(members: list[MessageRecord]) -> dict[str, float]:
     weights: dict[str, float] = defaultdict(float)
     for member in members:
         weight = 1.0
-        for name in WEIGHT_NAMES:
+        for name in EXAMPLES_NAMES:
             weight = member.numbers.get(name, weight)
         for name, value in member.numbers.items():
-            if name not in WEIGHT_NAMES:
+            if name not in EXAMPLES_NAMES:
                 totals[name] += weight * value
                 weights[name] += weight
     return {name: totals[name] / weights[name] for name in totals if weights[name]}

@@ -65,3 +65,7 @@ nan = _for_client_1(
 )
 nothing = _for_client_1(lambda message: None)
 error = _for_client_1(lambda message: Message(Error(7, "my reason"), reply_to=message))
+
+
+def two_arrays():
+    return [np.zeros((2, 2), np.float32), np.zeros(2)]
