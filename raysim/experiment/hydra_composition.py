@@ -78,7 +78,7 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
         # option is chosen.
         if has_preset:
             # Values may refer to keys of the whole configuration, so they stay unresolved here.
-            preset_values = OmegaConf.to_container(config[group])
+            preset_values: Any = OmegaConf.to_container(config[group])
             values = {key: preset_values[key] for key in values}
         config[group] = values
     config["choices"] = composition.choices

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysim.simulation.fleet import FLOAT_BYTES, Devices, Fleet
+from raysim.primitives.kinds import FLOAT_BYTES
+from raysim.simulation.fleet import Devices, Fleet
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from raysim.api.topology import Federation, Network, Topology, mixing_matrix
 from raysim.primitives.checks import above, at_least, in_range, one_of
+from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.primitives.streams import stream
-from raysim.simulation.fleet import FLOAT_BYTES
 
 MAX_KMEANS_ROUNDS = 50
 
