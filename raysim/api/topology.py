@@ -7,12 +7,14 @@ replica. From time to time the replicas exchange: each becomes a weighted mean o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+
+from raysim.primitives.streams import stream
 
 WEIGHT_TOLERANCE = 1e-6  # by which the weights of a replica may differ from a sum of 1
 MAX_SHOWN = 8  # components, and replicas of a component, in a warning
@@ -101,8 +103,10 @@ class Network:
     own_schedules: True if each replica has the schedule for itself and its clients. Otherwise there
     is one schedule for all clients, and an aggregation may have updates for several replicas.
     on_clients: True if each client holds its replica itself. Then only the replicas of an
-    aggregation exchange after it, and jobs send and receive `client_floats` [clients] instead of
-    the model. warnings: texts for the user.
+    aggregation exchange, and jobs send and receive `client_floats` [clients] instead of the model.
+    pairwise: True if each of these replicas exchanges with one neighbour, drawn by `seed`, and both
+    become their mean. mixes_first: True if replicas exchange before the updates of the aggregation
+    are added to them. warnings: texts for the user.
     """
 
     replica_of: np.ndarray
@@ -115,6 +119,9 @@ class Network:
     own_schedules: bool = False
     on_clients: bool = False
     client_floats: np.ndarray | None = None
+    pairwise: bool = False
+    mixes_first: bool = False
+    seed: int = 0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -149,11 +156,22 @@ class Network:
         version: the aggregations of the run so far. replicas: those with updates in the
         aggregation, ascending.
         """
-        if not self.on_clients or len(replicas) == self.replicas:
+        if self.pairwise:
+            yield from self._pairs(version, replicas)
+        elif not self.on_clients or len(replicas) == self.replicas:
             yield self._all_rows
         else:
             assert self.mixing is not None, "only for replicas that exchange"
             yield mixing_rows(self.mixing, replicas)
+
+    def _pairs(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
+        assert self.mixing is not None, "only for replicas that exchange"
+        generator = stream(self.seed, "topology.pairs", version)
+        for replica in replicas:
+            neighbours = [other for other in self.mixing.row(replica)[0] if other != replica]
+            if neighbours:
+                pair = replica, neighbours[int(generator.integers(len(neighbours)))]
+                yield [MixingRow(pair, pair, (0.5, 0.5))]
 
     @cached_property
     def _all_rows(self) -> list[MixingRow]:
@@ -260,10 +278,17 @@ def components(mixing: Mixing) -> list[list[int]]:
     return sorted(parts, key=len, reverse=True)
 
 
-def connection_warnings(mixing: Mixing, key: str) -> tuple[str, ...]:
-    """Return a warning with the components if the replicas are not all connected."""
+def connection_warnings(
+    mixing: Mixing, key: str, replicas: Set[int] | None = None
+) -> tuple[str, ...]:
+    """Return a warning with the components if the replicas are not all connected.
+
+    replicas: those that count; None: all.
+    """
     parts = components(mixing)
-    if len(parts) == 1:
+    if replicas is not None:
+        parts = [part for part in parts if not replicas.isdisjoint(part)]
+    if len(parts) <= 1:
         return ()
     texts = [_shorten(part) for part in parts[:MAX_SHOWN]]
     more = f" and {len(parts) - MAX_SHOWN} more" if len(parts) > MAX_SHOWN else ""

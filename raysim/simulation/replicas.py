@@ -113,14 +113,18 @@ class Replicas:
         workers made. versions: the vectors that updates started from. Raises AggregationError.
         """
         staleness = aggregation.staleness
+        changed: set[int] = set()
+        mixes_first = aggregation.meets and self.network.mixes_first
+        if mixes_first:
+            changed = self._exchange(sorted({job.replica for job in jobs}))
         if self.is_single:
             self.first.step(updates, sums, staleness, versions)
             self.report = self.first.report
-            changed = {0}
+            changed.add(0)
         else:
-            changed = self._step_each(aggregation, jobs, updates, sums, versions)
-        if aggregation.meets:
-            changed |= self._exchange(sorted(changed))
+            changed |= self._step_each(aggregation, jobs, updates, sums, versions, mixes_first)
+        if aggregation.meets and not mixes_first:
+            changed |= self._exchange(sorted({job.replica for job in jobs}))
         self.version += 1
         self._changed = sorted(changed)
         self._give_numbers()
@@ -132,6 +136,7 @@ class Replicas:
         updates: Sequence[Update | None],
         sums: GroupSums,
         versions: Versions,
+        mixes_first: bool,
     ) -> set[int]:
         """Make the step of each replica with jobs; return these replicas."""
         staleness = aggregation.staleness
@@ -140,6 +145,7 @@ class Replicas:
         for replica, places in by_replica.items():
             server = self.servers[replica]
             server.version = aggregation.site_version
+            server.has_moved = mixes_first
             bases = _Bases(versions, {jobs[place].version: jobs[place].base for place in places})
             server.step(
                 [updates[place] for place in places],
@@ -195,7 +201,7 @@ class Replicas:
         return self._mean_of([server.vector for server in self.servers])
 
     def _mean_of(self, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        if self.is_single:
+        if all(vector is vectors[0] for vector in vectors):  # as after a meeting
             return vectors[0], self.first.counters
         weights = self.network.mean_weights.tolist()
         counters = np.max([server.counters.numpy() for server in self.servers], axis=0)

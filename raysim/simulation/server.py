@@ -93,6 +93,7 @@ class Server:
         self.needs_single_updates = declarations.needs_single_updates
         self.state: dict[str, Tensor] = {}  # by "method.name"; all of it is in a checkpoint
         self.version = 0
+        self.has_moved = False  # True: the vector changed since this version, in an exchange
         self.report: dict[str, float] = {}  # columns of this step's history row, by "method.name"
         self._views = {
             declared.method: ServerView(self, declared.method) for declared in declarations.methods
@@ -366,7 +367,7 @@ class Server:
         """
         trained = self.layout.trained
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
-            if update.version != self.version:
+            if update.version != self.version or self.has_moved:
                 moved = aggregation.base(update)[trained:] - self.vector[trained:]
                 total.add_(moved, alpha=weight)
         return total.div_(float(sum(aggregation.weights)))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from raysim.api.topology import Federation, Network, Topology, mixing_matrix
+from raysim.api.topology import (
+    WEIGHT_TOLERANCE,
+    Federation,
+    Network,
+    Topology,
+    connection_warnings,
+    mixing_matrix,
+)
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.primitives.streams import stream
@@ -111,6 +121,211 @@ class Hierarchical(Topology):
         return k_means(label_counts / totals, federation.counts > 0, self.edges, generator)
 
 
+@dataclass(frozen=True)
+class Gossip(Topology):
+    """Clients with a replica each, which exchange with their neighbours and without a server.
+
+    Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?" (NeurIPS
+    2017), D-PSGD: exchange="neighbours" with schedule=synchronous. Lian et al., "Asynchronous
+    Decentralized Parallel Stochastic Gradient Descent" (ICML 2018), AD-PSGD: exchange="pairwise"
+    with schedule=immediate. In both papers a local training is one step, and the models are mixed
+    before it is added, as with mix="before".
+
+    Only clients of an aggregation take part in its exchange, so set the schedule's cohort to the
+    number of clients for exchanges of all. Weights of absent neighbours count for the client
+    itself. A client's job includes its exchange: it sends its model to each neighbour, and receives
+    theirs, at the bandwidth of its device.
+
+    graph: "ring", "torus" (a grid whose ends are joined), "erdos_renyi" (each pair with
+    `probability`), "expander" (degree / 2 random rings), "complete", or "edges". edges: for
+    graph="edges", pairs of clients [i, j], or [i, j, weight] with the weight of each other's model.
+    exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours;
+    "pairwise" makes a replica and one random neighbour their mean. weights: "metropolis" gives
+    client i and neighbour j the weight 1 / (1 + max(d_i, d_j)), where d is the number of neighbours
+    (Metropolis-Hastings; symmetric). "uniform" gives 1 / (1 + d_i). mix: "after" exchanges the
+    trained models; "before" exchanges the models that clients trained from, and then adds the
+    updates. every: aggregations from one exchange to the next.
+    """
+
+    graph: str = "ring"
+    edges: Sequence[Sequence[float]] | None = None
+    exchange: str = "neighbours"
+    weights: str = "metropolis"
+    mix: str = "after"
+    every: int = 1
+    probability: float = 0.3
+    degree: int = 4
+
+    def __post_init__(self) -> None:
+        one_of("topology.graph", self.graph, (*GRAPHS, "edges"))
+        one_of("topology.exchange", self.exchange, ("neighbours", "pairwise"))
+        one_of("topology.weights", self.weights, ("metropolis", "uniform"))
+        one_of("topology.mix", self.mix, ("after", "before"))
+        at_least("topology.every", self.every, 1)
+        in_range("topology.probability", self.probability, above=0, most=1)
+        at_least("topology.degree", self.degree, 2)
+        if self.degree % 2:
+            raise ValueError(
+                f"topology.degree={self.degree} is odd, and an expander is made of rings. Set an "
+                "even number."
+            )
+        if (self.edges is None) == (self.graph == "edges"):
+            raise ValueError(
+                f"topology.graph={self.graph} does not fit topology.edges. Set "
+                "topology.graph=edges and topology.edges together, or neither."
+            )
+
+    def connect(self, federation: Federation) -> Network:
+        """Return a replica for each client, and the weights of its neighbours."""
+        clients, able = federation.clients, np.flatnonzero(federation.counts).tolist()
+        neighbours: list[set[int]] = [set() for _ in range(clients)]
+        given: dict[tuple[int, int], float] = {}
+        if self.edges is not None:
+            given = _read_edges(self.edges, clients, neighbours)
+        else:
+            generator = stream(federation.seed, "topology.graph")
+            for one, other in GRAPHS[self.graph](self, len(able), generator):
+                neighbours[able[one]].add(able[other])
+                neighbours[able[other]].add(able[one])
+        rows = _given_rows(given, clients) if given else self._rows(neighbours)
+        mixing = mixing_matrix(rows, "topology.edges" if given else "topology")
+        degrees = np.array([len(others) for others in neighbours])
+        partners = np.minimum(degrees, 1) if self.exchange == "pairwise" else degrees
+        return Network(
+            np.arange(clients),
+            mixing,
+            (federation.counts > 0).astype(np.float64),
+            self.every,
+            on_clients=True,
+            client_floats=partners * federation.floats,
+            pairwise=self.exchange == "pairwise",
+            mixes_first=self.mix == "before",
+            seed=federation.seed,
+            warnings=connection_warnings(mixing, "topology.graph", set(able)),
+        )
+
+    def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
+        """Return the weights of each replica's next vector."""
+        rows: list[dict[int, float]] = []
+        for client, others in enumerate(neighbours):
+            row: dict[int, float] = {}
+            for other in sorted(others):
+                degree = len(others)
+                if self.weights == "metropolis":
+                    degree = max(degree, len(neighbours[other]))
+                row[other] = 1 / (1 + degree)
+            # Of equal neighbours, the client has the same weight as they, to the last bit.
+            is_equal = len(set(row.values())) == 1 and len(row) + 1 == round(1 / min(row.values()))
+            row[client] = min(row.values()) if is_equal else 1 - math.fsum(row.values())
+            rows.append(row)
+        return rows
+
+
+def _read_edges(
+    edges: Sequence[Sequence[float]], clients: int, neighbours: Sequence[set[int]]
+) -> dict[tuple[int, int], float]:
+    """Add edges to the neighbours of each client; return their weights, if they have any."""
+    weights: dict[tuple[int, int], float] = {}
+    for edge in edges:
+        numbers = list(edge)
+        one, other = (int(number) for number in numbers[:2]) if len(numbers) in (2, 3) else (-1, -1)
+        is_whole = numbers[:2] == [one, other]
+        if not is_whole or one == other or not (0 <= one < clients and 0 <= other < clients):
+            raise ValueError(
+                f"topology.edges contains {numbers}. Give [i, j] or [i, j, weight] for two clients "
+                f"from 0 to {clients - 1}."
+            )
+        neighbours[one].add(other)
+        neighbours[other].add(one)
+        if len(numbers) == 3:
+            weights[one, other] = weights[other, one] = float(numbers[2])
+    if weights and len(weights) < sum(map(len, neighbours)):
+        raise ValueError(
+            "topology.edges has weights for some edges only. Give all edges a weight, or none."
+        )
+    return weights
+
+
+def _given_rows(weights: Mapping[tuple[int, int], float], clients: int) -> list[dict[int, float]]:
+    """Return the rows of a mixing matrix whose diagonal is what remains of 1."""
+    rows: list[dict[int, float]] = [{} for _ in range(clients)]
+    for (one, other), weight in weights.items():
+        rows[one][other] = weight
+    for client, row in enumerate(rows):
+        total = math.fsum(row.values())
+        if total > 1 + WEIGHT_TOLERANCE:
+            raise ValueError(
+                f"topology.edges: the weights of client {client}'s neighbours sum to {total:g}. "
+                "Let them sum to 1 or less; the rest is the client's own weight."
+            )
+        row[client] = max(0.0, 1 - total)
+    return rows
+
+
+# --- graphs: pairs of the numbers 0 to clients - 1 ------------------------------------------------
+Pairs: TypeAlias = Iterable[tuple[int, int]]
+
+
+def _ring(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs:
+    return _cycle(range(clients))
+
+
+def _cycle(order: Sequence[int]) -> Pairs:
+    """Return a ring through these clients; two are joined once, one has no neighbour."""
+    pairs = zip(order, [*order[1:], order[0]], strict=True)
+    return [(one, other) for one, other in pairs if one != other]
+
+
+def _torus(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs:
+    rows = next(size for size in range(math.isqrt(clients), 0, -1) if clients % size == 0)
+    columns = clients // rows
+    if rows == 1 and clients > 2:
+        raise ValueError(
+            f"topology.graph=torus arranges clients in rows and columns, and {clients} is a prime "
+            "number. Change partition.clients, or set topology.graph=ring."
+        )
+    pairs: list[tuple[int, int]] = []
+    for row in range(rows):
+        for column in range(columns):
+            here = row * columns + column
+            right = row * columns + (column + 1) % columns
+            below = (row + 1) % rows * columns + column
+            pairs += [(here, other) for other in (right, below) if other != here]
+    return pairs
+
+
+def _erdos_renyi(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs:
+    one, other = np.triu_indices(clients, 1)
+    is_drawn = generator.random(len(one)) < gossip.probability
+    return zip(one[is_drawn].tolist(), other[is_drawn].tolist(), strict=True)
+
+
+def _expander(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs:
+    if gossip.degree >= clients:
+        raise ValueError(
+            f"topology.degree={gossip.degree} needs more than {gossip.degree} clients with "
+            f"samples, and there are {clients}. Lower it, or set topology.graph=complete."
+        )
+    pairs: list[tuple[int, int]] = []
+    for _ in range(gossip.degree // 2):
+        pairs += _cycle(generator.permutation(clients).tolist())
+    return pairs
+
+
+def _complete(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs:
+    return itertools.combinations(range(clients), 2)
+
+
+GRAPHS: dict[str, Callable[[Gossip, int, np.random.Generator], Pairs]] = {
+    "ring": _ring,
+    "torus": _torus,
+    "erdos_renyi": _erdos_renyi,
+    "expander": _expander,
+    "complete": _complete,
+}
+
+
+# --- clients of edges -----------------------------------------------------------------------------
 def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the clients in this order, those with samples before the others."""
     return order[np.argsort(counts[order] == 0, kind="stable")]

@@ -13,15 +13,25 @@ from tiny_runs import FinishedRun, Spy, coordinate, run, run_spec, run_to_end, t
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
 from raysim.api.setup import Setup
-from raysim.api.topology import Federation, Topology, components, mixing_matrix, mixing_rows
+from raysim.api.topology import (
+    Federation,
+    Network,
+    Topology,
+    components,
+    mixing_matrix,
+    mixing_rows,
+)
 from raysim.conformance.agreement import check_resumed, check_workers
 from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
+from raysim.methods.fedexp import FedExP
 from raysim.methods.fedopt import FedAdam
+from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
+from raysim.primitives.streams import stream
 from raysim.simulation.fleet import Lognormal
-from raysim.simulation.schedule import Buffered, Schedule, Synchronous, Tiered
-from raysim.simulation.topologies import Hierarchical, k_means
+from raysim.simulation.schedule import Buffered, Immediate, Schedule, Synchronous, Tiered
+from raysim.simulation.topologies import Gossip, Hierarchical, k_means
 
 CLIENTS = 8
 FAST = {"bandwidth_up": np.inf, "bandwidth_down": np.inf}
@@ -221,6 +231,212 @@ class TestHierarchical:
         )
         with pytest.raises(ValueError, match=r"topology\.edges=2 leaves edge 1"):
             Hierarchical(2, assign="region").connect(federation)
+
+
+ALL = Synchronous(CLIENTS)
+TWO_PARTS = [[0, 1], [1, 2], [2, 3], [4, 5], [5, 6], [6, 7]]
+
+
+def vectors(finished: FinishedRun) -> np.ndarray:
+    """Return the vectors of all replicas, [replicas, floats]."""
+    return np.stack([server.vector.numpy() for server in finished.coordinator.replicas.servers])
+
+
+def network(topology: Topology, counts: int = 12) -> Network:
+    return topology.connect(Federation(0, np.full(counts, 5), "samples", 10))
+
+
+def dense(network: Network) -> np.ndarray:
+    """Return the mixing matrix, [replicas, replicas]."""
+    matrix = np.zeros((network.replicas, network.replicas))
+    assert network.mixing is not None
+    for replica in range(network.replicas):
+        sources, weights = network.mixing.row(replica)
+        matrix[replica, sources] = weights
+    return matrix
+
+
+def neighbours(clients: int) -> np.ndarray:
+    """Return a ring's mixing matrix: a third for the client and for each of two neighbours."""
+    matrix = np.eye(clients)
+    return (matrix + np.roll(matrix, 1, 0) + np.roll(matrix, -1, 0)) / 3
+
+
+class TestGossip:
+    def test_complete_graph_equals_fedavg_with_all_clients(self) -> None:
+        star = run_spec(data=tiny_data(clients=CLIENTS))
+        settings: dict[str, Any] = {"rounds": 4, "weighting": "uniform"}
+        expected = run(star, ALL, **settings).coordinator.server.vector.numpy()
+        found = run(spec(Gossip("complete")), ALL, **settings)
+        for vector in vectors(found):
+            np.testing.assert_allclose(vector, expected, atol=2e-6)
+        assert found.rows[-1]["consensus_distance"] == 0
+
+    @pytest.mark.parametrize("mix", ["after", "before"])
+    def test_ring_follows_d_psgd(self, mix: str) -> None:
+        """Lian et al. 2017: W X + D with mix=before, W (X + D) with mix=after."""
+        spy, found = spied(Gossip("ring", mix=mix), ALL, rounds=4)
+        delta_of = {update.job: update.delta for update in spy.updates}
+        mixing = neighbours(CLIENTS)
+        models = np.stack([found.coordinator.initial.shared.numpy()] * CLIENTS).astype(np.float64)
+        for aggregation in found.aggregations[:4]:
+            deltas = np.zeros_like(models)
+            for job in aggregation.aggregated:
+                deltas[job.client] = delta_of[job.number]
+            trained = models + deltas
+            models = mixing @ trained if mix == "after" else mixing @ models + deltas
+        np.testing.assert_allclose(vectors(found), models, atol=1e-5)
+
+    def test_pairs_follow_ad_psgd(self) -> None:
+        """Lian et al. 2018: a client and a random neighbour average, then its step is added."""
+        topology = Gossip("ring", exchange="pairwise", mix="before")
+        spy, found = spied(topology, Immediate(CLIENTS), rounds=30)
+        delta_of = {update.job: update.delta for update in spy.updates}
+        models = np.stack([found.coordinator.initial.shared.numpy()] * CLIENTS).astype(np.float64)
+        met = set()
+        for version, aggregation in enumerate(found.aggregations[:30]):
+            (job,) = aggregation.aggregated
+            ring = sorted(((job.client - 1) % CLIENTS, (job.client + 1) % CLIENTS))
+            generator = stream(found.coordinator.settings.seed, "topology.pairs", version)
+            pair = [job.client, ring[int(generator.integers(2))]]
+            models[pair] = models[pair].mean(0)
+            models[job.client] += delta_of[job.number]
+            met.add(pair[1] - pair[0])
+        assert len(met) > 1 and any(row["staleness"] > 0 for row in found.rows)
+        np.testing.assert_allclose(vectors(found), models, atol=1e-5)
+
+    def test_absent_clients_neither_train_nor_exchange(self) -> None:
+        found = run(spec(Gossip("complete")), Synchronous(3), rounds=1)
+        (aggregation, *_) = found.aggregations
+        present = sorted(job.client for job in aggregation.aggregated)
+        models, start = vectors(found), found.coordinator.initial.shared.numpy()
+        for client in range(CLIENTS):
+            assert np.array_equal(models[client], start) == (client not in present)
+
+    def test_components_never_exchange_a_bit(self) -> None:
+        """The models of one component do not depend on how the other one is connected."""
+        other = [*TWO_PARTS[:3], [4, 6], [5, 7]]
+        first, second = (
+            vectors(run(spec(Gossip("edges", edges=edges)), ALL, rounds=4))
+            for edges in (TWO_PARTS, other)
+        )
+        assert np.array_equal(first[:4], second[:4])
+        assert not (first[4:] == second[4:]).all(1).any()
+
+    @pytest.mark.parametrize(
+        "topology, schedule",
+        [
+            (Gossip("expander"), Synchronous(5)),
+            (Gossip("ring", exchange="pairwise", mix="before"), Immediate(4)),
+        ],
+    )
+    def test_runs_agree_on_workers_and_resumed(
+        self, topology: Topology, schedule: Schedule
+    ) -> None:
+        def make() -> Any:
+            return spec(topology, FedProx(), FedBN())
+
+        check_workers(make, schedule)
+        check_resumed(make, schedule)
+
+    def test_traffic_is_that_of_the_exchanges(self) -> None:
+        found = run(spec(Gossip("ring", every=2)), ALL, rounds=4)
+        size = found.coordinator.layout.shared
+        sent = [row["floats_up"] for row in found.rows]
+        assert sent == [0, 2 * CLIENTS * size, 2 * CLIENTS * size, 4 * CLIENTS * size]
+        assert [row["floats_down"] for row in found.rows] == sent
+        assert [step.meets for step in found.aggregations[:4]] == [False, True, False, True]
+
+    @pytest.mark.parametrize("method", [FedAdam(), Scaffold(), FedExP()])
+    def test_gossip_refuses_server_methods_by_name(self, method: Method) -> None:
+        with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
+            coordinate(spec(Gossip(), method), ALL)
+
+    def test_unconnected_graph_warns_with_components(self) -> None:
+        topology = Gossip("edges", edges=TWO_PARTS)
+        (warning,) = network(topology, CLIENTS).warnings
+        assert "[0, 1, 2, 3], [4, 5, 6, 7]" in warning
+        assert not network(Gossip("ring")).warnings
+
+    @pytest.mark.parametrize(
+        "edges, match",
+        [
+            ([[0, 12]], r"topology\.edges contains \[0, 12\]"),
+            ([[0, 0]], r"topology\.edges contains \[0, 0\]"),
+            ([[0]], r"topology\.edges contains \[0\]"),
+            ([[0, 1, 0.6], [1, 2, 0.6]], r"topology\.edges: .*client 1's .*1\.2"),
+            ([[0, 1, 0.6], [1, 2]], r"topology\.edges has weights"),
+            ([[0, 1, -0.1]], r"topology\.edges: .*-0\.1"),
+        ],
+    )
+    def test_wrong_edges_are_refused(self, edges: list[list[float]], match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            network(Gossip("edges", edges=edges))
+
+    @pytest.mark.parametrize(
+        "settings, match",
+        [
+            ({"graph": "star"}, r"topology\.graph"),
+            ({"graph": "edges"}, r"topology\.edges"),
+            ({"degree": 3}, r"topology\.degree=3"),
+        ],
+    )
+    def test_wrong_settings_are_refused(self, settings: dict[str, Any], match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            Gossip(**settings)
+
+    def test_torus_and_expander_refuse_too_few_clients(self) -> None:
+        with pytest.raises(ValueError, match=r"topology\.graph=torus"):
+            network(Gossip("torus"), 7)
+        with pytest.raises(ValueError, match=r"topology\.degree=4"):
+            network(Gossip("expander"), 4)
+
+
+class TestGraphs:
+    @pytest.mark.parametrize(
+        "graph, degrees",
+        [
+            ("ring", {2}),
+            ("torus", {4}),
+            ("complete", {11}),
+            ("expander", {2, 3, 4}),
+            ("erdos_renyi", set(range(12))),
+        ],
+    )
+    def test_metropolis_weights_are_symmetric_and_sum_to_one(
+        self, graph: str, degrees: set[int]
+    ) -> None:
+        matrix = dense(network(Gossip(graph)))
+        np.testing.assert_allclose(matrix, matrix.T)
+        np.testing.assert_allclose(matrix.sum(1), 1)
+        found = (matrix > 0).sum(1) - (np.diag(matrix) > 0)
+        assert {*found.tolist()} <= degrees
+        for one, other in np.argwhere(np.triu(matrix, 1)).tolist():
+            assert matrix[one, other] == pytest.approx(1 / (1 + max(found[one], found[other])))
+
+    def test_uniform_weights_count_own_neighbours(self) -> None:
+        star = Gossip("edges", edges=[[0, 1], [0, 2]], weights="uniform")
+        third, half = 1 / 3, 1 / 2
+        expected = [[third, third, third], [half, half, 0], [half, 0, half]]
+        np.testing.assert_allclose(dense(network(star, 3)), expected)
+
+    def test_weights_of_edges_leave_the_rest_to_the_client(self) -> None:
+        line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
+        expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
+        np.testing.assert_allclose(dense(network(line, 3)), expected)
+
+    def test_graphs_depend_on_the_seed_only(self) -> None:
+        for graph in ("erdos_renyi", "expander"):
+            one, same = dense(network(Gossip(graph))), dense(network(Gossip(graph)))
+            other = Gossip(graph).connect(Federation(1, np.full(12, 5), "samples", 10))
+            assert np.array_equal(one, same) and not np.array_equal(one, dense(other))
+
+    def test_clients_without_samples_have_no_neighbours(self) -> None:
+        counts = np.array([5, 0, 5, 5, 5])
+        found = Gossip("ring").connect(Federation(0, counts, "samples", 10))
+        matrix = dense(found)
+        assert matrix[1, 1] == 1 and matrix[0, 2] > 0 and not found.warnings
+        assert found.mean_weights[1] == 0
 
 
 def test_k_means_leaves_no_group_empty() -> None:
