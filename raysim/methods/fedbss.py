@@ -9,8 +9,8 @@ the received model:
     a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e adds the nearest a_e b
 
 Choices where the paper is silent or inconsistent
-- a_e is the fraction of the biased samples that take part, nearest to the split first, not a weight
-  on their loss.
+- a_e is the fraction of the biased samples that take part, nearest to the split first.
+  fraction_of="loss" has the other reading: all of them take part, and a_e multiplies their loss.
 - It is rounded down after adding 1e-9: in float64, half of two samples by (6) would otherwise be
   none.
 - Epochs count from 1, so the last one sees every sample.
@@ -23,6 +23,7 @@ Choices where the paper is silent or inconsistent
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
@@ -35,9 +36,11 @@ from raysim.api.method import Method
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
+    from raysim.api.context import Outputs
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
+FRACTIONS = ("samples", "loss")
 KINDS = ("cosine", "linear", "filter", "all")
 
 
@@ -107,10 +110,23 @@ def selected_indices(
     ]
 
 
+def loss_weights(
+    *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
+) -> Tensor:
+    """Return the weight of each sample's loss in one epoch, [N]: 1 if unbiased, else a_e."""
+    split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
+    weights = torch.ones_like(losses)
+    biased = split["order"][split["num_unbiased"] :]
+    weights[biased] = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
+    return weights
+
+
 class FedBSS(Method):
     """A method that trains on easy samples first and adds hard ones epoch by epoch.
 
     warmup_rounds: versions before stage 2. kind: the form of a_e, see `inclusion_fraction`.
+    fraction_of: "samples": the nearest a_e b biased samples take part; "loss": all samples take
+    part, the loss is the mean over the batch, and a_e multiplies the loss of biased samples.
     refresh: the number of jobs of stage 2 between two computations of losses and uncertainties,
     which are client state. A job is in stage 2 if its base version is at least `warmup_rounds`,
     even if it arrives late.
@@ -125,11 +141,13 @@ class FedBSS(Method):
         warmup_rounds: int = 50,
         refresh: int = 1,
         kind: Literal["cosine", "linear", "filter", "all"] = "cosine",
+        fraction_of: Literal["samples", "loss"] = "samples",
     ):
         self.warmup_rounds = int(at_least("method.fedbss.warmup_rounds", warmup_rounds, 0))
         self.refresh = int(at_least("method.fedbss.refresh", refresh, 1))
         inclusion_fraction(epoch=1, total_epochs=1, kind=kind)
         self.kind = kind
+        self.fraction_of = one_of("method.fedbss.fraction_of", fraction_of, FRACTIONS)
 
     def setup(self, run: Setup) -> None:
         """Keep losses and uncertainties of the client's samples; select the samples of an epoch."""
@@ -148,6 +166,11 @@ class FedBSS(Method):
         run.client_state("version", lambda samples: torch.full((1,), -1))  # nothing is known yet
         run.client_state("count", lambda samples: torch.zeros(1, dtype=torch.int64))
         run.select(self._select)
+        if self.fraction_of == "loss":
+            run.owns("loss")
+            run.draw("weights", self.draw_weights)
+        else:
+            run.skip("loss")
 
     def cost(self, job: Participation) -> float:
         """Return the ranking pass. Virtual time cannot know how many samples are selected."""
@@ -188,10 +211,39 @@ class FedBSS(Method):
         job.report["threshold"] = float(losses[split["order"][unbiased - 1]])
         job.report["uncertainty"] = float(uncertainties.mean())
 
+    def draw_weights(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
+        """Return the weights of each batch's losses, [B]; nothing is random."""
+        steps, dtype = job.plan.steps, job.params.dtype
+        if not self._selects(job.version):
+            return [torch.ones(size, dtype=dtype) for size in job.plan.sizes]
+        losses, uncertainties = job.state["losses"].cpu(), job.state["uncertainties"].cpu()
+        batches = torch.from_numpy(job.plan.positions).split(job.plan.sizes)
+        epochs = job.local.epochs or min(job.local.phases, steps)
+        weights: list[Tensor] = []
+        # Every epoch has all samples, so that all epochs (or phases) have equally many batches.
+        for epoch in range(1, epochs + 1):
+            of_samples = loss_weights(
+                losses=losses,
+                uncertainties=uncertainties,
+                epoch=epoch,
+                total_epochs=epochs,
+                kind=self.kind,
+            ).to(dtype)
+            for batch in batches[steps * (epoch - 1) // epochs : steps * epoch // epochs]:
+                weights.append(of_samples[batch])
+        return weights
+
+    def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
+        """Return the mean over the batch of the weighted losses."""
+        losses = job.task.objective.losses(out.logits, out.batch.targets)
+        return (job.drawn("weights").to(losses.dtype) * losses).mean()
+
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
         """Return positions of the easy samples and a growing part of the others."""
         if not self._selects(job.version):
             return None
+        if self.fraction_of == "loss":
+            return np.arange(job.samples)
         chosen = selected_indices(
             losses=job.state["losses"].cpu(),
             uncertainties=job.state["uncertainties"].cpu(),

@@ -30,7 +30,8 @@ Departures from the paper
 - A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean,
   as in the code.
 - The paper's weights of the three cross-entropies are illegible; these are the code's.
-- D is taken once for each batch, over all classes together, as in the code.
+- D is taken once for each batch, over all classes together, as in the code. The paper's text says
+  "for each class": "mmd_classes" is the mean over the classes that both sets have.
 - rho and beta follow the global round, not the iteration, as in the code, and are constant after
   round T. The paper's gamma is meant for T = 300, and rho starts higher with fewer rounds.
   ramp_rounds=300 multiplies gamma by 300/T instead.
@@ -53,7 +54,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from raysim.vectors.layout import Layout
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
+Metric: TypeAlias = Literal["mmd", "mse", "mmd_moments", "mmd_classes"]
 RAMPS = ("exp", "laine_aila", "reciprocal", "constant")
 # Generated features this many times as long as real ones: no setting of the paper comes near it.
 MAX_NORM_RATIO = 10.0
@@ -92,16 +94,25 @@ def mmd(
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
     n = len(x)
-    rows = torch.cat([x, y])
+    squares = _squared_distances(torch.cat([x, y]))
+    size = len(squares)
+    mean = squares.detach().sum() / (size**2 - size)
+    kernels = _gaussians(squares, mean, kernel_mul, kernel_num)
+    return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
+
+
+def _squared_distances(rows: Tensor) -> Tensor:
     # Distances do not change, and large common parts do not cancel in them.
     rows = rows - rows[:1].detach()
     norms = rows.square().sum(1)
-    squares = (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
-    mean = squares.detach().sum() / (len(rows) ** 2 - len(rows))
+    return (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
+
+
+def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
+    """Return the sum of the kernels; mean: the mean of the squares, for each row or of all."""
     scaled = -squares / torch.where(mean > 0, mean, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]
-    kernels = torch.stack([torch.exp(scaled / width) for width in widths]).sum(0)
-    return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
+    return torch.stack([torch.exp(scaled / width) for width in widths]).sum(0)
 
 
 def _covariance(x: Tensor) -> Tensor:
@@ -109,11 +120,56 @@ def _covariance(x: Tensor) -> Tensor:
     return centred.T @ centred / (len(x) - 1)
 
 
+def mmd_of_classes(
+    x: Tensor,
+    y: Tensor,
+    x_labels: Tensor,
+    y_labels: Tensor,
+    kernel_mul: float = 2.0,
+    kernel_num: int = 5,
+) -> Tensor:
+    """Return the mean over classes of the squared MMD of their rows, a scalar.
+
+    x: [n, D]. y: [k, D]. x_labels: int64 [n]. y_labels: int64 [k]. The widths of the kernels are
+    those of `mmd` for the rows of each class. Only classes in both sets count; without one the
+    value is 0.
+    """
+    labels = torch.cat([x_labels, y_labels])
+    squares = _squared_distances(torch.cat([x, y]))
+    is_same = (labels.unsqueeze(1) == labels).to(squares.dtype)
+    # For each row: the rows of its class in x and in y.
+    in_x, in_y = is_same[:, : len(x)].sum(1), is_same[:, len(x) :].sum(1)
+    size = in_x + in_y
+    sums = is_same @ (squares.detach() * is_same).sum(1)
+    mean = sums / (size.square() - size).clamp(min=1)
+    kernels = _gaussians(squares, mean.unsqueeze(1), kernel_mul, kernel_num)
+    is_shared = ((in_x > 0) & (in_y > 0)).to(squares.dtype)
+    shares = torch.cat([1 / in_x[: len(x)], -1 / in_y[len(x) :]]) * is_shared
+    num_classes = shares[: len(x)].sum()
+    return shares @ (kernels * is_same) @ shares / num_classes.clamp(min=1)
+
+
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mmd": mmd,
     "mse": F.mse_loss,
     "mmd_moments": partial(mmd, kernel="moments"),
 }
+METRICS = get_args(Metric)
+
+
+def _distance(
+    metric: str,
+    x: Tensor,
+    y: Tensor,
+    x_labels: Tensor | None,
+    y_labels: Tensor | None = None,
+) -> Tensor:
+    """Return D(x, y); y_labels=None: the rows of y have the labels of x."""
+    if metric != "mmd_classes":
+        return DISTANCES[metric](x, y)
+    if x_labels is None:
+        raise ValueError("metric=mmd_classes: the distance of classes needs labels. Pass labels.")
+    return mmd_of_classes(x, y, x_labels, x_labels if y_labels is None else y_labels)
 
 
 # --- the three losses ---------------------------------------------------------------------------
@@ -145,10 +201,14 @@ def generator_loss(
     head_bias: Tensor | None,
     lam: float,
     metric: str = "mmd",
+    reference_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return the generator's loss for its features e [B, D] and reference features [k, D]."""
+    """Return the generator's loss for its features e [B, D] and reference features [k, D].
+
+    labels: of e, int64 [B]. reference_labels: int64 [k]; None: those of e. metric: see `METRICS`.
+    """
     logits = F.linear(fake_embeddings, head_weight, head_bias)
-    distance = DISTANCES[metric](fake_embeddings, reference)
+    distance = _distance(metric, fake_embeddings, reference, labels, reference_labels)
     return F.cross_entropy(logits, labels) - lam * distance
 
 
@@ -161,13 +221,19 @@ def rtnet_loss(
     head_bias: Tensor | None,
     lam: float,
     metric: str = "mmd",
+    real_labels: Tensor | None = None,
+    proto_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return RTNet's loss for v~ and f(x), v^ and c_y^ (see the module), all [B, D]."""
+    """Return RTNet's loss for v~ and f(x), v^ and c_y^ (see the module), all [B, D].
+
+    real_labels: of v~ and f(x). proto_labels: of v^ and c_y^. Both are int64 [B], and only
+    metric="mmd_classes" needs them.
+    """
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
     entropies = _entropy(domain_logits) + _entropy(proto_logits)
-    domain_distance = DISTANCES[metric](domain_embeddings, real_embeddings)
-    proto_distance = DISTANCES[metric](proto_embeddings, anchors)
+    domain_distance = _distance(metric, domain_embeddings, real_embeddings, real_labels)
+    proto_distance = _distance(metric, proto_embeddings, anchors, proto_labels)
     return lam / 2 * (domain_distance + proto_distance) - entropies / 2
 
 
@@ -278,11 +344,11 @@ class FRAug(Method):
         noise_dim: int = 256,
         noise: Literal["normal", "uniform"] = "normal",
         generator_lam: float = 1.0,
-        generator_metric: Literal["mmd", "mse", "mmd_moments"] = "mmd",
+        generator_metric: Metric = "mmd",
         generator_lr_factor: float = 5.0,
         generator_norm: Literal["shared", "local"] = "shared",
         rtnet_lam: float = 1.0,
-        rtnet_metric: Literal["mmd", "mse", "mmd_moments"] = "mmd",
+        rtnet_metric: Metric = "mmd",
         rtnet_lr_factor: float = 2.5,
         rtnet_norm: bool = True,
         ramp: Literal["exp", "laine_aila", "reciprocal", "constant"] = "exp",
@@ -301,11 +367,11 @@ class FRAug(Method):
         self.noise_dim = int(at_least(f"{key}.noise_dim", noise_dim, 1))
         self.noise = one_of(f"{key}.noise", noise, ("normal", "uniform"))
         self.generator_lam = at_least(f"{key}.generator_lam", generator_lam, 0.0)
-        self.generator_metric = one_of(f"{key}.generator_metric", generator_metric, DISTANCES)
+        self.generator_metric = one_of(f"{key}.generator_metric", generator_metric, METRICS)
         self.generator_lr_factor = above(f"{key}.generator_lr_factor", generator_lr_factor, 0.0)
         self.generator_norm = one_of(f"{key}.generator_norm", generator_norm, ("shared", "local"))
         self.rtnet_lam = at_least(f"{key}.rtnet_lam", rtnet_lam, 0.0)
-        self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, DISTANCES)
+        self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, METRICS)
         self.rtnet_lr_factor = above(f"{key}.rtnet_lr_factor", rtnet_lr_factor, 0.0)
         self.rtnet_norm = rtnet_norm
         self.ramp = one_of(f"{key}.ramp", ramp, RAMPS)
@@ -424,7 +490,7 @@ class FRAug(Method):
         remedies = [f"decrease method.fraug.generator_lr_factor (now {self.generator_lr_factor:g})"]
         if self.generator_lam > 0:
             remedies.append(f"decrease method.fraug.generator_lam (now {self.generator_lam:g})")
-            if self.generator_metric != "mmd":
+            if self.generator_metric not in ("mmd", "mmd_classes"):
                 remedies.append("set method.fraug.generator_metric=mmd")
         return (
             f"method 'fraug': generated features have a norm of {generated:.4g}, real ones of "
@@ -478,7 +544,8 @@ class FRAug(Method):
         reference = _anchors(job) if is_mse else _real_features(job, out)
         weight, bias = _constant_head(job)
         lam, metric = self.generator_lam, self.generator_metric
-        return generator_loss(fake, labels, reference, weight, bias, lam, metric)
+        reference_labels = labels if is_mse else out.batch.targets
+        return generator_loss(fake, labels, reference, weight, bias, lam, metric, reference_labels)
 
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return RTNet's loss. Its BatchNorm sees v^ and v~ separately, in the code's order."""
@@ -491,7 +558,7 @@ class FRAug(Method):
         domain = real + rtnet(domain_source, labels)
         weight, bias = _constant_head(job)
         lam, metric = self.rtnet_lam, self.rtnet_metric
-        return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric)
+        return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric, labels, turn)
 
     def end(self, job: LocalJob) -> None:
         """Report the mean norms, and the share of synthetic features that the head knows."""

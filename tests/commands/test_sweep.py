@@ -29,6 +29,7 @@ from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import Refused
+from raysim.primitives.files import conf_folder
 from raysim.results.history import read_history
 from raysim.results.tracking import Tracker
 from raysim.runtime import inprocess
@@ -156,9 +157,41 @@ class TestPlan:
         assert cli.call(["run", "sweep=fedbr"]) == 2
         assert "raysim sweep sweep=fedbr" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("name", ["fedbr", "fedbss", "fedprox", "fraug", "fedld"])
+    @pytest.mark.parametrize(
+        "name",
+        sorted(
+            path.stem
+            for path in (conf_folder() / "sweep").glob("*.yaml")
+            if path.stem not in ("default", "methods")
+        ),
+    )
     def test_shipped_space_has_keys_that_exist(self, name: str) -> None:
-        assert plan([f"sweep={name}", f"method=[{name}]"]).samples()
+        method = name.partition("_")[0]
+        extra = ["partition.validation_fraction=0.1"] if method == "fraug" else []
+        assert plan([f"sweep={name}", f"method=[{method}]", *extra]).samples()
+
+    @pytest.mark.parametrize(
+        ("name", "key", "values"),
+        [
+            ("fedbss", "method.fedbss.warmup_rounds", {0, 25, 50, 100}),
+            ("moon", "method.moon.mu", {0.01, 0.1, 1, 10}),
+            ("dann", "method.dann.lam", {0.01, 0.1, 1}),
+            ("fedmix", "method.fedmix.lam", {0.01, 0.1, 0.2}),
+            ("fedntd", "method.fedntd.beta", {0.1, 1}),
+            ("fraug_office_home", "method.fraug.noise_dim", {64, 128, 256, 512}),
+            ("fraug_pacs", "method.fraug.noise_dim", {64, 128, 256, 512}),
+        ],
+    )
+    def test_shipped_grid_has_the_papers_values(
+        self, name: str, key: str, values: set[float]
+    ) -> None:
+        method = name.partition("_")[0]
+        points = plan([f"sweep={name}", f"method=[{method}]"]).points()
+        assert values <= {point[key] for point in points}
+
+    def test_shipped_space_of_fedbr_holds_tau2_of_zero(self) -> None:
+        tau2 = plan(["sweep=fedbr", "method=[fedbr]"]).space["method.fedbr.tau2"]
+        assert 0.0 in tau2.corners()
 
     def test_shipped_space_of_methods_has_ten(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10

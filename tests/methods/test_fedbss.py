@@ -42,7 +42,9 @@ def test_single_epoch_or_phase_is_warned_of(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}], ids=str
+    "settings",
+    [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}, {"fraction_of": "los"}],
+    ids=str,
 )
 def test_error_of_a_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings

@@ -69,6 +69,24 @@ def test_mmd_of_equal_rows_is_zero_with_finite_gradient() -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+def test_mmd_of_classes_is_the_mean_of_shared_classes() -> None:
+    x, y = random(5, 4), random(4, 4, seed=1) + 1
+    x_labels, y_labels = torch.tensor([0, 1, 0, 2, 1]), torch.tensor([1, 0, 1, 3])
+    parts = [fraug.mmd(x[[0, 2]], y[[1]]), fraug.mmd(x[[1, 4]], y[[0, 2]])]
+    assert torch.allclose(fraug.mmd_of_classes(x, y, x_labels, y_labels), sum(parts) / 2)
+    one = torch.zeros(9, dtype=torch.int64)
+    assert torch.allclose(fraug.mmd_of_classes(x, y, one[:5], one[:4]), fraug.mmd(x, y))
+    assert fraug.mmd_of_classes(x, y, one[:5], one[:4] + 1) == 0
+
+
+def test_mmd_of_classes_has_finite_gradients() -> None:
+    x = torch.full((3, 4), 0.1, requires_grad=True)
+    labels = torch.tensor([0, 1, 2])
+    value = fraug.mmd_of_classes(x, torch.full((3, 4), 0.1), labels, labels.flip(0) + 1)
+    (gradient,) = torch.autograd.grad(value, x)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
 def test_networks_have_sizes_of_paper() -> None:
     generator, rtnet = (
         fraug.make_generator(512, 256, 65),
@@ -215,12 +233,12 @@ def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
     assert last["mse"][-1] > 1_000 * last["mse"][0] and last["mmd"][-1] < 20 * last["mmd"][0]
 
 
-@pytest.mark.parametrize("metric", list(fraug.DISTANCES))
+@pytest.mark.parametrize("metric", fraug.METRICS)
 @pytest.mark.parametrize("lam", [0.0, 10.0])
 def test_warning_of_norms_names_settings_that_decrease_them(metric: Any, lam: float) -> None:
     method = small(generator_metric=metric, generator_lam=lam, generator_lr_factor=4.0)
     text = method.scale_warning({"fraug.real_norm": 8.0, "fraug.generated_norm": 149.0})
-    assert ("generator_metric=mmd" in text) == (metric != "mmd" and lam > 0)
+    assert ("generator_metric=mmd" in text) == (metric in ("mse", "mmd_moments") and lam > 0)
     assert ("method.fraug.generator_lam (now 10)" in text) == (lam > 0)
     assert "method.fraug.generator_lr_factor (now 4)" in text
 

@@ -35,8 +35,10 @@ from raysim.api.messages import Job
 from raysim.api.method import Method
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedbr import FedBR
+from raysim.methods.fedbss import FedBSS
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fedsam import FedSAM
+from raysim.methods.fraug import FRAug
 from raysim.methods.mixup import Mixup
 from raysim.models import SmallCnn
 from raysim.primitives.errors import Refused
@@ -122,6 +124,14 @@ class TestNumbers:
         assert 1 <= len(loop_of(ended).recordings) <= 8, (
             "one for each size of a batch and each lane, whatever the rate"
         )
+
+    def test_weights_of_samples_are_inputs(self) -> None:
+        method = FedBSS(1, fraction_of="loss")
+        assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
+
+    def test_distance_of_classes_is_recorded(self) -> None:
+        method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
+        assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
     def test_convolutions_and_batchnorm_end_as_in_the_loop(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)

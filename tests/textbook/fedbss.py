@@ -25,8 +25,13 @@ FRACTION = {
 REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 
 
-def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) -> Book:
-    """Stage 1 until the model received is `warmup` aggregations old; then easy samples first. A plain mean in both."""
+def fedbss(
+    world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
+) -> Book:
+    """Stage 1 until the model received is `warmup` aggregations old; then easy samples first. A plain mean in both.
+
+    With fraction_of="loss" all samples take part, and a_e multiplies the losses of the biased ones.
+    """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
     cache = {i: [nothing, nothing, -1, 0] for i, nothing in enumerate(unknown)}
@@ -44,11 +49,30 @@ def fedbss(world: World, warmup: int, kind: str = "cosine", refresh: int = 1) ->
                 order, easy = split(known[0], known[1])
                 told = [1 - easy / samples, known[0][order[easy - 1]], known[1].mean()]
                 report.append(torch.tensor(told, dtype=torch.float64))
-            models.append(
-                detach(
-                    train(world, replace(job, batches=batches(world, job, order, easy, kind)), x)
-                )
-            )
+            weighted = fraction_of == "loss"
+            chosen, parts = batches(world, job, order, samples if weighted else easy, kind)
+            inputs, labels = world.data[job.client]
+            drawn = [(inputs[rows], labels[rows]) for rows in chosen]
+            biased = set(order[easy:].tolist())
+
+            def loss(
+                p: Params,
+                step: int,
+                x: Tensor,
+                y: Tensor,
+                chosen: list[np.ndarray] = chosen,
+                parts: list[float] = parts,
+                biased: set[int] = biased,
+                weighted: bool = weighted,
+            ) -> Tensor:
+                each = -logits(p, x).log_softmax(1)[range(len(y)), y]
+                share = parts[step] if weighted else 1.0
+                return sum(
+                    each[i] * (share if int(row) in biased else 1.0)
+                    for i, row in enumerate(chosen[step])
+                ) / len(y)
+
+            models.append(detach(train(world, replace(job, batches=drawn), x, loss)))
         x = average(models, [1.0] * len(jobs))
         reports.append(torch.stack(report[1:] or report).mean(0))
     names = [f"fedbss.{name}" for name in ("losses", "uncertainties", "version", "count")]
@@ -83,21 +107,22 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 
 def batches(
     world: World, job: Job, order: Tensor, easy: int, kind: str
-) -> list[tuple[Tensor, Tensor]]:
-    """Of every epoch (6) or phase, the shuffled prefix of the order in batches."""
-    local, (x, y) = world.local, world.data[job.client]
+) -> tuple[list[np.ndarray], list[float]]:
+    """Of every epoch (6) or phase, the shuffled prefix of the order in batches; and a_e of every batch."""
+    local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()
     normed = any(is_buffer(name) for name in world.start)
     parts = local.epochs or min(local.phases, local.steps)
     for e in range(1, parts + 1):
-        some = easy + math.floor(
-            FRACTION.get(kind, FRACTION["linear"])(e, parts) * (len(order) - easy) + 1e-9
-        )
+        share = FRACTION.get(kind, FRACTION["linear"])(e, parts)
+        some = easy + math.floor(share * (len(order) - easy) + 1e-9)
         positions, part = np.sort(order[:some].numpy()), list[np.ndarray]()
         goal = local.steps * e // parts - local.steps * (e - 1) // parts if local.steps else 1
         while len(part) < goal:
             shuffled = draw.permutation(positions)
             cut = [shuffled[i : i + local.batch] for i in range(0, some, local.batch)]
             part += cut[:-1] if normed and len(cut) > 1 and len(cut[-1]) == 1 else cut
-        found += part[: goal if local.steps else None]
-    return [(x[chosen], y[chosen]) for chosen in found]
+        part = part[: goal if local.steps else None]
+        found += part
+        shares += [share] * len(part)
+    return found, shares

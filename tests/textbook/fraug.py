@@ -94,6 +94,17 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     )
 
 
+def distance_of_labels(
+    a: Tensor, b: Tensor, metric: str, a_labels: Tensor, b_labels: Tensor
+) -> Tensor:
+    """Return D; "mmd_classes" is the mean of MMD over the classes that both sets have."""
+    if metric != "mmd_classes":
+        return distance(a, b, metric)
+    both = set(a_labels.tolist()) & set(b_labels.tolist())
+    parts = [distance(a[a_labels == k], b[b_labels == k], "mmd") for k in both]
+    return torch.stack(parts).mean() if parts else a.sum() * 0
+
+
 def entropy(scores: Tensor) -> Tensor:
     """Return the mean entropy of the softmax over the batch."""
     return torch.distributions.Categorical(logits=scores).entropy().mean()
@@ -220,9 +231,8 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
             v = features(p, inputs, training=False).detach()
             if has_g:
                 e = network(p, GENERATOR, z[2], turn, classes, training=True)
-                away = distance(
-                    e, c[turn] if get["generator_metric"] == "mse" else v, get["generator_metric"]
-                )
+                metric = get["generator_metric"]
+                away = distance_of_labels(e, c[turn] if metric == "mse" else v, metric, turn, y)
                 loss = F.cross_entropy(head(p, e), turn) - get["generator_lam"] * away
                 fresh[1].step(p, gradients(loss, p, trainable(p, GENERATOR)))
             if has_h:
@@ -230,9 +240,9 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
                     synthetic(c[turn], z[3], turn, 1.0, True),
                     synthetic(v, z[4], y, 1.0, True),
                 )
-                near = distance(tilde, v, get["rtnet_metric"]) + distance(
-                    hat, c[turn], get["rtnet_metric"]
-                )
+                metric = get["rtnet_metric"]
+                near = distance_of_labels(tilde, v, metric, y, y)
+                near = near + distance_of_labels(hat, c[turn], metric, turn, turn)
                 loss = (
                     -(entropy(head(p, tilde)) + entropy(head(p, hat))) / 2
                     + get["rtnet_lam"] / 2 * near

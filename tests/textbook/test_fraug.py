@@ -44,6 +44,10 @@ ROWS = {
     "uniform noise": row(noise="uniform"),
     "mse": row(generator_metric="mse", rtnet_metric="mse"),
     "moments": row(generator_metric="mmd_moments", rtnet_metric="mmd_moments"),
+    "MMD for each class": row(generator_metric="mmd_classes", rtnet_metric="mmd_classes"),
+    "text of the paper": row(
+        generator_metric="mmd_classes", rtnet_metric="mse", residual=None, prototype_ramp=True
+    ),
     "mse for the generator alone": row(generator_metric="mse"),
     "no distances": row(generator_lam=0.0, rtnet_lam=0.0),
     "rates": row(generator_lr_factor=0.7, rtnet_lr_factor=1.7),

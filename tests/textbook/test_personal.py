@@ -91,10 +91,17 @@ def pooling(settings: Local, **study: Any) -> Row:
 
 
 def selecting(
-    *, kind: Any = "cosine", warmup: int = 1, refresh: int = 1, rounds: int = 3, **study: Any
+    *,
+    kind: Any = "cosine",
+    warmup: int = 1,
+    refresh: int = 1,
+    fraction_of: Any = "samples",
+    rounds: int = 3,
+    **study: Any,
 ) -> Row:
-    book = partial(fedbss, warmup=warmup, kind=kind, refresh=refresh)
-    return Row(book, lambda: [FedBSS(warmup, refresh, kind)], study, {"rounds": rounds})
+    book = partial(fedbss, warmup=warmup, kind=kind, refresh=refresh, fraction_of=fraction_of)
+    method = partial(FedBSS, warmup, refresh, kind, fraction_of)
+    return Row(book, lambda: [method()], study, {"rounds": rounds})
 
 
 def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **settings: Any) -> Row:
@@ -152,6 +159,16 @@ ROWS = {
         warmup=0, refresh=2, rounds=4, local=replace(LOCAL, epochs=4)
     ),
     "fedbss, steps": selecting(warmup=0, local=replace(LOCAL, epochs=None, steps=7, phases=3)),
+    "fedbss, weights": selecting(fraction_of="loss", local=replace(LOCAL, epochs=4)),
+    "fedbss, weights with BatchNorm": selecting(
+        fraction_of="loss", local=replace(LOCAL, epochs=3, batch=5), **NORMED
+    ),
+    "fedbss, weights without the biased": selecting(fraction_of="loss", kind="filter"),
+    "fedbss, weights in phases": selecting(
+        fraction_of="loss",
+        warmup=0,
+        local=replace(LOCAL, epochs=None, steps=7, phases=3),
+    ),
     "fedbss, fewer steps than phases": selecting(
         warmup=0, local=replace(LOCAL, epochs=None, steps=4, phases=6)
     ),
