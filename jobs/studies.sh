@@ -17,7 +17,7 @@ study() { # name, hours of one core, arguments of raysim study
     local name=$1 hours=$2
     shift 2
     if [ -z "$asked" ]; then
-        printf '%-28s about %s hours of one core\n' "$name" "$hours"
+        printf '%-32s about %s hours of one core\n' "$name" "$hours"
     elif [[ $name == "$asked"* ]]; then
         [[ " $* " == *" data=synthetic "* ]] || set -- data.root="$DATA" "$@"
         raysim study out="$OUT/$name" resume=latest runtime="$RUNTIME" runtime.threads=1 "$@"
@@ -45,6 +45,19 @@ study small-component_1 0.1 "${SMALL[@]}" method=fedbr method.fedbr.mu=0 seed=0.
 study small-component_2 0.1 "${SMALL[@]}" method=fedbr method.fedbr.lam=0 seed=0..4
 study small-no_projection 0.2 "${SMALL[@]}" method=fedbr method.fedbr.projection=none seed=0..4
 
+# Rate times steps is 50, as in the paper (1,000 rounds of 50 steps at 0.001).
+EQUAL=(experiment=fedbr/rotated_mnist model=small_cnn data.pool=2 data.rotation.test=spread local.lr=0.01 rounds=100)
+study fedbr-equal_steps 2.2 "${EQUAL[@]}" method=fedavg,fedprox,moon,fedbr,mixup,fedbr+mixup seed=0..4
+study fedbr-equal_steps-no_max_step 0.5 "${EQUAL[@]}" method=fedbr method.fedbr.max_step=false seed=0..4
+study fedbr-equal_steps-component_1 0.4 "${EQUAL[@]}" method=fedbr method.fedbr.mu=0 seed=0..4
+study fedbr-equal_steps-component_2 0.5 "${EQUAL[@]}" method=fedbr method.fedbr.lam=0 seed=0..4
+# The same with the paper's network, one split.
+study fedbr-cnn_equal_steps 9.0 experiment=fedbr/rotated_mnist data.pool=2 data.rotation.test=spread local.lr=0.01 \
+    rounds=100 method=fedavg,fedprox,moon,fedbr seed=0
+# Table 5: 100 clients on CIFAR10, 10 of them in each round, with a small network on 16 x 16 pixels.
+study fedbr-100_clients 3.0 experiment=fedbr/cifar10_100_clients model=small_cnn data.pool=2 rounds=100 \
+    method=fedavg,feddecorr,fedmix,fedprox,mixup,vhl,fedbr seed=0..2
+
 # 2. FedBSS on Fashion-MNIST, alpha 0.1. With 14 x 14 pixels, a small network and a fifth of the data, 200 rounds are
 # affordable.
 FASHION=(experiment=fedbss/fashion_mnist partition.alpha=0.1)
@@ -57,15 +70,37 @@ DEVIATION=(experiment=fedbss/fashion_mnist data.pool=2 model=small_cnn partition
 study fedbss-deviation-split 0.2 "${DEVIATION[@]}" partition.alpha=0.1,100.0 rounds=100 seed=0..2
 study fedbss-deviation-cohort 0.1 "${DEVIATION[@]}" partition.alpha=0.1 rounds=30 schedule.cohort=100 seed=0
 
+# The paper's setting, all of its 200 rounds, one seed.
+study fedbss-200_rounds 5.0 "${FASHION[@]}" method=fedavg,fedbss seed=0
+# The rate is raised until a fifth of the samples trains a small network, as for the noise below.
+SKEW=(experiment=fedbss/fashion_mnist data.pool=2 model=small_cnn partition.fraction=0.2 local.lr=0.1 rounds=150)
+for alpha in 0.1 0.3 0.5; do
+    study "fedbss-skew_$alpha" 0.9 "${SKEW[@]}" "partition.alpha=$alpha" method=fedavg,fedbss \
+        method.fedbss.kind=cosine,linear,filter method.fedbss.warmup_rounds=38 seed=0..4
+done
+study fedbss-cda 2.0 "${SKEW[@]}" partition.alpha=0.1 method=fedavg,fedbss,fedlc,fedcda,fedcda+fedbss \
+    method.fedbss.warmup_rounds=38 method.fedcda.warmup_rounds=38 seed=0..4
+
 # 3. FRAug on Digits with scikit-learn's digits in place of SVHN. The ramps have the length for 300 rounds.
 DIGITS=(experiment=fraug/digits 'data.domains=[mnist,mnist_m,usps,digits]' data.size=16 rounds=100)
 study fraug 7.0 "${DIGITS[@]}" method=fedavg,fedbn,fraug method.fraug.ramp_rounds=300 \
     method.fraug.rtnet_lam=0.1,1.0,10.0 seed=0..2
 
+# A tenth of the images; FRAug by the code and by the text of its paper.
+study digits_tenth 4.0 "${DIGITS[@]}" partition.fraction=0.1 method=fedavg,fedbn,fraug method.fraug.ramp_rounds=300 \
+    seed=0..4
+study digits_tenth-text 1.5 "${DIGITS[@]/fraug\/digits/fraug/digits_text}" partition.fraction=0.1 method=fraug \
+    method.fraug.ramp_rounds=300 seed=0..4
+
 # 4. FedLD on chest X-rays and on a synthetic domain shift. The terms that its two parts should reduce must decrease.
 PARTS=method=fedavg,fedprox,fedld_margin,fedld_principal,fedld
 study fedld-chest 1.3 experiment=fedld/retina data=pneumonia_mnist model=small_cnn partition.alpha=0.5 rounds=100 \
     evaluate.decompose=5 $PARTS seed=0..4
+# Ten more seeds; FedAvg with a larger server step is the control of the principal gradients, which make longer steps.
+CHEST=(experiment=fedld/retina data=pneumonia_mnist model=small_cnn partition.alpha=0.5 rounds=100 evaluate.decompose=5)
+study fedld-more_seeds 2.0 "${CHEST[@]}" method=fedavg,fedld_principal,fedld seed=5..14
+study fedld-larger_step 0.8 "${CHEST[@]}" method=fedavgm method.fedavgm.server_lr=1.3 method.fedavgm.momentum=0.0 \
+    seed=0..14
 study fedld-shift 0.2 experiment=fedld/retina data=synthetic data.domains=5 data.shift=3 data.noise=3 \
     data.samples=2000 data.test_samples=2000 partition=domain model=small_cnn rounds=100 evaluate.decompose=5 \
     $PARTS seed=0..4

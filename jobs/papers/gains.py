@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from jobs.papers.comparison import shorten_numbers
 from jobs.papers.presets import PaperRuns, Score
+from jobs.papers.settings import Setting, named, overrides_of
 from raysim.primitives.checks import finite_values
 from raysim.results.history import column
 from raysim.results.report import Run
@@ -19,18 +19,17 @@ TERM_PREFIX = "decomposition."  # of the columns with the terms of FedLD's decom
 MEASURED_TERMS = 5  # the last measurements of a term, whose mean is shown
 RunsBySeed = Mapping[int, Run]  # of one method
 RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key holds the method's options, too
-EXECUTION = ("device=", "runtime.", "data.root=")  # overrides that do not change what is computed
 
 
 @dataclass(frozen=True)
 class PairedSetting:
     """The runs of FedAvg and other methods that differ only in method and seed.
 
-    overrides: the setting, as on the command line. others: methods with at least `MIN_PAIRS` seeds
+    setting: what the runs share. others: methods with at least `MIN_PAIRS` seeds
     in common with FedAvg. too_few: methods with fewer. scores: by title, those that all runs have.
     """
 
-    overrides: str
+    setting: Setting
     fedavg: RunsBySeed
     others: RunsByMethod
     too_few: RunsByMethod
@@ -67,19 +66,21 @@ class PairedSetting:
 def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
     """Return the settings in which FedAvg and another method share enough seeds."""
     runs_by_setting: dict[str, RunsByMethod] = {}
+    settings: dict[str, Setting] = {}
     for run in runs:
-        overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
-        methods = [text for text in overrides if text.startswith("method")]
-        excluded = ("method", "seed=", *EXECUTION)
-        setting = [text for text in overrides if not text.startswith(excluded)]
-        by_method = runs_by_setting.setdefault(" ".join(setting), {})
+        methods, overrides = overrides_of(run)
+        setting = named(overrides)
+        settings[setting.name] = setting
+        by_method = runs_by_setting.setdefault(setting.name, {})
         by_seed = by_method.setdefault(" ".join(methods), {})
         by_seed[int(str(run.config["seed"]))] = run
-    settings = [_setting(text, by_method, paper) for text, by_method in runs_by_setting.items()]
-    return [setting for setting in settings if setting.others]
+    paired = [
+        _paired(settings[name], by_method, paper) for name, by_method in runs_by_setting.items()
+    ]
+    return [each for each in paired if each.others]
 
 
-def _setting(overrides: str, by_method: RunsByMethod, paper: PaperRuns) -> PairedSetting:
+def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> PairedSetting:
     fedavg = by_method.pop(FEDAVG, {})
     others: RunsByMethod = {}
     too_few: RunsByMethod = {}
@@ -91,14 +92,15 @@ def _setting(overrides: str, by_method: RunsByMethod, paper: PaperRuns) -> Paire
     for title, score in paper.gains.items():
         if all(score.summary(run.rows, score.column) is not None for run in runs):
             scores[title] = score
-    return PairedSetting(overrides, fedavg, others, too_few, scores)
+    return PairedSetting(setting, fedavg, others, too_few, scores)
 
 
 # --- Markdown -------------------------------------------------------------------------------------
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
     """Yield a section of every setting as Markdown; the gains are those of the paper's own score."""
     for setting in by_setting(runs, paper):
-        yield f"## Gains over FedAvg: {setting.overrides}"
+        yield f"## Gains over FedAvg: {setting.setting.title}"
+        yield f"Scale `{setting.setting.name}`: `{setting.setting.command}`."
         splits = "Each seed also draws its own split. " if setting.has_different_splits else ""
         yield (
             f"{splits}Gains in points of {paper.gained}: mean of the differences over the seeds "

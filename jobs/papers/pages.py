@@ -9,16 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs.command import run as run_program
+from jobs.papers.claims import TRAINED, VERDICTS, claims_table, settings_table, verdicts
 from jobs.papers.comparison import Entry, match_runs
+from jobs.papers.figures import FIGURES, figures_section
+from jobs.papers.figures.core import draw as draw_figure, read_numbers
 from jobs.papers.gains import gains
 from jobs.papers.pictures import TITLE, checksum, draw
 from jobs.papers.presets import PAPER_RUNS
 from jobs.papers.results import stored_runs
+from jobs.papers.settings import named, overrides_of
 from jobs.papers.tables import PAPERS, Table, tables
 from raysim.data.heterogeneity import SCALES
 from raysim.primitives.files import user_path
@@ -30,6 +35,13 @@ NOT_KNOWN = "not known"
 ORIGIN = (
     "*Written by `uv run python -m jobs.papers.pages docs/papers` from the published tables and the "
     "results in `jobs/papers/results`; do not edit it.*"
+)
+ABOUT_CLAIMS = (
+    "Each row compares two methods on the same seeds, at one scale: *ours* has both means and the mean "
+    "of the differences with its 95 % interval (Student). The verdict is *supported* if the interval "
+    "lies on the claimed side of 0, *contradicted* if it lies on the other side, and else "
+    f"*undecided*. It is also undecided at a scale where the method that is compared with has less than "
+    f"{100 * TRAINED:.0f} % of the accuracy that the paper prints for it. It holds for its scale only."
 )
 SPLIT = ("label_entropy", "largest_share", "divergence")  # shown with every result
 
@@ -49,12 +61,19 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     parts = [
         f"# {_title(paper_tables)}",
         ORIGIN,
+        "## Claims",
+        ABOUT_CLAIMS,
+        claims_table(paper, runs),
+        settings_table(paper),
+    ]
+    if explanations["remarks"]:
+        parts.append("\n".join(f"- {text}" for text in explanations["remarks"]))
+    parts += ["## Figures", *figures_section(paper)]
+    parts += [
+        "## Scores",
         f"**Which score.** {paper_runs.scored}",
         f"**Heterogeneity of the clients.** {scales}; means over clients.",
     ]
-    if explanations["claims"]:
-        lines = [f"- {text}" for text in explanations["claims"]]
-        parts.append("\n".join(["**Claims that we could not confirm.**", "", *lines]))
     if checksum(runs, paper_runs):
         parts.append(f"![{TITLE}]({paper}.png)")
     parts += gains(runs, paper_runs)
@@ -72,7 +91,7 @@ def _explanations(paper: str) -> Any:
     """Read the explanations of a paper's differences from `known.json`.
 
     causes: why a number of ours differs from the paper's, by "table1/row label" or "table1".
-    claims: texts about claims of the paper that we could not confirm, and what we tried.
+    remarks: what a reader of the claims should know.
     """
     return json.loads((Path(__file__).parent / "known.json").read_text(encoding="utf-8"))[paper]
 
@@ -85,12 +104,15 @@ def _index() -> str:
         entries = [entry for name in paper_tables for entry in match_runs(name, runs)[0]]
         results = sum(bool(entry.values) for entry in entries)
         link = f"[{_title(paper_tables)}]({paper}.md)"
-        rows.append((link, f"{len(paper_tables)}", f"{len(entries)}", f"{results}"))
+        counts = Counter(verdicts(paper, runs))
+        texts = [f"{counts[verdict]}" for verdict in VERDICTS]
+        rows.append((link, *texts, f"{len(paper_tables)}", f"{len(entries)}", f"{results}"))
     parts = [
         "# Papers",
-        "The numbers of the papers' tables, our results, and why the two differ.",
+        "What four papers claim, what raysim's results say about it, their figures and their tables. A "
+        "claim is counted once for each scale at which it was run.",
         ORIGIN,
-        to_markdown(("paper", "tables", "printed numbers", "with our result"), rows),
+        to_markdown(("paper", *VERDICTS, "tables", "printed numbers", "with our result"), rows),
         "\n".join(["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]),
     ]
     return "\n\n".join(parts) + "\n"
@@ -125,9 +147,19 @@ def _results(
     shown = [entry for entry in entries if entry.values]
     if not shown:
         return
+    scale = named(overrides_of(shown[0].runs[0])[1])
     if setting:
-        yield "### Our results at another scale"
-        yield f"Differences from the paper's setting: {setting}."
+        yield f"### Our results: {scale.title}"
+        yield f"Scale `{scale.name}`: `{scale.command}`."
+        yield "\n".join(
+            [
+                "<details><summary>Differences from the paper</summary>",
+                "",
+                f"{setting}.",
+                "",
+                "</details>",
+            ]
+        )
     else:
         yield "### Our results at the paper's setting"
     yield _made_on([run for entry in shown for run in entry.runs])
@@ -228,6 +260,11 @@ def write(folder: Path) -> None:
         runs = stored_runs(paper)
         if checksum(runs, PAPER_RUNS[paper]):
             draw(runs, PAPER_RUNS[paper], folder / f"{paper}.png")
+    for figure in FIGURES.values():
+        numbers = read_numbers(figure)
+        if numbers is not None:
+            (folder / "figures").mkdir(exist_ok=True)
+            draw_figure(figure, numbers["panels"], folder / "figures" / f"{figure.file}.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

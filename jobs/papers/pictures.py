@@ -37,7 +37,7 @@ def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
     with figure_file(path, TITLE, (11, 0.5 + sum(heights)), about=about) as figure:
         rows = figure.subfigures(len(settings), squeeze=False, height_ratios=heights).flat
         for row, setting in zip(rows, settings, strict=True):
-            row.suptitle(textwrap.fill(setting.overrides, 130), fontsize=10)
+            row.suptitle(textwrap.fill(setting.setting.title, 130), fontsize=10)
             has_order = setting.has_different_splits
             has_order &= len(setting.seeds(setting.most_frequent[1])) > MIN_PAIRS
             panels = row.subplots(1, len(setting.scores) + has_order, squeeze=False)[0]

@@ -24,6 +24,9 @@ Departures from the paper
 - Read literally, eq. (7) has w_l = 1 ("none"), and updates grow. The code divides lambda_l by the
   sum of all eigenvalues ("sum"), and updates shrink. The default keeps lengths, as the paper
   claims.
+- Lengths are those of single updates. Their mean is longer than FedAvg's if the updates have a
+  common part (1.2 times if it is as long as the rest, for m = 5), so that FedAvg with a larger
+  server step is a control.
 - The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
 - All trainable parameters of a client form one vector; the code treats each tensor separately
   ("tensor"), buffers too.

@@ -194,3 +194,16 @@ def test_unknown_normalization_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="normalization='l1'"):
         function(normalization="l1")
+
+
+def test_mean_of_revised_updates_is_longer_than_theirs() -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        updates = torch.randn(5, 1000, generator=generator) + torch.randn(
+            1, 1000, generator=generator
+        )
+        revised = fedld.principal_gradient_aggregate(
+            gradients=updates, weights=torch.ones(5), num_components=4
+        )
+        ratio = float(revised.norm() / updates.mean(0).norm())
+        assert 1.2 < ratio < 1.3

@@ -261,7 +261,7 @@ def test_picture_of_a_page_matches_the_stored_results(paper: str) -> None:
 
 def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(
-        pages, "_explanations", lambda paper: {"causes": causes, "claims": ["Nothing seen of it."]}
+        pages, "_explanations", lambda paper: {"causes": causes, "remarks": ["Nothing seen of it."]}
     )
     return pages.page("fedbr", runs)
 
@@ -276,11 +276,12 @@ def test_page_has_every_scale_and_a_cause_per_difference(
     text = page_of(results.stored_runs("fedbr"), {"table1/FedProx": "another mu"}, monkeypatch)
     first = text.split("## Table 1:")[1].split("## Table 2:")[0]
     small, whole = (
-        first.split(title)[1].split("###")[0]
-        for title in ("at another scale", "at the paper's setting")
+        first.split(f"### Our results{title}")[1].split("###")[0]
+        for title in (": ", " at the paper's setting")
     )
     assert (
-        "Differences from the paper's setting: rounds=40 instead of 1000" in small
+        "Differences from the paper" in small
+        and "rounds=40 instead of 1000" in small
         and "torch 2.9" in small
     )
     assert "| FedAvg | rotated_mnist, Acc (%) | 82.47 | 60.00 ± 14.14 | 2 | -22.47 | 90.00" in small

@@ -52,11 +52,20 @@ def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
 @pytest.mark.slow
 def test_kept_runs_belong_to_plannable_studies(tmp_path: Path) -> None:
-    names = ["rotated_mnist", "small", "fedbss", "fraug", "fedld", "combinations"]
+    names = [
+        "rotated_mnist",
+        "small",
+        "fedbss",
+        "fraug",
+        "digits",
+        "fedld",
+        "combinations",
+        "fedbr",
+    ]
     for name in names:
         started(tmp_path, name)
     studies = started(tmp_path)  # what they have written down
-    assert len(studies) == 25
+    assert len(studies) == 40
     planned: dict[tuple[object, ...], list[dict[str, str]]] = {}
     for words in studies:
         assert words[0] == "study" and words[2] == "resume=latest"

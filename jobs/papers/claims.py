@@ -1,0 +1,519 @@
+"""The papers' claims, and what the stored results say about each: supported, contradicted, undecided.
+
+A claim compares two methods by one score. Every setting at which both ran on the same seeds gives a
+verdict, from the 95 % interval of the paired differences (Student):
+
+    supported      the interval lies on the claimed side of 0
+    contradicted   it lies on the other side
+    undecided      it contains 0, there are too few seeds, or the setting cannot show the claim:
+                   the method that is compared with has less than `TRAINED` of its printed accuracy
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from jobs.papers.presets import (
+    PAPER_RUNS,
+    Score,
+    best_five,
+    deviation_of_last_ten,
+    last,
+    last_ten,
+)
+from jobs.papers.settings import Setting, find_setting, named, overrides_of
+from jobs.papers.tables import Cell, find
+from raysim.primitives.checks import finite_values
+from raysim.results.history import Row, column
+from raysim.results.report import Run
+from raysim.results.significance import MIN_PAIRS, Difference, compare_pairs
+from raysim.results.tables import MISSING, to_markdown
+
+TRAINED = 0.8  # share of the printed accuracy below which a setting shows nothing
+MOST_SEEDS = 100  # a need of more seeds is not computed
+MEASURED = 5  # the last measurements of a term, whose mean is compared
+# Settings of methods that follow from the number of rounds, and do not tell methods apart.
+LENGTHS = ("method.fedbss.warmup_rounds=", "method.fraug.rounds=", "method.fraug.ramp_rounds=")
+VERDICTS = ("supported", "contradicted", "undecided")
+HEAD = ("claim", "paper", "ours (95 % interval)", "scale", "verdict", "to decide it", "command")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """Two printed numbers: rows of a table, by label, in one column of a data set."""
+
+    table: str
+    row: str
+    other_row: str
+    dataset: str
+    column: str
+
+    def cells(self) -> tuple[Cell, Cell]:
+        """Return the cells of the row and of the other row."""
+        return self._cell(self.row), self._cell(self.other_row)
+
+    def _cell(self, label: str) -> Cell:
+        for cell in find(self.table).cells:
+            if (cell.label, cell.dataset, cell.column) == (label, self.dataset, self.column):
+                return cell
+        raise KeyError(f"{self.table}: no {label} in {self.dataset}, {self.column}")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of a paper that compares two methods.
+
+    method, other: overrides of a run, as in "method=fedbr method.fedbr.mu=0". higher: whether the
+    claimed score of `method` is the higher one. printed: the paper's numbers; None: it has a figure
+    or a sentence only, see `source`. deviations: compare the printed deviations. settings: names,
+    the larger the later; the last one is the paper's. unit: of the score.
+    """
+
+    text: str
+    method: str
+    other: str
+    score: Score
+    settings: tuple[str, ...]
+    printed: Printed | None = None
+    source: str = ""
+    deviations: bool = False
+    higher: bool = True
+    unit: str = "points"
+
+    def printed_numbers(self) -> tuple[float, float] | None:
+        """Return the printed numbers of the method and of the other one."""
+        if self.printed is None:
+            return None
+        cells = self.printed.cells()
+        numbers = [cell.deviation if self.deviations else cell.mean for cell in cells]
+        assert all(number is not None for number in numbers), self.text
+        first, second = (float(str(number)) for number in numbers)
+        return first, second
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the runs of one setting say about a claim.
+
+    pairs: (score of the method, score of the other one) for each shared seed. accuracy: the mean
+    accuracy of the other method, in percent; None if it is not compared with the paper's.
+    """
+
+    claim: Claim
+    setting: Setting
+    pairs: tuple[tuple[float, float], ...]
+    accuracy: float | None
+
+    @property
+    def gain(self) -> Difference:
+        """The mean of the paired differences, with its interval."""
+        first, second = zip(*self.pairs, strict=True)
+        return compare_pairs(first, second)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the other method is close enough to its printed accuracy."""
+        if self.accuracy is None or self.claim.printed is None:
+            return True
+        return self.accuracy >= TRAINED * float(self.claim.printed.cells()[1].mean)
+
+    @property
+    def verdict(self) -> str:
+        """ "supported", "contradicted" or "undecided"."""
+        gain = self.gain
+        if not self.is_trained or gain.low is None or gain.high is None:
+            return "undecided"
+        low, high = (gain.low, gain.high) if self.claim.higher else (-gain.high, -gain.low)
+        if low > 0:
+            return "supported"
+        return "contradicted" if high < 0 else "undecided"
+
+    def to_decide(self) -> str:
+        """Return what would decide an undecided claim; "" for another one."""
+        if self.verdict != "undecided":
+            return ""
+        if not self.is_trained:
+            assert self.claim.printed is not None and self.accuracy is not None
+            printed = self.claim.printed.cells()[1].mean
+            return (
+                f"more training: `{self.claim.other}` has {self.accuracy:.1f} % here, {printed} % in "
+                f"the paper; run `{self._next_setting().name}`"
+            )
+        gain, last_setting = self.gain, self.claim.settings[-1]
+        if gain.low is None or not gain.deviation:
+            return f"{MIN_PAIRS} seeds or more"
+        assert gain.mean is not None
+        seeds = f"{seeds_needed(gain.deviation, gain.mean)} seeds if the mean stays as it is"
+        return seeds if last_setting == self.setting.name else f"{seeds}, or `{last_setting}`"
+
+    def _next_setting(self) -> Setting:
+        names = self.claim.settings
+        place = names.index(self.setting.name)
+        return find_setting(names[min(place + 1, len(names) - 1)])
+
+
+def seeds_needed(deviation: float, difference: float) -> str:
+    """Return how many pairs make the 95 % interval of a difference leave out 0, as a text.
+
+    deviation: of the paired differences.
+    """
+    from scipy import stats
+
+    for pairs in range(MIN_PAIRS, MOST_SEEDS + 1):
+        quantile = float(stats.t.ppf(0.975, pairs - 1))
+        if quantile * deviation < abs(difference) * math.sqrt(pairs):
+            return f"about {pairs}"
+    return f"more than {MOST_SEEDS}"
+
+
+# --- findings -------------------------------------------------------------------------------------
+def findings(claim: Claim, runs: Sequence[Run]) -> list[Finding]:
+    """Return a finding for each setting of a claim at which both methods have a seed in common."""
+    by_setting: dict[str, dict[str, dict[int, Run]]] = {}
+    for run in runs:
+        methods, overrides = overrides_of(run)
+        methods = [text for text in methods if not text.startswith(LENGTHS)]
+        by_method = by_setting.setdefault(named(overrides).name, {})
+        by_method.setdefault(" ".join(methods), {})[int(str(run.config["seed"]))] = run
+    result = []
+    for name in claim.settings:
+        by_method = by_setting.get(name, {})
+        method, other = by_method.get(claim.method, {}), by_method.get(claim.other, {})
+        pairs, accuracies = [], []
+        for seed in sorted(method.keys() & other.keys()):
+            values = [_value(each[seed], claim.score) for each in (method, other)]
+            if values[0] is not None and values[1] is not None:
+                pairs.append((values[0], values[1]))
+                accuracies.append(_accuracy(claim, other[seed]))
+        if pairs:
+            known = [value for value in accuracies if value is not None]
+            accuracy = mean(known) if known else None
+            result.append(Finding(claim, find_setting(name), tuple(pairs), accuracy))
+    return result
+
+
+def _value(run: Run, score: Score) -> float | None:
+    value = score.summary(run.rows, score.column)
+    return None if value is None else score.factor * value
+
+
+def _accuracy(claim: Claim, run: Run) -> float | None:
+    """Return the accuracy that the paper prints, in percent; None if the claim has no number."""
+    if claim.printed is None:
+        return None
+    table = find(claim.printed.table)
+    paper = claim.printed.table.partition("/")[0]
+    score = PAPER_RUNS[paper].score(table, claim.printed.cells()[1])
+    return _value(run, score)
+
+
+# --- Markdown -------------------------------------------------------------------------------------
+def claims_table(paper: str, runs: Sequence[Run]) -> str:
+    """Return the claims of a paper as a Markdown table, with a row for each setting that has runs."""
+    rows: list[tuple[str, ...]] = []
+    for claim in CLAIMS[paper]:
+        made = findings(claim, runs)
+        rows += [_row(finding) for finding in made]
+        if not made:
+            rows.append(_row_without_runs(claim))
+    return to_markdown(HEAD, rows)
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    claim, setting = finding.claim, finding.setting
+    return (
+        claim.text,
+        _paper_text(claim),
+        _our_text(finding),
+        f"`{setting.name}`",
+        f"**{finding.verdict}**",
+        finding.to_decide() or MISSING,
+        f"`{setting.study}`",
+    )
+
+
+def _row_without_runs(claim: Claim) -> tuple[str, ...]:
+    decide = "run " + " or ".join(f"`{name}`" for name in claim.settings)
+    study = f"`{find_setting(claim.settings[0]).study}`"
+    return claim.text, _paper_text(claim), "not run yet", MISSING, "**undecided**", decide, study
+
+
+def _paper_text(claim: Claim) -> str:
+    numbers = claim.printed_numbers()
+    if numbers is None:
+        return claim.source
+    first, second = numbers
+    assert claim.printed is not None
+    table = claim.printed.table.partition("/")[2].replace("table", "Table ")
+    return f"{first:.2f} against {second:.2f} ({first - second:+.2f}), {table}"
+
+
+def _our_text(finding: Finding) -> str:
+    digits = 2 if finding.claim.unit == "points" else 3
+    first, second = (mean(values) for values in zip(*finding.pairs, strict=True))
+    gain = finding.gain
+    interval = (
+        gain.note if gain.low is None else f"{gain.low:+.{digits}f} to {gain.high:+.{digits}f}"
+    )
+    unit = "" if finding.claim.unit == "points" else f" {finding.claim.unit}"
+    return (
+        f"{first:.{digits}f} against {second:.{digits}f}{unit}: {gain.mean:+.{digits}f} "
+        f"({interval}), {gain.pairs} seed{'s' if gain.pairs > 1 else ''}"
+    )
+
+
+def settings_table(paper: str) -> str:
+    """Return the settings of a paper's claims as a Markdown table: name, what it is, commands."""
+    names = dict.fromkeys(name for claim in CLAIMS[paper] for name in claim.settings)
+    settings = [find_setting(name) for name in names]
+    rows = [
+        (f"`{each.name}`", each.title, f"`{each.command}`", f"`{each.study}`") for each in settings
+    ]
+    return to_markdown(
+        ("scale", "what it is", "a run, without its method and seed", "all runs"), rows
+    )
+
+
+def verdicts(paper: str, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the verdict of every row of the claims table."""
+    for claim in CLAIMS[paper]:
+        made = findings(claim, runs)
+        yield from (finding.verdict for finding in made)
+        if not made:
+            yield "undecided"
+
+
+# --- the claims -----------------------------------------------------------------------------------
+def term(rows: Sequence[Row], name: str) -> float | None:
+    """Return the mean of the last measurements of a column."""
+    values = finite_values(column(rows, name))[-MEASURED:]
+    return mean(values) if values else None
+
+
+def size_of_term(rows: Sequence[Row], name: str) -> float | None:
+    """Return the absolute value of `term`."""
+    value = term(rows, name)
+    return None if value is None else abs(value)
+
+
+CENTRAL_BEST = Score("accuracy_global", best_five, 100)
+CENTRAL_LAST = Score("accuracy_global", last, 100)
+CENTRAL_LAST_TEN = Score("accuracy_global", last_ten, 100)
+DEVIATION = Score("accuracy_global", deviation_of_last_ten, 100)
+WORST_DOMAIN = Score("accuracy_worst_domain", best_five, 100)
+BEST_VALIDATION = Score("accuracy_best", last, 100)
+SHIFT = Score("decomposition.distribution_shift", term)
+GLOBAL_LOSS = Score("decomposition.global_loss", term)
+AGGREGATION = Score("decomposition.aggregation", size_of_term)
+ROTATED = ("rotated-small", "rotated-cnn", "rotated-steps", "rotated-paper")
+SKEW = ("skew-slow", "skew-paper-80", "skew-fast", "skew-paper")
+XRAYS = ("xrays", "retina-paper")
+DIGITS = ("digits-small", "digits-tenth", "digits-paper")
+FEDBR = "method=fedbr"
+NO_MU, NO_LAM = f"{FEDBR} method.fedbr.mu=0", f"{FEDBR} method.fedbr.lam=0"
+NO_MAX = f"{FEDBR} method.fedbr.max_step=false"
+FEDAVG = "method=fedavg"
+FEDLD = "method=fedld_margin+fedld_principal"
+
+
+BSS, FILTER = "method=fedbss", "method=fedbss method.fedbss.kind=filter"
+LINEAR = "method=fedbss method.fedbss.kind=linear"
+
+
+def _rotated(row: str, other_row: str, table: str = "fedbr/table4") -> Printed:
+    return Printed(table, row, other_row, "rotated_mnist", "Acc (%)")
+
+
+def _fashion(table: str, column: str) -> Printed:
+    return Printed(f"fedbss/{table}", "Ours", "FedAvg", "fashion_mnist", column)
+
+
+def _retina(margin: str, principal: str) -> Printed:
+    row, other = f"margin {margin}, principal {principal}", "margin no, principal no"
+    return Printed("fedld/table2", row, other, "retina", "Split-3")
+
+
+def _noise_claim(noise: str) -> Claim:
+    settings = (f"noise-{noise}", "noise-paper") if noise == "0.5" else (f"noise-{noise}",)
+    printed = _fashion("table2", f"label_noise {noise}")
+    text = f"FedBSS is above FedAvg with {100 * float(noise):.0f} % wrong labels"
+    return Claim(text, BSS, FEDAVG, CENTRAL_LAST_TEN, settings, printed)
+
+
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "fedbr": (
+        Claim(
+            "FedBR is above FedAvg",
+            FEDBR,
+            FEDAVG,
+            CENTRAL_BEST,
+            ROTATED,
+            _rotated("FedBR", "FedAvg"),
+        ),
+        Claim(
+            "FedBR is above FedAvg on the worst angle",
+            FEDBR,
+            FEDAVG,
+            WORST_DOMAIN,
+            ROTATED,
+            _rotated("FedBR (Ours)", "ERM (FedAvg)", "fedbr/table14"),
+        ),
+        Claim(
+            "Component 1 alone is above FedAvg",
+            NO_MU,
+            FEDAVG,
+            CENTRAL_BEST,
+            ROTATED,
+            _rotated("Component 1", "FedAvg"),
+        ),
+        Claim(
+            "Component 2 alone is above component 1 alone",
+            NO_LAM,
+            NO_MU,
+            CENTRAL_BEST,
+            ROTATED,
+            _rotated("Component 2", "Component 1"),
+        ),
+        Claim(
+            "FedBR is above FedBR without its max step",
+            FEDBR,
+            NO_MAX,
+            CENTRAL_BEST,
+            ROTATED,
+            _rotated("FedBR", "+ min step"),
+        ),
+        Claim(
+            "With Mixup, FedBR is above FedAvg",
+            f"{FEDBR}+mixup",
+            "method=mixup",
+            CENTRAL_BEST,
+            ROTATED,
+            _rotated("FedBR + Mixup (Ours)", "FedAvg + Mixup", "fedbr/table1"),
+        ),
+        Claim(
+            "FedBR is above FedAvg on CIFAR10",
+            FEDBR,
+            FEDAVG,
+            CENTRAL_BEST,
+            ("cifar10-paper",),
+            Printed("fedbr/table1", "FedBR (Ours)", "FedAvg", "cifar10", "Acc (%)"),
+        ),
+    ),
+    "fedbss": (
+        *(_noise_claim(noise) for noise in ("0.5", "0.3", "0.1")),
+        Claim(
+            "With 50 % wrong labels, FedBSS is steadier than FedAvg: deviation over the last ten rounds",
+            BSS,
+            FEDAVG,
+            DEVIATION,
+            ("noise-0.5", "noise-paper"),
+            _fashion("table2", "label_noise 0.5"),
+            deviations=True,
+            higher=False,
+        ),
+        Claim(
+            "With 50 % wrong labels, adding the biased samples (cosine) is above leaving them out (filter)",
+            BSS,
+            FILTER,
+            CENTRAL_LAST_TEN,
+            ("noise-0.5", "noise-paper"),
+            source="Figure 5b, on CIFAR10",
+        ),
+        Claim(
+            "With 50 % wrong labels, cosine is above linear",
+            BSS,
+            LINEAR,
+            CENTRAL_LAST_TEN,
+            ("noise-0.5", "noise-paper"),
+            source="Figure 5b, on CIFAR10",
+        ),
+        Claim(
+            "FedBSS is above FedAvg under label skew (Dirichlet 0.1)",
+            BSS,
+            FEDAVG,
+            CENTRAL_LAST_TEN,
+            SKEW,
+            _fashion("table1", "dirichlet 0.1"),
+        ),
+        Claim(
+            "Under label skew, FedBSS is steadier than FedAvg: deviation over the last ten rounds",
+            BSS,
+            FEDAVG,
+            DEVIATION,
+            SKEW,
+            _fashion("table1", "dirichlet 0.1"),
+            deviations=True,
+            higher=False,
+        ),
+    ),
+    "fedld": (
+        Claim("FedLD is above FedAvg", FEDLD, FEDAVG, CENTRAL_LAST, XRAYS, _retina("yes", "yes")),
+        Claim(
+            "Margin control alone is above FedAvg",
+            "method=fedld_margin",
+            FEDAVG,
+            CENTRAL_LAST,
+            XRAYS,
+            _retina("yes", "no"),
+        ),
+        Claim(
+            "Principal gradients alone are above FedAvg",
+            "method=fedld_principal",
+            FEDAVG,
+            CENTRAL_LAST,
+            XRAYS,
+            _retina("no", "yes"),
+        ),
+        Claim(
+            "Margin control decreases the loss of the distribution shift",
+            "method=fedld_margin",
+            FEDAVG,
+            SHIFT,
+            ("shift", *XRAYS),
+            source="eqs. 2 and 3",
+            higher=False,
+            unit="nats",
+        ),
+        Claim(
+            "Principal gradients decrease the aggregation loss, as an absolute value",
+            "method=fedld_principal",
+            FEDAVG,
+            AGGREGATION,
+            ("shift", *XRAYS),
+            source="eqs. 2 and 7",
+            higher=False,
+            unit="nats",
+        ),
+        Claim(
+            "Both parts together decrease the loss on all data",
+            FEDLD,
+            FEDAVG,
+            GLOBAL_LOSS,
+            ("shift", *XRAYS),
+            source="eqs. 1 and 2",
+            higher=False,
+            unit="nats",
+        ),
+    ),
+    "fraug": (
+        Claim(
+            "FRAug is above FedBN on Digits",
+            "method=fraug",
+            "method=fedbn",
+            BEST_VALIDATION,
+            DIGITS,
+            Printed("fraug/table2", "FRAug", "FedBN", "digits", "avg"),
+        ),
+        Claim(
+            "FRAug is above FedAvg on Digits",
+            "method=fraug",
+            FEDAVG,
+            BEST_VALIDATION,
+            DIGITS,
+            Printed("fraug/table2", "FRAug", "FedAvg", "digits", "avg"),
+        ),
+    ),
+}

@@ -1,0 +1,221 @@
+"""A figure of a paper as runs and panels: small runs, the numbers they give, one picture.
+
+The numbers are stored as JSON next to the runs' commands, and the picture is drawn from them alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from raysim.results.figures import figure_file
+from raysim.results.history import write_json
+from raysim.results.theme import line_style, set_log_scale
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from raysim.experiment.result import Result
+
+# Numbers of a panel: kind ("lines", "points", "bars" or "images"), title, x and y (labels of the
+# axes), series (each with label, x, y), log (True: a logarithmic x axis), images (rows of pixels).
+Panel: TypeAlias = dict[str, Any]
+STORED = Path(__file__).parent.parent / "results" / "figures"
+COLUMNS = 3  # panels next to each other
+IMAGE_COLUMNS = 8
+DIGITS = 4
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of a paper.
+
+    name: such as "fedbss/5a". shows: what the paper's figure shows. scale: what is different here.
+    panels: makes the numbers from runs.
+    """
+
+    name: str
+    shows: str
+    scale: str
+    panels: Callable[[Runs], Sequence[Panel]]
+
+    @property
+    def command(self) -> str:
+        """The command that draws it."""
+        return f"uv run python -m jobs.papers.figure {self.name} data.root=DIR"
+
+    @property
+    def file(self) -> str:
+        """The name of its files, without an ending."""
+        return self.name.replace("/", "-")
+
+
+@dataclass
+class Runs:
+    """The runs behind a figure; a finished run in the folder is not repeated.
+
+    overrides: of every run, after those of the figure. commands: of the runs, in their order.
+    """
+
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    commands: list[str] = field(default_factory=list)
+
+    def run(self, *overrides: str) -> Result:
+        """Return the finished run of these overrides."""
+        import raysim
+
+        words = [*overrides, *self.overrides]
+        places = ["runtime=inprocess", "tracking=none"]
+        text = " ".join(word for word in words if not word.startswith("data.root="))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        out = self.folder / "runs" / digest
+        self.commands.append(f"raysim run {text}")
+        if (out / "summary.json").is_file():
+            return raysim.load(out, allow=["jobs"])
+        resume = ["resume=latest"] if out.exists() else []
+        conf = str(Path(__file__).parent / "conf")
+        return _run([*words, *places, f"out={out}", *resume], conf)
+
+
+def _run(overrides: Sequence[str], conf: str) -> Result:
+    import raysim
+    from raysim.experiment.compose import compose
+    from raysim.experiment.config_files import to_dict
+
+    return raysim.run(to_dict(compose(overrides, [conf])), quiet=True, allow=["jobs"])
+
+
+# --- panels ---------------------------------------------------------------------------------------
+def series(label: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+    """Return a series of points without those whose y is not finite, rounded."""
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
+    return {
+        "label": label,
+        "x": [round(float(a), DIGITS) for a, _ in pairs],
+        "y": [round(float(b), DIGITS) for _, b in pairs],
+    }
+
+
+def curve(label: str, result: Result, name: str, factor: float = 1.0) -> dict[str, Any]:
+    """Return a column of a run's history over its rounds."""
+    rows = [row for row in result.rows if row.get(name) is not None]
+    rounds = [float(row["round"] or 0) for row in rows]
+    return series(label, rounds, [factor * float(row[name] or 0) for row in rows])
+
+
+def panel(kind: str, title: str, x: str, y: str, lines: Sequence[Mapping[str, Any]]) -> Panel:
+    """Return a panel of series."""
+    return {"kind": kind, "title": title, "x": x, "y": y, "series": list(lines)}
+
+
+def image_panel(title: str, images: np.ndarray) -> Panel:
+    """Return a panel of grey images [n, height, width], scaled to 0..255 together."""
+    low, high = float(images.min()), float(images.max())
+    scaled = np.rint(255 * (images - low) / ((high - low) or 1.0)).astype(int)
+    return {"kind": "images", "title": title, "images": scaled.tolist()}
+
+
+def embed(features: np.ndarray) -> np.ndarray:
+    """Map m rows [m, F] to [m, 2] by t-SNE; equal features give equal points."""
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    perplexity = min(30.0, (len(features) - 1) / 3)
+    tsne = TSNE(perplexity=perplexity, init="pca", random_state=0)
+    with threadpool_limits(1, "openmp"):
+        points: np.ndarray = tsne.fit_transform(features / (np.abs(features).max() or 1.0))
+    return points
+
+
+def points_by_class(points: np.ndarray, labels: np.ndarray) -> list[dict[str, Any]]:
+    """Return a series of points for each class."""
+    lines = []
+    for label in np.unique(labels):
+        chosen = points[labels == label]
+        lines.append(series(f"{label}", chosen[:, 0].tolist(), chosen[:, 1].tolist()))
+    return lines
+
+
+# --- the picture ----------------------------------------------------------------------------------
+def draw(figure: PaperFigure, panels: Sequence[Panel], path: Path) -> None:
+    """Draw the panels; the file holds the checksum of their numbers."""
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (max(6.0, 4.6 * columns), 0.8 + 3.4 * rows)
+    about = {"Description": checksum(panels)}
+    with figure_file(path, f"{figure.name}: {figure.shows}", size, about=about) as picture:
+        axes = list(picture.subplots(rows, columns, squeeze=False).flat)
+        for ax, each in zip(axes, panels, strict=False):
+            _draw_panel(ax, each)
+        for ax in axes[len(panels) :]:
+            ax.set_axis_off()
+
+
+def checksum(panels: Sequence[Panel]) -> str:
+    """Return a checksum of all numbers that are drawn."""
+    return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()
+
+
+def _draw_panel(ax: Axes, each: Panel) -> None:
+    ax.set_title(each["title"], fontsize=10)
+    if each["kind"] == "images":
+        _draw_images(ax, np.asarray(each["images"]))
+        return
+    for index, line in enumerate(each["series"]):
+        style = line_style(index)
+        if each["kind"] == "lines":
+            marker = "o" if len(line["x"]) <= 12 else ""
+            ax.plot(line["x"], line["y"], label=line["label"], marker=marker, **style)
+        elif each["kind"] == "points":
+            ax.plot(line["x"], line["y"], ".", color=style["color"], label=line["label"])
+        else:
+            width = 0.8 / len(each["series"])
+            shifted = np.asarray(line["x"]) + (index - (len(each["series"]) - 1) / 2) * width
+            ax.bar(shifted, line["y"], width, color=style["color"], label=line["label"])
+    ax.set(xlabel=each["x"], ylabel=each["y"])
+    if each.get("ticks"):
+        ax.set_xticks(range(len(each["ticks"])), each["ticks"])
+    if each.get("log"):
+        set_log_scale(ax, "x")
+    ax.grid(True)
+    if len(each["series"]) > 1:
+        ax.legend(fontsize=8, ncols=2 if len(each["series"]) > 5 else 1)
+
+
+def _draw_images(ax: Axes, images: np.ndarray) -> None:
+    """Draw images in rows."""
+    count, height, width = images.shape
+    rows = -(-count // IMAGE_COLUMNS)
+    sheet = np.full((rows * (height + 1), IMAGE_COLUMNS * (width + 1)), 255)
+    for index, image in enumerate(images):
+        top, left = (index // IMAGE_COLUMNS) * (height + 1), (index % IMAGE_COLUMNS) * (width + 1)
+        sheet[top : top + height, left : left + width] = image
+    ax.imshow(sheet, cmap="gray", vmin=0, vmax=255)
+    ax.set_axis_off()
+
+
+# --- numbers --------------------------------------------------------------------------------------
+def write_numbers(figure: PaperFigure, panels: Sequence[Panel], runs: Runs, folder: Path) -> Path:
+    """Write the numbers and the commands of a figure and return the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{figure.file}.json"
+    commands = list(dict.fromkeys(runs.commands))
+    write_json({"figure": figure.name, "commands": commands, "panels": list(panels)}, path)
+    return path
+
+
+def read_numbers(figure: PaperFigure, folder: Path = STORED) -> Mapping[str, Any] | None:
+    """Return the stored numbers of a figure; None if there are none."""
+    path = folder / f"{figure.file}.json"
+    if not path.is_file():
+        return None
+    content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,93 @@
+"""Methods that only figures of the papers need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from raysim.api.method import Method
+from raysim.methods.fedbss import FedBSS, split_by_uncertainty
+from raysim.primitives.checks import at_least, one_of
+
+if TYPE_CHECKING:
+    from raysim.api.local_job import LocalJob
+    from raysim.api.setup import Setup
+
+
+class LossHalf(Method):
+    """Train on half of each client's samples: those with the lowest or the highest loss.
+
+    The losses are those of the received model. half: "low" or "high". warmup_rounds: versions
+    before the selection begins. It reports the distance that the client's parameters moved.
+    """
+
+    name = "loss_half"
+
+    def __init__(self, half: Literal["low", "high"] = "low", warmup_rounds: int = 0):
+        self.half = one_of("method.loss_half.half", half, ("low", "high"))
+        self.warmup_rounds = int(at_least("method.loss_half.warmup_rounds", warmup_rounds, 0))
+
+    def setup(self, run: Setup) -> None:
+        """Require classes; select half of the samples."""
+        run.needs("classes")
+        run.select(self._select)
+
+    def begin(self, job: LocalJob) -> None:
+        """Order the client's samples by their loss."""
+        if job.version < self.warmup_rounds:
+            return
+        job.model.eval()
+        with torch.no_grad():
+            losses = [
+                cross_entropy(job.model(inputs), labels, reduction="none")
+                for inputs, labels in job.data()
+            ]
+        job.model.train()
+        job.scratch["order"] = torch.cat(losses).argsort(stable=True)
+
+    def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
+        if job.version < self.warmup_rounds:
+            return None
+        order = job.scratch["order"].cpu().numpy()
+        count = max(1, len(order) // 2)
+        return np.asarray(order[:count] if self.half == "low" else order[-count:])
+
+    def end(self, job: LocalJob) -> None:
+        """Report how far the parameters moved."""
+        trained = job.layout.trained
+        job.report["moved"] = float((job.params[:trained] - job.start[:trained]).norm())
+
+
+class Moved(Method):
+    """Change nothing; report how far each client's parameters moved."""
+
+    name = "moved"
+
+    def end(self, job: LocalJob) -> None:
+        """Report how far the parameters moved."""
+        trained = job.layout.trained
+        job.report["moved"] = float((job.params[:trained] - job.start[:trained]).norm())
+
+
+class SplitPoints(FedBSS):
+    """FedBSS that also reports the split point of each client, in a column of its own.
+
+    clients: how many clients report; the others have too many columns.
+    """
+
+    name = "split_points"
+
+    def __init__(self, warmup_rounds: int = 0, clients: int = 5):
+        super().__init__(warmup_rounds)
+        self.clients = clients
+
+    def end(self, job: LocalJob) -> None:
+        """Report the share of the client's samples up to the split point."""
+        if job.client >= self.clients or job.version < self.warmup_rounds:
+            return
+        losses, uncertainties = job.state["losses"], job.state["uncertainties"]
+        split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
+        job.report[f"client_{job.client}"] = split["num_unbiased"] / len(losses)

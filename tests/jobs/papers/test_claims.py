@@ -1,0 +1,153 @@
+"""The papers' claims: their printed numbers, their settings, and the verdicts from stored runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_studies import started
+
+from jobs.papers.claims import (
+    CLAIMS,
+    SKEW,
+    VERDICTS,
+    Claim,
+    claims_table,
+    findings,
+    seeds_needed,
+    verdicts,
+)
+from jobs.papers.results import stored_runs
+from jobs.papers.settings import SETTINGS, find_setting, named, overrides_of
+from jobs.papers.tables import PAPERS
+from raysim.results.report import Run
+
+ALL = [claim for paper in PAPERS for claim in CLAIMS[paper]]
+SKEW_CLAIM = next(claim for claim in CLAIMS["fedbss"] if claim.settings == SKEW)
+
+
+def made(method: str, seed: int, accuracy: float, setting: str = "skew-slow") -> Run:
+    """A stored run of ten rounds of one accuracy."""
+    overrides = " ".join(find_setting(setting).overrides)
+    command = f"raysim run {method} seed={seed} device=cuda {overrides} data.root=DIR"
+    rows = [{"round": number, "accuracy_global": accuracy} for number in range(10)]
+    summary = {"command": command, "split": {"label_entropy": 0.1}}
+    return Run("x", {"seed": seed}, rows, summary, Path("x"))
+
+
+def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow") -> list[Run]:
+    """Runs of FedAvg and of FedBSS, which is better by the gains."""
+    runs = []
+    for seed, gain in enumerate(gains):
+        runs.append(made("method=fedavg", seed, base, setting))
+        words = "method=fedbss method.fedbss.warmup_rounds=20"
+        runs.append(made(words, seed, base + gain, setting))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ([0.05, 0.06, 0.07], "supported"),
+        ([-0.05, -0.06, -0.07], "contradicted"),
+        ([-0.05, 0.06, 0.01], "undecided"),
+        ([0.05, 0.06], "undecided"),
+    ],
+)
+def test_verdict_follows_from_the_interval(gains: list[float], verdict: str) -> None:
+    (finding,) = findings(SKEW_CLAIM, pairs(gains))
+    assert finding.verdict == verdict
+    assert bool(finding.to_decide()) == (verdict == "undecided")
+    # A claim that the score is lower has the opposite verdict.
+    lower = replace(finding, claim=replace(SKEW_CLAIM, higher=False))
+    opposite = {"supported": "contradicted", "contradicted": "supported"}
+    assert lower.verdict == opposite.get(verdict, verdict)
+
+
+def test_setting_with_little_training_shows_nothing() -> None:
+    # 80 % of the printed 69.48 is 55.58.
+    for base, is_trained in ((0.55, False), (0.56, True)):
+        (finding,) = findings(SKEW_CLAIM, pairs([0.05, 0.06, 0.07], base))
+        assert finding.is_trained == is_trained
+        assert finding.verdict == ("supported" if is_trained else "undecided")
+    (untrained,) = findings(SKEW_CLAIM, pairs([0.05, 0.06, 0.07], 0.55))
+    assert "55.0 %" in untrained.to_decide() and "`skew-paper-80`" in untrained.to_decide()
+
+
+def test_settings_are_judged_apart() -> None:
+    runs = pairs([0.05, 0.06, 0.07]) + pairs([-0.05, -0.06, -0.07], setting="skew-fast")
+    first, second = findings(SKEW_CLAIM, runs)
+    assert (first.setting.name, first.verdict) == ("skew-slow", "supported")
+    assert (second.setting.name, second.verdict) == ("skew-fast", "contradicted")
+
+
+def test_needed_seeds_make_the_interval_leave_out_zero() -> None:
+    # t(0.975, 9) = 2.262: with ten pairs the half width is 0.715 deviations, with nine 0.769.
+    assert seeds_needed(1.0, 0.74) == "about 10" == seeds_needed(2.0, -1.48)
+    assert seeds_needed(1.0, 0.01) == "more than 100"
+
+
+@pytest.mark.parametrize("claim", ALL, ids=lambda claim: claim.text)
+def test_claim_has_numbers_or_a_source_and_settings(claim: Claim) -> None:
+    numbers = claim.printed_numbers()
+    assert (numbers is None) == bool(claim.source)
+    assert numbers is None or (numbers[0] > numbers[1]) == claim.higher, "as the paper claims"
+    assert claim.settings and all(find_setting(name) for name in claim.settings)
+
+
+def test_noise_claims_have_the_papers_numbers() -> None:
+    printed = [claim.printed_numbers() for claim in CLAIMS["fedbss"][:3]]
+    assert printed == [(78.88, 75.28), (79.91, 78.44), (80.63, 80.19)]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_undecided_rows_say_what_would_decide(paper: str) -> None:
+    runs = stored_runs(paper)
+    rows = claims_table(paper, runs).splitlines()[2:]
+    assert len(rows) == len(list(verdicts(paper, runs)))
+    for row in rows:
+        *_, verdict, decide, _ = [cell.strip() for cell in row.strip("| ").split(" | ")]
+        assert verdict.strip("*") in VERDICTS
+        assert ("undecided" in verdict) == (decide != "–")
+
+
+def test_settings_have_unique_names_and_overrides() -> None:
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+    assert len({setting.overrides for setting in SETTINGS}) == len(SETTINGS)
+    assert named(["rounds=1", "a=2"]).name == named(["rounds=1", "a=2"]).name != named(["a=2"]).name
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_stored_runs_are_at_named_settings(paper: str) -> None:
+    for run in stored_runs(paper):
+        assert not named(overrides_of(run)[1]).name.startswith("setting-"), run.summary["command"]
+
+
+@pytest.mark.slow
+def test_studies_of_settings_have_their_overrides(tmp_path: Path) -> None:
+    for setting in SETTINGS:
+        if not setting.study.startswith("bash jobs/studies.sh "):
+            continue
+        folder = tmp_path / setting.name
+        folder.mkdir()
+        name = setting.study.split()[-1]
+        studies = [words for words in started(folder, name) if words[1] == f"out=studies/{name}"]
+        assert len(studies) == 1, setting.name
+        wanted = set(setting.overrides)
+        said = {word for text in studies[0] for word in _values(text)}
+        assert wanted - said <= DEFAULTS, (setting.name, wanted - said)
+
+
+# Values that the presets already have.
+DEFAULTS = {"partition.alpha=0.1"}
+
+
+def _values(override: str) -> list[str]:
+    """Return an override once for each of its values; 0.5, 5.0 and 5 as in a setting."""
+    key, _, values = override.partition("=")
+    if values.startswith("["):
+        return [override]
+    numbers = [value.removesuffix(".0") for value in values.split(",")]
+    return [f"{key}={value}" for value in numbers]
