@@ -16,6 +16,7 @@ from raysim.api.composition import HOOKS, fills
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.api.method import Method
+from raysim.api.selection import Random, Selection
 from raysim.data.federated import FederatedData
 from raysim.data.heterogeneity import format_heterogeneity
 from raysim.data.split_statistics import statistics
@@ -57,6 +58,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         f"{settings.weighting} weights; {_local(settings.local)}",
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
+        "selection": _selection(spec.selection),
         "init": _init(experiment, networks, layout),
         "best": _best(experiment),
         "BatchNorm": _batchnorm(networks, personal),
@@ -167,10 +169,25 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
     if runtime.workers:
         busy = f"{expected.workers_busy:.0%}"
         texts.append(f"{_count(workers, 'worker')} busy for {busy} of the time")
+        if not spec.selection.plans_ahead:
+            texts[-1] += (
+                f", and for {expected.workers_busy_ahead:.0%} if the selection needed no reports"
+            )
     else:
         busy_workers = max(1, concurrency // CLIENTS_PER_BUSY_WORKER)
         texts.append(f"enough for {_count(busy_workers, 'busy worker')}")
     return "; ".join(texts)
+
+
+def _selection(selection: Selection) -> str:
+    """Return the rule that chooses clients, and how it is planned; "" for random clients."""
+    if type(selection) is Random:
+        return ""
+    ahead = "planned ahead of the training"
+    if not selection.plans_ahead:
+        needs = "needs what clients report" if selection.reports else "measures losses"
+        ahead = f"{needs}, so one aggregation is planned at a time"
+    return f"{selection!r}; {ahead}"
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:

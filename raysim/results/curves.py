@@ -1,4 +1,4 @@
-"""Draw metrics against rounds, traffic, virtual time and wall time, with bands over seeds."""
+"""Draw metrics against rounds, traffic, times, energy, money and CO2, with bands over seeds."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def _value(key: str) -> Callable[[Row], float]:
 
 
 # Columns of a history that the axes show.
-AXIS_COLUMNS = ("round", "floats_down", "floats_up", "virtual_seconds", "wall_seconds")
+AXIS_COLUMNS = (
+    "round", "floats_down", "floats_up", "virtual_seconds", "wall_seconds", "energy_wh", "money",
+    "co2_g",
+)  # fmt: skip
 AXES = (
     Axis("round", "round", _value("round"), "", "no round was made"),
     Axis("traffic", "traffic, down and up", _bytes, "bytes", "nothing was sent"),
@@ -126,7 +129,11 @@ AXES = (
         "these devices take no virtual time",
     ),
     Axis("wall_time", "wall time", _value("wall_seconds"), "seconds", "wall time was not recorded"),
+    Axis("energy", "energy of the jobs", _value("energy_wh"), "Wh", "the fleet has no watts"),
+    Axis("money", "money", _value("money"), "", "the fleet has no prices"),
+    Axis("co2", "CO2", _value("co2_g"), "g", "the fleet has no carbon intensity"),
 )
+USUAL_AXES = 4  # the first ones; a picture shows the others only if runs have their columns
 
 
 def _bounds(ylabel: str) -> tuple[float, float]:
@@ -163,8 +170,8 @@ def draw_panel(ax: Axes, curves: Sequence[Curve], axis: Axis, ylabel: str) -> No
         unit_size, unit = time_unit(max(values))
         ax.set_xlabel(f"{axis.title} ({unit})")
     _draw_lines(ax, moving, axis, unit_size, _bounds(ylabel))
-    if axis.unit == "bytes":
-        ax.xaxis.set_major_formatter(EngFormatter("B"))
+    if axis.unit in ("bytes", "Wh", "g"):
+        ax.xaxis.set_major_formatter(EngFormatter("B" if axis.unit == "bytes" else axis.unit))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=axis.title == "round"))
 
     lowest, highest = _bounds(ylabel)
@@ -283,16 +290,20 @@ def _draw_png(curves: Sequence[Curve], title: str, ylabel: str) -> bytes:
     longest_name = max(map(len, names), default=0)
     legend_columns = max(1, min(len(curves), 110 // (longest_name + 8)))
     legend_rows = math.ceil(len(curves) / legend_columns)
+    shown = [*AXES[:USUAL_AXES], *(axis for axis in AXES[USUAL_AXES:] if is_used(axis, curves))]
+    rows = math.ceil(len(shown) / 2)
     with matplotlib.rc_context(page_theme(False) | {"axes.grid": True}):
-        size = (10, 7.2 + 0.24 * legend_rows)
+        size = (10, 3.6 * rows + 0.24 * legend_rows)
         figure = Figure(figsize=size, dpi=130, layout="constrained")
-        axes = list(figure.subplots(2, 2, sharey=True).flat)
-        for ax, axis in zip(axes, AXES, strict=True):
+        axes = list(figure.subplots(rows, 2, sharey=True).flat)
+        for ax, axis in zip(axes, shown, strict=False):
             draw_panel(ax, curves, axis, ylabel)
+        for ax in axes[len(shown) :]:
+            ax.set_visible(False)
         if needs_log_scale(curves, ylabel):
             set_log_scale(axes[0])
-        axes[0].set_ylabel(ylabel)
-        axes[2].set_ylabel(ylabel)
+        for ax in axes[::2]:
+            ax.set_ylabel(ylabel)
         figure.suptitle(textwrap.fill(title, 90), fontsize=13)
         handles = axes[0].get_legend_handles_labels()[0]
         if handles:

@@ -22,7 +22,12 @@ from raysim.simulation.events import JobRecord
 JOBS = "jobs.parquet"
 FATES = ("aggregated", "failed", "discarded", "lost", "in flight")
 _FATE_CODES = {fate: code for code, fate in enumerate(FATES)}
-_TYPE_CODES = dict.fromkeys(JobRecord._fields, "i") | {"start": "d", "finish": "d", "fate": "b"}
+_COSTS = ("energy_wh", "money", "co2_g")  # folders of older runs do not have these columns
+_TYPE_CODES = {
+    **dict.fromkeys(JobRecord._fields, "i"),
+    **dict.fromkeys(("start", "finish", *_COSTS), "d"),
+    "fate": "b",
+}
 _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites the last file and no other
 
 
@@ -93,7 +98,11 @@ def _unreadable(path: Path) -> ValueError:
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        return pq.read_table(pa.BufferReader(path.read_bytes())).select(list(_TYPE_CODES))
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
+        for name in _COSTS:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.array(np.zeros(len(table))))
+        return table.select(list(_TYPE_CODES))
     except (pa.ArrowException, KeyError) as error:
         raise _unreadable(path) from error
 

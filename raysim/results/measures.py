@@ -9,7 +9,10 @@ from raysim.primitives.kinds import LOWER_IS_BETTER
 # Scores of a run that a study compares.
 METRICS = ("final", "best5_mean", "last10_mean")
 TITLES = {"final": "final", "best5_mean": "best 5", "last10_mean": "last 10"}
-LOWER_PREFIXES = ("rounds_to.", "floats_", "virtual_seconds", "failures")
+LOWER_PREFIXES = (
+    "rounds_to.", "floats_", "virtual_seconds", "failures", "energy_wh", "idle_wh", "money",
+    "co2_g",
+)  # fmt: skip
 
 
 def better_direction(

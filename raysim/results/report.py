@@ -335,10 +335,23 @@ def _format_number(value: float | None, *, like: float | None = None) -> str:
 
 def _format_bytes(value: float | None, *, like: float | None = None) -> str:
     """Return 1234567 as "1.23 MB"."""
-    text = _format_count(value, like=like)
-    if value is None:
+    return _with_unit(_format_count(value, like=like), "B")
+
+
+def _format_watt_hours(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234567 as "1.23 MWh"."""
+    return _with_unit(_format_count(value, like=like), "Wh")
+
+
+def _format_grams(value: float | None, *, like: float | None = None) -> str:
+    """Return 1234 as "1.23 kg"."""
+    return _with_unit(_format_count(value, like=like), "g")
+
+
+def _with_unit(text: str, unit: str) -> str:
+    if text == MISSING:
         return text
-    return f"{text}B" if text[-1].isalpha() else f"{text} B"
+    return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
 
 
 def _format_count(value: float | None, *, like: float | None = None) -> str:
@@ -531,7 +544,19 @@ def _usual_columns(runs: Sequence[Run], limit: int, percent: bool) -> list[Colum
         # Wall time depends on the machine and on what else ran there.
         _column("wall", numbers("wall_seconds"), _format_seconds, key="wall_seconds"),
     ]
+    for title, key, show in ENERGY_COLUMNS:
+        values = numbers(key)
+        if any(values):
+            columns.append(_column(title, values, show, cheaper, key=key))
     return columns
+
+
+# Columns of fleets with costs: title, key and format.
+ENERGY_COLUMNS: tuple[tuple[str, str, FormatNumber], ...] = (
+    ("energy", "energy_wh", _format_watt_hours),
+    ("money", "money", _format_count),
+    ("CO2", "co2_g", _format_grams),
+)
 
 
 def _data_settings(run: Run) -> dict[str, str]:
@@ -908,6 +933,9 @@ COSTS: tuple[tuple[str, str, Callable[[Row], float | None], FormatNumber, int], 
     ("virtual", "virtual_seconds", lambda row: row.get("virtual_seconds"), _format_seconds, -1),
     # Wall time depends on the machine and on what else ran there.
     ("wall", "wall_seconds", lambda row: row.get("wall_seconds"), _format_seconds, 0),
+    ("energy", "energy_wh", lambda row: row.get("energy_wh"), _format_watt_hours, -1),
+    ("money", "money", lambda row: row.get("money"), _format_count, -1),
+    ("CO2", "co2_g", lambda row: row.get("co2_g"), _format_grams, -1),
 )
 
 

@@ -25,6 +25,26 @@ middling phones among Yang et al.'s devices. Assumed: 2 % edge boxes. Derived: t
 rounded.
 
 The spread within a class (sigma, bandwidth_sigma) is assumed.
+
+Power, in watts:
+- Computing. Published: 3.6, 5.6 and 5.5 W at most of the CPUs of a slow, a middling and a fast
+  phone (Kim and Wu, "AutoFL: Enabling Heterogeneity-Aware Energy Efficient Federated Learning",
+  MICRO 2021), and a budget of 10 W of NVIDIA's Jetson Nano. Assumed: tablets as middling phones.
+- Receiving and sending. Measured: 1.288 W, and 0.05197 W for each Mbit/s received or 0.43839 W for
+  each Mbit/s sent, of a phone in an LTE network (Huang et al., "A Close Examination of Performance
+  and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their values at the
+  bandwidths above for slow and middling phones. Assumed: fast phones as middling ones; 2 W for
+  tablets and edge boxes.
+- Idle. Measured: 0.0686 W of a suspended phone (Carroll and Heiser, "An Analysis of Power
+  Consumption in a Smartphone", USENIX ATC 2010). Assumed: the same for tablets; 2 W for edge boxes.
+
+Money, in US dollars. Published: 5.09 for a gigabyte in mobile networks, the mean of the world
+(Cable.co.uk, 2020). Assumed: nothing for a gigabyte in fixed networks, whose prices are flat; 0.15
+for a kilowatt-hour.
+
+CO2. Published: 436 g for a kilowatt-hour, the mean of the world in 2022 (Ember, "Global Electricity
+Review 2023"); 0.12 and 0.05 kWh for a gigabyte in mobile and fixed networks in Finland in 2021
+(Traficom, 2022). Derived: 52.3 and 21.8 g for a gigabyte.
 """
 
 from __future__ import annotations
@@ -36,6 +56,7 @@ import numpy as np
 
 from raysim.primitives.checks import above, in_range, require
 from raysim.primitives.streams import stream
+from raysim.simulation.costs import Cost, FleetCosts
 from raysim.simulation.fleet import Fleet, Labels, Speeds
 
 
@@ -44,22 +65,34 @@ class DeviceClass:
     """One class of devices.
 
     share: the share of the clients, 0 to 1. flops: floating-point operations per second in
-    training. bandwidth_down, bandwidth_up: bytes per second. All values but the share are medians.
+    training. bandwidth_down, bandwidth_up: bytes per second. These three are medians. cost: the
+    power of a device, and what its link costs.
     """
 
     share: float
     flops: float
     bandwidth_down: float
     bandwidth_up: float
+    cost: Cost = field(default_factory=Cost)
 
 
 def _default_classes() -> dict[str, DeviceClass]:
     return {
-        "phone_low": DeviceClass(0.37, 0.63e9, 2.535e6, 1.081e6),
-        "phone_mid": DeviceClass(0.32, 1.8e9, 4.495e6, 1.402e6),
-        "phone_high": DeviceClass(0.22, 5.8e9, 20.77e6, 2.635e6),
-        "tablet": DeviceClass(0.07, 1.8e9, 10.72e6, 5.717e6),
-        "edge_box": DeviceClass(0.02, 59.0e9, 10.72e6, 5.717e6),
+        "phone_low": DeviceClass(
+            0.37, 0.63e9, 2.535e6, 1.081e6, Cost(3.6, 2.34, 5.08, 0.0686, 5.09, 52.3)
+        ),
+        "phone_mid": DeviceClass(
+            0.32, 1.8e9, 4.495e6, 1.402e6, Cost(5.6, 3.16, 6.21, 0.0686, 5.09, 52.3)
+        ),
+        "phone_high": DeviceClass(
+            0.22, 5.8e9, 20.77e6, 2.635e6, Cost(5.5, 3.16, 6.21, 0.0686, 5.09, 52.3)
+        ),
+        "tablet": DeviceClass(
+            0.07, 1.8e9, 10.72e6, 5.717e6, Cost(5.6, 2.0, 2.0, 0.0686, 0.0, 21.8)
+        ),
+        "edge_box": DeviceClass(
+            0.02, 59.0e9, 10.72e6, 5.717e6, Cost(10.0, 2.0, 2.0, 2.0, 0.0, 21.8)
+        ),
     }
 
 
@@ -74,13 +107,21 @@ class DeviceClasses(Fleet):
     classes: dict[str, DeviceClass] = field(default_factory=_default_classes, kw_only=False)
     sigma: float = field(default=0.25, kw_only=False)
     bandwidth_sigma: float = field(default=0.5, kw_only=False)
+    kwh_price: float = field(default=0.15, kw_only=True)
+    kwh_co2: float = field(default=436.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.cost.is_zero:
+            raise ValueError(
+                "fleet.cost has no effect, because each class of fleet=devices has its own. Set "
+                "fleet.classes.NAME.cost."
+            )
         for name, device_class in self.classes.items():
             in_range(f"fleet.classes.{name}.share", device_class.share, least=0, most=1)
             for rate in ("flops", "bandwidth_down", "bandwidth_up"):
                 above(f"fleet.classes.{name}.{rate}", getattr(device_class, rate), 0)
+            device_class.cost.check(f"fleet.classes.{name}.cost")
         shares = {name: device_class.share for name, device_class in self.classes.items()}
         total = sum(shares.values())
         require(
@@ -91,6 +132,14 @@ class DeviceClasses(Fleet):
         )
         for name in ("sigma", "bandwidth_sigma"):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
+
+    def costs(self, seed: int, clients: int) -> FleetCosts | None:
+        """Return the costs of each client's class; None if nothing costs anything."""
+        costs = [device_class.cost for device_class in self.classes.values()]
+        if all(cost.is_zero for cost in costs):
+            return None
+        kinds = self.labels(seed, clients).kinds
+        return FleetCosts(costs, kinds, self.kwh_price, self.kwh_co2)
 
     def labels(self, seed: int, clients: int) -> Labels:
         """Draw the class of each client. Every class has its share, except for rounding."""

@@ -19,7 +19,8 @@ class JobRecord(NamedTuple):
     version: the base version. start, finish: virtual seconds. fate: "aggregated", "failed",
     "discarded", "lost" or "in flight". round: the aggregation that used the update; for other jobs
     the first aggregation after the job's end, or after the run. staleness: of an aggregated or
-    failed job; 0 for other jobs.
+    failed job; 0 for other jobs. energy_wh, money, co2_g: what the job costs, as far as the fleet
+    has costs; of a job in flight, what it will cost.
     """
 
     client: int
@@ -30,6 +31,9 @@ class JobRecord(NamedTuple):
     fate: str
     round: int
     staleness: int
+    energy_wh: float = 0.0
+    money: float = 0.0
+    co2_g: float = 0.0
 
 
 Row: TypeAlias = dict[str, float | int | None]

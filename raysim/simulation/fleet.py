@@ -16,6 +16,7 @@ from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import FLOAT_BYTES
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import DAY, Availability, Diurnal, MarkovAvailability, floats
+from raysim.simulation.costs import Cost, FleetCosts
 
 
 class Trip(NamedTuple):
@@ -84,7 +85,8 @@ class Fleet:
     "markov", for `on` seconds on average and then not for `off` seconds. A client that becomes
     unavailable loses its job. dropout: the probability that a job is lost for another reason, at
     any moment of the job. patience: how many virtual seconds a run waits at most for its first
-    client.
+    client. cost: the power of each device, and what its link costs. kwh_price, kwh_co2: money and
+    grams of CO2 for a kilowatt-hour of the devices.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")
@@ -95,6 +97,9 @@ class Fleet:
     off: float = 3600.0
     dropout: float = 0.0
     patience: float = DAY
+    cost: Cost = field(default_factory=Cost)
+    kwh_price: float = 0.0
+    kwh_co2: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("fleet.availability", self.availability, self.AVAILABILITIES)
@@ -103,6 +108,9 @@ class Fleet:
         above("fleet.off", self.off, 0)
         in_range("fleet.dropout", self.dropout, least=0, below=1)
         at_least("fleet.patience", self.patience, 0)
+        self.cost.check("fleet.cost")
+        at_least("fleet.kwh_price", self.kwh_price, 0)
+        at_least("fleet.kwh_co2", self.kwh_co2, 0)
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
         """Return the speeds of `clients` devices.
@@ -137,6 +145,13 @@ class Fleet:
         if self.availability == "diurnal":
             return stream(seed, "fleet.zone").integers(24, size=clients)
         return None
+
+    def costs(self, seed: int, clients: int) -> FleetCosts | None:
+        """Return the costs of all clients; None if nothing costs anything."""
+        if self.cost.is_zero:
+            return None
+        kinds = np.zeros(clients, np.int16)
+        return FleetCosts([self.cost], kinds, self.kwh_price, self.kwh_co2)
 
     def labels(self, seed: int, clients: int) -> Labels:
         """Return the kind of each client's device, for reports."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.planner import PlannedAggregation, Planner
+from raysim.simulation.selector import SelectionError
 
 # With so many clients in flight for each worker, workers seldom wait for a dispatch.
 CLIENTS_PER_BUSY_WORKER = 8
@@ -24,6 +25,7 @@ class Forecast:
     at_work: clients in flight. seconds: virtual seconds from one aggregation to the next.
     staleness: the staleness of aggregated updates. lost, discarded: shares of the jobs that end.
     workers_busy: share of wall time in which workers work, over all planned aggregations.
+    workers_busy_ahead: the same share, if the selection could be planned ahead.
     """
 
     at_work: float
@@ -32,20 +34,22 @@ class Forecast:
     lost: float
     discarded: float
     workers_busy: float = 1.0
+    workers_busy_ahead: float = 1.0
 
 
 def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     """Return the forecast of a run of `rounds` rounds. The planner cannot be used afterwards.
 
-    Raises ValueError if the run cannot begin with this fleet.
+    Nothing is trained, so a selection that needs reports gets none here. Raises ValueError if the
+    run cannot begin with this fleet.
     """
     aggregations: list[PlannedAggregation] = []
     min_jobs = max(_MIN_JOBS, _MIN_JOBS_PER_CLIENT * planner.schedule.concurrency)
     while len(aggregations) < rounds and planner.dispatched < min_jobs:
         try:
             aggregations.append(planner.next_aggregation())
-        except RunStoppedError:  # no clients are left
-            if not aggregations:
+        except RunStoppedError as error:  # no clients are left
+            if not aggregations or isinstance(error, SelectionError):
                 raise
             break
     half = len(aggregations) // 2
@@ -63,7 +67,8 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
         staleness=float(np.mean(staleness)),
         lost=lost / ended,
         discarded=discarded / ended,
-        workers_busy=workers_busy(aggregations, workers),
+        workers_busy=workers_busy(aggregations, workers, planner.plans_ahead),
+        workers_busy_ahead=workers_busy(aggregations, workers),
     )
 
 
@@ -77,12 +82,15 @@ def _mean_in_flight(aggregations: Sequence[PlannedAggregation], begin: float, en
     return float((finish - start).sum() / (end - begin))
 
 
-def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> float:
+def workers_busy(
+    aggregations: Sequence[PlannedAggregation], workers: int, plans_ahead: bool = True
+) -> float:
     """Return the share of wall time in which `workers` workers would work.
 
     Every worker needs the same time for a sample. As in a run, a job can begin when its base
     version exists, the jobs of the next aggregation come first, and a job whose update is never
-    aggregated is not trained.
+    aggregated is not trained. plans_ahead: False if an aggregation is planned after the one before
+    it was made; a job can then begin when its aggregation is planned.
     """
     aggregation_of: dict[int, int] = {}  # by number of the job
     for aggregation in aggregations:
@@ -97,7 +105,8 @@ def workers_busy(aggregations: Sequence[PlannedAggregation], workers: int) -> fl
     while version < len(aggregations):
         if last_dispatched < version:
             last_dispatched = version
-            for job in aggregations[version].dispatched:
+            planned = aggregations[version]
+            for job in planned.dispatched if plans_ahead else planned.aggregated:
                 target = aggregation_of.get(job.number)
                 if target is not None:
                     heapq.heappush(ready, (target, job.finish, job.client, job.work))

@@ -89,6 +89,7 @@ class RowWriter:
             "staleness_max": max(staleness),
             "lost": len(aggregation.lost),
             "discarded": len(aggregation.discarded),
+            **aggregation.costs,
         }
         self._deaths = self.calls.deaths
         row |= _mean_reports(updates) | replicas.report

@@ -193,12 +193,25 @@ class JobTable:
         row, staleness = self._rows.pop(number), 0
         if row.aggregation >= 0:
             staleness = aggregation.site_version - row.job.version
-        return _record(row.job, row.state, aggregation.version + 1, staleness)
+        return self._record(row.job, row.state, aggregation.version + 1, staleness)
 
     def unfinished(self) -> tuple[JobRecord, ...]:
         """Return the records of the jobs that were not aggregated before the run ended."""
         next_round = self._replicas.version + 1
-        return tuple(_record(row.job, JobState.IN_FLIGHT, next_round, 0) for row in self.rows)
+        return tuple(self._record(row.job, JobState.IN_FLIGHT, next_round, 0) for row in self.rows)
+
+    def _record(self, job: Job, state: JobState, round_number: int, staleness: int) -> JobRecord:
+        return JobRecord(
+            job.client,
+            job.participation,
+            job.version,
+            job.start,
+            job.finish,
+            state.value,
+            round_number,
+            staleness,
+            *self._planner.cost_of(job),
+        )
 
     # --- checkpoints ------------------------------------------------------------------------------
     def restore(self, aggregations: Iterable[PlannedAggregation], rows: Iterable[JobRow]) -> None:
@@ -220,16 +233,3 @@ class JobTable:
         for row in self.rows:
             if row.state is JobState.DISPATCHED and row.aggregation >= 0:
                 self._put_in_flight(row)
-
-
-def _record(job: Job, state: JobState, round_number: int, staleness: int) -> JobRecord:
-    return JobRecord(
-        job.client,
-        job.participation,
-        job.version,
-        job.start,
-        job.finish,
-        state.value,
-        round_number,
-        staleness,
-    )

@@ -12,6 +12,7 @@ from raysim.api.declarations import Participation, RunFacts
 from raysim.api.declare import Declarations
 from raysim.api.setup import MethodDeclaration, number_of_floats
 from raysim.api.topology import Network
+from raysim.simulation.costs import Costs
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.network import make_network
 from raysim.simulation.planner import Load, Planner
@@ -119,4 +120,18 @@ def make_planner(
     load: Loads | PeerLoads = loads
     if network.on_clients:
         load = PeerLoads(loads, network, declarations.layout.shared)
-    return Planner(schedule, devices, seed, counts, load, fleet.patience, spec.selection, network)
+    fleet_costs = fleet.costs(seed, len(counts))
+    costs = None
+    if fleet_costs is not None:
+        costs = Costs(fleet_costs, devices, np.flatnonzero(counts))
+    return Planner(
+        schedule,
+        devices,
+        seed,
+        counts,
+        load,
+        fleet.patience,
+        spec.selection,
+        network,
+        costs,
+    )

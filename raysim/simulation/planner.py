@@ -23,6 +23,7 @@ from raysim.api.selection import Random, Selection
 from raysim.api.topology import Network, one_replica
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import Availability
+from raysim.simulation.costs import Costs, JobCost
 from raysim.simulation.events import RunStoppedError
 from raysim.simulation.fleet import Devices
 from raysim.simulation.idle_clients import IdleClients
@@ -78,6 +79,8 @@ class PlannedAggregation:
     down: int = 0  # floats sent to clients since the start of the run
     up: int = 0  # floats sent by clients since the start of the run
     between: int = 0  # floats sent between replicas since the start of the run
+    # What jobs have cost since the start of the run, by column; empty if nothing costs anything.
+    costs: dict[str, float] = field(default_factory=dict)
 
     @property
     def staleness(self) -> list[int]:
@@ -137,7 +140,7 @@ class Planner:
     client's earlier jobs, and how many of those were aggregated. patience: how many virtual seconds
     to wait at most for a first client. selection: the rule that chooses the clients. network: the
     replicas of the run; None: there is one. If each replica has its own schedule, every one of them
-    is a site.
+    is a site. costs: adds up what jobs cost; None if nothing costs anything.
     """
 
     def __init__(
@@ -150,12 +153,14 @@ class Planner:
         patience: float = math.inf,
         selection: Selection | None = None,
         network: Network | None = None,
+        costs: Costs | None = None,
     ):
         self._network = network or one_replica(len(counts))
         check_sites(schedule, counts, self._network)
         self.schedule, self.devices, self.seed = schedule, devices, seed
         self._load = load
         self._patience = patience
+        self._costs = costs
         self.eligible = np.flatnonzero(counts)
         self._members = self._divide_into_pools(counts)
         self._sites = [Site(-1, len(self.eligible), max(0, schedule.pools))]
@@ -201,6 +206,10 @@ class Planner:
     def plans_ahead(self) -> bool:
         """True if the plan does not depend on training."""
         return self._selector is None or self._selector.rule.plans_ahead
+
+    def cost_of(self, job: Job) -> JobCost:
+        """Return what a job costs."""
+        return JobCost() if self._costs is None else self._costs.of(job)
 
     def measure_with(self, measure: MeasureLosses) -> None:
         """Let the selection measure losses of the current version with this function."""
@@ -326,6 +335,8 @@ class Planner:
     def _end(self, job: Job) -> None:
         site = self._site_of(job)
         self._busy.discard(job.client)
+        if self._costs is not None:
+            self._costs.end(job, self.now)
         if self._selector is not None:
             self._selector.end(job, self.now)
         site.busy -= 1
@@ -398,6 +409,8 @@ class Planner:
         aggregation = self._next
         aggregation.now, aggregation.aggregated = self.now, jobs
         aggregation.site_version = site.version
+        if self._costs is not None:
+            aggregation.costs = self._costs.totals(self.now)
         for job in jobs:
             self.accepted[job.client] += 1
         if self._selector is not None:
@@ -477,6 +490,8 @@ class Planner:
             if loss_pass is None:
                 finish, arrives = self.devices.trip(client, earlier, self.now, work, down, up)
             else:
+                if client in loss_pass.work:
+                    down = 0  # it has received the model for the pass
                 load = work, down, up
                 finish, arrives = loss_pass.trip(self.devices, client, earlier, self.now, load)
             # By position: names would double the time, a large part of what a job costs the plan.
@@ -487,8 +502,7 @@ class Planner:
                 pool, self.now, finish, arrives, work, down, up,
             )  # fmt: skip
             self.dispatched += 1
-            if loss_pass is None or client not in loss_pass.work:
-                self._next.down += down
+            self._next.down += down
             self._next.dispatched.append(job)
             self._start(site, job)
         if clients and not site.sent:
@@ -502,6 +516,8 @@ class Planner:
         site.running[job.number] = job
         site.busy += 1
         self._busy.add(job.client)
+        if self._costs is not None:
+            self._costs.start(job, self.now)
         if self._selector is not None:
             self._selector.start(job.client)
         for idle_clients in self._idle_clients.values():
@@ -516,8 +532,11 @@ class Planner:
         self.cohorts += 1
         clients = selector.choose(count, pool, self.now, version, decision)
         if selector.loss_pass is not None:
-            self._next.down += selector.loss_pass.down
-            self._next.up += selector.loss_pass.up
+            self._next.down += sum(selector.loss_pass.down.values())
+            self._next.up += len(selector.loss_pass.down)
+            if self._costs is not None:
+                for client, work in selector.loss_pass.work.items():
+                    self._costs.add_pass(client, work, selector.loss_pass.down[client], 1)
         if len(clients) == count:
             self._idle_clients.pop(pool, None)
         elif selector.offered and not clients and not self._events:
@@ -665,6 +684,7 @@ class Planner:
                 for site in self._sites
             ],
             "step": self._next.to_json(),
+            "costs": [] if self._costs is None else self._costs.state(),
         }
 
     def restore(
@@ -699,6 +719,8 @@ class Planner:
             site.version, site.sent, site.since = values["version"], values["sent"], values["since"]
             site.since_meeting, site.waits = values["since_meeting"], values["waits"]
             site.arrived = [Job(*job) for job in values["arrived"]]
+        if self._costs is not None and state.get("costs"):  # older checkpoints have none
+            self._costs.restore(state["costs"])
         self._next = PlannedAggregation.from_json(state["step"])
 
 

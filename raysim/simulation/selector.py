@@ -29,14 +29,13 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A pass in which clients compute the loss of the current model before jobs start.
 
-    seconds: until the slowest of them has answered. down, up: floats that all of them received and
-    sent. work: samples of each client's pass, by client.
+    seconds: until the slowest of them has answered. work: samples of each client's pass, by client.
+    down: floats that each client received, by client; it sent one.
     """
 
     seconds: float
-    down: int
-    up: int
     work: Mapping[int, float]
+    down: Mapping[int, int]
 
     def trip(
         self,
@@ -47,14 +46,12 @@ class LossPass:
         load: tuple[float, int, int],
     ) -> Trip:
         """Return the end of a job that is dispatched now and starts after the pass."""
-        work, down, up = load
         start = now + self.seconds
         if devices.presence is not None:
             leaves = devices.presence.next_change(client, now, start)
             if leaves < start:
                 return Trip(leaves, False)
-        received = 0 if client in self.work else down
-        return devices.trip(client, participation, start, work, received, up)
+        return devices.trip(client, participation, start, *load)
 
 
 class IdleMask:
@@ -263,14 +260,14 @@ class Selector:
         most = math.inf if samples is None else samples
         work = {client: FORWARD * min(most, int(facts.samples[client])) for client in clients}
         earlier, accepted = facts.participations, facts.accepted
-        received = [
-            self._load(client, version, int(earlier[client]), int(accepted[client]))[1]
+        down = {
+            client: self._load(client, version, int(earlier[client]), int(accepted[client]))[1]
             for client in clients
-        ]
+        }
         work_of_all = np.zeros(len(self._busy))
         work_of_all[list(work)] = list(work.values())
-        seconds = self._devices.seconds(work_of_all, max(received), 1)[list(clients)]
-        self.loss_pass = LossPass(float(seconds.max()), sum(received), len(received), work)
+        seconds = self._devices.seconds(work_of_all, max(down.values()), 1)[list(clients)]
+        self.loss_pass = LossPass(float(seconds.max()), work, down)
         if self.measure is None:
             return np.full(len(clients), np.nan)
         return self.measure(clients, samples)

@@ -11,6 +11,7 @@ from raysim.simulation.forecast import Forecast, forecast
 from raysim.simulation.load import make_planner
 from raysim.simulation.planner import PlannedAggregation, Planner
 from raysim.simulation.schedule import Immediate, Oversample, Schedule, Synchronous
+from raysim.simulation.selection_rules import PowerOfChoice
 from raysim.training.run_spec import declare_run
 
 
@@ -58,6 +59,16 @@ def test_forecast_of_busy_workers_follows_dependencies(
 ) -> None:
     result = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
     assert least <= result.workers_busy <= most
+
+
+def test_forecast_without_look_ahead_leaves_workers_idle() -> None:
+    """One update at a time: only one of two workers has a job whose aggregation is planned."""
+    spec = run_spec(data=equal_clients(16), selection=PowerOfChoice(16, loss="last"))
+    fleet = TimedFleet((1.0,) * 16)
+    made = make_planner(spec, declare_run(spec), Immediate(16), fleet)
+    result = forecast(made, 200, workers=2)
+    assert result.workers_busy == 0.5
+    assert result.workers_busy_ahead > 0.95
 
 
 def test_forecast_of_jobs_without_time() -> None:
