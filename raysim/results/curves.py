@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 PERCENT = " (%)"  # at the end of a label
 VISIBLE_SHARE = 0.01  # of an axis: smaller differences cannot be seen
+OVERLAP_SHARE = 1 / 3  # of a line on another one, from which it has gaps
 MAX_POINTS = 400  # of a mean curve: more cannot be seen and would make the page large
 MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
 
@@ -203,15 +205,14 @@ def _draw_lines(
         x = [axis.read(row) / unit_size for row, _ in curve.points]
         y = [value for _, value in curve.points]
         colour = LIGHT[curve.colour]
-        # A line that lies on another one has gaps in which the other is seen.
         points = dict(zip(x, y, strict=True))
-        below = sum(_overlap(points, other, tolerance) for other in drawn)
+        gaps = gap_dashes(points, drawn, tolerance)
         drawn.append(points)
         ax.plot(
             x,
             y,
             color=colour,
-            linestyle=(0.0, (6 / below, 6.0)) if below else DASHES[curve.dash],
+            linestyle=gaps or DASHES[curve.dash],
             marker="o" if len(x) <= MAX_MARKED_POINTS else None,
             label=curve.label,
             clip_on=False,  # or a line at the end of an axis would be half as thick
@@ -223,12 +224,26 @@ def _draw_lines(
             ax.fill_between(x, low, high, facecolor=(colour, 0.1), linewidth=0)
 
 
+def gap_dashes(
+    points: dict[float, float], drawn: Sequence[dict[float, float]], tolerance: float
+) -> tuple[float, tuple[float, float]] | None:
+    """Return dashes with gaps in which lines below are seen; None if the line hides no other.
+
+    points: y by x. drawn: the points of the lines below. tolerance: a difference of y that cannot
+    be seen.
+    """
+    below = sum(_overlap(points, other, tolerance) for other in drawn)
+    return (0.0, (6 / below, 6.0)) if below else None
+
+
 def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
-    """Return True if two lines look the same at all points of the shorter one."""
+    """Return True if many pieces of the shorter line look like those of the longer one."""
     shorter, longer = sorted((one, other), key=len)
-    if not shorter.keys() <= longer.keys():
-        return False
-    return all(abs(y - longer[x]) <= tolerance for x, y in shorter.items())
+    same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]
+    if len(same) == 1:
+        return same[0]
+    hidden_pieces = sum(start and end for start, end in itertools.pairwise(same))
+    return hidden_pieces >= OVERLAP_SHARE * (len(same) - 1)
 
 
 def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:

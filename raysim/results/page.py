@@ -31,8 +31,10 @@ from raysim.results.clients import (
 )
 from raysim.results.curves import (
     PERCENT,
+    VISIBLE_SHARE,
     Curve,
     draw_comparison,
+    gap_dashes,
     in_percent,
     mean_curve,
     panels,
@@ -75,6 +77,7 @@ MAX_TIMELINES, MAX_SPLITS, MAX_ERRORS = 6, 4, 20  # on one page
 LOWEST_USERS = 5  # users with the lowest scores that are named
 MAX_MAP_CLIENTS = 1000  # columns of the picture of a split
 MAX_CURVE_POINTS = 400
+COMPARED_SHARES = np.linspace(0, 1, 51)  # of the clients, where two lines are compared
 ERROR_LENGTH = 300  # characters of an error that are shown
 CHECKSUM_LENGTH = 12  # digits of a checksum that are shown
 CHECKSUMS = ("model_sha256", "state_sha256")  # keys of a summary
@@ -345,9 +348,15 @@ def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
     metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
 
     def draw(ax: Axes) -> None:
+        drawn: list[dict[float, float]] = []
+        tolerance = VISIBLE_SHARE * float(np.ptp(np.concatenate(scores)))
         for index, values in enumerate(scores):
             if not len(values):
                 continue
+            quantiles = np.quantile(values, COMPARED_SHARES).tolist()
+            points = dict(zip(COMPARED_SHARES.tolist(), quantiles, strict=True))
+            gaps = gap_dashes(points, drawn, tolerance)
+            drawn.append(points)
             shares = np.arange(1, len(values) + 1) / len(values)
             places = np.linspace(0, len(values) - 1, MAX_CURVE_POINTS)
             places = np.unique(places.astype(int))
@@ -356,7 +365,7 @@ def _client_scores(groups: Sequence[RunGroup]) -> PagePart:
                 shares[places],
                 where="post",
                 color=LIGHT[index % len(LIGHT)],
-                linestyle=DASHES[index // len(LIGHT) % len(DASHES)],
+                linestyle=gaps or DASHES[index // len(LIGHT) % len(DASHES)],
                 linewidth=1.6,
             )
         ax.grid(True)

@@ -23,7 +23,8 @@ import raysim
 from raysim import cli
 from raysim.commands.sweep.plan import plan, read_request
 from raysim.commands.sweep.records import TrialRecord, TrialRecords
-from raysim.commands.sweep.report import draw_parallel
+from raysim.commands.sweep.report import KeyAxis, draw_parallel
+from raysim.commands.sweep.space import Choice, Interval
 from raysim.commands.sweep.trial import Trial, open_trial
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
@@ -256,6 +257,21 @@ class TestReport:
         best = records.best()
         assert best is not None and best.number == 1
         assert records.count_equal(best) == 1
+
+    @pytest.mark.parametrize(
+        ("key", "values", "is_logarithmic"),
+        [
+            ("local.lr", Choice((0.01, 0.03)), True),
+            ("method.fedadam.server_lr", Interval(0.01, 0.1), True),
+            ("local.lr", Choice((0.0, 0.1)), False),
+            ("method.fedprox.mu", Choice((0.01, 0.03)), False),
+            ("method.fedprox.mu", Choice((0.01, 1.0)), True),
+        ],
+    )
+    def test_axis_of_learning_rates_is_logarithmic(
+        self, key: str, values: Choice | Interval, is_logarithmic: bool
+    ) -> None:
+        assert KeyAxis(key, "x", values, []).is_logarithmic is is_logarithmic
 
     @pytest.mark.parametrize(
         ("scores", "ticks"),

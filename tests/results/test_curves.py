@@ -168,11 +168,12 @@ def test_log_axis_of_loss_has_plain_numbers() -> None:
 
 
 def test_curve_on_another_is_dashed() -> None:
-    """So is one that is the first part of another."""
+    """So is one of which a third or more lies on another."""
     for second, dashed in (
         ([0.5, 0.75, 0.7], True),
         ([0.5, 0.751, 0.7], True),
         ([0.5, 0.75], True),
+        ([0.5, 0.75, 0.6], True),  # half of it
         ([0.5, 0.7, 0.7], False),
     ):
         each = [history([0.5, 0.75, 0.7]), history(list(second))]

@@ -196,10 +196,13 @@ class KeyAxis:
         self.range = values
         numbers = values.values if isinstance(values, Choice) else (values.low, values.high)
         self.is_numeric = all(_is_number(value) for value in numbers)
+        is_positive = self.is_numeric and min(numbers) > 0
         if isinstance(values, Interval):
             self.is_logarithmic = values.log
         else:
             self.is_logarithmic = self.is_numeric and _spans_magnitudes(numbers)
+        # Learning rates are compared by their ratios, however few of them were searched.
+        self.is_logarithmic |= is_positive and _is_rate(key)
         self.values: tuple[object, ...] = numbers
         if isinstance(values, Choice) and self.is_numeric:
             self.values = tuple(sorted(values.values, key=lambda value: float(str(value))))
@@ -242,6 +245,12 @@ def _round_numbers(low: float, high: float) -> list[float]:
     ticks = MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     numbers = [float(tick) for tick in ticks if low - tolerance <= tick <= high + tolerance]
     return numbers if len(numbers) > 1 else [low, high]
+
+
+def _is_rate(key: str) -> bool:
+    """Return True for the key of a learning rate: local.lr, method.fedadam.server_lr."""
+    leaf = key.rpartition(".")[2]
+    return leaf == "lr" or leaf.endswith(("_lr", "learning_rate"))
 
 
 def _spans_magnitudes(values: Sequence[Any]) -> bool:
