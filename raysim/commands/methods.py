@@ -8,12 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysim.api.method import Method
-from raysim.experiment.describe import hook_names
+from raysim.commands.method_sources import MethodSource, read_method, read_module
 from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.instantiate import TARGET, format_value
-from raysim.experiment.parts import class_of
-from raysim.methods import fedavg
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import user_path
 
@@ -71,8 +68,7 @@ def find_methods(
         for name, node in nodes.items():
             if name != option and name in options:
                 continue  # it has an option of its own as well
-            cls = class_of(node, f"method.{name}", Method, allow)
-            entries[name] = _entry(name, option, node, cls)
+            entries[name] = _entry(name, option, node, allow)
     if not names:
         return list(entries.values())
     names_of = {name: [name] for name in entries}
@@ -87,20 +83,37 @@ def find_methods(
 
 def _fedavg() -> MethodEntry:
     """Return the entry of FedAvg, which has no class: it is the empty list of methods."""
-    text = inspect.cleandoc(fedavg.__doc__ or "")
-    return MethodEntry("fedavg", "fedavg", fedavg.PAPER, first_line(text), [text])
+    text, paper = read_module("raysim.methods.fedavg", "PAPER")
+    return MethodEntry("fedavg", "fedavg", paper, first_line(text), [text])
 
 
-def _entry(name: str, option: str, node: Mapping[str, Any], cls: type[Method]) -> MethodEntry:
+def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodEntry:
+    source = read_method(str(node.get(TARGET))) or _import_method(name, node, allow)
+    texts = (source.module_text, source.class_text)
+    # The docstring of a module with one method is about this method.
+    about = first_line(texts[0] if source.is_alone else texts[1])
+    parameters = {key: value for key, value in node.items() if key != TARGET}
+    return MethodEntry(name, option, source.paper, about, texts, source.hooks, parameters)
+
+
+def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodSource:
+    """Return the same for a class that has to be imported, such as one of the user's own."""
+    from raysim.api.method import Method
+    from raysim.experiment.describe import hook_names
+    from raysim.experiment.parts import class_of
+
+    cls = class_of(node, f"method.{name}", Method, allow)
     module = inspect.getmodule(cls)
     classes = [member for member in vars(module).values() if isinstance(member, type)]
     own_classes = [member for member in classes if member.__module__ == cls.__module__]
     methods = [member for member in own_classes if issubclass(member, Method)]
-    texts = (inspect.getdoc(module) or "", inspect.cleandoc(cls.__doc__ or ""))
-    # The docstring of a module with one method is about this method.
-    about = first_line(texts[0] if len(methods) == 1 else texts[1])
-    parameters = {key: value for key, value in node.items() if key != TARGET}
-    return MethodEntry(name, option, cls.paper, about, texts, hook_names(cls), parameters)
+    return MethodSource(
+        inspect.getdoc(module) or "",
+        inspect.cleandoc(cls.__doc__ or ""),
+        cls.paper,
+        hook_names(cls),
+        len(methods) == 1,
+    )
 
 
 def first_line(text: str) -> str:

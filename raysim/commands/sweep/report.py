@@ -196,7 +196,7 @@ class KeyAxis:
         self.range = values
         numbers = values.values if isinstance(values, Choice) else (values.low, values.high)
         self.is_numeric = all(_is_number(value) for value in numbers)
-        is_positive = self.is_numeric and min(numbers) > 0
+        is_positive = self.is_numeric and all(float(str(value)) > 0 for value in numbers)
         if isinstance(values, Interval):
             self.is_logarithmic = values.log
         else:

@@ -1,0 +1,123 @@
+"""Read what a method's source file says about it, without importing it and PyTorch.
+
+`raysim methods` lists 60 methods; importing their classes takes most of its time.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import raysim
+
+ROOT = Path(raysim.__file__).parent
+METHOD = "Method"  # the class that all methods extend
+UNLISTED_HOOKS = ("settings",)  # they only check settings
+
+
+@dataclass(frozen=True)
+class MethodSource:
+    """What a file says about one of its classes.
+
+    module_text, class_text: the docstrings. hooks: the hooks that the class overrides. is_alone:
+    True if the file has no other method.
+    """
+
+    module_text: str
+    class_text: str
+    paper: str
+    hooks: Sequence[str]
+    is_alone: bool
+
+
+def read_method(target: str) -> MethodSource | None:
+    """Return what the source says about a class, such as "raysim.methods.fedprox.FedProx".
+
+    Returns None if the class is not raysim's, or extends a class of another file: then it has to
+    be imported.
+    """
+    module, _, name = target.rpartition(".")
+    path = _source_file(module)
+    if path is None:
+        return None
+    tree = _parse(path)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    lineages = {other: _lineage(other, classes) for other in classes}
+    lineage = lineages.get(name)
+    if lineage is None:
+        return None
+    defined = {member.name for node in lineage for member in _functions(node)}
+    papers = [text for node in lineage for text in _constants(node, "paper")]
+    methods = [other for other, nodes in lineages.items() if nodes is not None]
+    return MethodSource(
+        _docstring(tree),
+        _docstring(classes[name]),
+        papers[0] if papers else "",
+        [hook for hook in hook_order() if hook in defined],
+        methods == [name],
+    )
+
+
+def read_module(module: str, constant: str) -> tuple[str, str]:
+    """Return the docstring of one of raysim's modules, and a text that it assigns to a name."""
+    path = _source_file(module)
+    assert path is not None, module
+    tree = _parse(path)
+    return _docstring(tree), next(_constants(tree, constant))
+
+
+@functools.cache
+def hook_order() -> list[str]:
+    """Return the hooks of a method in the order of `raysim.Method`."""
+    tree = _parse(ROOT / "api" / "method.py")
+    (base,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == METHOD)
+    names = [member.name for member in _functions(base)]
+    return [name for name in names if not name.startswith("_") and name not in UNLISTED_HOOKS]
+
+
+def _source_file(module: str) -> Path | None:
+    package, *parts = module.split(".")
+    path = ROOT.joinpath(*parts).with_suffix(".py")
+    return path if package == raysim.__name__ and parts and path.is_file() else None
+
+
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(importlib.util.decode_source(path.read_bytes()))
+
+
+def _lineage(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef] | None:
+    """Return a class and the classes that it extends up to `Method`; None if others are there."""
+    lineage = []
+    while name != METHOD:
+        node = classes.get(name)
+        if node is None or len(node.bases) != 1 or not isinstance(node.bases[0], ast.Name):
+            return None
+        lineage.append(node)
+        name = node.bases[0].id
+    return lineage
+
+
+def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef):
+            yield member
+
+
+def _constants(node: ast.ClassDef | ast.Module, name: str) -> Iterator[str]:
+    """Yield the texts that a body assigns to a name."""
+    for statement in node.body:
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
+            continue
+        targets = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+        if name in targets:
+            yield str(statement.value.value)
+
+
+def _docstring(node: ast.ClassDef | ast.Module) -> str:
+    return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")

@@ -1,0 +1,49 @@
+"""What `raysim methods` reads from source files is what the imported classes say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from raysim.commands import methods
+from raysim.commands.method_sources import hook_order, read_method, read_module
+from raysim.experiment.describe import HOOKS
+from raysim.experiment.groups import find_groups, load_option
+from raysim.methods import fedavg
+
+NODES = {
+    name: node
+    for option, path in find_groups([]).files["method"].items()
+    for name, node in load_option(path, "method").items()
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_source_of_method_says_what_its_class_says(name: str) -> None:
+    source = read_method(NODES[name]["_target_"])
+    assert source == methods._import_method(name, NODES[name], [])
+
+
+def test_hooks_have_the_order_of_the_class() -> None:
+    assert hook_order() == [hook for hook in HOOKS if hook != "settings"]
+
+
+def test_source_of_fedavg_has_its_paper() -> None:
+    text, paper = read_module("raysim.methods.fedavg", "PAPER")
+    assert (text, paper) == ((fedavg.__doc__ or "").strip(), fedavg.PAPER)
+
+
+@pytest.mark.parametrize("target", ["mine.method.Lasso", "raysim.methods.none.X", "None"])
+def test_class_of_others_has_to_be_imported(target: str) -> None:
+    assert read_method(target) is None
+
+
+def test_list_of_methods_imports_no_torch() -> None:
+    code = (
+        "import sys; from raysim import cli; status = cli.call(['methods', 'fedadam+fedld']); "
+        "sys.exit(status or sum(name in sys.modules for name in ('torch', 'pandas', 'scipy')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "method.fedadam.server_lr=0.1" in done.stdout
