@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysim.commands.method_sources import MethodSource, read_method, read_module
 from raysim.experiment.groups import find_groups, load_option
 from raysim.experiment.instantiate import TARGET, format_value
+from raysim.experiment.method_sources import MethodSource, read_method, read_module
 from raysim.primitives.errors import Refused, suggest
 from raysim.primitives.files import user_path
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import raysim
-
-ROOT = Path(raysim.__file__).parent
+PACKAGE = "raysim"
+ROOT = Path(__file__).parents[1]
 METHOD = "Method"  # the class that all methods extend
 UNLISTED_HOOKS = ("settings",)  # they only check settings
 
@@ -83,7 +82,7 @@ def hook_order() -> list[str]:
 def _source_file(module: str) -> Path | None:
     package, *parts = module.split(".")
     path = ROOT.joinpath(*parts).with_suffix(".py")
-    return path if package == raysim.__name__ and parts and path.is_file() else None
+    return path if package == PACKAGE and parts and path.is_file() else None
 
 
 @functools.cache

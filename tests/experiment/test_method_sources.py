@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from raysim.commands import methods
-from raysim.commands.method_sources import hook_order, read_method, read_module
 from raysim.experiment.describe import HOOKS
 from raysim.experiment.groups import find_groups, load_option
+from raysim.experiment.method_sources import hook_order, read_method, read_module
 from raysim.methods import fedavg
 
 NODES = {
