@@ -1,8 +1,7 @@
-"""The files of conf/data and conf/partition: every setting of a class, with its default."""
+"""The files of conf/data and conf/partition, and values that the user gives."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from raysim.data.domains import Domains
-from raysim.data.partition import Partitioner
-from raysim.data.sources import Cifar10, FashionMnist, Mnist, Source, Stored
+from raysim.data.sources import Cifar10, FashionMnist, Mnist, Stored
 from raysim.experiment.compose import compose as compose_run
 from raysim.experiment.instantiate import build_object, resolve
 from raysim.primitives.files import conf_folder
 
 FOLDER = Path(conf_folder())
-PIPELINE = ("mean", "std", "augment", "crop_area", "rotate_degrees")
-PAPERS = {
-    "name",
-    "only",
-    "size",
-    "channels",
-    *PIPELINE,
-}  # what a file may set otherwise than the constructor
-OPTIONS = sorted(
-    f"{group}/{path.stem}"
-    for group in ("data", "partition")
-    for path in (FOLDER / group).glob("*.yaml")
-    if not path.name.startswith("_")
-)
 
 
 def node(option: str, *overrides: str) -> dict:
@@ -44,26 +28,6 @@ def node(option: str, *overrides: str) -> dict:
 def built(option: str, *overrides: str) -> object:
     values = node(option, *overrides)
     return build_object(resolve(values["_target_"], option), values, option.partition("/")[0])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option_file_names_every_setting(option: str) -> None:
-    part = built(option)
-    assert isinstance(part, Source if option.startswith("data/") else Partitioner)
-    assert {field.name for field in dataclasses.fields(part)} == set(node(option)) - {"_target_"}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option_file_has_defaults_of_constructor(option: str) -> None:
-    part = built(option)
-    for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        default = (
-            field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
-        )
-        if default is not dataclasses.MISSING and field.name not in PAPERS:
-            assert getattr(part, field.name) == default, field.name
 
 
 def test_options_can_be_overridden_one_by_one() -> None:

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from raysim.api.declarations import Evaluation, Local
-from raysim.api.method import Method
 from raysim.experiment.build import build
 from raysim.experiment.compose import compose
-from raysim.experiment.config_files import drop_set_keys, load_yaml, to_dict, to_yaml
+from raysim.experiment.config_files import drop_set_keys, to_dict, to_yaml
 from raysim.experiment.groups import find_groups
 from raysim.experiment.instantiate import TARGET, build_object, defaults, resolve
 from raysim.experiment.run_overrides import expand_override
@@ -43,53 +42,6 @@ def sentence(*overrides: str) -> str:
 # --- the files ------------------------------------------------------------------------------------
 def options(group: str) -> list[str]:
     return list(find_groups().files[group])
-
-
-@pytest.mark.parametrize("name", options("method"))
-def test_method_file_equals_class_defaults(name: str) -> None:
-    parts = node(f"method=[{name}]")["method"]
-    for key, values in parts.items():
-        cls = resolve(values.pop(TARGET), key)
-        assert issubclass(cls, Method)
-        assert cls.name == key
-        # what follows the run is told by the run
-        following = {
-            k
-            for k, v in load_yaml(find_groups().files["method"][name])[key].items()
-            if v == "${rounds}"
-        }
-        assert {k: None if k in following else v for k, v in values.items()} == defaults(cls)
-
-
-@pytest.mark.parametrize("group", ["schedule", "fleet", "data", "partition", "model"])
-def test_option_file_has_the_keys_of_its_class(group: str) -> None:
-    for name in options(group):
-        values = node(f"{group}={name}", "experiment=default")[group]
-        assert set(defaults(resolve(values.pop(TARGET), group))) == set(values), name
-
-
-@pytest.mark.parametrize("group", ["schedule", "fleet", "data"])
-def test_option_file_has_the_defaults_of_its_class(group: str) -> None:
-    # of a data set
-    own = {
-        "mean",
-        "std",
-        "augment",
-        "only",
-        "name",
-        "size",
-        "channels",
-        "domains",
-        "crop_area",
-        "rotate_degrees",
-    }
-    for name in options(group):
-        values = node(f"{group}={name}")[group]
-        for key, value in defaults(resolve(values.pop(TARGET), group)).items():
-            found = values[key]
-            if isinstance(found, dict):
-                found.pop(TARGET, None)
-            assert key in own or found == value, (name, key)
 
 
 @pytest.mark.parametrize(

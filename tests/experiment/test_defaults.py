@@ -9,26 +9,77 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from raysim import methods
 from raysim.api.method import Method
+from raysim.data.partition import Partitioner
+from raysim.data.sources import Source
 from raysim.experiment.config_files import load_yaml
-from raysim.experiment.instantiate import TARGET, import_target
+from raysim.experiment.instantiate import (
+    MISSING,
+    TARGET,
+    build_object,
+    defaults,
+    import_target,
+    resolve,
+)
 from raysim.primitives.files import conf_folder
 
 GROUPS = ("method", "partition", "schedule", "fleet", "loss", "model", "learner")
 FILES = [path for group in GROUPS for path in sorted((conf_folder() / group).glob("*.yaml"))]
+# The files of options, which name every setting of a class.
+OPTIONS = [
+    f"{group}/{path.stem}"
+    for group in ("method", "schedule", "fleet", "data", "partition", "model")
+    for path in sorted((conf_folder() / group).glob("*.yaml"))
+    if not path.name.startswith("_")
+]
+# Settings that the file of a data set may give another value than its class.
+OF_DATA_SETS = {
+    "mean",
+    "std",
+    "augment",
+    "only",
+    "name",
+    "size",
+    "channels",
+    "domains",
+    "crop_area",
+    "rotate_degrees",
+}
+
+
+def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of both, of nested dictionaries too; those of the second win."""
+    merged = dict(first)
+    for key, value in second.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def values(path: Path) -> dict[str, Any]:
     """Return the values of a file and of the files in its list of defaults."""
     node = load_yaml(path)
-    before = [each for each in node.pop("defaults", []) if each != "_self_"]
-    found: dict[str, Any] = {}
-    for name in before:
-        found |= values(path.parent / f"{name}.yaml")
-    return found | node
+    included = [name for name in node.pop("defaults", []) if name != "_self_"]
+    merged: dict[str, Any] = {}
+    for name in included:
+        merged = merge(merged, values(path.parent / f"{name}.yaml"))
+    return merge(merged, node)
+
+
+def option_parts(option: str) -> dict[str, dict[str, Any]]:
+    """Return the nodes of an option that name a class, by their path in a configuration."""
+    group = option.partition("/")[0]
+    node = values(conf_folder() / f"{option}.yaml")
+    if group != "method":
+        return {group: node}
+    return {f"method.{name}": part for name, part in node.items()}
 
 
 def objects(node: Any) -> Iterator[dict[str, Any]]:
@@ -44,6 +95,62 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a class's constructor."""
     found: Any = import_target(target, "conf")
     return inspect.signature(found).parameters
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_file_has_the_keys_of_its_class(option: str) -> None:
+    group = option.partition("/")[0]
+    for path, part in option_parts(option).items():
+        cls = resolve(part[TARGET], path)
+        assert {*part} - {TARGET} == {*defaults(cls)}
+        if group == "method":
+            assert issubclass(cls, Method)
+            assert path == f"method.{cls.name}"
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if not name.startswith("model/")])
+def test_option_file_has_the_defaults_of_its_class(option: str) -> None:
+    for path, part in option_parts(option).items():
+        for key, default in defaults(resolve(part[TARGET], path)).items():
+            value = part[key]
+            if isinstance(value, dict):
+                value = {name: each for name, each in value.items() if name != TARGET}
+            if value == "${rounds}":
+                value = None  # the run gives it
+            if path == "data" and key in OF_DATA_SETS:
+                continue
+            if path == "partition" and default == MISSING:
+                continue
+            assert value == default, key
+
+
+@pytest.mark.parametrize(("group", "base"), [("data", Source), ("partition", Partitioner)])
+def test_option_files_build_their_objects(group: str, base: type) -> None:
+    for option in OPTIONS:
+        if option.startswith(f"{group}/"):
+            node = option_parts(option)[group]
+            part = build_object(resolve(node[TARGET], group), node, group)
+            assert isinstance(part, base), option
+
+
+# One option for each way in which files include others.
+@pytest.mark.parametrize(
+    "option",
+    [
+        "data/cifar10",
+        "data/digits",
+        "data/pacs",
+        "partition/iid",
+        "partition/natural",
+        "fleet/lognormal",
+        "model/timm",
+        "model/transformer",
+    ],
+)
+def test_hydra_composes_an_option_from_its_files(option: str) -> None:
+    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        composed = OmegaConf.to_container(hydra.compose(option))
+    assert composed == {option.partition("/")[0]: values(conf_folder() / f"{option}.yaml")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from tiny_runs import (
     NORMED_MLP,
     ROUNDS,
     BiasFreeMlp,
+    FinishedRun,
     Spy,
     coordinate,
     pairs,
@@ -30,6 +33,7 @@ from tiny_runs import (
     run_spec,
     run_to_end,
     same_arrays,
+    tiny_data,
 )
 from torch import Tensor
 
@@ -41,7 +45,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.setup import MethodDeclaration, Setup
 from raysim.conformance import agreement
-from raysim.conformance.methods import check_arguments, check_messages
+from raysim.conformance.methods import Seen, check_arguments, check_messages
 from raysim.methods.ace import ACE
 from raysim.methods.afl import AFL
 from raysim.methods.apfl import APFL
@@ -97,6 +101,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.methods.trimmed_mean import TrimmedMean
 from raysim.methods.vhl import Vhl
 from raysim.models import ModelRecipe
+from raysim.simulation.events import Saved
 from raysim.simulation.fleet import Ideal, Lognormal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import declare_run
@@ -430,6 +435,52 @@ def fresh(*names: str) -> Callable[[], Any]:
     return lambda: study(*made(*names))
 
 
+def _few_samples(*names: str) -> Any:
+    """Return a run of new methods on fewer samples, for tests that need few steps."""
+    return study(*made(*names), data=tiny_data(samples=90))
+
+
+FREIGHT: dict[str, Callable[[], Method]] = {
+    **{name: row.make for name, row in TABLE.items()},
+    "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
+    "fedbr without a projector": lambda: small_fedbr(mu=0.0),
+    "partialfed by hand": PartialFed,
+    # A prototype that a client keeps may be, byte for byte, what the one holder of its class
+    # uploaded.
+    "fedproto": FedProto,
+}
+SCHEDULES = {"rounds": ROUNDS, "buffer": BUFFER}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run of five rounds whose messages were checked, and how to make it again."""
+
+    name: str
+    schedule: Any
+    make: Callable[[], Any]
+    seen: Seen
+
+
+@pytest.fixture(
+    scope="module",
+    params=itertools.product(["fedavg", *FREIGHT], SCHEDULES),
+    ids=lambda param: "-".join(param),
+)
+def watched(request: pytest.FixtureRequest) -> Watched:
+    """Run a method once for all tests that look at a run of it."""
+    name, schedule = request.param
+    row = TABLE.get(name.partition(" ")[0])
+
+    def make() -> Any:
+        if row is None:
+            return study()
+        return study(FREIGHT[name](), model=row.model, data=tiny_data(samples=90))
+
+    seen = check_messages(make, SCHEDULES[schedule])
+    return Watched(name, SCHEDULES[schedule], make, seen)
+
+
 def test_every_method_has_a_row_in_the_table() -> None:
     assert {method.name for method in every_method()} == set(TABLE)
     assert all(row.make().name == name for name, row in TABLE.items())
@@ -453,14 +504,24 @@ def references() -> Iterable[Any]:
     ]
 
 
+@functools.cache
+def fedavg_run(
+    study_settings: frozenset[tuple[str, Any]], run_settings: frozenset[tuple[str, Any]]
+) -> FinishedRun:
+    """Run FedAvg with these settings, once for all methods that are compared with it."""
+    return run(study(**dict(study_settings)), **dict(run_settings))
+
+
 @pytest.mark.parametrize("plain", references())
 def test_method_is_fedavg_at_reference_settings(plain: Plain) -> None:
-    others = {"local": LOCAL, "model": NORMED} | plain.study
-    # On ideal devices: elsewhere what a method sends changes when its clients arrive, and so the order of the sum.
-    found = run(study(plain.make(), **others), fleet=Ideal(), **plain.run)
-    fedavg = run(study(**others), fleet=Ideal(), **plain.run)
-    assert found.finished.model_sha256 == fedavg.finished.model_sha256
-    assert same_arrays(found.tensors, fedavg.tensors)
+    study_settings = {"local": LOCAL, "model": NORMED} | plain.study
+    # On ideal devices: elsewhere what a method sends changes when its clients arrive, and with it
+    # the order of the sum.
+    run_settings = {"fleet": Ideal()} | plain.run
+    finished = run(study(plain.make(), **study_settings), **run_settings)
+    fedavg = fedavg_run(frozenset(study_settings.items()), frozenset(run_settings.items()))
+    assert finished.finished.model_sha256 == fedavg.finished.model_sha256
+    assert same_arrays(finished.tensors, fedavg.tensors)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -468,23 +529,37 @@ def test_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
     # FedBuff differs where updates are stale only.
     schedule = BUFFER if name == "fedbuff" else ROUNDS
     row = TABLE[name]
-    found, fedavg = (
-        run(study(*methods, model=row.model), schedule, rounds=4, **UNIFORM)
-        for methods in ([row.make()], [])
-    )
-    assert (found.finished.model_sha256 != fedavg.finished.model_sha256) is not row.as_fedavg
+    run_settings = {"schedule": schedule, "rounds": 4} | UNIFORM
+    finished = run(study(row.make(), model=row.model), **run_settings)
+    fedavg = fedavg_run(frozenset({("model", row.model)}), frozenset(run_settings.items()))
+    assert (finished.finished.model_sha256 != fedavg.finished.model_sha256) is not row.as_fedavg
 
 
 # --- interruptions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-@pytest.mark.parametrize("name", ["fedavg", *TABLE])
-def test_resumed_run_equals_a_straight_one(name: str, schedule: Any) -> None:
+def test_resumed_run_equals_a_straight_one(watched: Watched, tmp_path: Path) -> None:
+    interrupted = coordinate(
+        watched.make(), watched.schedule, rounds=5, checkpoint_every=3, folder=str(tmp_path)
+    )
+    next(event for event in interrupted.run() if isinstance(event, Saved))
+    resumed = run(
+        watched.make(),
+        watched.schedule,
+        rounds=5,
+        resume=str(tmp_path / "checkpoints" / "round-000003"),
+    )
+    agreement.check_same(watched.seen.run, resumed, "straight and resumed after round 3")
+
+
+# FedProto's prototypes need a check of their own: see `FREIGHT`.
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("name", ["scaffold", "fedproto"])
+def test_checkpoints_change_no_bit(name: str, schedule: Any) -> None:
     agreement.check_resumed(fresh(name), schedule)
 
 
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("name", TABLE)
 def test_two_ray_workers_equal_one_process(name: str, schedule: Any, workers: Workers) -> None:
     agreement.check_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
@@ -545,24 +620,12 @@ def test_training_results_do_not_move_the_clock(name: str) -> None:
         )
 
 
-# --- what travels -------------------------------------------------------------------------------------------------
+# --- what travels -------------------------------------------------------------------------------
 
 
-FREIGHT: dict[str, Callable[[], Method]] = {
-    **{name: row.make for name, row in TABLE.items()},
-    "fedbr once": lambda: small_fedbr(pseudo_refresh="once"),
-    "fedbr without a projector": lambda: small_fedbr(mu=0.0),
-    "partialfed by hand": PartialFed,
-    # A prototype that a client keeps may be, byte for byte, what the one holder of its class uploaded.
-    "fedproto": FedProto,
-}
-
-
-@pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-@pytest.mark.parametrize("name", FREIGHT)
-def test_messages_hold_declared_values_and_no_client_state(name: str, schedule: Any) -> None:
-    row = TABLE[name.partition(" ")[0]]
-    seen = check_messages(lambda: study(FREIGHT[name](), model=row.model), schedule)
+def test_messages_hold_declared_values_and_no_client_state(watched: Watched) -> None:
+    name, seen = watched.name, watched.seen
+    row = TABLE.get(name.partition(" ")[0], Row(FedProx))  # FedAvg keeps and uploads nothing
     assert seen.uploads == {*row.uploads}
     assert bool(seen.personal) == row.personal
     assert bool(seen.secrets) == row.private, "otherwise this test sees nothing"
@@ -575,7 +638,8 @@ def test_messages_with_fedbn_hold_no_client_state(name: str) -> None:
     names = list(dict.fromkeys([name, "fedbn"]))
     if len(names) > 1 and clash(*names):
         return
-    seen, rows = check_messages(fresh(*names), ROUNDS), [TABLE[each] for each in names]
+    methods_together = functools.partial(_few_samples, *names)
+    seen, rows = check_messages(methods_together, ROUNDS), [TABLE[method] for method in names]
     assert seen.uploads == {upload for row in rows for upload in row.uploads}
     assert bool(seen.personal)
     assert bool(seen.secrets)
@@ -671,9 +735,10 @@ def test_each_legal_pair_is_trained() -> None:
 @pytest.mark.parametrize("names", COVERING, ids="-".join)
 def test_methods_of_a_list_train_together(names: list[str]) -> None:
     methods = [TABLE[name].make() for name in names]
-    found = run(study(*methods), rounds=2)
-    assert not found.failures
-    assert all(math.isfinite(row["train_loss"] or math.nan) for row in found.rows)  # type: ignore[arg-type]
+    finished = run(study(*methods, data=tiny_data(samples=60)), rounds=2)
+    assert not finished.failures
+    losses = [row["train_loss"] for row in finished.rows]
+    assert all(loss is not None and math.isfinite(loss) for loss in losses)
 
 
 # Methods of which a list may hold one.
