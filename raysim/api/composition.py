@@ -348,6 +348,14 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
     """
     missing = _missing(task, has_features)
     for declared in all_declared:
+        if declared.targets == "soft" and task.objective.has_ignored:
+            problem = "labels of this data belong to positions"
+            if task.has_unlabelled:
+                problem = "some samples of this data have no class"
+            raise ValueError(
+                f"method '{declared.method}' makes soft labels of the classes of samples, and "
+                f"{problem}. Leave the method out, or choose other data."
+            )
         for need in declared.needs:
             if need in missing:
                 raise ValueError(
@@ -362,6 +370,8 @@ def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":
         missing["classes"] = f"needs classes as labels, and this data is for {task.kind}"
+    elif task.has_unlabelled:
+        missing["classes"] = "needs a class for each sample, and some samples have none"
     if not has_features:
         missing["features"] = (
             "needs features in front of a linear head, and this model cannot be split into them: "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raysim.api.losses import RowLoss
 from raysim.api.metrics import Metric, resolve_metrics
-from raysim.api.objectives import OBJECTIVES, MetricRule, Objective
+from raysim.api.objectives import OBJECTIVES, PARTLY_LABELLED, MetricRule, Objective
 from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import Kind, Tokens
@@ -33,6 +33,8 @@ class Task:
     labels to a loss for each sample [B]; None for the usual one. unseen: the number of clients that
     are never trained. scores: the metrics that are computed, names and metrics of the user. lower:
     the names of metrics for which a lower score is better, in addition to those that say so.
+    label_shape: the shape of one label: () for a class, the positions for a class at each.
+    has_unlabelled: True if some samples have no class.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +48,15 @@ class Task:
     unseen: int = 0
     scores: tuple[str | Metric, ...] = ()
     lower: Collection[str] = ()
+    label_shape: tuple[int, ...] = ()
+    has_unlabelled: bool = False
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of the model's output for one sample, such as (classes,)."""
+        if self.kind == "positions":
+            return (self.num_classes, *self.label_shape)
+        return self.label_shape or (self.num_classes,)
 
     @property
     def population(self) -> int:
@@ -55,7 +66,7 @@ class Task:
     @property
     def objective(self) -> Objective:
         """The loss and the metrics of the task."""
-        usual = OBJECTIVES[self.kind]
+        usual = PARTLY_LABELLED if self.has_unlabelled else OBJECTIVES[self.kind]
         return usual if self.loss is None else usual.with_loss(self.loss)
 
     @cached_property

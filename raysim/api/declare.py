@@ -153,7 +153,7 @@ def declare(
         torch.manual_seed(torch_seed(settings.seed, f"networks.{method.name}"))
         needs_before = len(declared.needs)
         _call_setup(method, setup, has_features)
-        if len(declared.needs) > needs_before:
+        if len(declared.needs) > needs_before or declared.targets != "any":
             check_needs([declared], task, has_features)
         _add_networks(networks, private, declared)
         all_declared.append(declared)

@@ -6,7 +6,7 @@ class like these, or a function `loss(outputs, labels)` of plain tensor operatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -74,28 +74,31 @@ class Huber:
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each sample [B]."""
-        return huber_loss(outputs, labels, reduction="none", delta=self.delta).mean(1)
+        return huber_loss(outputs, labels, reduction="none", delta=self.delta).flatten(1).mean(1)
 
 
-def check_loss(loss: RowLoss, kind: Kind, outputs: int) -> None:
+def check_loss(
+    loss: RowLoss, kind: Kind, output_shape: Sequence[int], label_shape: Sequence[int]
+) -> None:
     """Raise ValueError for a loss that does not fit the labels or is not a value for each sample.
 
-    kind: the kind of the task. outputs: the number of outputs of the model.
+    kind: the kind of the task. output_shape, label_shape: the shapes for one sample.
     """
     name = loss_name(loss)
     kind_of_loss: Kind = getattr(loss, "kind", kind)
-    if kind_of_loss != kind:
+    fits_positions = kind == "positions" and kind_of_loss == "classification"
+    if kind_of_loss != kind and not fits_positions:
         raise ValueError(
             f"loss={name} is for {kind_of_loss}, and this data is for {kind}. Choose another one, "
             "or loss=usual."
         )
-    is_classes = kind == "classification"
-    labels = torch.zeros(2, dtype=torch.int64) if is_classes else torch.zeros(2, outputs)
+    is_classes = kind in ("classification", "positions")
+    labels = torch.zeros(2, *label_shape, dtype=torch.int64 if is_classes else torch.float32)
     try:
-        losses: object = loss(torch.zeros(2, outputs), labels)
+        losses: object = loss(torch.zeros(2, *output_shape), labels)
     except Exception as error:  # any error of a user's own code
         raise ValueError(
-            f"loss={name} fails for outputs [2, {outputs}] and labels {list(labels.shape)} "
+            f"loss={name} fails for outputs {[2, *output_shape]} and labels {list(labels.shape)} "
             f"({type(error).__name__}: {error}). A loss for {kind} must take these, and return one "
             "value for each sample."
         ) from error

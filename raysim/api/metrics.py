@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -16,7 +17,7 @@ from raysim.api.objectives import MetricRule
 from raysim.primitives.checks import one_of
 from raysim.primitives.errors import first_line, nearest
 from raysim.primitives.extras import import_optional
-from raysim.primitives.kinds import Kind
+from raysim.primitives.kinds import IGNORED, Kind
 
 if TYPE_CHECKING:
     from raysim.api.declarations import Task
@@ -28,6 +29,7 @@ _PREFIXES: dict[Kind, str] = {
     "classification": "multiclass",
     "multilabel": "multilabel",
     "regression": "",
+    "positions": "multiclass",
 }
 _SHORT_NAMES = {"f1": "f1_score", "iou": "jaccard_index", "map": "average_precision"}
 
@@ -246,10 +248,13 @@ def example_scores(task: Task) -> tuple[Tensor, Tensor]:
     """Return random outputs and labels of a task, in which every class occurs if few exist."""
     generator = torch.Generator().manual_seed(0)
     rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)
-    outputs = torch.randn(rows, task.num_classes, generator=generator)
-    if task.kind == "classification":
-        return outputs, torch.arange(rows) % task.num_classes
-    labels = torch.randn(rows, task.num_classes, generator=generator)
+    if task.kind == "positions":
+        rows = 3
+    outputs = torch.randn(rows, *task.output_shape, generator=generator)
+    if task.kind in ("classification", "positions"):
+        labels = torch.arange(rows * math.prod(task.label_shape)) % task.num_classes
+        return outputs, labels.view(rows, *task.label_shape)
+    labels = torch.randn(rows, *task.output_shape, generator=generator)
     return outputs, (labels > 0).float() if task.kind == "multilabel" else labels
 
 
@@ -307,9 +312,13 @@ class TorchMetric:
         cls = _torch_classes(self.kind, f"evaluate.metrics={self.name}")[self.name]
         parameters = inspect.signature(cls).parameters
         sizes = dict.fromkeys(("num_classes", "num_labels", "num_outputs"), self.outputs)
-        metric = cls(**{key: size for key, size in sizes.items() if key in parameters})
+        arguments = {key: size for key, size in sizes.items() if key in parameters}
+        if self.kind == "positions":
+            arguments["ignore_index"] = IGNORED
+        metric = cls(**arguments)
         if self.kind == "regression":
-            shape = (-1,) if self.outputs == 1 else (len(outputs), self.outputs)
+            is_one_value = outputs[0].numel() == 1
+            shape = (-1,) if is_one_value else (len(outputs), -1)
             value: Tensor = metric(outputs.reshape(shape), labels.reshape(shape))
         elif self.kind == "multilabel":
             value = metric(outputs.sigmoid(), labels.long())

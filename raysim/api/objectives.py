@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from raysim.api.losses import RowLoss
-from raysim.primitives.kinds import Kind
+from raysim.primitives.kinds import IGNORED, Kind
 
 
 def mean(values: np.ndarray) -> float:
@@ -42,14 +42,22 @@ class Objective:
 
     loss: function from outputs [B, C] and labels to the mean over the batch. losses: function from
     the same to a loss for each sample [B]. metrics: the metrics; the first one is the usual one.
+    has_ignored: True if labels may be `IGNORED`; then means are over those that are not.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     losses: RowLoss
     metrics: tuple[MetricRule, ...]
+    has_ignored: bool = False
 
     def with_loss(self, row_loss: RowLoss) -> Objective:
         """Return the same objective with another loss."""
+        if self.has_ignored:
+            return replace(
+                self,
+                loss=lambda outputs, labels: _counted_mean(row_loss(outputs, labels), labels),
+                losses=lambda outputs, labels: _counted_means(row_loss(outputs, labels), labels),
+            )
 
         def losses(outputs: Tensor, labels: Tensor) -> Tensor:
             values = row_loss(outputs, labels)
@@ -64,6 +72,103 @@ class Objective:
         return next((metric for metric in self.metrics if metric.name == name), None)
 
 
+# ---- labels of which some do not count -----------------------------------------------------------
+def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of a loss over the labels that count; 0 if none does.
+
+    values: a loss for each label, in the shape of `labels`; or one for each sample [B], whose mean
+    over the samples with a label that counts is returned.
+    """
+    is_counted = labels != IGNORED
+    if values.shape != labels.shape:
+        is_counted = is_counted.flatten(1).any(1)
+        values = values if values.ndim == 1 else values.flatten(1).mean(1)
+    return torch.where(is_counted, values, 0).sum() / is_counted.sum().clamp(min=1)
+
+
+def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample [B] the mean of a loss over its labels that count; 0 without any."""
+    if values.shape != labels.shape:
+        return values if values.ndim == 1 else values.flatten(1).mean(1)
+    is_counted = (labels != IGNORED).reshape(len(labels), -1)
+    sums = torch.where(is_counted, values.reshape(len(labels), -1), 0).sum(1)
+    return sums / is_counted.sum(1).clamp(min=1)
+
+
+def label_losses(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each label, in the shape of `labels`; 0 for ignored ones.
+
+    outputs: [B, C] for labels [B], and [B, C, ...] for labels [B, ...].
+    """
+    rows = outputs.movedim(1, -1).reshape(-1, outputs.shape[1])
+    losses = cross_entropy(rows, labels.reshape(-1), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape)
+
+
+def counted_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the labels that count, as PyTorch does; 0 without any."""
+    return _counted_mean(label_losses(outputs, labels), labels)
+
+
+def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample [B] the mean cross-entropy over its labels that count."""
+    return _counted_means(label_losses(outputs, labels), labels)
+
+
+def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample and class the positions that are right, predicted and labelled.
+
+    outputs: [B, C, ...]. labels: [B, ...]. The result is int64 [B, 3, C]; positions that are
+    ignored are in none of the counts.
+    """
+    batch, classes = outputs.shape[:2]
+    labels = labels.reshape(batch, -1)
+    predicted = outputs.argmax(1).reshape(batch, -1)
+    is_counted = labels != IGNORED
+    first = classes * torch.arange(batch, device=labels.device).unsqueeze(1)
+    parts = [
+        (first + labels)[is_counted & (labels == predicted)],
+        (first + predicted)[is_counted],
+        (first + labels)[is_counted],
+    ]
+    counts = [torch.bincount(part, minlength=batch * classes) for part in parts]
+    return torch.stack(counts).view(3, batch, classes).transpose(0, 1)
+
+
+def position_accuracy(counts: np.ndarray) -> float:
+    """Return the share of positions that are predicted correctly; nan if none counts."""
+    right, _, labelled = counts.sum(axis=0)
+    return float(right.sum() / labelled.sum()) if labelled.any() else float("nan")
+
+
+def mean_iou(counts: np.ndarray) -> float:
+    """Return the mean over the classes of intersection over union (Jaccard index).
+
+    Classes that are neither labelled nor predicted anywhere in the set are left out; nan if all
+    are.
+    """
+    right, predicted, labelled = counts.sum(axis=0)
+    union = predicted + labelled - right
+    is_present = union > 0
+    if not is_present.any():
+        return float("nan")
+    return float(np.mean(right[is_present] / union[is_present]))
+
+
+def position_f1(counts: np.ndarray) -> float:
+    """Return the mean over the classes of 2 TP / (2 TP + FP + FN), the Dice coefficient.
+
+    Classes are left out as in `mean_iou`.
+    """
+    right, predicted, labelled = counts.sum(axis=0)
+    total = predicted + labelled
+    is_present = total > 0
+    if not is_present.any():
+        return float("nan")
+    return float(np.mean(2 * right[is_present] / total[is_present]))
+
+
+# ---- classes, several labels, values -------------------------------------------------------------
 def is_right(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return bool [B]: True if the largest output is the label's output."""
     return outputs.argmax(1) == labels
@@ -164,12 +269,12 @@ def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def absolute_error(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample [B] the mean absolute error over the outputs."""
-    return (outputs - labels).abs().mean(1)
+    return (outputs - labels).abs().flatten(1).mean(1)
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample [B] the mean squared error over the outputs."""
-    return (outputs - labels).square().mean(1)
+    return (outputs - labels).square().flatten(1).mean(1)
 
 
 OBJECTIVES: Mapping[Kind, Objective] = {
@@ -203,5 +308,19 @@ OBJECTIVES: Mapping[Kind, Objective] = {
             MetricRule("mse", squared_error, higher=False),
         ),
     ),
+    "positions": Objective(
+        counted_loss,
+        counted_losses,
+        (
+            MetricRule("accuracy", class_counts, position_accuracy),
+            MetricRule("iou", class_counts, mean_iou),
+            MetricRule("f1", class_counts, position_f1),
+        ),
+        has_ignored=True,
+    ),
 }
+# Classes of which some are missing: the same scores, because only samples with a class are scored.
+PARTLY_LABELLED = Objective(
+    counted_loss, counted_losses, OBJECTIVES["classification"].metrics, has_ignored=True
+)
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

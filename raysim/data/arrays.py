@@ -18,6 +18,7 @@ from raysim.data.columns import assemble
 from raysim.data.labels import read_labels
 from raysim.data.raw import Origin, Raw, Source
 from raysim.data.values import plain_array, type_name
+from raysim.primitives.kinds import Kind
 
 COLUMNS = ("inputs", "labels", "users")
 LabelLists: TypeAlias = list[list[Any]]  # for each sample the labels that it has
@@ -49,7 +50,7 @@ class Arrays(Source):
                 f"data.digest={self.digest}: these arrays came from Python, and the cache of this "
                 "machine does not have them. Give them again, raysim.run(data=...)."
             )
-        labels = read_labels(arrays.labels, self.kind, None, "data")
+        labels = read_labels(arrays.labels, self.kind, None, "data", self.ignore)
         label_type = "lists"
         if isinstance(arrays.labels, np.ndarray):
             label_type = type_name(arrays.labels)
@@ -75,9 +76,10 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     settings: arguments of `Arrays`.
     """
     train, test = _split_halves(data)
-    halves = [_read_half(train, "train")]
+    kind = (settings or {}).get("kind")
+    halves = [_read_half(train, "train", kind)]
     if test is not None:
-        halves.append(_read_half(test, "test"))
+        halves.append(_read_half(test, "test", kind))
     if len({len(columns) for columns in halves}) > 1:
         raise ValueError(
             "data: only one of training and test rows has users. Give users for both, or for none."
@@ -120,8 +122,11 @@ def _split_halves(data: object) -> tuple[object, object]:
     )
 
 
-def _read_half(part: object, name: str) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs, the labels and, if there are some, the users of one half."""
+def _read_half(part: object, name: str, kind: Kind | None) -> tuple[NDArray[Any] | LabelLists, ...]:
+    """Return the inputs, the labels and, if there are some, the users of one half.
+
+    kind: `data.kind`, which decides whether lists of one length are labels or an array.
+    """
     if isinstance(part, TensorDataset):
         part = part.tensors
     if isinstance(part, Dataset):
@@ -132,7 +137,7 @@ def _read_half(part: object, name: str) -> tuple[NDArray[Any] | LabelLists, ...]
             "labels, users)."
         )
     inputs = plain_array(part[0], f"data: the inputs for {name}")
-    labels: NDArray[Any] | LabelLists = _label_lists(part[1]) or plain_array(
+    labels: NDArray[Any] | LabelLists = _label_lists(part[1], kind) or plain_array(
         part[1], f"data: the labels for {name}"
     )
     shapes = f"inputs of shape {inputs.shape} and {_describe_shape(labels)}"
@@ -175,8 +180,14 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
     return tuple(zip(*items, strict=True))
 
 
-def _label_lists(column: object) -> LabelLists | None:
-    """Return labels that are lists of different lengths or of text; None for other columns."""
+def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
+    """Return labels that are lists of different lengths or of text; None for other columns.
+
+    kind: with "multilabel" integers that are not all 0 or 1 are lists of labels as well, and with
+    "positions" nothing is.
+    """
+    if kind == "positions":
+        return None
     if isinstance(column, pd.Series) and column.dtype == object:
         column = column.tolist()
     if not isinstance(column, (list, tuple)) or not column:
@@ -191,6 +202,8 @@ def _label_lists(column: object) -> LabelLists | None:
         return None
     lengths = {len(row) for row in rows}
     has_text = any(isinstance(label, str) for label in items)
+    if kind == "multilabel" and not set(items) <= {0, 1}:
+        return rows
     if lengths == {1} or (len(lengths) == 1 and not has_text):
         return None
     return rows

@@ -17,7 +17,7 @@ from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
 from raysim.data.rows import choose_test_rows, number_domains, train_first
 from raysim.data.values import as_float32
 from raysim.primitives.extras import import_optional
-from raysim.primitives.kinds import Tokens
+from raysim.primitives.kinds import IGNORED, Tokens
 from raysim.primitives.memory import check_memory
 
 MAX_COLUMNS_IN_MESSAGE = 4
@@ -353,14 +353,15 @@ def spread_test_rows(
     labels: LabelSet, users: NDArray[Any] | None, fraction: float
 ) -> NDArray[np.bool_]:
     """Mark a share of each class of each user as test rows, evenly spread."""
+    groups = np.zeros(len(labels.values), np.int64)
+    is_labelled = np.ones(len(groups), np.bool_)
     if labels.kind == "classification":
-        groups = labels.values.astype(np.int64)
-    else:
-        groups = np.zeros(len(labels.values), np.int64)
+        is_labelled = labels.values != IGNORED
+        groups = np.where(is_labelled, labels.values, len(labels.names))
     if users is not None:
         _, user_numbers = np.unique(users.astype(np.str_), return_inverse=True)
-        groups = user_numbers * len(labels.names) + groups
-    return choose_test_rows(groups, fraction)
+        groups = user_numbers * (len(labels.names) + 1) + groups
+    return choose_test_rows(groups, fraction) & is_labelled
 
 
 # ---- types of Arrow ------------------------------------------------------------------------------

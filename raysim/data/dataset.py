@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 
 from raysim.data.csr import Ints
 from raysim.primitives.files import open_draft, replace_file, user_path, wait_for_folder
-from raysim.primitives.kinds import Kind, Tokens
+from raysim.primitives.kinds import IGNORED, Kind, Tokens
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32] | Ints
-# classes [n]; or values, or several labels that are there (1) or not (0), [n, outputs]
+# classes [n], or a class for each position [n, ...]; or values, or several labels that are there
+# (1) or not (0), [n, outputs]
 LabelArray: TypeAlias = Ints | NDArray[np.float32]
 
 FORMAT = 5  # increase it when the same settings give other bytes
@@ -92,6 +94,16 @@ class Dataset:
         return len(self.class_names)
 
     @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Return the shape of one label: () for a class, the positions for a class at each."""
+        return self.labels.shape[1:]
+
+    @cached_property
+    def has_unlabelled(self) -> bool:
+        """Return True if some samples have no class."""
+        return self.kind == "classification" and bool((self.labels == IGNORED).any())
+
+    @property
     def is_images(self) -> bool:
         """Return True if inputs are pictures [channels, height, width] of 8 bits."""
         return self.inputs.dtype == np.uint8 and len(self.shape) == 3
@@ -99,8 +111,12 @@ class Dataset:
     def groups(self) -> tuple[Ints, list[str]]:
         """Return the class of every row, and the names of the classes.
 
-        All rows of data without classes are in one group.
+        Samples without a label are a group of their own. All rows of data without classes are in
+        one group.
         """
+        if self.has_unlabelled:
+            groups = np.where(self.labels == IGNORED, self.num_classes, self.labels)
+            return groups.astype(np.int64), [*self.class_names, "unlabelled"]
         if self.kind == "classification":
             return cast(Ints, self.labels), self.class_names
         return np.zeros(len(self), np.int64), ["all"]
@@ -154,6 +170,8 @@ def _write(path: Path, samples: Samples) -> None:
         "train_rows": samples.train_rows,
         "columns": samples.columns,
     }
+    if samples.kind == "positions" or samples.labels.ndim > 2:
+        header["label_shape"] = samples.labels.shape[1:]
     inputs = np.ascontiguousarray(samples.inputs)
     labels = np.ascontiguousarray(samples.labels, dtype=_label_dtype(samples.kind))
     domains = np.ascontiguousarray(samples.domains, dtype=np.int64)
@@ -170,7 +188,7 @@ def _write(path: Path, samples: Samples) -> None:
 
 
 def _label_dtype(kind: Kind) -> type[np.generic]:
-    return np.int64 if kind == "classification" else np.float32
+    return np.int64 if kind in ("classification", "positions") else np.float32
 
 
 def _binary_column(values: NDArray[Any]) -> pa.Array:
@@ -204,7 +222,8 @@ def _map_file(path: Path) -> Samples:
     if kind == "classification":
         labels = batch.column(1).to_numpy()
     else:
-        labels = _view_column(batch.column(1), _label_dtype(kind), (rows, len(class_names)))
+        shape = header.get("label_shape", [len(class_names)])
+        labels = _view_column(batch.column(1), _label_dtype(kind), (rows, *shape))
     domains = batch.column(2).to_numpy()
     if not _is_verified(path):
         if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():

@@ -17,6 +17,7 @@ from raysim.data.csr import CSR, Ints, Partition
 from raysim.data.dataset import Dataset
 from raysim.data.partition import Partitioner
 from raysim.data.raw import Source
+from raysim.primitives.kinds import IGNORED
 from raysim.primitives.streams import stream
 
 # Settings that titles leave out: where data lie, and how batches are made.
@@ -84,6 +85,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     groups, group_names = clean.groups()
     labels, domains = groups[: clean.train_rows], clean.domains[: clean.train_rows]
     partition = partitioner.split(labels, domains, len(group_names), seed)
+    partition = _score_labelled(partition, clean)
     dataset = corrupt(source, clean, partition, seed)
     # a user's partitioner need not extend `Partitioner`, and may have neither of these
     name_users = getattr(partitioner, "users", None)
@@ -95,11 +97,35 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
     return FederatedData(
         dataset_path=dataset.path,
         partition=partition,
-        central=np.arange(dataset.train_rows, len(dataset)),
+        central=_labelled_rows(dataset, np.arange(dataset.train_rows, len(dataset))),
         pipeline=source.pipeline(),
         title=f"{_title(source)}, {_title(partitioner)}",
         users=None if users is None else pa.array(users, pa.string()),
     )
+
+
+def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
+    """Return the rows that have a label."""
+    if not dataset.has_unlabelled:
+        return rows
+    return rows[dataset.labels[rows] != IGNORED]
+
+
+def _score_labelled(partition: Partition, dataset: Dataset) -> Partition:
+    """Remove samples without a label from the clients' test and validation samples."""
+    if not dataset.has_unlabelled:
+        return partition
+
+    def labelled(part: CSR | None) -> CSR | None:
+        if part is None:
+            return None
+        is_kept = dataset.labels[part.indices] != IGNORED
+        counts = np.bincount(part.owners[is_kept], minlength=len(part))
+        return CSR.from_counts(part.indices[is_kept], counts)
+
+    test, validation = labelled(partition.test), labelled(partition.validation)
+    assert test is not None, "every partition has test samples, perhaps none for each client"
+    return replace(partition, test=test, validation=validation)
 
 
 def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
@@ -158,6 +184,11 @@ def _check_settings(source: Source, clean: Dataset) -> None:
         raise ValueError(
             f"data.label_noise={source.label_noise} needs at least two classes, the data has one. "
             "Set it to 0."
+        )
+    if source.label_noise and clean.has_unlabelled:
+        raise ValueError(
+            f"data.label_noise={source.label_noise} changes the class of every sample, and some "
+            "have none (data.ignore). Set it to 0."
         )
     if clean.is_images:
         _check_image_sizes(source, clean)
@@ -293,7 +324,8 @@ def data_warnings(data: FederatedData) -> Iterator[str]:
     """
     dataset = data.open()
     if dataset.kind == "classification":
-        counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
+        counts = np.bincount(dataset.groups()[0], minlength=dataset.num_classes)
+        counts = counts[: dataset.num_classes]
         absent = int(np.count_nonzero(counts == 0))
         if 2 * absent > dataset.num_classes:
             yield (

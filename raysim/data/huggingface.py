@@ -81,7 +81,7 @@ class HuggingFace(Source):
         table, features = pa.concat_tables(tables), splits[0].features
         label = label_column(list(features), self.label, self.label_column, place)
         values = label_values(table, label, place)
-        labels = read_labels(values, self.kind, _class_names(features[label]), place)
+        labels = read_labels(values, self.kind, _class_names(features[label]), place, self.ignore)
         user = self._find_user(list(features), place)
         users = None if user is None else group_values(table, user, place)
         if len(tables) == 1:

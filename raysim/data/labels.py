@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raysim.data.rows import number_labels
 from raysim.data.values import refuse_nan, type_name
-from raysim.primitives.kinds import Kind
+from raysim.primitives.kinds import IGNORED, Kind
 from raysim.primitives.memory import check_memory
 
 MAX_CLASSES_OF_FLOATS = 100  # more different whole floats are values
@@ -26,31 +26,39 @@ class LabelSet(NamedTuple):
     kind: Kind
 
 
-def read_labels(values: Any, kind: Kind | None, names: list[str] | None, place: str) -> LabelSet:
+def read_labels(
+    values: Any,
+    kind: Kind | None,
+    names: list[str] | None,
+    place: str,
+    ignore: int | str = IGNORED,
+) -> LabelSet:
     """Return labels in the form in which they are stored.
 
-    values: an array [n] or [n, outputs], where [n, 1] is read as [n]; or a list of labels for each
-    row. kind: `data.kind`; None uses `infer_kind`. names: the names of the outputs, if the source
-    has them. place: the source in messages.
+    values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]; or a list of labels
+    for each row. kind: `data.kind`; None uses `infer_kind`. names: the names of the outputs, if the
+    source has them. place: the source in messages. ignore: `data.ignore`, the class that stands for
+    no label; it is stored as `IGNORED`.
     """
     if not isinstance(values, np.ndarray):
         return _read_lists(values, kind, names, place)
     refuse_nan(values, f"{place}: the labels")
     if values.ndim > 1 and math.prod(values.shape[1:]) == 1:
         values = values.reshape(-1)
-    if values.ndim > 2:
-        raise ValueError(
-            f"{place}: the labels have the shape {list(values.shape)}, and raysim learns one label "
-            "or one row of labels per sample. Give an array of shape [n] or [n, labels]."
-        )
     if values.dtype.kind == "b":
         values = values.astype(np.int64)
-    if kind is None:
-        _refuse_position_labels(values, place)
-        kind = infer_kind(values)
+    kind = kind or infer_kind(values)
+    if kind == "positions":
+        return _read_positions(values, names, place, ignore)
     if kind == "classification":
-        numbers, class_names = number_labels(_to_classes(values, place), names, place)
+        numbers, class_names = _number_counted(_to_classes(values, place), names, place, ignore)
         return LabelSet(numbers, class_names, kind)
+    if kind == "multilabel" and values.ndim > 2:
+        raise ValueError(
+            f"{place}: the labels have the shape {list(values.shape)}, and data.kind=multilabel "
+            "learns one row of labels per sample. Give an array of shape [n, labels], or set "
+            "data.kind=positions for a class at each position."
+        )
     return _read_values(values, kind, names, place)
 
 
@@ -59,14 +67,20 @@ def infer_kind(values: Any) -> Kind:
 
     Integers and text [n] are classes. Floats [n] are classes if they are whole numbers from 0 on,
     at most 100 different ones, with two rows each on average; other floats are values. Integers [n,
-    labels], and lists of labels, are several labels that are present or absent.
+    labels] that are all 0 or 1, and lists of labels, are several labels that are present or absent.
+    Other integers, and text, of more than one dimension are a class for each position.
     """
     if not isinstance(values, np.ndarray):
         return "multilabel"
     if values.dtype.kind == "f":
         are_classes = values.ndim == 1 and _are_whole_classes(values)
         return "classification" if are_classes else "regression"
-    return "classification" if values.ndim == 1 else "multilabel"
+    if values.ndim == 1:
+        return "classification"
+    is_present_or_absent = values.ndim == 2 and values.dtype.kind != "U"
+    if is_present_or_absent and np.isin(values, (0, 1)).all():
+        return "multilabel"
+    return "positions"
 
 
 def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
@@ -108,24 +122,44 @@ def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, plac
             f"data.kind={kind} needs numbers. Give numbers, or one class for each sample."
         )
     values = values[:, None] if values.ndim == 1 else values
-    outputs = values.shape[1]
+    outputs = int(values.shape[1])
     if not names or len(names) != outputs:
         names = ["value"] if outputs == 1 else [str(number) for number in range(outputs)]
     return LabelSet(_to_float32(values, kind, place), names, kind)
 
 
-def _refuse_position_labels(values: NDArray[Any], place: str) -> None:
-    """Raise ValueError for rows of classes, such as one for each token of a sequence."""
-    if values.ndim != 2 or values.dtype.kind not in "iuU":
-        return
-    if values.dtype.kind != "U" and np.isin(values, (0, 1)).all():
-        return
-    raise ValueError(
-        f"{place}: the labels are {type_name(values)} of shape {list(values.shape)}, such as a "
-        "class for each position of a sequence, and raysim learns no label per position. Give one "
-        "class for each sample, 0 or 1 for each of several labels, or set data.kind=regression to "
-        f"learn the {values.shape[1]} numbers of a sample as values."
-    )
+def _read_positions(
+    values: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
+) -> LabelSet:
+    """Return one class for each position, int64 [n, ...]; [n, 1, ...] is read as [n, ...]."""
+    if values.ndim > 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim < 2:
+        raise ValueError(
+            f"{place} has one label for each sample (shape {list(values.shape)}), and "
+            "data.kind=positions needs one for each position. Set data.kind=classification."
+        )
+    classes = _to_classes(values.reshape(-1), place)
+    numbers, class_names = _number_counted(classes, names, place, ignore)
+    return LabelSet(numbers.reshape(values.shape), class_names, "positions")
+
+
+def _number_counted(
+    classes: NDArray[Any], names: list[str] | None, place: str, ignore: int | str
+) -> tuple[NDArray[np.int64], list[str]]:
+    """Return classes [n] as numbers, `IGNORED` for those that do not count, and their names."""
+    counts = classes != (str(ignore) if classes.dtype.kind in "OU" else ignore)
+    if np.all(counts):
+        return number_labels(classes, names, place)
+    if not np.any(counts):
+        raise ValueError(
+            f"{place} has no label besides data.ignore={ignore}. Give some labels, or set "
+            "data.ignore to another one."
+        )
+    numbers, class_names = number_labels(classes[counts], names, place, len(classes))
+    stored = np.full(len(classes), IGNORED, np.int64)
+    stored[counts] = numbers
+    return stored, class_names
 
 
 def _are_whole_classes(values: NDArray[Any]) -> bool:

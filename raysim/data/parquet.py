@@ -235,7 +235,7 @@ class Parquet(Source):
         for path in paths:
             parts.append(label_values(_read_columns(path, [label]), label, str(path)))
         values = _join_labels(paths, parts, label)
-        return read_labels(values, self.kind, _read_class_names(paths, label), place)
+        return read_labels(values, self.kind, _read_class_names(paths, label), place, self.ignore)
 
     def _train_first_pictures(
         self, paths: list[Path], is_test: NDArray[np.bool_], sizes: list[int]

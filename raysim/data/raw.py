@@ -24,7 +24,7 @@ from raysim.data.values import as_float32
 from raysim.primitives.checks import at_least, between, require
 from raysim.primitives.errors import suggest
 from raysim.primitives.files import user_path
-from raysim.primitives.kinds import KINDS, Kind, Tokens
+from raysim.primitives.kinds import IGNORED, KINDS, Kind, Tokens
 from raysim.primitives.memory import check_memory
 
 AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
@@ -51,9 +51,10 @@ class Raw:
     """The samples of a source: arrays, or pictures that are not decoded yet; training rows first.
 
     inputs: [n, ...], uint8 levels, floats, or int64 token numbers.
-    labels: classes [n]; or [n, outputs] with values, or with 1 for labels that are present and 0
-    for others. class_names: the names of the outputs. domains: the domain of each row; None for one
-    domain. tokens: the set of token numbers; with None its size follows from the largest number.
+    labels: classes [n], or [n, ...] with a class for each position; or [n, outputs] with values, or
+    with 1 for labels that are present and 0 for others. class_names: the names of the outputs.
+    domains: the domain of each row; None for one domain. tokens: the set of token numbers; with
+    None its size follows from the largest number.
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -74,7 +75,8 @@ class Source:
     only: names of the classes to keep, numbered in this order; None keeps all.
     size: images are resized to size x size pixels. channels: 1 makes images grey, 3 makes them RGB.
     cache: the folder of built data sets; None uses `cache_folder`.
-    kind: the kind of the task; None lets `labels.infer_kind` decide.
+    kind: the kind of the task; None lets `labels.infer_kind` decide. ignore: the label of positions
+    and of samples that have none, which count neither in the loss nor in scores.
     label_noise: the share of each client's training labels that become another class.
     rotation, pool: corruptions of images (corrupted.py). pool: blocks of pool x pool pixels become
     means. `mean` and the settings after it are those of `Pipeline`.
@@ -85,6 +87,7 @@ class Source:
     channels: Literal[1, 3] | None = None
     cache: str | None = None
     kind: Kind | None = None
+    ignore: int | str = IGNORED
     label_noise: float = 0.0
     rotation: Rotation = field(default_factory=Rotation)
     pool: int = 1
@@ -174,6 +177,8 @@ class Source:
         """Return the data set without corruptions, from the cache if it was built before."""
         shared = {entry.name for entry in fields(Source)} - {"size", "channels", "kind"}
         settings = {key: value for key, value in asdict(self).items() if key not in shared}
+        if self.ignore != IGNORED:
+            settings["ignore"] = self.ignore
         if self.only:
             settings["only"] = [str(name) for name in self.only]
         files = []
@@ -186,7 +191,7 @@ class Source:
 
     def _read_samples(self) -> Samples:
         name = type(self).__name__
-        raw = _read_as_kind(self.read(), self.kind, f"data source {name}")
+        raw = _read_as_kind(self.read(), self.kind, self.ignore, f"data source {name}")
         if self.only is not None:
             raw = _keep_classes(raw, [str(label) for label in self.only])
         count = len(raw.labels)
@@ -279,10 +284,10 @@ def convert_inputs(
 
 def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) -> LabelArray:
     """Return labels in their stored type. Raise ValueError if they do not fit `kind`."""
-    if kind == "classification":
+    if kind in ("classification", "positions"):
         return labels.astype(np.int64)
     values = np.asarray(labels[:, None] if labels.ndim == 1 else labels, np.float32)
-    if values.shape[1:] != (outputs,):
+    if values.shape[1] != outputs:
         raise ValueError(
             f"data source {name} has labels of shape {values.shape} for {outputs} outputs. Name "
             "each output."
@@ -299,7 +304,7 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
     return values
 
 
-def _read_as_kind(raw: Raw, kind: Kind | None, place: str) -> Raw:
+def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) -> Raw:
     """Return the samples with labels of `data.kind`. Raise ValueError if that is impossible."""
     if kind in (None, raw.kind):
         return raw
@@ -313,7 +318,7 @@ def _read_as_kind(raw: Raw, kind: Kind | None, place: str) -> Raw:
         labels = values[labels]
     if kind == "classification":
         names = None
-    result = read_labels(labels, kind, names, place)
+    result = read_labels(labels, kind, names, place, ignore)
     return replace(raw, labels=result.values, class_names=result.names, kind=result.kind)
 
 
@@ -330,8 +335,15 @@ def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
         "classification": "class" if outputs == 1 else "classes",
         "multilabel": "label, there or not" if outputs == 1 else "labels, each there or not",
         "regression": "value" if outputs == 1 else "values",
+        "positions": f"classes at each of {_format_shape(raw.labels.shape[1:])} positions",
     }
     labels = f"{outputs} {meanings[raw.kind]} (data.kind={raw.kind})"
+    if raw.kind == "regression" and raw.labels.ndim > 2:
+        labels = f"values of shape {_format_shape(raw.labels.shape[1:])} (data.kind=regression)"
+    ignored = np.count_nonzero(raw.labels == IGNORED) if raw.labels.dtype.kind in "iu" else 0
+    if ignored:
+        things = "samples have no label" if raw.labels.ndim == 1 else "positions are ignored"
+        labels += f", {ignored:,} of {raw.labels.size:,} {things}"
     origin = raw.origin
     parts = {
         "inputs": f"{origin.inputs} as {form}" if origin.inputs else form,
@@ -340,6 +352,10 @@ def _describe_columns(raw: Raw, inputs: Inputs, tokens: Tokens | None) -> str:
         "left out": origin.unused,
     }
     return "; ".join(f"{part}: {text}" for part, text in parts.items() if text)
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
@@ -365,8 +381,8 @@ def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
             raise ValueError(f"data.only contains {name!r}, which is not a class: {hint}")
     numbers = np.full(len(raw.class_names), -1)
     numbers[[raw.class_names.index(name) for name in classes]] = np.arange(len(classes))
-    labels = numbers[raw.labels]
-    is_kept = labels >= 0
+    labels = np.where(raw.labels == IGNORED, IGNORED, numbers[raw.labels])
+    is_kept = labels != -1
     inputs: NDArray[Any] | Iterable[Picture] = itertools.compress(raw.inputs, is_kept)
     if isinstance(raw.inputs, np.ndarray):
         inputs = raw.inputs[is_kept]

@@ -98,7 +98,7 @@ class TextTable(Source):
         label = self.label or find_label(names, place)
         user = self.user or find_column([name for name in names if name != label], USER_NAMES)
         labels = read_labels(
-            label_values(table, label, place, "data.label"), self.kind, None, place
+            label_values(table, label, place, "data.label"), self.kind, None, place, self.ignore
         )
         users = None if user is None else group_values(table, user, place, "data.user")
         if len(tables) == 1:

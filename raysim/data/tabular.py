@@ -96,7 +96,9 @@ class NumPy(Source):
         is_test = None
         if len(archives) > 1:
             is_test = np.arange(len(arrays["y"])) >= len(archives[0]["y"])
-        return _assemble(arrays, is_test, self.test_fraction, self.kind, self.padding, place)
+        return _assemble(
+            arrays, is_test, self.test_fraction, self.kind, self.ignore, self.padding, place
+        )
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class Npz(Source):
             is_test if is_test.any() else None,
             self.test_fraction,
             self.kind,
+            self.ignore,
             self.padding,
             place,
         )
@@ -177,6 +180,7 @@ def _assemble(
     is_test: NDArray[np.bool_] | None,
     test_fraction: float,
     kind: Kind | None,
+    ignore: int | str,
     padding: int,
     place: str,
 ) -> Raw:
@@ -185,7 +189,7 @@ def _assemble(
     is_test: the mask of test rows. With None, `test_fraction` of the rows become test rows.
     """
     inputs, users = arrays["x"], arrays.get("user")
-    labels = read_labels(arrays["y"], kind, None, place)
+    labels = read_labels(arrays["y"], kind, None, place, ignore)
     if is_test is None:
         is_test = spread_test_rows(labels, users, test_fraction)
     tokens = None

@@ -94,7 +94,7 @@ class Leaf(Source):
         are_letters = rows.labels.dtype.kind == "U" and rows.labels.ndim == 1
         are_letters = are_letters and all(len(label) == 1 for label in rows.labels)
         names = list(LETTERS) if are_letters and not are_files else None
-        labels = read_labels(rows.labels, self.kind, names, rows.place)
+        labels = read_labels(rows.labels, self.kind, names, rows.place, self.ignore)
         if self.images is not None:
             return self._read_pictures(self.images, texts, labels, rows)
         token_rows = []
@@ -141,7 +141,7 @@ class Leaf(Source):
                 f"{rows.place}. Correct it."
             ) from error
         floats = as_float32(values, place)
-        labels = read_labels(rows.labels, self.kind, None, rows.place)
+        labels = read_labels(rows.labels, self.kind, None, rows.place, self.ignore)
         origin = rows.origin("lists of numbers")
         return assemble(floats, labels, rows.users, rows.is_test, None, origin)
 

@@ -15,7 +15,9 @@ def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
     The usual loss, cross-entropy, takes logits and applies a softmax itself.
     """
     task = spec.task
-    if not isinstance(spec.model, ExternalModel) or task.kind != "classification" or spec.loss:
+    if not isinstance(spec.model, ExternalModel) or spec.loss:
+        return []
+    if task.kind not in ("classification", "positions"):
         return []
     was_training = model.training
     inputs = example_inputs(task.shape, task.tokens)
@@ -24,8 +26,10 @@ def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = model.eval()(inputs)
     model.train(was_training)
-    ones = torch.ones(len(outputs), dtype=outputs.dtype)
-    is_distribution = bool((outputs >= 0).all()) and torch.allclose(outputs.sum(1), ones, atol=1e-4)
+    sums = outputs.sum(1)
+    is_distribution = bool((outputs >= 0).all()) and torch.allclose(
+        sums, torch.ones_like(sums), atol=1e-4
+    )
     if not is_distribution:
         return []
     return [

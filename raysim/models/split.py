@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -108,8 +108,10 @@ def split_network(
     training = net.training
     net.eval()  # BatchNorm keeps its statistics, dropout draws nothing
     outputs = _compute_outputs(net, inputs)
+    if outputs.ndim > 2 and head is None:  # an output for each position; see `check_outputs`
+        return WholeNetwork(net, num_classes).train(training)
     if outputs.shape != (len(inputs), num_classes):
-        raise _wrong_outputs(net, num_classes, inputs, outputs)
+        raise _wrong_outputs(type(net).__name__, (num_classes,), inputs, outputs)
     linear_layers = [
         name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name
     ]
@@ -133,16 +135,40 @@ def split_network(
     return WholeNetwork(net, num_classes).train(training)
 
 
-def _wrong_outputs(net: nn.Module, num_classes: int, inputs: Tensor, outputs: Tensor) -> ValueError:
+def check_outputs(
+    name: str, model: Classifier, inputs: Tensor, output_shape: Sequence[int]
+) -> None:
+    """Raise ValueError unless a model's outputs have the shape that the labels need.
+
+    name: the model in messages. inputs: examples. output_shape: that of one sample.
+    """
+    is_training = model.training
+    outputs = _compute_outputs(model.eval(), inputs)
+    model.train(is_training)
+    if outputs.shape != (len(inputs), *output_shape):
+        raise _wrong_outputs(name, output_shape, inputs, outputs)
+
+
+def _wrong_outputs(
+    name: str, output_shape: Sequence[int], inputs: Tensor, outputs: Tensor
+) -> ValueError:
+    num_classes = output_shape[0]
     action = (
         f"set its number of outputs to {num_classes}, as functools.partial(f, "
         f"num_classes={num_classes}) does for a function f"
     )
     if num_classes == 1 and outputs.shape == (len(inputs),):
         action = "leave out what squeezes them"
+    if len(output_shape) > 1:
+        action = (
+            "the labels need an output for each class at each position; choose a model that makes "
+            "them, such as a network of your own"
+        )
+        if outputs.shape == (len(inputs), *output_shape[1:], num_classes):
+            action = "move the classes to the second axis, as outputs.movedim(-1, 1) does"
     return ValueError(
-        f"the model {type(net).__name__} makes outputs of shape {list(outputs.shape)} of "
-        f"{len(inputs)} inputs; they must be [{len(inputs)}, {num_classes}]: {action}"
+        f"the model {name} makes outputs of shape {list(outputs.shape)} of "
+        f"{len(inputs)} inputs; they must be {[len(inputs), *output_shape]}: {action}"
     )
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-# Labels: one class of several; any number of labels, each present or not; numbers.
-Kind: TypeAlias = Literal["classification", "multilabel", "regression"]
-KINDS: tuple[Kind, ...] = ("classification", "multilabel", "regression")
+# Labels: one class of several; any number of labels, each present or not; numbers; one class for
+# each position of a sample, such as a pixel or a token.
+Kind: TypeAlias = Literal["classification", "multilabel", "regression", "positions"]
+KINDS: tuple[Kind, ...] = ("classification", "multilabel", "regression", "positions")
+
+# The stored label of positions and of samples that count neither in a loss nor in a score. It is
+# the default of PyTorch's losses.
+IGNORED = -100
 
 
 class Tokens(NamedTuple):

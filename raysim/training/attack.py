@@ -151,8 +151,9 @@ class Attackers(Method):
 
     def _check_labels(self, run: Setup) -> None:
         run.require(
-            run.task.kind == "classification",
-            f"attack.kind=label_flip needs classes, and this data is for {run.task.kind}. Choose "
+            run.task.kind == "classification" and not run.task.has_unlabelled,
+            "attack.kind=label_flip needs a class for each sample, and this data is for "
+            f"{run.task.kind}, or has samples without a class. Choose "
             "another kind.",
         )
         attackers = np.isin(self.train.owners, self.clients)

@@ -25,6 +25,7 @@ from raysim.api.setup import number_of_floats
 from raysim.api.topology import Star, Topology
 from raysim.data.federated import FederatedData
 from raysim.models import Classifier, ModelRecipe, is_split, split_network
+from raysim.models.split import WholeNetwork, check_outputs
 from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.training.attack import Attack, Attackers
 from raysim.training.initial_weights import Init, InitialWeights
@@ -200,6 +201,8 @@ class RunSpec:
             unseen=partition.unseen_count,
             scores=scores,
             lower=evaluate.lower,
+            label_shape=dataset.label_shape,
+            has_unlabelled=dataset.has_unlabelled,
         )
 
     @cached_property
@@ -224,10 +227,13 @@ def build_model(spec: RunSpec) -> nn.Module:
     if task.tokens is not None:
         arguments.append(task.tokens)
     model: nn.Module = spec.model.build(*arguments)
-    if is_split(model) or isinstance(model, Classifier):
-        return model
-    # A user's recipe may make any module.
-    return split_network(model, task.num_classes, task.example(2))
+    if not is_split(model) and not isinstance(model, Classifier):
+        # A user's recipe may make any module.
+        model = split_network(model, task.num_classes, task.example(2))
+    if len(task.output_shape) > 1 or not is_split(model):
+        author = model.net if isinstance(model, WholeNetwork) else spec.model
+        check_outputs(type(author).__name__, model, task.example(2), task.output_shape)
+    return model
 
 
 def declare_run(spec: RunSpec) -> Declarations:
@@ -272,7 +278,7 @@ def _check_loss(task: Task, declarations: Declarations) -> None:
     """Raise ValueError for a loss that does not fit the data, or that a method would replace."""
     if task.loss is None:
         return
-    check_loss(task.loss, task.kind, task.num_classes)
+    check_loss(task.loss, task.kind, task.output_shape, task.label_shape)
     owner = declarations.owner("loss")
     if owner is not None:
         raise ValueError(
@@ -295,10 +301,13 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, pools:
             "evaluate.finetune.head=true, or a method, trains the head only, and the head of this "
             "model is unknown. Give its last linear layer with model.head."
         )
-    if evaluation.probe and not (has_head and task.kind == "classification"):
+    has_classes = task.kind == "classification" and not task.has_unlabelled
+    if evaluation.probe and not (has_head and has_classes):
         problem = "this model cannot be split into features and a head"
         if has_head:
             problem = f"this data is for {task.kind}"
+            if task.has_unlabelled:
+                problem = "some samples of this data have no class"
         raise ValueError(
             f"evaluate.probe={evaluation.probe} measures features and classes, and {problem}. Set "
             "evaluate.probe=0."

@@ -58,6 +58,8 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
     methods = step_methods(declarations)
     if methods:
         return f"method '{methods[0]}' takes part in the step, which then trains one client"
+    if spec.task.objective.has_ignored:
+        return "the loss of a batch is a mean over the labels that count, not over samples"
     if linear_chain(declarations.networks, len(spec.task.shape)) is None:
         return "the model is no chain of linear and pointwise layers, as model=mlp is"
     return ""

@@ -149,8 +149,9 @@ def test_numpy_rejects_arrays_that_do_not_fit(tmp_path: Path) -> None:
         NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.zeros(2, int))).build()
     with pytest.raises(ValueError, match=r"train\.npz .*array y"):
         NumPy(saved(tmp_path, x=np.zeros((3, 2)))).build()
-    with pytest.raises(ValueError, match=r"shape \[3, 2\].*data\.kind=regression"):
-        NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=np.full((3, 2), 2))).build()
+    with pytest.raises(ValueError, match=r"shape \[3, 2, 2\].*data\.kind=positions"):
+        y = np.full((3, 2, 2), 2)
+        NumPy(saved(tmp_path, x=np.zeros((3, 2)), y=y), kind="multilabel").build()
     np.savez(tmp_path / "test.npz", x=np.zeros((3, 2)), y=np.zeros(3))
     with pytest.raises(
         ValueError,

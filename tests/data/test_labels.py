@@ -231,15 +231,18 @@ def test_lists_of_one_label_are_classes_if_kind_says_so() -> None:
 
 
 # ---- several labels, and labels per position -----------------------------------------------------
-@pytest.mark.parametrize(
-    "labels",
-    [np.arange(36).reshape(12, 3) % 4, np.array([["noun", "verb"]] * 12), np.zeros((12, 2, 2))],
-    ids=["integers", "text", "three axes"],
-)
-def test_labels_per_position_are_rejected_with_their_shape(labels: np.ndarray) -> None:
-    shape = str(list(labels.shape)).replace("[", r"\[")
-    with pytest.raises(ValueError, match=shape):
-        store_arrays((INPUTS, labels))
+def test_lists_of_one_length_are_labels_if_kind_says_so() -> None:
+    lists = [[0, 3], [1, 2], [3, 1]] * 4
+    dataset = store_arrays((INPUTS, lists), {"kind": "multilabel"}).build()
+    assert dataset.kind == "multilabel" and dataset.labels[0].tolist() == [1, 0, 0, 1]
+    assert store_arrays((INPUTS, lists)).build().kind == "positions"
+
+
+def test_labels_per_position_are_stored_with_their_shape() -> None:
+    labels = np.arange(36).reshape(12, 3) % 4
+    dataset = store_arrays((INPUTS, labels)).build()
+    assert (dataset.kind, dataset.label_shape) == ("positions", (3,))
+    assert dataset.labels.tolist() == labels.tolist()
 
 
 def test_integers_per_position_are_values_if_kind_says_so() -> None:

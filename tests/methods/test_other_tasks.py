@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import re
 
+import numpy as np
 import pytest
 from cluster import Workers
 from test_conformance import TABLE, declared
 from tiny_runs import coordinate, run, run_spec, run_to_end, with_settings
+from torch import nn
 
 from raysim.api.declarations import Evaluation, Finetune, Local
+from raysim.data.arrays import store_arrays
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import IID, Natural
 from raysim.data.sources import Markov, Tabular
 from raysim.methods.fedprox import FedProx
 from raysim.methods.scaffold import Scaffold
 from raysim.models import Gru, Lora, Mlp, ModelRecipe, Transformer
+from raysim.models.split import CustomModel
 from raysim.simulation.schedule import Synchronous
 from raysim.training.run_spec import RunSpec
 
@@ -31,8 +35,32 @@ DATA = {
         0,
     ),
     "values": lambda: federate(Tabular("diabetes"), IID(clients=5), 0),
+    "positions": lambda: federate(store_arrays(labelled_pixels()), IID(clients=5), 0),
 }
-MODELS: dict[str, ModelRecipe] = {"tokens": GRU, "values": Mlp((6,))}
+
+
+def labelled_pixels() -> tuple[np.ndarray, np.ndarray]:
+    """Return small images, and the class of each pixel; the first row of pixels has none."""
+    x = np.random.default_rng(0).normal(size=(60, 1, 4, 4)).astype(np.float32)
+    y = np.digitize(x[:, 0], [-0.5, 0.5])
+    y[:, 0] = -100
+    return x, y
+
+
+def pixel_classifier(num_classes: int) -> nn.Module:
+    return nn.Conv2d(1, num_classes, 3, padding=1)
+
+
+MODELS: dict[str, ModelRecipe] = {
+    "tokens": GRU,
+    "values": Mlp((6,)),
+    "positions": CustomModel(pixel_classifier),
+}
+LACKS = {
+    "tokens": {"images", "numbers"},
+    "values": {"classes", "images"},
+    "positions": {"classes", "features"},
+}
 
 
 @functools.cache
@@ -44,7 +72,7 @@ def data(kind: str) -> FederatedData:
 @pytest.mark.parametrize("name", TABLE)
 def test_method_trains_or_is_refused_by_its_name(name: str, kind: str) -> None:
     method = TABLE[name].make()
-    lacks = {"tokens": {"images", "numbers"}, "values": {"classes", "images"}}[kind]
+    lacks = LACKS[kind]
     spec = run_spec(method, model=MODELS[kind], data=data(kind), local=LOCAL)
     if lacks & {*declared(name).needs}:
         with pytest.raises(ValueError, match=f"^method '{method.name}' needs "):
