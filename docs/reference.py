@@ -376,6 +376,7 @@ def _methods_of_preset(preset: Path) -> set[str]:
 GROUPS = {
     "method": "A list of methods; [all methods](method_list.md) has the keys of each.",
     "schedule": "When clients are dispatched and when their updates are aggregated.",
+    "selection": "Which of the idle, available clients are dispatched; see [Selection](../selection.md).",
     "fleet": "How fast clients train and send on the virtual clock, and when they are available.",
     "topology": "How many models the server has, which clients each serves, and how they exchange.",
     "data": "Where the samples come from, and how they are changed.",

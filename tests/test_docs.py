@@ -71,7 +71,7 @@ def test_configuration_page_lists_every_key(from_docs: Any) -> None:
     ):
         assert f"| `{key}` |" in page
     assert re.search(r"\| `faults.tolerate` \| `0.1` \| a number; from 0 to 1 \| share", page)
-    for group in ("schedule", "fleet", "data", "partition", "model"):
+    for group in ("schedule", "selection", "fleet", "data", "partition", "model"):
         for option in find_groups().files[group]:
             assert f"### {group}={option}\n" in page
 

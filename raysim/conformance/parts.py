@@ -1,4 +1,4 @@
-"""Checks that every model, source, partition, schedule, fleet and observer must pass."""
+"""Checks that every model, source, partition, schedule, selection, fleet and observer must pass."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from raysim.api.selection import Selection
 from raysim.conformance import agreement
 from raysim.conformance.runs import SEED, coordinate, run
 from raysim.conformance.study import Study
@@ -216,6 +217,23 @@ def _check_promises(schedule: Schedule, study: Study) -> None:
     if (limit := schedule.max_staleness) is not None:
         worst = max(job.staleness for job in jobs)
         assert worst <= limit, f"the staleness of an update is {worst}, max_staleness={limit}"
+
+
+# --- selections --------------------------------------------------------------------------------
+def of_selection(selection: Selection, study: Study) -> Checks:
+    """Yield the checks of a selection rule."""
+    study = replace(study, selection=selection)
+    yield "it keeps no state in itself", partial(_check_memory, selection, study)
+    yield from _runs(study)
+
+
+def _check_memory(selection: Selection, study: Study) -> None:
+    before = copy.deepcopy(selection)
+    for schedule, fleet in study.each():
+        run(study.spec(), schedule, fleet, rounds=8)
+    assert vars(selection) == vars(before), (
+        "the selection has changed. Keep what it remembers in view.state."
+    )
 
 
 # --- fleets ------------------------------------------------------------------------------------

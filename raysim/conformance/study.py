@@ -11,6 +11,7 @@ import torch
 
 from raysim.api.declarations import Local
 from raysim.api.method import Method
+from raysim.api.selection import Random, Selection
 from raysim.conformance.runs import BUFFER, NORMED_MLP, ROUNDS, SEED, run_spec
 from raysim.data.federated import FederatedData, federate
 from raysim.data.partition import Dirichlet, Partitioner
@@ -37,6 +38,7 @@ class Study:
         default_factory=lambda: Dirichlet(clients=6, alpha=2.0, minimum=5)
     )
     fleet: Fleet = field(default_factory=Lognormal)
+    selection: Selection = field(default_factory=Random)
     schedules: tuple[Schedule, ...] = (ROUNDS, BUFFER)
     local: Local = field(default_factory=lambda: Local(lr=0.05, momentum=0.9, batch=8, epochs=2))
 
@@ -49,7 +51,12 @@ class Study:
         """Return a run of three rounds, with copies of the methods."""
         methods = copy.deepcopy(self.methods)
         return run_spec(
-            *methods, model=self.model, local=self.local, data=self.federated, dtype=dtype
+            *methods,
+            model=self.model,
+            local=self.local,
+            data=self.federated,
+            dtype=dtype,
+            selection=self.selection,
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:

@@ -12,12 +12,16 @@ from mypackage.model import MyModel
 from mypackage.observer import MyObserver
 from mypackage.partition import MyPartition
 from mypackage.schedule import MySchedule
+from mypackage.selection import MySelection
 
 import raysim
 from raysim.conformance import Check, checks
 
-PARTS = [MyMethod(), MyModel(), MyData(), MyPartition(), MySchedule(), MyFleet(), MyObserver()]
-GROUPS = ("method", "model", "data", "partition", "schedule", "fleet", "observer")
+PARTS = [
+    MyMethod(), MyModel(), MyData(), MyPartition(), MySchedule(), MySelection(), MyFleet(),
+    MyObserver(),
+]  # fmt: skip
+GROUPS = ("method", "model", "data", "partition", "schedule", "selection", "fleet", "observer")
 
 
 @pytest.mark.parametrize("check", [check for part in PARTS for check in checks(part)], ids=str)

@@ -1,0 +1,238 @@
+"""Compare rules that choose clients, on one heavy-tailed fleet.
+
+It makes the page docs/studies/selection.md:
+
+    python -m jobs.selection_study run runs/selection          18 runs; continues if it was stopped
+    python -m jobs.selection_study collect runs/selection      docs/studies/selection.json
+    python -m jobs.selection_study page                        docs/studies/selection.md and .png
+
+Overrides after the folder of `run` go to every run, such as `data.root=DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jobs.asynchrony_study import mean
+from jobs.command import run
+
+PAGE = Path(__file__).parents[1] / "docs" / "studies" / "selection.md"
+STORE = PAGE.with_suffix(".json")
+SEEDS = range(3)
+TARGETS = (0.70, 0.75, 0.80)
+COSTS = ("seconds", "megabytes", "energy")
+SETTING = [
+    "data=fashion_mnist", "model=mlp", "model.widths=[128]", "partition=dirichlet",
+    "partition.alpha=0.3", "partition.test_fraction=0.2", "partition.clients=100",
+    "local.epochs=1", "local.batch=50", "local.lr=0.1", "schedule=synchronous",
+    "schedule.cohort=10", "rounds=120", "evaluate.every=4", "fleet=lognormal", "fleet.sigma=1.2",
+    "fleet.dropout=0.1", "fleet.cost.computing_w=5.6", "fleet.cost.receiving_w=3.16",
+    "fleet.cost.sending_w=6.21", "fleet.kwh_co2=436", "checkpoint.every=0", "tracking=none",
+    "runtime=inprocess",
+]  # fmt: skip
+RULES: dict[str, list[str]] = {
+    "random": ["selection=random"],
+    "power of choice, extra pass": ["selection=power_of_choice", "selection.candidates=20"],
+    "power of choice, last loss": [
+        "selection=power_of_choice", "selection.candidates=20", "selection.loss=last",
+    ],
+    "Oort": ["selection=oort"],
+    "FedCS": [
+        "selection=fedcs", "selection.candidates=20", "selection.deadline=1",
+        "selection.uplink=own",
+    ],
+    "fair by participation": ["selection=participation"],
+}  # fmt: skip
+
+
+# --- runs ---------------------------------------------------------------------------------------
+def folder_of(folder: Path, rule: str, seed: int) -> Path:
+    """Return the folder of a run."""
+    return folder / f"{rule.replace(',', '').replace(' ', '_').lower()}-{seed}"
+
+
+def run_all(folder: Path, more: Sequence[str]) -> None:
+    """Make the missing runs, one seed after another."""
+    import raysim
+
+    for seed, (rule, overrides) in product(SEEDS, RULES.items()):
+        out = folder_of(folder, rule, seed)
+        if (out / "summary.json").exists():
+            continue
+        print(f"{rule}, seed {seed}", flush=True)
+        resume = ["resume=latest"] if out.exists() else []
+        words = [*SETTING, *overrides, f"seed={seed}", f"out={out}", *resume, *more]
+        raysim.run(words, quiet=True)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Return the numbers of one finished run."""
+    from raysim.results.history import read_history
+    from raysim.results.jobs import read_jobs
+
+    rows = read_history(folder / "history.parquet")
+    summary = json.loads((folder / "summary.json").read_text())
+    scored = [row for row in rows if row["accuracy_global"] is not None]
+
+    def costs(row: Any) -> dict[str, float]:
+        return {
+            "seconds": row["virtual_seconds"],
+            "megabytes": 4e-6 * (row["floats_down"] + row["floats_up"]),
+            "energy": row["energy_wh"],
+        }
+
+    reached = {}
+    for target in TARGETS:
+        row = next((row for row in scored if row["accuracy_global"] >= target), None)
+        reached[f"{target:.2f}"] = None if row is None else costs(row)
+    jobs = read_jobs(folder)
+    assert jobs is not None, "every run has jobs.parquet"
+    return {
+        "reached": reached,
+        "accuracy": statistics.mean(row["accuracy_global"] for row in scored[-5:]),
+        "worst": statistics.mean(row["accuracy_worst"] for row in scored[-5:]),
+        "clients": len(np.unique(jobs.client)),
+        "total": costs(rows[-1]),
+        "co2_g": rows[-1]["co2_g"],
+        "curve": [
+            [*(round(value, 4) for value in costs(row).values()), round(row["accuracy_global"], 4)]
+            for row in scored
+        ],
+        "model_sha256": summary["model_sha256"],
+        "libraries": summary["identity"]["libraries"],
+    }
+
+
+def collect(folder: Path) -> None:
+    """Write the numbers of every finished run of the folder to the page's JSON file."""
+    store: dict[str, Any] = {}
+    for rule, seed in product(RULES, SEEDS):
+        out = folder_of(folder, rule, seed)
+        if (out / "summary.json").exists():
+            store.setdefault(rule, {})[str(seed)] = measured(out)
+    STORE.write_text(json.dumps(store, indent=1) + "\n")
+
+
+# --- the page -----------------------------------------------------------------------------------
+def table(store: dict[str, Any]) -> str:
+    """Return a table with a row for each rule, over its seeds."""
+    names = {"seconds": "virtual s", "megabytes": "MB", "energy": "Wh"}
+    goal = f"{TARGETS[1]:.2f}"
+    heads = ["selection", *(f"{names[cost]} to {TARGETS[1]:.0%}" for cost in COSTS)]
+    heads += ["virtual s to 80%", "final accuracy, %", "worst client, %"]
+    heads += ["clients that took part", "virtual s in all", "Wh in all"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for rule, by_seed in store.items():
+        runs = list(by_seed.values())
+        cells = [rule]
+        for cost in COSTS:
+            at = [one["reached"][goal] for one in runs]
+            cells.append(mean([row and row[cost] for row in at], "{:,.2f}"))
+        last = [one["reached"]["0.80"] for one in runs]
+        cells.append(mean([row and row["seconds"] for row in last], "{:,.0f}"))
+        cells += [mean([100 * one[key] for one in runs], "{:.1f}") for key in ("accuracy", "worst")]
+        cells.append(mean([one["clients"] for one in runs], "{:.0f}"))
+        cells.append(mean([one["total"]["seconds"] for one in runs], "{:,.0f}"))
+        cells.append(mean([one["total"]["energy"] for one in runs], "{:.1f}"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(store: dict[str, Any], path: Path) -> None:
+    """Draw accuracy against each cost: the mean over seeds, a band from lowest to highest."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from raysim.results.theme import LIGHT, page_theme
+
+    titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
+    with matplotlib.rc_context(page_theme(dark=False)):
+        figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
+        axes = figure.subplots(1, len(COSTS), sharey=True)
+        for place, (ax, cost) in enumerate(zip(axes, COSTS, strict=True)):
+            for colour, (rule, by_seed) in zip(LIGHT, store.items(), strict=False):
+                curves = [np.array(one["curve"]) for one in by_seed.values()]
+                start = max(curve[0, place] for curve in curves)
+                end = min(curve[-1, place] for curve in curves)
+                x = np.geomspace(start, end, 60)
+                y = np.stack([np.interp(x, curve[:, place], curve[:, -1]) for curve in curves])
+                ax.plot(x, y.mean(0), color=colour, label=rule)
+                ax.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
+            ax.set(xscale="log", xlabel=titles[cost])
+            ax.grid(True)
+        axes[0].set_ylabel("accuracy on the central test set")
+        axes[0].set_ylim(0.4, None)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+        figure.savefig(path)
+
+
+TEXT = """# Which clients to choose on a heavy-tailed fleet
+
+This study compares rules that choose the clients of a round (`selection=`).
+
+The task is Fashion-MNIST on 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one local
+epoch, {rounds}, ten clients in each. Speeds are log-normal with sigma 1.2; a tenth of the jobs is
+lost. Devices draw 5.6 W when computing, 3.16 W when receiving and 6.21 W when sending. Numbers are
+means over the seeds {seeds} ± sample deviation. Accuracy is on the central test set; the final
+accuracy and that of the worst client are means of the last five evaluations. Both forms of
+power-of-choice draw 20 candidates. FedCS asks 20 drawn clients and takes at most ten that finish
+within a second.
+
+{conclusions}
+
+![Accuracy against virtual time, traffic and energy](selection.png)
+
+{table}
+
+All runs share `{setting}`; `selection.json` has the digest of each run. To repeat:
+
+```bash
+python -m jobs.selection_study run runs/selection
+python -m jobs.selection_study collect runs/selection
+python -m jobs.selection_study page
+```
+"""
+# What the stored numbers show.
+CONCLUSIONS = ""
+
+
+def write_page() -> None:
+    """Write the page and its picture from the stored numbers."""
+    store = json.loads(STORE.read_text())
+    seeds = sorted({seed for by_seed in store.values() for seed in by_seed}, key=int)
+    rounds = next(word for word in SETTING if word.startswith("rounds=")).partition("=")[2]
+    text = TEXT.format(
+        rounds=f"{rounds} rounds",
+        seeds=", ".join(seeds),
+        conclusions=CONCLUSIONS,
+        table=table(store),
+        setting=" ".join(SETTING),
+    )
+    PAGE.write_text(text)
+    draw(store, PAGE.with_suffix(".png"))
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    command, *rest = sys.argv[1:] or ["help"]
+    if command == "run" and rest:
+        run_all(Path(rest[0]), rest[1:])
+    elif command == "collect" and rest:
+        collect(Path(rest[0]))
+    elif command == "page":
+        write_page()
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,31 @@
+"""A selection: the clients whose last update is the oldest come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysim import Selection, SelectionView
+from raysim.primitives.checks import between
+
+
+@dataclass(frozen=True)
+class MySelection(Selection):
+    """Choose some clients by the age of their last update, and draw the others.
+
+    share: the share of a dispatch that is chosen by age; clients without an update come first.
+    """
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        between("selection.share", self.share, 0, 1)
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        """Return the clients to dispatch: at most `view.count` of `view.clients`."""
+        ages = view.now - np.nan_to_num(view.last_finish, nan=-np.inf)
+        oldest = np.argsort(-ages, kind="stable")[: round(self.share * view.count)]
+        chosen = view.clients[oldest]
+        others = view.generator.permutation(np.setdiff1d(view.clients, chosen))
+        return np.concatenate([chosen, others[: view.count - len(chosen)]])
