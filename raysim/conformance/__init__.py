@@ -8,8 +8,8 @@
         check()
 
 `checks` takes a method, a model, a source of data, a partition, a schedule, a selection, a fleet or
-an observer. Each check makes a few tiny runs in this process, a fraction of a second each, and raises
-AssertionError with one sentence. raysim's own parts are tested with the same checks.
+an observer. Each check makes a few tiny runs in this process, a fraction of a second each, and
+raises AssertionError with one sentence. raysim's own parts are tested with the same checks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from raysim import CSR, Fleet, Method, ModelRecipe, Observer, Partition, Partitioner, Raw, Source
+from raysim import (
+    CSR,
+    Fleet,
+    Method,
+    ModelRecipe,
+    Observer,
+    Partition,
+    Partitioner,
+    Raw,
+    Selection,
+    SelectionView,
+    Source,
+)  # fmt: skip
 from raysim.conformance import Study, checks
 from raysim.data.partition import IID
 from raysim.data.sources import Synthetic
@@ -20,6 +32,7 @@ from raysim.methods.scaffold import Scaffold
 from raysim.models import Mlp
 from raysim.simulation.fleet import Ideal, Speeds
 from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
+from raysim.simulation.selection_rules import Participation
 
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
@@ -41,6 +54,7 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
         Synthetic(samples=60, test_samples=5),
         IID(clients=5),
         Buffered(3, 2),
+        Participation(),
         Ideal(),
         Observer(),
     ],
@@ -335,6 +349,24 @@ class Random(Fleet):
 def test_unseeded_fleet_is_caught() -> None:
     assert "takes another time with one seed" in message_of(
         Random(), "a seed gives the same devices"
+    )
+
+
+class CountingSelection(Selection):
+    """Choose the first clients, and count in itself."""
+
+    def __init__(self) -> None:
+        self.decisions = 0
+
+    def select(self, view: SelectionView) -> np.ndarray:
+        self.decisions += 1
+        return view.clients[: view.count]
+
+
+def test_remembering_selection_is_caught() -> None:
+    assert (
+        "the selection has changed"
+        in failed_checks(CountingSelection())["it keeps no state in itself"]
     )
 
 
