@@ -1,0 +1,244 @@
+"""Run the papers' studies at their own scale on a GPU, in a limited time, without Ray and Hydra.
+
+    python -m jobs.papers.gpu prepare DIR data.root=DATA [NAME...]
+    python -m jobs.papers.gpu run DIR [--minutes 25] [--device cuda] [NAME...]
+
+`prepare` needs all dependencies and the data sets. It writes each run as a file that holds its
+objects, and a copy of its data; DIR can then be carried to another machine. `run` needs what
+`raysim bench gpu` needs. It continues runs that are not finished, in the order of `STUDIES`, and
+stops after the given minutes. Its folders are run folders: `python -m jobs.papers.results
+DIR/runs/*` stores the finished ones for the pages. `jobs/papers/gpu.sh` does both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+
+from jobs.command import run as run_program
+from raysim.primitives.errors import Refused, suggest
+from raysim.primitives.files import replace_file, user_path
+from raysim.primitives.version import __version__
+from raysim.results.history import summarise, write_history, write_json
+from raysim.runtime import inprocess
+from raysim.simulation import checkpoint
+from raysim.simulation.events import Finished, Round, Row, Started
+from raysim.training.run_spec import Checkpoint, RunSpec, declare_run
+from raysim.training.step_mode import default_lanes
+
+CHECKPOINTS = Checkpoint(every=10, keep=1)
+PLAN, CONFIG, SUMMARY, HISTORY = "plan.pickle", "config.yaml", "summary.json", "history.parquet"
+
+
+@dataclass(frozen=True)
+class GpuStudy:
+    """The runs of a claim at the paper's scale.
+
+    name: as on the command line. setting: overrides of all runs. methods: overrides of each method.
+    seeds: of each method.
+    """
+
+    name: str
+    setting: tuple[str, ...]
+    methods: tuple[tuple[str, ...], ...]
+    seeds: tuple[int, ...] = (0,)
+
+    def runs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the name and the overrides of each run: all methods of a seed, then the next seed."""
+        for seed in self.seeds:
+            for method in self.methods:
+                label = "-".join(word.rpartition("=")[2].replace(".", "_") for word in method)
+                yield f"{self.name}-{label}-{seed}", (*self.setting, *method, f"seed={seed}")
+
+
+FEDAVG, FEDBSS, FEDBR = ("method=fedavg",), ("method=fedbss",), ("method=fedbr",)
+# In the order in which they are run.
+STUDIES = (
+    GpuStudy("fedbss-skew_0.1", ("experiment=fedbss/fashion_mnist",), (FEDAVG, FEDBSS), (0, 1, 2)),
+    GpuStudy(
+        "fedbss-noise_0.5",
+        ("experiment=fedbss/fashion_mnist", "partition=iid", "data.label_noise=0.5"),
+        (FEDAVG, FEDBSS),
+        (0, 1, 2),
+    ),
+    GpuStudy(
+        "fedbr-rotated_mnist", ("experiment=fedbr/rotated_mnist",), (FEDAVG, FEDBR), (0, 1, 2)
+    ),
+    GpuStudy(
+        "fraug-digits",
+        ("experiment=fraug/digits", "data.domains=[mnist,mnist_m,usps,digits]"),
+        (FEDAVG, ("method=fedbn",), ("method=fraug",)),
+        (0, 1, 2),
+    ),
+    GpuStudy("fedbr-cifar10", ("experiment=fedbr/cifar10",), (FEDAVG, FEDBR), (0,)),
+)
+
+
+def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
+    """Return the studies of these names in their order; all without a name."""
+    by_name = {study.name: study for study in STUDIES}
+    for name in names:
+        if name not in by_name:
+            raise Refused(f"{name}: there is no such study; {suggest(name, by_name)}")
+    return [study for study in STUDIES if not names or study.name in names]
+
+
+# --- prepare --------------------------------------------------------------------------------------
+def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
+    """Write the runs that are not there yet, and the data of each."""
+    for study in chosen_studies(names):
+        for name, words in study.runs():
+            run_folder = folder / "runs" / name
+            if not (run_folder / PLAN).is_file():
+                _prepare_run(folder, run_folder, [*words, *overrides])
+                print(f"prepared {run_folder}", flush=True)
+
+
+def _prepare_run(folder: Path, run_folder: Path, overrides: Sequence[str]) -> None:
+    import raysim
+    from raysim.experiment.describe import identity, split_facts
+
+    places = ["runtime=inprocess", "tracking=none", "device=cpu"]
+    experiment = raysim.build([*overrides, *places])
+    data = experiment.spec.data
+    stored = folder / "data" / data.dataset_path.name
+    if not stored.is_file():
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(data.dataset_path, stored)
+    spec = replace(experiment.spec, data=replace(data, dataset_path=Path(stored.name)))
+    plan = {
+        "spec": spec,
+        "schedule": experiment.schedule,
+        "fleet": experiment.fleet,
+        "config": experiment.config,
+        "split": split_facts(data),
+        "identity": identity(experiment),
+    }
+    run_folder.mkdir(parents=True, exist_ok=True)
+    replace_file(run_folder / PLAN, pickle.dumps(plan))
+
+
+# --- run ------------------------------------------------------------------------------------------
+def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None:
+    """Make or continue the prepared runs until the time is over."""
+    deadline = monotonic() + 60 * minutes
+    for study in chosen_studies(names):
+        for name, _ in study.runs():
+            run_folder = folder / "runs" / name
+            if (run_folder / SUMMARY).is_file():
+                continue
+            if not (run_folder / PLAN).is_file():
+                raise Refused(f"{run_folder}: this run is not prepared. Run `prepare` first.")
+            if monotonic() >= deadline or not _make(folder, run_folder, device, deadline):
+                print("the time is over; run the same command again to continue", flush=True)
+                return
+
+
+def _make(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
+    """Make one run; return False if the time is over before its end."""
+    plan = pickle.loads((run_folder / PLAN).read_bytes())
+    spec = plan["spec"]
+    data = replace(spec.data, dataset_path=folder.resolve() / "data" / spec.data.dataset_path)
+    settings = replace(spec.settings, checkpoint=CHECKPOINTS)
+    spec = replace(spec, data=data, settings=settings, device=device)
+    spec = _with_step_mode(spec, plan["schedule"].concurrency)
+    started = monotonic()
+    rows: list[Row] = []
+    resume = checkpoint.find_latest(CHECKPOINTS.folder_for(run_folder))
+    events = inprocess.run(spec, plan["schedule"], plan["fleet"], str(run_folder), resume)
+    for event in events:
+        if isinstance(event, Started):
+            rows = list(event.rows)
+        elif isinstance(event, Round):
+            rows.append(event.row)
+            print(f"{run_folder.name}: round {len(rows)} of {settings.rounds}", flush=True)
+            if monotonic() >= deadline and len(rows) < settings.rounds:
+                events.close()  # type: ignore[attr-defined]
+                return False
+        elif isinstance(event, Finished):
+            _finish(run_folder, rows, event, spec, plan, monotonic() - started)
+    return True
+
+
+def _with_step_mode(spec: RunSpec, concurrency: int) -> RunSpec:
+    """Return a spec that records its steps on a GPU, with as many lanes as usual."""
+    spec = replace(spec, graph=spec.device.startswith("cuda"), lanes=1)
+    return replace(spec, lanes=default_lanes(spec, declare_run(spec), concurrency))
+
+
+def _finish(
+    run_folder: Path,
+    rows: Sequence[Row],
+    end: Finished,
+    spec: RunSpec,
+    plan: Mapping[str, Any],
+    seconds: float,
+) -> None:
+    """Write configuration, history and summary, with which a run folder is complete."""
+    config = plan["config"]
+    runtime = config["runtime"] | {"lanes": spec.lanes, "graph": spec.graph}
+    # JSON is YAML, and needs no library.
+    write_json(config | {"device": spec.device, "runtime": runtime}, run_folder / CONFIG)
+    write_history(rows, run_folder / HISTORY)
+    summary = {
+        **summarise(rows),
+        "rounds": len(rows),
+        "wall_seconds": seconds,
+        "model_sha256": end.model_sha256,
+        "state_sha256": end.state_sha256,
+        "split": plan["split"],
+        "identity": plan["identity"] | _identity_here(spec),
+    }
+    write_json(summary, run_folder / SUMMARY)
+
+
+def _identity_here(spec: RunSpec) -> dict[str, object]:
+    """Return the facts of this machine in place of those of the machine that prepared the run."""
+    is_gpu = spec.device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(spec.device) if is_gpu else spec.device,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "lanes": spec.lanes,
+        "graph": spec.graph,
+        "python": platform.python_version(),
+        "libraries": {"raysim": __version__, "torch": torch.__version__, "numpy": np.__version__},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare or make the runs of the command line."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.papers.gpu", description=__doc__, formatter_class=style
+    )
+    parser.add_argument("command", choices=("prepare", "run"))
+    parser.add_argument("folder", metavar="DIR", help="folder of plans, data and runs")
+    parser.add_argument("words", metavar="NAME or KEY=VALUE", nargs="*")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of `run` (25)")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu (cuda)")
+    options = parser.parse_intermixed_args(arguments)
+
+    folder = user_path(options.folder)
+    overrides = [word for word in options.words if "=" in word]
+    names = [word for word in options.words if "=" not in word]
+    if options.command == "prepare":
+        prepare(folder, overrides, names)
+    elif overrides:
+        raise Refused(f"{overrides[0]}: `run` takes no settings. Give them to `prepare`.")
+    else:
+        run(folder, names, options.device, options.minutes)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,118 @@
+"""The papers' studies for a GPU, on the CPU with tiny sizes, where Ray and Hydra cannot be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raysim
+from jobs.papers import gpu
+from jobs.papers.gpu import STUDIES, GpuStudy
+from jobs.papers.settings import SETTINGS
+from raysim.primitives.errors import Refused
+from raysim.primitives.files import conf_folder
+from raysim.results.report import load_run
+
+CHECKOUT = conf_folder().parent
+TINY = ("data=digits", "model=mlp", "partition.clients=4", "schedule.cohort=4", "rounds=2")
+STUDY = GpuStudy("tiny", TINY, (("method=fedavg",), ("method=fedprox", "method.fedprox.mu=0.5")))
+WITHOUT_LIBRARIES = """
+import runpy, sys
+for name in ("ray", "hydra", "omegaconf", "mlflow"):
+    sys.modules[name] = None
+runpy.run_module("jobs.papers.gpu", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "STUDIES", (STUDY,))
+
+
+def test_runs_have_names_and_seeds_in_turn() -> None:
+    names = [name for name, _ in GpuStudy("a", (), STUDY.methods, (0, 1)).runs()]
+    assert names == ["a-fedavg-0", "a-fedprox-0_5-0", "a-fedavg-1", "a-fedprox-0_5-1"]
+
+
+def test_prepared_runs_equal_ordinary_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.prepare(tmp_path / "gpu", ["local.epochs=1"], [])
+    # Without time, one round of the first run is made; then everything else.
+    gpu.run(tmp_path / "gpu", [], "cpu", 1e-9)
+    assert "tiny-fedavg-0" not in capsys.readouterr().out.rpartition("prepared")[2]
+    gpu.run(tmp_path / "gpu", ["tiny"], "cpu", 10)
+    for name, words in STUDY.runs():
+        made = load_run(tmp_path / "gpu" / "runs" / name)
+        places = [f"out={tmp_path / name}", "runtime=inprocess", "tracking=none"]
+        usual = raysim.run([*words, "local.epochs=1", *places], quiet=True)
+        for key in ("model_sha256", "state_sha256", "split", "accuracy_global"):
+            assert made.summary[key] == usual.summary[key]
+        assert made.config["method"] == load_run(usual.folder).config["method"]
+        assert made.finished
+
+
+def test_stopped_run_continues_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "CHECKPOINTS", gpu.Checkpoint(every=1, keep=1))
+    for folder in ("straight", "stopped"):
+        gpu.prepare(tmp_path / folder, ["local.epochs=1", "rounds=3"], [])
+    gpu.run(tmp_path / "straight", [], "cpu", 10)
+    # The clock is over after two rounds.
+    times = iter([0.0, 0.0, 0.0, 0.0, 1e9])
+    monkeypatch.setattr(gpu, "monotonic", lambda: next(times, 2e9))
+    gpu.run(tmp_path / "stopped", [], "cpu", 1)
+    runs = tmp_path / "stopped" / "runs"
+    assert not list(runs.glob("*/summary.json")) and list(runs.glob("*/checkpoints/*"))
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu, "STUDIES", (STUDY,))
+    gpu.run(tmp_path / "stopped", [], "cpu", 10)
+    for name, _ in STUDY.runs():
+        one, other = (load_run(tmp_path / each / "runs" / name) for each in ("straight", "stopped"))
+        assert one.summary["state_sha256"] == other.summary["state_sha256"]
+        assert [row["round"] for row in one.rows] == [row["round"] for row in other.rows]
+
+
+def test_wrong_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"^tyni: .*tiny"):
+        gpu.chosen_studies(["tyni"])
+    with pytest.raises(Refused, match=r"tiny-fedavg-0: this run is not prepared"):
+        gpu.run(tmp_path, [], "cpu", 1)
+
+
+@pytest.mark.slow
+def test_studies_are_the_papers_settings() -> None:
+    overrides = {frozenset(setting.overrides) for setting in SETTINGS}
+    for study in STUDIES:
+        assert any(frozenset(study.setting) >= each for each in overrides), study.name
+
+
+@pytest.mark.slow
+def test_script_runs_without_ray_and_hydra(tmp_path: Path) -> None:
+    script = ["bash", str(CHECKOUT / "jobs" / "papers" / "gpu.sh"), "fedbss-skew_0.1"]
+    tiny = "data=digits model=mlp rounds=1 local.epochs=1"
+    places = {"OUT": str(tmp_path), "DATA": "", "PYTHON": sys.executable}
+    subprocess.run(
+        script,
+        cwd=CHECKOUT,
+        env={**os.environ, **places, "PREPARE": "only", "EXTRA": tiny},
+        check=True,
+    )
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-c", WITHOUT_LIBRARIES, "run", str(tmp_path)),
+            *("--device", "cpu", "fedbss-skew_0.1"),
+        ],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(list(tmp_path.glob("runs/*/summary.json"))) == 6
