@@ -28,7 +28,11 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
-        torch.manual_seed(seed)
+        if device.type == "cpu":
+            # torch.manual_seed would store a traceback for each GPU library that is not in use.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         try:
             yield
         finally:
