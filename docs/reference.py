@@ -64,7 +64,7 @@ def write(docs: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 def prose(text: str) -> str:
     """Convert a docstring to Markdown. Indented lines stay code, and `<` elsewhere is escaped."""
     lines = inspect.cleandoc(text).split("\n")
@@ -95,7 +95,7 @@ def first_sentence(text: str | None) -> str:
     return (text or "").strip().partition("\n")[0]
 
 
-# --- what an option may be ----------------------------------------------------------------------------------------
+# --- what an option may be ------------------------------------------------------------------------
 def allowed(make: Callable[..., object], option: str) -> str:
     """Return the values that a class allows for an option, from the error of an invalid value."""
     for value in INVALID_VALUES:
@@ -145,7 +145,7 @@ def _other_values(values: Mapping[str, Any], option: str) -> dict[str, Any]:
     return result
 
 
-# --- methods --------------------------------------------------------------------------------------------------------
+# --- methods --------------------------------------------------------------------------------------
 @functools.cache
 def parts(option: str) -> dict[str, dict[str, Any]]:
     """Return the methods in an option's file in `conf/method`, with their values."""
@@ -372,7 +372,7 @@ def _methods_of_preset(preset: Path) -> set[str]:
     return methods
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 GROUPS = {
     "method": "A list of methods; [all methods](method_list.md) has the keys of each.",
     "schedule": "When clients are dispatched and when their updates are aggregated.",
@@ -513,7 +513,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
         yield ".".join(names), value or "...", comment
 
 
-# --- the guide to clusters --------------------------------------------------------------------------------------------
+# --- the guide to clusters ------------------------------------------------------------------------
 def cluster() -> str:
     """Return jobs/README.md with the files that it links to."""
     folder = ROOT / "jobs"

@@ -54,7 +54,7 @@ ALGORITHMS: dict[str, tuple[str, list[str], list[str], int]] = {
 LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 def words(algorithm: str, local: str, seed: int) -> list[str]:
     """Return the overrides of one run of the study."""
     _, own, methods, size = ALGORITHMS[algorithm]
@@ -77,7 +77,7 @@ def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) 
         raysim.run([*words(algorithm, local, seed), f"out={out}", *resume, *more], quiet=True)
 
 
-# --- what they did --------------------------------------------------------------------------------------------------
+# --- what they did --------------------------------------------------------------------------------
 def measured(folder: Path) -> dict[str, Any]:
     """Return the numbers of one finished run."""
     import pyarrow.parquet as pq
@@ -126,7 +126,7 @@ def collect(folder: Path) -> None:
     STORE.write_text(json.dumps(found, indent=1) + "\n")
 
 
-# --- the page -------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 def mean(values: Sequence[float | None], form: str) -> str:
     """Return mean and deviation, and how many runs have a value if not all do."""
     reached = [value for value in values if value is not None]

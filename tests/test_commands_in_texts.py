@@ -51,7 +51,7 @@ pip() { :; }
 """
 
 
-# --- finding them -------------------------------------------------------------------------------------------------
+# --- finding them ---------------------------------------------------------------------------------
 def fences(path: Path) -> list[str]:
     return re.findall(
         r"^```(?:bash|sh|shell|console|zsh)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
@@ -116,7 +116,7 @@ def raysims(command: str) -> bool:
 COMMANDS = {command: place for place, all_of_it in found().items() for command in all_of_it}
 
 
-# --- what they name -----------------------------------------------------------------------------------------------
+# --- what they name -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands name: runs, and files and methods of one's own."""
@@ -138,7 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# --- the shells -----------------------------------------------------------------------------------------------------
+# --- the shells -----------------------------------------------------------------------------------
 def here(shell: str) -> str:
     if (path := shutil.which(shell)) is None:
         pytest.skip(f"{shell} is not installed: .ci/run installs it where it may")
@@ -290,7 +290,7 @@ def test_no_text_installs_from_an_index() -> None:
         assert not asking.search(right)
 
 
-# --- for real -----------------------------------------------------------------------------------------------------
+# --- for real -------------------------------------------------------------------------------------
 REAL = """
 raysim run method=fedbr+mixup runtime=inprocess rounds=2 partition.clients=20 out=runs/mixed
 raysim run --show method=fedprox > shown.yaml

@@ -493,7 +493,7 @@ def test_method_has_a_name_a_paper_and_its_own_arguments(name: str) -> None:
     assert method.paper
 
 
-# --- the reference ------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 def references() -> Iterable[Any]:
@@ -535,7 +535,7 @@ def test_method_at_its_own_settings_is_not_fedavg(name: str) -> None:
     assert (finished.finished.model_sha256 != fedavg.finished.model_sha256) is not row.as_fedavg
 
 
-# --- interruptions ------------------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 def test_resumed_run_equals_a_straight_one(watched: Watched, tmp_path: Path) -> None:
@@ -565,7 +565,7 @@ def test_two_ray_workers_equal_one_process(name: str, schedule: Any, workers: Wo
     agreement.check_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
 
 
-# --- staleness ----------------------------------------------------------------------------------------------------
+# --- staleness ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
 def test_state_of_the_last_accepted_job_counts(
     name: str,
@@ -660,7 +660,7 @@ def test_pseudo_data_drawn_once_counts_once_per_client() -> None:
     assert not any("fedbr.pseudo" in published.extras for _, published in spy.sent)
 
 
-# --- composition --------------------------------------------------------------------------------------------------
+# --- composition ----------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -257,7 +257,7 @@ def test_odd_values_in_summary_are_reported_or_refused(odd: int, tmp_path: Path)
             table([report.load_run(tmp_path / "one")])
 
 
-# --- seeds ----------------------------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[report.Run]:
     """A run for each final accuracy, of the seeds 0, 1, ..."""
     return [
@@ -380,7 +380,7 @@ def test_labels_of_one_method_are_differing_settings(
     ]
 
 
-# --- LaTeX and CSV --------------------------------------------------------------------------------------------------
+# --- LaTeX and CSV --------------------------------------------------------------------------------
 def test_latex_table_is_valid(tmp_path: Path) -> None:
     runs = [make(tmp_path / r"a_b & 50% of {x}\y", [0.75]), make(tmp_path / "low", [0.5])]
     text = tables.to_latex(report.result_columns(report.group_by_setting(runs)))

@@ -68,7 +68,7 @@ def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
     ]
 
 
-# --- whether ------------------------------------------------------------------------------------------------------
+# --- whether --------------------------------------------------------------------------------------
 def test_equal_clients_in_rounds_need_no_timeline() -> None:
     rounds = made(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(4)])
     rounds.round[:] = 1
@@ -92,7 +92,7 @@ def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
         assert timeline.has_events(waiting) == needed
 
 
-# --- clients ------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 def test_bar_of_job_has_row_of_client_and_staleness_colour() -> None:
     ax = drawn()[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
@@ -182,7 +182,7 @@ def test_long_run_shows_a_part_with_wide_bars() -> None:
     assert len(spans(boxes(ax)[0])) == 160
 
 
-# --- fleet, workers, staleness --------------------------------------------------------------------------------------
+# --- fleet, workers, staleness --------------------------------------------------------------------
 def test_clients_at_work_are_counted_exactly() -> None:
     jobs = made(
         (0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0)
@@ -236,7 +236,7 @@ def test_a_run_without_staleness_has_no_histogram() -> None:
     assert len(drawn(JOBS[~JOBS.staleness.astype(bool)])) == 3
 
 
-# --- the file -----------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 def test_timeline_has_light_and_dark_version(
     tmp_path: Path,
 ) -> None:

@@ -67,7 +67,7 @@ from raysim.training.worker import Worker
 CLUSTER = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
 
 
-# --- what fits ------------------------------------------------------------------------------------------------------
+# --- what fits ------------------------------------------------------------------------------------
 def test_size_is_limited_by_cluster_and_clients() -> None:
     assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 20) == Size(8, {"CPU": 1.0})
     assert choose_size(RayOptions(), {"CPU": 1.0}, CLUSTER, 5).workers == 5
@@ -174,7 +174,7 @@ def test_trial_has_a_worker_for_each_bundle() -> None:
         size_in_group(RayOptions(), 2 * [{"CPU": 1.0}], "cuda")
 
 
-# --- what a job needs -----------------------------------------------------------------------------------------------
+# --- what a job needs -----------------------------------------------------------------------------
 def test_jobs_and_client_states_share_a_gpu() -> None:
     need = MemoryNeed(job=GIB * 13 // 10, room=16 * GIB, state=GIB // 10)
     assert workers_per_gpu(replace(need, state=0), 100, 1) == 11  # 15.2 / 1.3
@@ -230,7 +230,7 @@ def test_preflight_trains_one_largest_client_per_lane() -> None:
     }
 
 
-# --- what a run shows -----------------------------------------------------------------------------------------------
+# --- what a run shows -----------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
 def test_history_has_work_of_workers_and_store_bytes(
     methods: tuple[Method, ...],
@@ -287,7 +287,7 @@ def test_copied_dataset_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
 
 
-# --- two raylets ----------------------------------------------------------------------------------------------------
+# --- two raylets ----------------------------------------------------------------------------------
 class Hidden(PosixPath):
     """A file that the second node does not see."""
 
@@ -396,7 +396,7 @@ def _gone(what: Callable[[], Any]) -> bool:
     return False
 
 
-# --- several nodes --------------------------------------------------------------------------------------------------
+# --- several nodes --------------------------------------------------------------------------------
 LARGE = Mlp((2000,))
 
 
@@ -531,7 +531,7 @@ def test_cluster_benchmark_counts_messages_of_two_nodes(driver: Call) -> None:
         assert 0 < sum(cost["stages"].values()) <= cost["wall"] and cost["cpu"] > 0
 
 
-# --- one run, one group ---------------------------------------------------------------------------------------------
+# --- one run, one group ---------------------------------------------------------------------------
 def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     import ray
 
@@ -628,7 +628,7 @@ def test_placement_group_of_killed_driver_is_removed(driver: Call) -> None:
     assert driver(_driver_dies) == (True, True)
 
 
-# --- fractions of GPUs ----------------------------------------------------------------------------------------------
+# --- fractions of GPUs ----------------------------------------------------------------------------
 def _small_job(_: Any) -> MemoryNeed:
     return MemoryNeed(job=GIB * 13 // 10, room=16 * GIB)
 
@@ -693,7 +693,7 @@ def test_preflight_on_cpus_reserves_the_memory_of_a_job(driver: Call) -> None:
     assert "too little memory" in refused and "local.batch" in refused
 
 
-# --- one run after another ------------------------------------------------------------------------------------------
+# --- one run after another ------------------------------------------------------------------------
 WHOLE = Mlp((20,))
 
 
@@ -741,7 +741,7 @@ def test_processes_stay_for_equal_runs_until_a_failure(
     assert not failed and not end
 
 
-# --- inside a search ------------------------------------------------------------------------------------------------
+# --- inside a search ------------------------------------------------------------------------------
 def _trial() -> tuple[tuple[str, str], list[str], Size]:
     """What a trial does in bundle 0 of its own group."""
     from raysim.runtime import ray as on_ray

@@ -43,7 +43,7 @@ def changes(presence: Availability, client: int, until: float) -> list[float]:
     return result
 
 
-# --- by hand ------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 def test_diurnal_client_is_available_from_its_midnight() -> None:
     presence = Diurnal(np.array([0, 6, 23]), hours=8.0)
     hours = [h for h in range(48) if presence.available(1, h * HOUR)]
@@ -114,7 +114,7 @@ def test_interval_at_one_end_of_the_period_changes_there() -> None:
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
 
-# --- properties ---------------------------------------------------------------------------------------------------
+# --- properties -----------------------------------------------------------------------------------
 bounds = st.lists(st.integers(0, 100), max_size=12, unique=True).map(
     lambda b: [float(x) for x in sorted(b)]
 )
@@ -344,7 +344,7 @@ def test_markov_share_holds_for_few_clients_of_many() -> None:
     assert gone == pytest.approx(came, rel=0.05)
 
 
-# --- statistics ---------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 def test_interval_contains_its_moment_despite_rounding() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
@@ -400,7 +400,7 @@ def test_availability_depends_on_the_seed() -> None:
         ]
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 class Recorded(Fleet):
     """Ideal devices that are available in recorded intervals."""
 

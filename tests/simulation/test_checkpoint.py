@@ -179,7 +179,7 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.rglob("*.*")} == {oct(0o640)}
 
 
-# --- the log ------------------------------------------------------------------------------------------------------
+# --- the log --------------------------------------------------------------------------------------
 
 
 def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
@@ -463,7 +463,7 @@ def test_other_files_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     assert not checkpoint.find_damage(path)
 
 
-# --- no pickle ----------------------------------------------------------------------------------------------------
+# --- no pickle ------------------------------------------------------------------------------------
 
 UNSAFE = ("pickle.", "cloudpickle.", "dill.", "joblib.", "shelve.", "marshal.", "torch.load", "torch.save", "np.load",
           "np.save")  # fmt: skip
@@ -534,7 +534,7 @@ def test_search_for_pickles_finds_them(line: str) -> None:
     assert unsafe(line)
 
 
-# --- going on -----------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 
 def test_resumed_history_has_no_gap_and_no_duplicate(
@@ -610,7 +610,7 @@ def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         checkpoint.read(path)
 
 
-# --- killed -------------------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 
 def test_kill_between_any_two_writes_keeps_the_bits(

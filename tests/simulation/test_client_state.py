@@ -115,7 +115,7 @@ def test_client_state_survives_missed_rounds_on_ray(
     )
 
 
-# --- SCAFFOLD -----------------------------------------------------------------------------------------------------
+# --- SCAFFOLD -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -129,7 +129,7 @@ def test_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path
     assert len(own) == 5, "by the end all took part"
 
 
-# --- FedBN --------------------------------------------------------------------------------------------------------
+# --- FedBN ----------------------------------------------------------------------------------------
 
 
 def test_private_batchnorm_continues_from_its_state() -> None:
@@ -166,7 +166,7 @@ def test_client_state_survives_a_conversion_by_name() -> None:
         assert same_arrays(to_flat_arrays(again), to_flat_arrays(state))
 
 
-# --- FedBSS -------------------------------------------------------------------------------------------------------
+# --- FedBSS ---------------------------------------------------------------------------------------
 
 
 class Forgetful(FedBSS):
@@ -257,7 +257,7 @@ def test_ranking_uses_the_received_model_in_eval_mode() -> None:
     assert all(torch.equal(cached, again) for cached, again in ranked)
 
 
-# --- names --------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 class Keeps(Method):

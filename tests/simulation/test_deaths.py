@@ -70,7 +70,7 @@ def study(name: str) -> RunSpec:
     )
 
 
-# --- workers in this process that die on command ----------------------------------------------------------------------
+# --- workers in this process that die on command --------------------------------------------------
 class Ref:
     """A value that a worker may lose until the coordinator reads it."""
 
@@ -252,7 +252,7 @@ def test_worker_that_always_dies_stops_the_run() -> None:
     )
 
 
-# --- actors -----------------------------------------------------------------------------------------------------------
+# --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
     """End the process so many times, at a client's job; a folder counts them."""
 

@@ -285,7 +285,7 @@ def test_failed_client_keeps_its_state(tmp_path: Path) -> None:
             assert same_arrays(before[client], after[client]) == ((client, version) in HITS)
 
 
-# --- too many -----------------------------------------------------------------------------------------------------
+# --- too many -------------------------------------------------------------------------------------
 
 
 def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFailuresError]:
@@ -336,7 +336,7 @@ def test_too_many_failures_without_a_folder() -> None:
     assert "resume" not in str(stopped.value)
 
 
-# --- hooks of a user's own -----------------------------------------------------------------------------------------
+# --- hooks of a user's own ------------------------------------------------------------------------
 def mine(**attributes: Any) -> Method:
     """Return a method of a user's class, with these hooks."""
     return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
@@ -434,7 +434,7 @@ def test_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
     assert f"in {hook.__name__}" in trace[1]
 
 
-# --- the server ---------------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 WHERE = "on the server in round 1: "
 
 

@@ -45,7 +45,7 @@ def test_defaults_are_those_of_the_configuration(group: str, name: str) -> None:
     assert build_object(cls, node, group) == cls()
 
 
-# --- durations ----------------------------------------------------------------------------------------------------
+# --- durations ------------------------------------------------------------------------------------
 def test_device_may_be_arbitrarily_slow() -> None:
     assert devices(Ideal(speed=0.5)).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
     slow = Lognormal(
@@ -101,7 +101,7 @@ def test_seconds_are_those_of_trips(fleet: Fleet) -> None:
     )
 
 
-# --- seeds --------------------------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("availability", ["always", "diurnal", "markov"])
 @pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
 @given(
@@ -140,7 +140,7 @@ def test_devices_depend_on_the_seed() -> None:
         assert not np.array_equal(one, other)
 
 
-# --- classes of devices -------------------------------------------------------------------------------------------
+# --- classes of devices ---------------------------------------------------------------------------
 @given(seed=st.integers(0, 1000), clients=st.integers(1, 500))
 @settings(max_examples=50, deadline=None)
 def test_device_class_has_its_share(seed: int, clients: int) -> None:
@@ -173,7 +173,7 @@ def test_fleet_without_classes_has_one_label() -> None:
     assert Lognormal().labels(0, 3).kinds.tolist() == [0, 0, 0]
 
 
-# --- delays -------------------------------------------------------------------------------------------------------
+# --- delays ---------------------------------------------------------------------------------------
 def test_delays_are_between_the_bounds_of_the_kind() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
@@ -191,7 +191,7 @@ def test_delay_kinds_are_the_largest_dirichlet_parts() -> None:
     assert Delays(uneven, scale=1000.0).labels(0, 400).kinds.all()
 
 
-# --- drop-outs ----------------------------------------------------------------------------------------------------
+# --- drop-outs ------------------------------------------------------------------------------------
 def test_dropout_loses_its_share_at_any_moment() -> None:
     result = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
@@ -243,7 +243,7 @@ def test_fleet_patience_is_the_longest_wait() -> None:
         fleet.presence(0, 9)
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 CLASSES = DeviceClasses().classes
 
 

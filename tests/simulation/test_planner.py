@@ -241,7 +241,7 @@ def test_plan_without_early_clients_is_refused() -> None:
     assert waited.dispatched[0].start == 7 * 3600.0
 
 
-# --- schedules of one's own ---------------------------------------------------------------------------------------
+# --- schedules of one's own -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Script:
     """Dispatches all clients and then takes one action."""
@@ -299,7 +299,7 @@ def test_jobs_of_a_client_keep_their_order() -> None:
         planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).next_aggregation()
 
 
-# --- virtual time by pencil ---------------------------------------------------------------------------------------
+# --- virtual time by pencil -----------------------------------------------------------------------
 
 
 def test_virtual_time_by_hand() -> None:

@@ -61,7 +61,7 @@ class Watched:
         return action
 
 
-# --- decisions ----------------------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 DECISIONS: list[tuple[Schedule, View, Action]] = [
     (Synchronous(3), view(), Dispatch(3)),
     (Synchronous(3), view(3), Wait()),
@@ -159,7 +159,7 @@ def test_schedule_above_the_population_names_the_limit(
         untrained_run([2, 2, 0, 2], schedule)
 
 
-# --- virtual time -------------------------------------------------------------------------------------------------
+# --- virtual time ---------------------------------------------------------------------------------
 
 
 def test_updates_are_accepted_in_virtual_time() -> None:
@@ -332,7 +332,7 @@ def test_buffer_of_a_cohort_is_rounds_bit_for_bit() -> None:
     assert rounds.bits == buffered.bits
 
 
-# --- sampling -----------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_equal_updates_give_the_same_step_for_any_weights() -> None:
         np.testing.assert_allclose(result.vector.numpy(), START + 1, rtol=1e-6)
 
 
-# --- buffers and counters -----------------------------------------------------------------------------------------
+# --- buffers and counters -------------------------------------------------------------------------
 
 
 class Doubling(Method):
@@ -222,7 +222,7 @@ def test_counters_take_the_largest_value() -> None:
     assert result.counters.tolist() == [5]
 
 
-# --- methods' parts -----------------------------------------------------------------------------------------------
+# --- methods' parts -------------------------------------------------------------------------------
 
 
 def test_summable_unless_methods_need_updates() -> None:

@@ -56,7 +56,7 @@ def size(name: str) -> float:
     return result.coordinator.client_states.bytes / 2
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", [0, 2.5])
@@ -167,7 +167,7 @@ def test_budget_is_a_configuration_key(tmp_path: Path, capsys: pytest.CaptureFix
     assert "state.budget=-1" in capsys.readouterr().err
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def test_spilled_arrays_come_back_unchanged() -> None:

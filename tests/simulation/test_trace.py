@@ -80,7 +80,7 @@ def presence_of(devices: Devices) -> Availability:
     return devices.presence
 
 
-# --- what is read -------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 def test_client_follows_its_row(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet")).devices(0, 1, lambda: 1.0)
@@ -176,7 +176,7 @@ def test_other_availability_uses_only_the_files_speeds(tmp_path: Path) -> None:
     assert devices.trip(0, 0, 950.0, 100.0, 1000, 1000) == (955.0, True)
 
 
-# --- who is which row ---------------------------------------------------------------------------------------------
+# --- who is which row -----------------------------------------------------------------------------
 def test_equal_numbers_map_clients_to_rows() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
@@ -196,7 +196,7 @@ def test_drawn_rows_depend_on_the_seed() -> None:
     assert rows_of(1, 30, 10).tolist() != rows_of(2, 30, 10).tolist()
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 # Changes to a row, and the part of the row that the error names.
 BAD: list[tuple[Mapping[str, Any], str]] = [
     ({"start": [10.0, 150.0]}, "interval 2, from 150.0 to 900.0, overlaps"),
@@ -294,7 +294,7 @@ def test_file_that_is_no_trace_is_refused_before_writing(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 def test_run_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
     write(
         path := tmp_path / "trace.parquet",
@@ -323,7 +323,7 @@ def test_run_on_a_trace_repeats_its_bits(tmp_path: Path) -> None:
     assert one.rows[-1]["virtual_seconds"] == other.rows[-1]["virtual_seconds"]
 
 
-# --- FedScale -----------------------------------------------------------------------------------------------------
+# --- FedScale -------------------------------------------------------------------------------------
 # The entry that its users quote, and others like it.
 BEHAVIOUR: dict[int, dict[str, Any]] = {
     3834: {

@@ -90,7 +90,7 @@ def scores_by_hand(finished_run: FinishedRun, clients: list[int]) -> list[float]
     return scores
 
 
-# --- who they are -----------------------------------------------------------------------------------------------------
+# --- who they are ---------------------------------------------------------------------------------
 def test_unseen_clients_come_from_seed() -> None:
     one, same, other = (
         hold_out_clients(whole(), 0.25, seed).partition.unseen for seed in (1, 1, 2)
@@ -145,7 +145,7 @@ def test_cohort_above_trained_clients_is_refused() -> None:
         build([*COMMON, "evaluate.unseen=0.8"])
 
 
-# --- what they score --------------------------------------------------------------------------------------------------
+# --- what they score ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=2), Immediate(3)]
 )
@@ -252,7 +252,7 @@ def test_pools_of_methods_exclude_unseen_clients(words: list[str], key: str) -> 
         build([*words, "evaluate.unseen=0.5"])
 
 
-# --- the same bits ----------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [[], [FedBN()], [PFedAvg()]])
 def test_unseen_scores_do_not_depend_on_workers(methods: list[Method]) -> None:
     spec = study(*methods)
@@ -270,7 +270,7 @@ def test_unseen_clients_survive_resume(schedule: Schedule, tmp_path: Path) -> No
     assert resumed.history == straight.history and resumed.bits == straight.bits
 
 
-# --- from the command line --------------------------------------------------------------------------------------------
+# --- from the command line ------------------------------------------------------------------------
 def test_unseen_clients_are_in_all_results(tmp_path: Path) -> None:
     words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
     result = raysim.run(words, quiet=True)

@@ -150,7 +150,7 @@ SCHEDULES["one"] = [
 ]
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 FORKS = multiprocessing.get_context(
     "forkserver"
 )  # a process that has imported raysim makes those of the runs
@@ -294,7 +294,7 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(environment.parent.name)
 
 
-# --- what must be the same ------------------------------------------------------------------------------------------
+# --- what must be the same ------------------------------------------------------------------------
 def result(folder: Path) -> tuple[Any, ...]:
     """Return the digests and the history of a finished run."""
     summary = json.loads((folder / "out/summary.json").read_text())
@@ -392,7 +392,7 @@ def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Un
     return ""
 
 
-# --- what a dead worker costs -----------------------------------------------------------------------------------------
+# --- what a dead worker costs ---------------------------------------------------------------------
 LONG = (
     *(
         "run",

@@ -104,7 +104,7 @@ class Findings:
 FOUND = Findings()
 
 
-# --- one case -------------------------------------------------------------------------------------------------------
+# --- one case -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
     """End a command that works or waits for too long, however busy the machine is."""
@@ -203,7 +203,7 @@ def somewhere() -> Iterator[Path]:
             )
 
 
-# --- what is thrown ---------------------------------------------------------------------------------------------------
+# --- what is thrown -------------------------------------------------------------------------------
 ODD = st.sampled_from(
     (
         *(

@@ -94,7 +94,7 @@ def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mut
     return chosen
 
 
-# --- which test runs which line ---------------------------------------------------------------------------------------
+# --- which test runs which line -------------------------------------------------------------------
 class Mapper:
     """Pytest plugin: a coverage context per test, and one per fixture that several tests share."""
 
@@ -269,7 +269,7 @@ class Map:
         return [part for part in (first, within) if part]
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datasets matplotlib.pyplot safetensors.torch
     safetensors.numpy scipy.stats numba numba.core.caching ray mlflow rich torch.utils.flop_counter threadpoolctl"""
 
@@ -529,7 +529,7 @@ def judged(
     return result | {"seconds": round(time.monotonic() - started, 2)}
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- telling --------------------------------------------------------------------------------------
 def progress(text: str) -> None:
     """Write a line over the previous one on a terminal."""
     print(

@@ -120,7 +120,7 @@ def made(
     )
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REFUSING)
@@ -156,7 +156,7 @@ def test_search_for_layers_changes_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-# --- clients of one row -----------------------------------------------------------------------------------------------
+# --- clients of one row ---------------------------------------------------------------------------
 
 SCHEDULES = {
     "rounds": [],
@@ -253,7 +253,7 @@ def test_pooled_data_keep_the_rows_of_all_clients(tmp_path: Path) -> None:
     finished(experiment, tmp_path)
 
 
-# --- methods that choose the samples of an epoch ----------------------------------------------------------------------
+# --- methods that choose the samples of an epoch --------------------------------------------------
 
 
 class First(Method):

@@ -89,7 +89,7 @@ def test_adam_equals_pytorch_up_to_rounding(
     )
 
 
-# --- the step on a small network ----------------------------------------------------------------------------------
+# --- the step on a small network ------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -197,7 +197,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(clip: float, cuts: bool) -
         assert torch.allclose(value, free[name], rtol=1e-6, atol=1e-7) != cuts
 
 
-# --- stages -------------------------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------
 
 
 class TwoStages(Method):
@@ -276,7 +276,7 @@ def test_stage_without_parameters_is_refused() -> None:
         step(ctx, BATCH, (Stage(trains=("ghost",)),))
 
 
-# --- corrections --------------------------------------------------------------------------------------------------
+# --- corrections ----------------------------------------------------------------------------------
 
 
 def correcting(kind: Any, log: list[tuple[str, slice]]) -> Method:
@@ -318,7 +318,7 @@ def test_corrections_see_shared_parameters_only() -> None:
     assert not torch.equal(ctx.vector.personal, before), "the personal part is trained all the same"
 
 
-# --- what methods see ---------------------------------------------------------------------------------------------
+# --- what methods see -----------------------------------------------------------------------------
 
 
 def test_features_are_computed_once_for_all_methods() -> None:

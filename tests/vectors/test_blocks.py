@@ -69,7 +69,7 @@ def test_run_multiplies_on_one_thread_and_restores_numpys() -> None:
         assert threads() == before
 
 
-# --- machine code on disk -------------------------------------------------------------------------------------------
+# --- machine code on disk -------------------------------------------------------------------------
 RULE = """
 SCALE = {scale}
 

@@ -77,7 +77,7 @@ def unchanged(products: Tensor) -> Tensor:
     return torch.eye(len(products), dtype=torch.float64)
 
 
-# --- the matrix -----------------------------------------------------------------------------------------------------
+# --- the matrix -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 7, 32, 70])
@@ -112,7 +112,7 @@ def test_gram_matrix_does_not_depend_on_threads(
         assert torch.equal(gram_matrix(rows), alone)
 
 
-# --- the sum --------------------------------------------------------------------------------------------------------
+# --- the sum --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [1, 2, 5, 12])
@@ -166,7 +166,7 @@ def test_option_per_tensor_gives_one_gram_matrix_per_tensor() -> None:
         assert torch.allclose(products, own @ own.T)
 
 
-# --- in a step of the server ----------------------------------------------------------------------------------------
+# --- in a step of the server ----------------------------------------------------------------------
 
 RULES = (PrincipalGradient, FedGH, HierarchicalFedGH)
 

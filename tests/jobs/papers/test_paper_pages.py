@@ -67,7 +67,7 @@ def reduced(method: str, seed: int = 0) -> list[str]:
     ]
 
 
-# --- keeping --------------------------------------------------------------------------------------------------------
+# --- keeping --------------------------------------------------------------------------------------
 def test_stored_run_equals_the_run(tmp_path: Path, store: Path) -> None:
     folder = finished(
         tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6)
@@ -120,7 +120,7 @@ def test_store_run_writes_a_file_per_seed_and_refuses_others(tmp_path: Path, sto
         results.store_run(other)
 
 
-# --- beside the paper's numbers -------------------------------------------------------------------------------------
+# --- beside the paper's numbers -------------------------------------------------------------------
 def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 0) -> None:
     folder = tmp_path / f"{method}-{seed}-{'-'.join(words)}"
     results.store_run(
@@ -240,7 +240,7 @@ def test_result_shows_all_scores_and_the_split(tmp_path: Path, store: Path) -> N
     assert "local mean" not in compare("fedbr/table1", [bare], WIDE)
 
 
-# --- pages ----------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 def test_pages_match_the_stored_results() -> None:
     folder = conf_folder().parent / "docs" / "papers"
     for name, text in pages.pages().items():
@@ -310,7 +310,7 @@ def test_page_has_every_printed_number_with_a_command() -> None:
                 )
 
 
-# --- beside FedAvg, seed by seed --------------------------------------------------------------------------------------
+# --- beside FedAvg, seed by seed ------------------------------------------------------------------
 def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: float = 0.1) -> Run:
     """What is kept of a run of one round."""
     summary = {

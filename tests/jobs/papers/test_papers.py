@@ -56,7 +56,7 @@ def line(text: str, label: str) -> str:
     return lines(text, label)[0]
 
 
-# --- the numbers ----------------------------------------------------------------------------------------------------
+# --- the numbers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("paper", PAPERS)
 def test_published_numbers_are_unchanged(paper: str, shared: Path) -> None:
     ours = Path(report.__file__).parent / f"{paper}.json"
@@ -89,7 +89,7 @@ def test_listing_has_tables_and_wrong_name_gets_suggestion() -> None:
         assert near in str(refused.value)
 
 
-# --- ours beside theirs ---------------------------------------------------------------------------------------------
+# --- ours beside theirs ---------------------------------------------------------------------------
 def test_run_is_shown_next_to_the_printed_number(tmp_path: Path) -> None:
     scores = [0.5, 0.79, 0.81, 0.80, 0.82, 0.83, 0.84]
     run = make(tmp_path / "prox", [*MNIST, "method=[fedprox]"], rows(scores))
@@ -250,7 +250,7 @@ def test_fedbss_run_has_column_of_split_and_deviation(
     assert "experiment=fedbss/fashion_mnist method=fedavg partition.alpha=0.3" not in text
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 def status(*words: str) -> object:
     """The exit status of the command with these words."""
     with pytest.raises(SystemExit) as ended:

@@ -55,7 +55,7 @@ def of(value: Any, dataset: str) -> Any:
     return value[dataset] if isinstance(value, dict) else value
 
 
-# --- every cell -----------------------------------------------------------------------------------------------------
+# --- every cell -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", FEDBR)
 def test_fedbr_numbers_have_commands_of_their_table(name: str) -> None:
     asked = setting(name)
@@ -197,7 +197,7 @@ def test_the_methods_of_every_row_can_be_made_and_combined(methods: tuple[str, .
     assert [part.name for part in parts] == list(methods)
 
 
-# --- values of methods ----------------------------------------------------------------------------------------------
+# --- values of methods ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("methods", "values"),
     [
@@ -275,7 +275,7 @@ def test_vhl_has_as_many_virtual_images_as_the_paper_says() -> None:
         )
 
 
-# --- what is trained on, and what is scored -------------------------------------------------------------------------
+# --- what is trained on, and what is scored -------------------------------------------------------
 def split_of(*words: str) -> FederatedData:
     images = [
         "data=synthetic",
@@ -310,7 +310,7 @@ def test_a_client_of_retina_has_ten_samples_at_least() -> None:
     assert composed("experiment=fedld/retina")["partition"]["minimum"] == 10
 
 
-# --- which of a preset's methods a run takes ------------------------------------------------------------------------
+# --- which of a preset's methods a run takes ------------------------------------------------------
 def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
     node = composed("experiment=fedbr/rotated_mnist")
     assert list(node["method"]) == node["choices"]["method"] == ["fedbr"]
@@ -354,7 +354,7 @@ def test_own_preset_keeps_order_of_methods(
     assert node["method"]["fedprox"]["mu"] == 0.3
 
 
-# --- on made-up images ----------------------------------------------------------------------------------------------
+# --- on made-up images ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name",
     sorted({command(table, cell).experiment for table in FEDBR.values() for cell in table.cells}),
@@ -383,7 +383,7 @@ def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
     assert experiment.spec.task.num_classes in (7, 10, 100)
 
 
-# --- FRAug ----------------------------------------------------------------------------------------------------------
+# --- FRAug ----------------------------------------------------------------------------------------
 FRAUG = tables("fraug")
 # Steps and batch of a round, share of the data, and the three learning rates, from the released code.
 FRAUG_CODE = {
@@ -472,7 +472,7 @@ def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     assert found[7] == whole and len({json.dumps(part) for part in found.values()}) == 7
 
 
-# --- FedLD ----------------------------------------------------------------------------------------------------------
+# --- FedLD ----------------------------------------------------------------------------------------
 FEDLD = tables("fedld")
 
 
