@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without stored byte code each process compiles torch and Ray again, which takes half of the
     # time of a slow test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # The data sets that tests make are for subprocesses and Ray's workers, too. Some tests make them
-    # when their module is imported.
+    # The data sets that tests make are for subprocesses and Ray's workers, too. Some tests make
+    # them when their module is imported.
     os.environ["RAYSIM_CACHE"] = tempfile.mkdtemp(prefix="raysim-tests-")
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
         import torch  # a process that only distributes tests does not need it
@@ -119,7 +119,9 @@ ONE_POINT = {
     "png": base64.b64decode(
         "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
     ),
-    "svg": '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"></svg>',
+    "svg": (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"></svg>'
+    ),
 }
 
 

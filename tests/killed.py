@@ -1,4 +1,4 @@
-"""Run ``raysim`` and kill it after its first checkpoint in a folder with a given word in its name."""
+"""Run `raysim` and kill it after its first checkpoint in a folder whose name has a given word."""
 
 from __future__ import annotations
 

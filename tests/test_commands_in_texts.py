@@ -1,7 +1,9 @@
-"""Every command that a text shows can be pasted: bash and zsh hand its words on as they stand, and raysim takes them.
+"""Every command that a text shows can be pasted: bash and zsh hand its words on as they stand, and
+raysim takes them.
 
-A new text is found by itself: Markdown (fenced bash, and code in a line that begins with raysim), comments of
-configuration and jobs, and the help of the command. What a text names and this machine lacks lies in `folder`.
+A new text is found by itself: Markdown (fenced bash, and code in a line that begins with raysim),
+comments of configuration and jobs, and the help of the command. What a text names and this machine
+lacks lies in `folder`.
 """
 
 from __future__ import annotations
@@ -40,10 +42,14 @@ SHELLS = {
     "zsh": ["-f", "-i", "-s"],
 }  # zsh as one types into it
 NO_COMMAND = re.compile(r"\.\.\.|…|\b(NAME|TABLE|COMMAND|WORKLOAD)\b")  # a form, not a command
-# Stands for all commands of texts: raysim's words go to a file, of other commands what follows their raysim.
+# Stands for all commands of texts: raysim's words go to a file, of other commands what follows
+# their raysim.
 LISTENING = """
 raysim() { printf '%s\\0' "$@" >> "$OUT"; }
-after() { while [ $# -gt 0 ] && [ "$1" != raysim ]; do shift; done; [ $# -gt 0 ] && shift && raysim "$@"; }
+after() {
+    while [ $# -gt 0 ] && [ "$1" != raysim ]; do shift; done
+    [ $# -gt 0 ] && shift && raysim "$@"
+}
 uv() { after "$@"; }
 ray() { after "$@"; }
 ssh() { :; }
@@ -146,7 +152,10 @@ def here(shell: str) -> str:
 
 
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
-    """What each command hands to raysim, in a shell as one types into it; [] where it is not called."""
+    """What each command hands to raysim, in a shell as one types into it.
+
+    [] where it is not called.
+    """
     out = folder / f"{shell}.txt"
     typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)
     environment = {"OUT": str(out), "PATH": "/usr/bin:/bin", "HOME": str(folder), "TERM": "dumb"}
@@ -199,7 +208,10 @@ def without_comment(words: list[str]) -> list[str]:
 
 
 def taken(words: list[str]) -> None:
-    """raysim understands the words, as far as nothing has to run. Raises Refused, or ends the process."""
+    """raysim understands the words, as far as nothing has to run.
+
+    Raises Refused, or ends the process.
+    """
     if words[0] in ("help", "--version") or words[-1] == "-h":
         return
     assert words[0] in cli.COMMANDS
@@ -268,7 +280,7 @@ def test_programs_in_texts_exist() -> None:
 
 
 def test_no_text_installs_from_an_index() -> None:
-    """Not raysim, which is another's there, and not raysim-fl as long as nobody has put it there."""
+    """Check for raysim, which is another package there, and raysim-fl, which is not published."""
     asking = re.compile(
         r"\b(?:install|add|uvx|--with)\s+(?:-[-\w]+\s+)*[\"']?raysim(?:-fl)?(?:\[[\w,]+\])?[\"']?(?=[\s,;:`)]|$)"
     )
@@ -295,7 +307,8 @@ REAL = """
 raysim run method=fedbr+mixup runtime=inprocess rounds=2 partition.clients=20 out=runs/mixed
 raysim run --show method=fedprox > shown.yaml
 raysim run --config shown.yaml runtime=inprocess rounds=2 tracking=none out=runs/shown
-raysim study method=fedavg,fedprox seed=0..1 runtime=inprocess rounds=2 tracking=none out=studies/mine
+raysim study method=fedavg,fedprox seed=0..1 runtime=inprocess rounds=2 tracking=none \
+    out=studies/mine
 raysim report runs/*
 raysim partition partition=dirichlet partition.alpha=0.1
 raysim methods

@@ -65,7 +65,8 @@ def test_example_method_runs_from_the_command_line(
     Path("lasso_code.py").write_text(CODE)
     Path("conf/method").mkdir(parents=True)
     Path("conf/method/lasso.yaml").write_text("lasso: {_target_: lasso_code.Lasso}\n")
-    words = "runtime=inprocess tracking=none data=synthetic data.samples=60 data.test_samples=10 partition.clients=3"
+    words = "runtime=inprocess tracking=none data=synthetic data.samples=60 data.test_samples=10 "
+    words += "partition.clients=3"
     small = [*words.split(), "schedule.cohort=2", "model=mlp", "rounds=1", "out=run"]
     assert (
         cli.call(["run", "--conf", "conf", "--allow", "lasso_code", "method=[lasso]", *small]) == 0

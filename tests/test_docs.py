@@ -1,4 +1,4 @@
-"""The documentation is built without a warning, and its pages hold what code and configuration say."""
+"""The documentation is built without a warning, and its pages agree with code and configuration."""
 
 from __future__ import annotations
 

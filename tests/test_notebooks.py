@@ -13,7 +13,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Any]:
-    """One process for all of them: each begins without a name, but what they import is read once."""
+    """Run all notebooks in one process: each starts with no names, but imports are read once."""
     from jupyter_client.manager import KernelManager
 
     manager = KernelManager(kernel_name="python3")

@@ -87,7 +87,9 @@ def is_private_module(name: str) -> bool:
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Whether the attribute `path` of an imported name is private to the package that it comes from."""
+    """Whether the attribute `path` of an imported name is private to the package that it comes
+    from.
+    """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
         return is_private_module(rest)
@@ -95,7 +97,9 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
 
 
 def names_private_module(value: object) -> bool:
-    """Whether a text is the dotted path of a private module or name of one of the `STRICT` libraries."""
+    """Whether a text is the dotted path of a private module or name of one of the `STRICT`
+    libraries.
+    """
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
         return False
     return value.partition(".")[0] in STRICT and is_private_module(value)

@@ -19,8 +19,10 @@ from raysim.primitives.stores import open_store
 from raysim.simulation import checkpoint
 
 WORDS = (
-    "runtime=inprocess tracking=none data=synthetic data.samples=100 partition=iid partition.clients=4 model=mlp "
-    "model.widths=[4] schedule.cohort=2 local.epochs=1 method=scaffold evaluate.every=9 state.budget=0"
+    "runtime=inprocess tracking=none data=synthetic data.samples=100 partition=iid "
+    "partition.clients=4 model=mlp "
+    "model.widths=[4] schedule.cohort=2 local.epochs=1 method=scaffold "
+    "evaluate.every=9 state.budget=0"
 )
 
 

@@ -19,7 +19,8 @@ from raysim.learners import SklearnLinear
 from raysim.primitives.errors import Refused
 
 QUICK = (
-    "data=synthetic data.samples=200 data.test_samples=40 model=mlp partition.clients=4 schedule.cohort=2 "
+    "data=synthetic data.samples=200 data.test_samples=40 model=mlp "
+    "partition.clients=4 schedule.cohort=2 "
     "runtime=inprocess tracking=none"
 )
 PACKAGE = """

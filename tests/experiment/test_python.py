@@ -90,8 +90,10 @@ def test_objects_run_as_their_stored_options() -> None:
     }
     objects = ran("objects", methods=[FedProx(np.float64(0.25))], **parts)
     words = raysim.run(
-        "method=fedprox method.fedprox.mu=0.25 data=synthetic data.samples=60 data.test_samples=12 data.classes=3 "
-        "partition=iid partition.clients=4 partition.test_fraction=0.2 model=mlp model.widths=[8] fleet=lognormal",
+        "method=fedprox method.fedprox.mu=0.25 data=synthetic data.samples=60 "
+        "data.test_samples=12 data.classes=3 "
+        "partition=iid partition.clients=4 partition.test_fraction=0.2 model=mlp "
+        "model.widths=[8] fleet=lognormal",
         **(
             SMALL
             | {

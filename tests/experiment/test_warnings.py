@@ -241,7 +241,8 @@ def test_warning_of_a_misspelt_hook() -> None:
         if "method '" in text
     ]
     assert found == [
-        "method 'misspelt' has a function 'gradiant' that nothing calls: is the hook 'gradient' meant?",
+        "method 'misspelt' has a function 'gradiant' that nothing calls: "
+        "is the hook 'gradient' meant?",
         "method 'misspelt' fills no hook and does nothing. See help(raysim.Method).",
         "method 'empty' fills no hook and does nothing. See help(raysim.Method).",
     ]

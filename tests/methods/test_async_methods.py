@@ -262,7 +262,8 @@ def test_entries_expire_at_versions_without_a_step() -> None:
     for client in (1, 2, 3):
         arrive(at, (client, 10.0), bases=bases, version=0)
         seen.append((at.report["ace.active"], at.vector[0].item(), at.vector[-1].item()))
-    # At version 1 both are one version old; later nobody is young enough, and not even buffers move.
+    # At version 1 both are one version old; later nobody is young enough, and not even buffers
+    # move.
     assert seen == [(2.0, 6.5, 10.0), (0.0, 6.5, 10.0), (0.0, 6.5, 10.0)] and at.version == 4
 
 

@@ -1,4 +1,4 @@
-"""Centralized training: what the class says, and the reference to which pooled training comes down."""
+"""Centralized training: what the class declares, and what training on pooled data equals."""
 
 from __future__ import annotations
 

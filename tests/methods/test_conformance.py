@@ -137,9 +137,10 @@ class Plain:
 class Row:
     """A method with small settings.
 
-    uploads: what it sends on purpose beside the update. personal: it keeps parameters on the client. private: clients
-    keep something that is worth hiding. contributes: clients send something before round 0. model: on which it
-    does something. as_fedavg: it trains as FedAvg does at any settings.
+    uploads: what it sends on purpose beside the update. personal: it keeps parameters on the
+    client. private: clients keep something that is worth hiding. contributes: clients send
+    something before round 0. model: on which it does something. as_fedavg: it trains as FedAvg does
+    at any settings.
     """
 
     make: Callable[[], Method]
@@ -705,9 +706,12 @@ def legal() -> set[frozenset[str]]:
 def covering(
     names: Sequence[str], allowed: set[frozenset[str]], least: int = 3, most: int = 6
 ) -> list[list[str]]:
-    """Lists of `least` to `most` names that hold each allowed pair at least once; greedy, and always the same ones.
+    """Lists of `least` to `most` names that hold each allowed pair at least once.
 
-    A list begins with the first pair that is missing and takes, again and again, the name with the most missing pairs.
+    Greedy, and always the same ones.
+
+    A list begins with the first pair that is missing and takes, again and again, the name with the
+    most missing pairs.
     """
     missing, found = set(allowed), list[list[str]]()
     while missing:
@@ -798,7 +802,8 @@ ALTERNATIVES = [
         "fednova",
         "ifca",
     ],
-    # One of several models is trained: values for one model, or a part of it on the client, do not fit.
+    # One of several models is trained: values for one model, or a part of it on the client, do not
+    # fit.
     *(
         ["ifca", name]
         for name in ("scaffold", "fedcm", "feddyn", "fedspeed", "moon", "pfedme", "fedala", "ditto")
@@ -807,7 +812,8 @@ ALTERNATIVES = [
         ["ifca", name]
         for name in ("fedbn", "fraug", "fedpac", "fedrep", "fedbabu", "fedproto", "local")
     ),
-    # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not of its arrivals.
+    # FedAsync mixes single models; CA2FL and ACE count all clients alike, and most of a step is not
+    # of its arrivals.
     *(
         ["fedasync", name]
         for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fadas", "inco")

@@ -1,4 +1,7 @@
-"""Ditto: the shared model knows nothing of the personal ones; where these end is `textbook/ditto.py`."""
+"""Ditto: the shared model knows nothing of the personal ones.
+
+Where these end is `textbook/ditto.py`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ from raysim.simulation.fleet import Ideal
 def test_the_shared_model_is_that_of_the_other_methods_bit_for_bit(
     others: tuple[Method, ...], model: Any, schedule: Any
 ) -> None:
-    # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the order of the sum.
+    # On ideal devices: elsewhere the personal model's steps change when clients arrive, and so the
+    # order of the sum.
     found = run(run_spec(*others, Ditto(), model=model), schedule, Ideal(), rounds=4)
     plain = run(run_spec(*others, model=model), schedule, Ideal(), rounds=4)
     assert found.finished.model_sha256 == plain.finished.model_sha256 and same_arrays(

@@ -202,10 +202,17 @@ def test_fresh_means_are_refused_where_meaningless(settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"lam": -1.0}, {"mu": -1.0}, {"pseudo_batch": 0}, {"samples_per_mean": 0},
-     {"means_per_client": 0}, {"mix_samples": -1}, {"sources": "labels"}],
+    [
+        {"lam": -1.0},
+        {"mu": -1.0},
+        {"pseudo_batch": 0},
+        {"samples_per_mean": 0},
+        {"means_per_client": 0},
+        {"mix_samples": -1},
+        {"sources": "labels"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"^method\.fedbr\.{key}="):
@@ -242,7 +249,7 @@ def test_proxy_is_configured_as_the_data_are() -> None:
         "Cifar100",
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_proxy_that_is_no_data_source_is_refused(proxy: Any) -> None:
     with pytest.raises(Refused, match=r"method\.fedbr\.proxy"):
         build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")

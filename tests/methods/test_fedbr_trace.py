@@ -1,4 +1,4 @@
-"""FedBR's two-stage step through the project's own step, in float64, against the published trace."""
+"""FedBR's two-stage step in `Step`, in float64, against the published trace."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_one_step_of_fedbr_follows_the_trace(
         **{key: args[key] for key in ("lam", "mu", "tau1", "tau2", "temperature_mode", "max_step")}
     )
     pseudo_losses: list[Tensor] = []
-    # Pseudo-data of the class are means, whose targets are uniform; a case with others gives them here.
+    # Pseudo-data of the class are means, whose targets are uniform; a case with others gives them
+    # here.
     targets = args["pseudo_targets"] and tensor(args["pseudo_targets"])
 
     @functools.wraps(fedbr.pseudo_label_loss)

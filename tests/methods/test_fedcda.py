@@ -143,7 +143,10 @@ def step(
     losses: dict[int, float] | None = None,
     base: int = -1,
 ) -> None:
-    """An aggregation of (client, model) pairs; base: the version that they were trained from, the current one if -1."""
+    """An aggregation of (client, model) pairs.
+
+    base: the version that they were trained from, the current one if -1.
+    """
     version = at.version if base < 0 else base
     origin = at.vector.numpy() if base < 0 else np.full(WIDTH, 100, np.float32)
     updates = [

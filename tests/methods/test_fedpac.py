@@ -134,7 +134,8 @@ def test_weights_are_a_minimum_on_the_simplex(seed: int, clients: int, kind: str
         )
         assert (a >= 0).all() and float(a.sum()) == pytest.approx(1, abs=1e-12)
         value, slope = a @ P @ a, P @ a
-        # P a >= a'Pa everywhere, with equality where a > 0: nothing is gained by moving weight. Up to rounding in P.
+        # P a >= a'Pa everywhere, with equality where a > 0: nothing is gained by moving weight. Up
+        # to rounding in P.
         scale = float(P.diagonal()[a > 0].max()) * 1e-9
         assert (slope >= value - scale).all()
         assert ((slope - value).abs()[a > 1e-9] <= scale).all()

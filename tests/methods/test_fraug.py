@@ -229,7 +229,8 @@ def test_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
             float(row["fraug.generated_norm"] or 0) / float(row["fraug.real_norm"] or 1)
             for row in rows
         ]
-    # Growth without a bound is chaotic, 5,000 to over 10,000 times by how a machine rounds; the other grows 5 times.
+    # Growth without a bound is chaotic, 5,000 to over 10,000 times by how a machine rounds; the
+    # other grows 5 times.
     assert last["mse"][-1] > 1_000 * last["mse"][0] and last["mmd"][-1] < 20 * last["mmd"][0]
 
 

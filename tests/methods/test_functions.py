@@ -1,4 +1,6 @@
-"""Test methods' functions where no run takes them: ties, extreme numbers, settings that are refused."""
+"""Test methods' functions where no run takes them: ties, extreme numbers, settings that are
+refused.
+"""
 
 from __future__ import annotations
 

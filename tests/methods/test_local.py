@@ -91,7 +91,8 @@ def test_no_float_travels_in_either_direction(
 
 # --- clients are independent -----------------------------------------------------------------
 
-# Clients 0 and 2 have the same data everywhere, client 1 never the same as in a population of (0, 1, 2).
+# Clients 0 and 2 have the same data everywhere, client 1 never the same as in a population of (0,
+# 1, 2).
 POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
     "other data": ((0, 5, 2), Synchronous(2), 4),
     "more clients": ((0, 3, 2, 1, 4), Synchronous(4), 4),

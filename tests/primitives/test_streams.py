@@ -14,8 +14,20 @@ from raysim.primitives.streams import stream, torch_seed
 
 PACKAGE = Path(raysim.__file__).parent
 NUMPY = {"Generator", "PCG64", "SeedSequence", "BitGenerator"}
-TORCH = {"seed", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
-         "bernoulli", "multinomial", "poisson"}  # fmt: skip
+TORCH = {
+    "seed",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "poisson",
+}
 # Uses of global generators that are intended, by file.
 DRAWERS = {
     # Inside a forward pass, as dropout; a job seeds torch's generator.
@@ -121,8 +133,15 @@ def test_package_uses_no_global_generator(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import random", "from random import choice", "np.random.rand(3)", "from numpy.random import default_rng",
-     "torch.randn(2)", "np.random.seed(0)", "import random as r"],
-)  # fmt: skip
+    [
+        "import random",
+        "from random import choice",
+        "np.random.rand(3)",
+        "from numpy.random import default_rng",
+        "torch.randn(2)",
+        "np.random.seed(0)",
+        "import random as r",
+    ],
+)
 def test_search_for_global_generators_finds_them(line: str) -> None:
     assert list(global_draws(ast.parse(line)))

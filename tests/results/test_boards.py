@@ -1,4 +1,7 @@
-"""TensorBoard and Weights & Biases have what the history has; without their package there is one sentence."""
+"""TensorBoard and Weights & Biases have what the history has.
+
+Without their package there is one sentence.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def follow(
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's event files say, later ones in the place of earlier ones of the same step."""
+    """Return the values of TensorBoard's event files; later ones replace those of the same step."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
@@ -163,7 +166,10 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     extra = {"tensorboardX": "tensorboard", "wandb": "wandb"}[package]
-    said = rf"needs the package {package} .*, of the extra \[{extra}\]: run uv sync --inexact --extra {extra} in"
+    said = (
+        rf"needs the package {package} .*, of the extra \[{extra}\]: "
+        rf"run uv sync --inexact --extra {extra} in"
+    )
     with pytest.raises(ValueError, match=said):
         observer()
 

@@ -26,13 +26,21 @@ def save(folder: Path, method: str, seed: int, final: float, floats: int = 1000)
     folder.mkdir(parents=True)
     rows: list[dict[str, int | float | None]] = [
         {
-            "round": n, "virtual_seconds": 2.0 * n, "wall_seconds": 0.5 * n,
-            "floats_down": floats * n, "floats_up": floats * n, "train_loss": 1.0 / n,
-            "accuracy": share * final, "accuracy_worst": 0.1, "accuracy_global": None,
-            "loss_global": None, "clients": 2, "failures": 0,
+            "round": n,
+            "virtual_seconds": 2.0 * n,
+            "wall_seconds": 0.5 * n,
+            "floats_down": floats * n,
+            "floats_up": floats * n,
+            "train_loss": 1.0 / n,
+            "accuracy": share * final,
+            "accuracy_worst": 0.1,
+            "accuracy_global": None,
+            "loss_global": None,
+            "clients": 2,
+            "failures": 0,
         }
         for n, share in enumerate((0.5, 0.8, 1.0), 1)
-    ]  # fmt: skip
+    ]
     write_history(rows, folder / "history.parquet")
     (folder / "config.yaml").write_text(f"{{method: {{{method}: {{}}}}, seed: {seed}}}")
     write_json(summarise(rows), folder / "summary.json")
@@ -132,8 +140,12 @@ def test_partial_costs_are_never_best(study: Path) -> None:
 def test_columns_are_chosen_by_key_or_title(study: Path) -> None:
     report = raysim.report(study, columns=["final", "rounds_to.0.50", "train_loss", "wall"])
     assert [name for name in report.results if not name.endswith(("_std", "_mark"))] == [
-        "setting", "final", "rounds_to.0.50", "train_loss", "wall_seconds",
-    ]  # fmt: skip
+        "setting",
+        "final",
+        "rounds_to.0.50",
+        "train_loss",
+        "wall_seconds",
+    ]
     with pytest.raises(Refused, match="--columns finale"):
         raysim.report(study, columns=["finale"])
 

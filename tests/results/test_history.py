@@ -20,10 +20,20 @@ def row(
 ) -> dict[str, int | float | None]:
     """One row of a history with round figures."""
     return {
-        "round": index, "virtual_seconds": 2.0 * index, "wall_seconds": 0.5 * index, "floats_down": 10 * index,
-        "floats_up": 20 * index, "train_loss": 1.0 / index, "accuracy": accuracy, "accuracy_worst": None,
-        "accuracy_global": None, "loss_global": None, "clients": 3, "failures": 1, **more,
-    }  # fmt: skip
+        "round": index,
+        "virtual_seconds": 2.0 * index,
+        "wall_seconds": 0.5 * index,
+        "floats_down": 10 * index,
+        "floats_up": 20 * index,
+        "train_loss": 1.0 / index,
+        "accuracy": accuracy,
+        "accuracy_worst": None,
+        "accuracy_global": None,
+        "loss_global": None,
+        "clients": 3,
+        "failures": 1,
+        **more,
+    }
 
 
 def test_a_history_comes_back_with_the_same_values_and_types(tmp_path: Path) -> None:
@@ -108,8 +118,11 @@ def test_last_mean_std_takes_the_last_evaluated_rounds() -> None:
 
 def test_rounds_to_counts_rounds_without_evaluation() -> None:
     assert metrics.rounds_to([None, 0.4, None, 0.8, 0.5], [0.4, 0.5, 0.8, 0.925]) == {
-        "0.40": 2, "0.50": 4, "0.80": 4, "0.925": None,
-    }  # fmt: skip
+        "0.40": 2,
+        "0.50": 4,
+        "0.80": 4,
+        "0.925": None,
+    }
 
 
 def test_summary_holds_last_values_scores_and_facts() -> None:
@@ -120,11 +133,26 @@ def test_summary_holds_last_values_scores_and_facts() -> None:
     ]
     summary = metrics.summarise(rows, [0.5], model_sha256="ab", peak_memory_bytes=5)
     expected = {
-        "rounds": 3, "accuracy": 0.75, "accuracy_global": 0.625, "extra": 7, "best5_mean": 0.5, "last10_std": 0.25,
-        "rounds_to": {"0.50": 2}, "best5_mean_global": 0.5625, "rounds_to_global": {"0.50": 1}, "wall_seconds": 1.5,
-        "virtual_seconds": 6.0, "floats_down": 30, "floats_up": 60, "failures": 1, "failures_total": 3,
-        "worker_deaths": 0, "worker_deaths_total": 2, "model_sha256": "ab", "peak_memory_bytes": 5,
-    }  # fmt: skip
+        "rounds": 3,
+        "accuracy": 0.75,
+        "accuracy_global": 0.625,
+        "extra": 7,
+        "best5_mean": 0.5,
+        "last10_std": 0.25,
+        "rounds_to": {"0.50": 2},
+        "best5_mean_global": 0.5625,
+        "rounds_to_global": {"0.50": 1},
+        "wall_seconds": 1.5,
+        "virtual_seconds": 6.0,
+        "floats_down": 30,
+        "floats_up": 60,
+        "failures": 1,
+        "failures_total": 3,
+        "worker_deaths": 0,
+        "worker_deaths_total": 2,
+        "model_sha256": "ab",
+        "peak_memory_bytes": 5,
+    }
     assert {key: summary[key] for key in expected} == expected
 
 

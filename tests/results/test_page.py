@@ -1,4 +1,4 @@
-"""The report is one file that needs no other, and stays one whatever its runs are called or lack."""
+"""The report is one file that needs no other, whatever its runs are called or lack."""
 
 from __future__ import annotations
 
@@ -148,7 +148,10 @@ def test_page_shows_no_checksum_without_state(tmp_path: Path) -> None:
 
 
 def test_number_with_deviation_may_take_two_lines(tmp_path: Path) -> None:
-    """Or the last columns of a study's results are off the page; the sign stays with the deviation."""
+    """Or the last columns of a study's results are off the page.
+
+    The sign stays with the deviation.
+    """
     text = section(written(seeded(tmp_path, "fedprox", [0.5, 0.75]), tmp_path), "Results")
     assert (
         '<td class="number pair">0.6250 ±\u00a00.1768</td>' in text

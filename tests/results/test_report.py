@@ -22,12 +22,21 @@ def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
     """One row per score."""
     return [
         {
-            "round": n, "virtual_seconds": virtual * n, "wall_seconds": 0.5 * n, "floats_down": 1000 * n,
-            "floats_up": 500 * n, "train_loss": 1.0 / n, "accuracy": score, "accuracy_worst": score,
-            "accuracy_global": score, "loss_global": None, "clients": 2, "failures": 0,
+            "round": n,
+            "virtual_seconds": virtual * n,
+            "wall_seconds": 0.5 * n,
+            "floats_down": 1000 * n,
+            "floats_up": 500 * n,
+            "train_loss": 1.0 / n,
+            "accuracy": score,
+            "accuracy_worst": score,
+            "accuracy_global": score,
+            "loss_global": None,
+            "clients": 2,
+            "failures": 0,
         }
         for n, score in enumerate(scores, 1)
-    ]  # fmt: skip
+    ]
 
 
 def make(
@@ -98,7 +107,10 @@ def test_error_names_broken_file(tmp_path: Path, name: str, content: str) -> Non
 
 
 def test_labels_of_one_name_are_differing_settings(tmp_path: Path) -> None:
-    config = "{{local: {{lr: {lr}, batch: 10}}, out: {out}, method: {{fedprox: {{_target_: x, mu: {mu}}}}}}}"
+    config = (
+        "{{local: {{lr: {lr}, batch: 10}}, out: {out}, "
+        "method: {{fedprox: {{_target_: x, mu: {mu}}}}}}}"
+    )
     first = make(tmp_path / "a" / "run", [0.5], config.format(lr=0.1, mu=1.0, out="a"))
     second = make(tmp_path / "b" / "run", [0.5], config.format(lr=0.2, mu=1.0, out="b"))
     third = make(tmp_path / "c" / "other", [0.5], config.format(lr=0.3, mu=2.0, out="c"))
@@ -276,8 +288,9 @@ def test_seeds_are_one_row_with_mean_and_deviation(
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(tmp_path, "fedavgm", [0.5])
     groups = report.group_by_setting(runs[::-1])
     assert [(group.label, [run.config["seed"] for run in group.runs]) for group in groups] == [
-        ("fedprox", [0, 1, 2]), ("fedavgm", [0]),
-    ]  # fmt: skip
+        ("fedprox", [0, 1, 2]),
+        ("fedavgm", [0]),
+    ]
     columns = {column.title: column for column in report.result_columns(groups)}
     assert columns["seeds"].texts == ["3", "1"]
     assert columns["final"].texts == ["0.7500 ± 0.2500", "0.5000"]  # sqrt((0.25² + 0 + 0.25²) / 2)
@@ -405,7 +418,8 @@ def test_csv_has_a_row_per_run_with_all_digits(tmp_path: Path) -> None:
         )
     )
     assert [(row["setting"], row["run"], row["seed"]) for row in rows] == [
-        ("fedprox", "fedprox-0", "0"), ("fedprox", "fedprox-1", "1"),
-    ]  # fmt: skip
+        ("fedprox", "fedprox-0", "0"),
+        ("fedprox", "fedprox-1", "1"),
+    ]
     assert float(rows[1]["accuracy"]) == 2 / 3
     assert rows[0]["rounds_to.0.60"] == "" and float(rows[1]["rounds_to.0.60"]) == 2

@@ -42,11 +42,14 @@ JOBS = made(
 )
 ROWS: list[Row] = [
     {
-        "round": n, "virtual_seconds": 2.0 * n, "wall_seconds": float(n), "worker_busy": 0.5 + 0.1 * n,
+        "round": n,
+        "virtual_seconds": 2.0 * n,
+        "wall_seconds": float(n),
+        "worker_busy": 0.5 + 0.1 * n,
         "worker_busy_least": 0.1 * n,
     }
     for n in range(1, 6)
-]  # fmt: skip
+]
 
 
 def drawn(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
@@ -167,9 +170,11 @@ def test_sample_has_fastest_random_and_slowest_clients() -> None:
 
 def test_client_with_lost_jobs_does_not_count_as_fast() -> None:
     jobs = made(
-        (0, 0.0, 0.1, "lost", 0), (0, 1.0, 9.0, "aggregated", 0),
-        (1, 0.0, 2.0, "aggregated", 0), (2, 0.0, 3.0, "lost", 0),
-    )  # fmt: skip
+        (0, 0.0, 0.1, "lost", 0),
+        (0, 1.0, 9.0, "aggregated", 0),
+        (1, 0.0, 2.0, "aggregated", 0),
+        (2, 0.0, 3.0, "lost", 0),
+    )
     assert timeline.sample_clients(jobs)[0][1].tolist() == [1, 2, 0]
 
 

@@ -1,4 +1,7 @@
-"""What MLflow has is what the run had, once, whatever happens to its server; and the run never waits for it."""
+"""What MLflow has is what the run had, once, whatever happens to its server.
+
+The run never waits for it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 class Shelf:
-    """A server that keeps what it is sent in a list, is down on demand, and may fail after it has stored."""
+    """A server that keeps what it is sent in a list, is down on demand, and may fail after it has
+    stored.
+    """
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -346,7 +351,9 @@ def test_importing_the_tracker_does_not_import_mlflow() -> None:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs in one SQLite file: `online`, and `offline`, which had no server and was replayed into it."""
+    """Two runs in one SQLite file: `online`, and `offline`, which had no server and was replayed
+    into it.
+    """
     root = tmp_path_factory.mktemp("runs")
     config = {"local": {"lr": 0.1}, "long": "x" * 7000, **{f"key{n}": n for n in range(150)}}
     for name, uri in (("online", ""), ("offline", NOWHERE)):
@@ -412,8 +419,10 @@ def test_mlflow_holds_the_whole_run(tracked: Path, client: MlflowClient, name: s
 def test_mlflow_knows_the_data_set(tracked: Path, client: MlflowClient, name: str) -> None:
     (found,) = client.get_run(identity(tracked / name)).inputs.dataset_inputs
     assert (found.dataset.name, found.dataset.digest, json.loads(found.dataset.profile)) == (
-        "digits", "abc", {"clients": 7},
-    )  # fmt: skip
+        "digits",
+        "abc",
+        {"clients": 7},
+    )
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 

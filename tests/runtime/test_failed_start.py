@@ -16,7 +16,8 @@ from raysim.runtime.ray.failures import describe_failed_start
 
 LOG = """\
 [2026-01-01 00:00:00,000 I 1 1] (gcs_server) event.cc:499: Ray Event initialized for GCS
-[2026-01-01 00:00:01,000 E 1 1] (gcs_server) logging.cc:118: Unhandled exception: Too many open files [system:24]
+[2026-01-01 00:00:01,000 E 1 1] (gcs_server) logging.cc:118: \
+Unhandled exception: Too many open files [system:24]
 [2026-01-01 00:00:01,000 E 1 1] (gcs_server) logging.cc:474: PC: @     0x7f38674a8eec  (unknown)
 """
 MISSING = "validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: "

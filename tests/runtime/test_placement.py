@@ -245,7 +245,8 @@ def test_history_has_work_of_workers_and_store_bytes(
     down = vector * (2 if methods else 1)
     for row in found.rows:
         assert 0 <= row["worker_busy_least"] <= row["worker_busy"] <= 1  # type: ignore[operator]
-        # live versions (at most one per job, and the current one), jobs in flight and their states, accepted states
+        # live versions (at most one per job, and the current one), jobs in flight and their states,
+        # accepted states
         most = 5 * down + 4 * (upload + vector * len(methods)) + len(methods) * 6 * vector
         assert down <= row["store_bytes"] <= most  # type: ignore[operator]
     assert max(row["worker_busy"] for row in found.rows) > 0  # type: ignore[type-var, operator]
@@ -464,7 +465,8 @@ def test_two_nodes_give_the_bits_of_one_process(driver: Call, second_cache: Path
     # What is seen while it runs, and what is left.
     assert seen["actors"] == ["coordinator", "worker-0", "worker-1"]
     assert seen["groups"] == 1 and not seen["left"]
-    # Nothing piles up in Ray's own stores: what the history counts once may lie on both nodes for a while.
+    # Nothing piles up in Ray's own stores: what the history counts once may lie on both nodes for a
+    # while.
     assert max(seen["used"]) <= 2 * max(row["store_bytes"] for row in rows)
 
 
@@ -519,7 +521,8 @@ def _measured() -> list[dict[str, Any]]:
 def test_cluster_benchmark_counts_messages_of_two_nodes(driver: Call) -> None:
     costs = {cost["way"]: cost for cost in driver(_measured)}
     vector = 4 * costs["sums"]["floats"]
-    # Eight clients for each of two workers, in groups of two; one worker is on the coordinator's node.
+    # Eight clients for each of two workers, in groups of two; one worker is on the coordinator's
+    # node.
     counted = {
         way: (cost["calls"], cost["arrays"], cost["up"] / vector) for way, cost in costs.items()
     }
@@ -698,7 +701,10 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Bits of three runs that follow each other, and who lives after each; the last two have fewer workers."""
+    """Bits of three runs that follow each other, and who lives after each.
+
+    The last two have fewer workers.
+    """
     from raysim.runtime import ray as on_ray
 
     bits, living = [], []
@@ -774,7 +780,8 @@ def test_trial_uses_its_group_and_does_not_remove_it(
 
 
 def test_coordinator_writes_nothing_before_events_are_read(tmp_path: Path) -> None:
-    # The driver makes the run's folder at its start; on a busy machine the coordinator would be there first.
+    # The driver makes the run's folder at its start; on a busy machine the coordinator would be
+    # there first.
     spec = run_spec()
     spec = replace(spec, settings=replace(spec.settings, rounds=2, checkpoint=Checkpoint(every=1)))
     runtime: Any = InProcess(Worker(spec))

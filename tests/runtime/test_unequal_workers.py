@@ -76,7 +76,7 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """The second node has other kernels, and its own copy of raysim, in which one comment differs."""
+    """Give the second node other kernels, and a copy of raysim in which one comment differs."""
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(
         Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__")

@@ -364,7 +364,8 @@ def test_markov_clients_have_their_share_and_durations(on: float, off: float) ->
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
     )
     share = on / (on + off)
-    # Looked at so far apart that they are hardly alike: 10,000 coins, and as many at the start as ever
+    # Looked at so far apart that they are hardly alike: 10,000 coins, and as many at the start as
+    # ever
     assert abs(there.mean() - share) < 6 * math.sqrt(share * (1 - share) / there.size)
     assert abs(there[:, 0].mean() - share) < 5 * math.sqrt(share * (1 - share) / 250)
     spans: dict[bool, list[float]] = {True: [], False: []}

@@ -465,8 +465,18 @@ def test_other_files_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
 
 # --- no pickle ------------------------------------------------------------------------------------
 
-UNSAFE = ("pickle.", "cloudpickle.", "dill.", "joblib.", "shelve.", "marshal.", "torch.load", "torch.save", "np.load",
-          "np.save")  # fmt: skip
+UNSAFE = (
+    "pickle.",
+    "cloudpickle.",
+    "dill.",
+    "joblib.",
+    "shelve.",
+    "marshal.",
+    "torch.load",
+    "torch.save",
+    "np.load",
+    "np.save",
+)
 COMPARED = {
     "conformance/methods.py",
     "experiment/objects.py",

@@ -33,7 +33,10 @@ class Books:
         self.told.append((worker, clients))
 
     def send(self, client: int, worker: int = 0) -> tuple[Any, list[Any], int]:
-        """Send a client's job to a worker; return the job, its states and the bytes read from disk."""
+        """Send a client's job to a worker.
+
+        Return the job, its states and the bytes read from disk.
+        """
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
         before = self.client_states.dispatch(client, job.number)

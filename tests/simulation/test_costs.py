@@ -97,9 +97,14 @@ def test_extra_pass_costs_energy() -> None:
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     devices = Fixed(Speeds(*speeds), Fate())
     plan = Planner(
-        Synchronous(1), devices, 0, np.array([30, 30]), load,
-        selection=PowerOfChoice(2), costs=added,
-    )  # fmt: skip
+        Synchronous(1),
+        devices,
+        0,
+        np.array([30, 30]),
+        load,
+        selection=PowerOfChoice(2),
+        costs=added,
+    )
     aggregation = plan.next_aggregation()
     chosen = aggregation.dispatched[0].client
     # Each receives 6 floats, computes a third of its 30 samples, and sends one float.

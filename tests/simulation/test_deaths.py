@@ -389,7 +389,8 @@ from ray.cluster_utils import Cluster
 import raysim
 
 words = (
-    "method=scaffold data=synthetic data.samples=200 partition=iid partition.clients=8 model=mlp local.epochs=1 "
+    "method=scaffold data=synthetic data.samples=200 partition=iid partition.clients=8 model=mlp "
+    "local.epochs=1 "
     "rounds=8 checkpoint.every=2 tracking=none schedule.cohort=4"
 ).split()
 straight = raysim.run([*words, "runtime=inprocess", "out=straight"])
@@ -403,10 +404,12 @@ def kill(row):
     if row["round"] == 3 and not killed:
         killed.append(cluster.remove_node(second, allow_graceful=False))
 
-there = ["runtime=cluster", f"runtime.address={cluster.address}", "runtime.workers=2", "runtime.strategy=SPREAD"]
+there = ["runtime=cluster", f"runtime.address={cluster.address}", "runtime.workers=2"]
+there += ["runtime.strategy=SPREAD"]
 found = raysim.run([*words, *there, "out=disturbed"], on_round=kill)
 same = straight.history["train_loss"].tolist() == found.history["train_loss"].tolist()
-print("ended", len(killed), same, straight.summary["state_sha256"] == found.summary["state_sha256"], flush=True)
+same_state = straight.summary["state_sha256"] == found.summary["state_sha256"]
+print("ended", len(killed), same, same_state, flush=True)
 os._exit(0)
 """
 

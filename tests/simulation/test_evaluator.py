@@ -132,8 +132,12 @@ def test_finetuning_the_head_keeps_the_extractor() -> None:
     for head in (True, False):
         before = worker.vector.data.clone()
         worker.trainer.finetune(0, study.data.partition.train.rows(0), 1, Finetune(1, head=head))
-        moved = {entry.path: worker.vector.data[entry.start : entry.stop] != before[entry.start : entry.stop]
-                 for entry in worker.layout.entries if entry.start is not None}  # fmt: skip
+        moved = {
+            entry.path: worker.vector.data[entry.start : entry.stop]
+            != before[entry.start : entry.stop]
+            for entry in worker.layout.entries
+            if entry.start is not None
+        }
         seen.append({path: changed.any() for path, changed in moved.items()})
     assert {path for path, moved in seen[0].items() if moved} == {"head.weight", "head.bias"}
     assert all(
@@ -209,8 +213,13 @@ def test_decomposition_adds_up_to_the_loss() -> None:
     worker.vector.shared.copy_(result.coordinator.server.vector)
     worker.trainer.set_training(False)
     with torch.no_grad():
-        losses = [torch.nn.functional.cross_entropy(worker.vector.networks["model"](x), y, reduction="sum")
-                  for client in range(4) for x, y in worker.trainer.client_samples(client)]  # fmt: skip
+        losses = [
+            torch.nn.functional.cross_entropy(
+                worker.vector.networks["model"](x), y, reduction="sum"
+            )
+            for client in range(4)
+            for x, y in worker.trainer.client_samples(client)
+        ]
     samples = len(study.data.partition.train.indices)
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
@@ -415,9 +424,16 @@ def test_worst_domain_is_scored_on_its_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "least"), [("every", 1), ("clients", 1), ("probe", 0), ("probe_rows", 1), ("decompose", 0),
-                       ("decompose_rows", 1)]
-)  # fmt: skip
+    ("key", "least"),
+    [
+        ("every", 1),
+        ("clients", 1),
+        ("probe", 0),
+        ("probe_rows", 1),
+        ("decompose", 0),
+        ("decompose_rows", 1),
+    ],
+)
 def test_evaluation_settings_have_lower_bounds(key: str, least: int) -> None:
     assert getattr(Evaluation(**{key: least}), key) == least  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"evaluate.{key}={least - 1} "):

@@ -426,7 +426,8 @@ def test_mistake_of_a_hook_is_one_sentence_without_traceback(method: Method, sen
 def test_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(mine(end=hook))
     assert first.startswith(
-        "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, worker worker-0: "
+        "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, "
+        "worker worker-0: "
     )
     assert sentence in first
     assert trace[0] == "Traceback (most recent call last):"

@@ -58,14 +58,16 @@ def test_trip_is_download_training_and_upload() -> None:
     plain = Lognormal(
         speed=100.0, sigma=0.0, bandwidth_down=4e3, bandwidth_up=2e3, bandwidth_sigma=0.0
     )
-    # 1,000 floats of 4 bytes down at 4,000 bytes a second: 1 s; up at half of it: 2 s; 50 samples: 0.5 s
+    # 1,000 floats of 4 bytes down at 4,000 bytes a second: 1 s; up at half of it: 2 s; 50 samples:
+    # 0.5 s
     assert devices(plain).trip(0, 3, 10.0, 50.0, 1000, 1000) == (13.5, True)
 
 
 def test_device_class_time_follows_from_model_flops() -> None:
     only = {"box": DeviceClass(share=1.0, flops=2e9, bandwidth_down=1e6, bandwidth_up=5e5)}
     fleet = DeviceClasses(only, sigma=0.0, bandwidth_sigma=0.0)
-    # 300 samples of 10 MFLOP are 3 GFLOP, at 2 GFLOP a second 1.5 s; 1 MB down takes 1 s, and up 2 s
+    # 300 samples of 10 MFLOP are 3 GFLOP, at 2 GFLOP a second 1.5 s; 1 MB down takes 1 s, and up 2
+    # s
     finish, back = devices(fleet, flops=10e6).trip(0, 0, 0.0, 300.0, 250_000, 250_000)
     assert back
     assert finish == pytest.approx(1.5 + 1.0 + 2.0)
@@ -78,7 +80,8 @@ def test_sample_flops_are_forward_and_backward() -> None:
         2 * inputs * 16,
         2 * 16 * classes,
     )  # a multiplication and an addition for each weight
-    # Forward; gradients of the weights; and of the second layer's inputs: the first one's need none.
+    # Forward; gradients of the weights; and of the second layer's inputs: the first one's need
+    # none.
     assert sample_flops(spec) == (first + second) + (first + second) + second
 
 
@@ -95,7 +98,8 @@ def test_seconds_are_those_of_trips(fleet: Fleet) -> None:
         [result.trip(client, each, 0.0, samples[client], 10, 20).finish for each in range(400)]
         for client in range(40)
     ]
-    # Delays draws each trip between two bounds of which the mean is given; the widest are 3 s apart.
+    # Delays draws each trip between two bounds of which the mean is given; the widest are 3 s
+    # apart.
     assert np.allclose(
         np.mean(trips, axis=1), expected, rtol=1e-12, atol=0.2 if isinstance(fleet, Delays) else 0
     )
@@ -184,7 +188,8 @@ def test_delays_are_between_the_bounds_of_the_kind() -> None:
 
 
 def test_delay_kinds_are_the_largest_dirichlet_parts() -> None:
-    # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier one always is.
+    # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
+    # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
     assert 0.45 < Delays(even).labels(0, 4000).kinds.mean() < 0.55
     uneven = even | {"b": DelayKind(2.0, 3.0, 4.0)}
@@ -198,7 +203,8 @@ def test_dropout_loses_its_share_at_any_moment() -> None:
         result.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
     ]
     lost = np.array([trip.finish for trip in trips if not trip.arrives])
-    # 10,000 coins: a standard deviation of 0.0046; uniform on [5, 15): a mean of 10 and a deviation of 0.053 for 3,000
+    # 10,000 coins: a standard deviation of 0.0046; uniform on [5, 15): a mean of 10 and a deviation
+    # of 0.053 for 3,000
     assert abs(len(lost) / len(trips) - 0.3) < 5 * 0.0046
     assert 5.0 <= lost.min() < 5.1 < 14.9 < lost.max() < 15.0
     assert abs(lost.mean() - 10.0) < 5 * 0.053

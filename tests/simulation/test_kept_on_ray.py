@@ -1,4 +1,6 @@
-"""Unseen clients, the best model and saved weights give the same results on workers in other processes."""
+"""Unseen clients, the best model and saved weights give the same results on workers in other
+processes.
+"""
 
 from __future__ import annotations
 

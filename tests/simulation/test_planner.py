@@ -308,7 +308,8 @@ def test_virtual_time_by_hand() -> None:
     result = run_to_end(coordinator)
     assert [row["virtual_seconds"] for row in result.rows] == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
     assert [end.client for end in result.jobs] == [0, 0, 1, 0, 0, 1, 2]
-    # A job's base version is the number of arrivals before its dispatch; at t=2 client 0 came first.
+    # A job's base version is the number of arrivals before its dispatch; at t=2 client 0 came
+    # first.
     assert [end.version for end in result.jobs] == [0, 1, 0, 3, 4, 3, 0]
     assert [end.staleness for end in result.jobs] == [0, 0, 2, 0, 0, 2, 6]
 

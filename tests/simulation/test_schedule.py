@@ -201,7 +201,8 @@ def test_events_of_one_instant_precede_the_decision() -> None:
 
 
 def test_staleness_counts_at_the_aggregation() -> None:
-    # Four arrive in one instant and fill two buffers: the second one adds to a newer version than the first.
+    # Four arrive in one instant and fill two buffers: the second one adds to a newer version than
+    # the first.
     coordinator, ledger, _ = untrained_run(
         [2] * 6, Buffered(concurrency=4, size=2), TimedFleet((1.0,) * 6), rounds=4
     )

@@ -301,7 +301,8 @@ def test_run_has_the_virtual_times_of_the_trace(tmp_path: Path) -> None:
         [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)],
     )
     coordinator, _, _ = untrained_run([10], Buffered(1, 1), Trace(file=str(path)), rounds=6)
-    # 10 samples take 100 s: five of them fit into an interval, and the network takes a moment: the last is lost
+    # 10 samples take 100 s: five of them fit into an interval, and the network takes a moment: the
+    # last is lost
     seconds = [row["virtual_seconds"] for row in run_to_end(coordinator).rows]
     assert seconds == pytest.approx([200.0, 300.0, 400.0, 500.0, 1200.0, 1300.0], abs=1e-3)
 

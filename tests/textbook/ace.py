@@ -1,4 +1,7 @@
-"""ACE and ACED: Chang et al. 2025, as its specification reads them; t grows on skipped steps, too."""
+"""ACE and ACED: Chang et al. 2025, as its specification reads them.
+
+T grows on skipped steps, too.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from textbook.world import Book, Params, World
 
 
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
-    """Replace the arrivals' entries, then x <- x + eta mean of the entries that are at most `oldest` versions old.
+    """Replace the arrivals' entries, then x <- x + eta mean of the entries that are at most
+    `oldest` versions old.
 
-    Buffers are the arrivals' mean. Nothing moves without such an entry; `initialise`: nor before everybody has one.
+    Buffers are the arrivals' mean. Nothing moves without such an entry; `initialise`: nor before
+    everybody has one.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     u: dict[int, tuple[int, Tensor]] = {}  # by client, in the order of first arrival: tau_i, u_i

@@ -1,4 +1,6 @@
-"""APFL: Deng et al. 2020, Algorithm 1: FedAvg, and for each client a model v that is trained within a mixture."""
+"""APFL: Deng et al. 2020, Algorithm 1: FedAvg, and for each client a model v that is trained within
+a mixture.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def mixture(v: Params, w: Params, alpha: float) -> Params:
-    """alpha v + (1 - alpha) w, which can be trained; statistics are those of v, and move with it."""
+    """alpha v + (1 - alpha) w, which can be trained.
+
+    Statistics are those of v, and move with it.
+    """
     mixed = {}
     for name, tensor in v.items():
         if is_buffer(name):

@@ -1,5 +1,6 @@
-"""FedAvg with attackers, as their papers say what they send: sign flip, scaling, noise, and ALIE (Baruch et al. 2019),
-whose deviation is found one coordinate at a time."""
+"""FedAvg with attackers, as their papers say what they send: sign flip, scaling, noise, and ALIE
+(Baruch et al. 2019), whose deviation is found one coordinate at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""CA2FL: Wang et al. 2024, Algorithm 2; h_i and h are those after the previous flush, network buffers are averaged."""
+"""CA2FL: Wang et al. 2024, Algorithm 2.
+
+h_i and h are those after the previous flush, network buffers are averaged.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from textbook.world import Book, World
 
 
 class Calibration:
-    """v = h + mean of (Delta_i - h_i); h over all clients, zeros of unseen ones included, or over those seen."""
+    """v = h + mean of (Delta_i - h_i).
+
+    h over all clients, zeros of unseen ones included, or over those seen.
+    """
 
     def __init__(self, world: World, seen_only: bool = False):
         self.zero = torch.zeros_like(flatten(world.start, trainable(world.start)))

@@ -1,4 +1,7 @@
-"""Centralized training: SGD on all samples at once, in the order of the data set; as many a round as a cohort would."""
+"""Centralized training: SGD on all samples at once, in the order of the data set.
+
+As many a round as a cohort would.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from textbook.world import Book, World
 
 
 def centralized(world: World) -> Book:
-    """drawn: `images`, `labels`, the `rows` of each client, and what a federated run would do: `cohort`, `local`."""
+    """drawn: `images`, `labels`, the `rows` of each client, and what a federated run would do:
+    `cohort`, `local`.
+    """
     drawn, asked = world.drawn, world.drawn["local"]
     rows = np.sort(np.concatenate(drawn["rows"]))
     x, y = drawn["images"][rows], drawn["labels"][rows]

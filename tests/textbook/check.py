@@ -1,4 +1,4 @@
-"""Run raysim on a small world, record its batches and draws, and compare its end with a textbook."""
+"""Run raysim on a small world, record batches and draws, and compare its end with a textbook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The virtual clock by hand: which clients are dispatched when, who arrives, and what is aggregated.
+"""The virtual clock by hand: which clients are dispatched when, who arrives, and what is
+aggregated.
 
 There are rounds, or a buffer of `size` with `concurrency` clients in flight (Nguyen et al. 2022,
 Algorithm 1). The program has no heap and looks at all clients at each event. While some are in
@@ -124,8 +125,18 @@ def draw(
     )
 
 
-def lognormal_seconds(seed: int, clients: int, client: int, samples: float, floats: int, speed: float,
-                      down: float, up: float, sigma: float, network_sigma: float) -> float:  # fmt: skip
+def lognormal_seconds(
+    seed: int,
+    clients: int,
+    client: int,
+    samples: float,
+    floats: int,
+    speed: float,
+    down: float,
+    up: float,
+    sigma: float,
+    network_sigma: float,
+) -> float:
     """Return the seconds to receive, train and send.
 
     A float has four bytes. The client's two normal numbers are for its speed and its network.

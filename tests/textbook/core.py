@@ -71,7 +71,10 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
 
 
 def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:
-    """Positions of each batch in the client's samples; `whole`: a last one of a single sample is left out."""
+    """Positions of each batch in the client's samples.
+
+    `whole`: a last one of a single sample is left out.
+    """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0
     left = own.steps if own.epochs is None else -1

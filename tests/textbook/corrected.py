@@ -59,7 +59,10 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 
 
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """Algorithm 1, Option II: g - c_i + c; c_i+ = c_i - c + (x - y) / (K' eta); c moves by 1/N of all changes."""
+    """Algorithm 1, Option II: g - c_i + c; c_i+ = c_i - c + (x - y) / (K' eta).
+
+    c moves by 1/N of all changes.
+    """
     x, names = dict(world.start), _networks(world)
     c = {name: torch.zeros_like(x[name]) for name in names}
     own = {i: dict(c) for i in range(world.clients)}
@@ -96,7 +99,10 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
 def with_fedcm(
     world: World, client: Client, alpha: float, factor: Factor = lambda name: 1.0
 ) -> Book:
-    """Algorithm 1: v = alpha (g + wd y) + (1 - alpha) D; then D is the clients' mean of (x - y) / (K eta)."""
+    """Algorithm 1: v = alpha (g + wd y) + (1 - alpha) D.
+
+    Then D is the clients' mean of (x - y) / (K eta).
+    """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}
 

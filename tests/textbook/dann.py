@@ -1,7 +1,9 @@
-"""DANN with a domain for each client: Ganin et al. 2016 in the alternating form of DomainBed, or with their reversal.
+"""DANN with a domain for each client: Ganin et al. 2016 in the alternating form of DomainBed, or
+with their reversal.
 
-Step k = 1, 2, ... of a participation trains the discriminator if k mod (1 + r) < r; both kinds count as local steps.
-With gradient reversal one optimizer steps all: the extractor gets -lam times the gradient of the domain's loss.
+Step k = 1, 2, ... of a participation trains the discriminator if k mod (1 + r) < r; both kinds
+count as local steps. With gradient reversal one optimizer steps all: the extractor gets -lam times
+the gradient of the domain's loss.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def dann(
     reversal: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """min CE(omega(z), y) - lam CE(delta(z), i) over phi and omega, min CE(delta(z), i) over delta."""
+    """Minimise CE(omega(z), y) - lam CE(delta(z), i) in phi and omega, CE(delta(z), i) in delta."""
     reported: list[RowMean] = []  # the classifier's loss of each participation
 
     def client(job: Job, x: Params, correct: Correct) -> Params:

@@ -1,7 +1,8 @@
-"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and beside it for each client a model that nobody else sees.
+"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and beside it for each client a model that nobody
+else sees.
 
-Its batches are cut from permutations on the stream "ditto.batches", a rest of one sample left out; there are as many as
-the shared model had.
+Its batches are cut from permutations on the stream "ditto.batches", a rest of one sample left out;
+there are as many as the shared model had.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
-    """v - lr_v (grad F_k(v) + lam (v - x)), from the initial model on; the shared model knows nothing of it."""
+    """v - lr_v (grad F_k(v) + lam (v - x)), from the initial model on.
+
+    The shared model knows nothing of it.
+    """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}
     v = {client: dict(x) for client in range(world.clients)}
 

@@ -1,5 +1,6 @@
-"""DP-FedAvg with adaptive clipping: McMahan et al. 2018 (flat clipping, fixed denominator), Andrew et al. 2021
-(Algorithm 1), a client at a time."""
+"""DP-FedAvg with adaptive clipping: McMahan et al. 2018 (flat clipping, fixed denominator), Andrew
+et al. 2021 (Algorithm 1), a client at a time.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def dp_fedavg(
 
 
 def epsilon_poisson(z: float, q: float, rounds: int, delta: float) -> float:
-    """Mironov, Talwar and Zhang 2019, eq. 3 at whole orders a; Canonne, Kamath and Steinke 2020, Proposition 12."""
+    """Mironov, Talwar and Zhang 2019, eq. 3 at whole orders a.
+
+    Canonne, Kamath and Steinke 2020, Proposition 12.
+    """
     best = float("inf")
     for a in range(2, 65):
         chances = [comb(a, k) * (1 - q) ** (a - k) * q**k for k in range(a + 1)]

@@ -1,4 +1,6 @@
-"""FADAS: Wang et al. 2024, Algorithm 1 and the delay-adaptive rate: the paper's cap, or the released code's scale."""
+"""FADAS: Wang et al. 2024, Algorithm 1 and the delay-adaptive rate: the paper's cap, or the
+released code's scale.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from textbook.world import Book, World
 
 
 class AmsGrad:
-    """m, v, and the largest v so far; eta_t is smaller where the stalest update is older than the threshold."""
+    """m, v, and the largest v so far.
+
+    Eta_t is smaller where the stalest update is older than the threshold.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""FedALA: Zhang et al. 2023, Algorithm 1, on the head or on all of a network with one hidden layer."""
+"""FedALA: Zhang et al. 2023, Algorithm 1, on the head or on a whole network of one hidden layer."""
 
 from __future__ import annotations
 

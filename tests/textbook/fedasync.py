@@ -1,4 +1,7 @@
-"""FedAsync: Xie et al. 2020, Algorithm 1; in a buffer t grows with each arrival, outside with each version."""
+"""FedAsync: Xie et al. 2020, Algorithm 1.
+
+In a buffer t grows with each arrival, outside with each version.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ def fedasync(
     decay: float = 1.0,
     rho: float = 0.0,
 ) -> Book:
-    """x <- (1 - a_t) x + a_t y for one arrival after the other, a_t = alpha sigma(t - tau); buffers as well.
+    """x <- (1 - a_t) x + a_t y for one arrival after the other, a_t = alpha sigma(t - tau).
 
-    By samples a_t has the factor n_i / mean n, up to 1. Integer buffers take the maximum of the arrivals.
+    Buffers as well.
+
+    By samples a_t has the factor n_i / mean n, up to 1. Integer buffers take the maximum of the
+    arrivals.
     """
     versions: list[Params] = [dict(world.start)]
     mean_samples = sum(len(labels) for _, labels in world.data) / world.clients

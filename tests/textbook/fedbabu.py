@@ -1,4 +1,7 @@
-"""FedBABU: Oh et al. 2022: bodies are trained with the initial head; a copy is fine-tuned for each client."""
+"""FedBABU: Oh et al. 2022: bodies are trained with the initial head.
+
+A copy is fine-tuned for each client.
+"""
 
 from __future__ import annotations
 

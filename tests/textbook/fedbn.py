@@ -1,4 +1,7 @@
-"""FedBN: Li et al. 2021, Algorithm 1, with the scopes of its spec; a pass for clients that never took part."""
+"""FedBN: Li et al. 2021, Algorithm 1, with the scopes of its spec.
+
+A pass for clients that never took part.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 
 
 def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = False) -> Book:
-    """Tensors of the BatchNorm layer in the scope stay; with mu it is FedProx beside it, on what is shared."""
+    """Tensors of the BatchNorm layer in the scope stay.
+
+    With mu it is FedProx beside it, on what is shared.
+    """
     stays = [f"{NORM}.{name}" for name in SCOPES[scope] if f"{NORM}.{name}" in world.start]
     shared = {name: tensor for name, tensor in world.start.items() if name not in stays}
     own = {client: {name: world.start[name] for name in stays} for client in range(world.clients)}

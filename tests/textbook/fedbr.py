@@ -1,8 +1,9 @@
 """FedBR: Guo, Tang and Lin 2023, eqs. (2)-(7) and Algorithms 1-3.
 
-Where paper and code differ: similarities are multiplied by the temperatures (code) unless "divide" (eqs. 5-6); row j of
-the pseudo-data meets row j of the batch, modulo its length; the received extractor is in eval mode; pseudo-data leave
-BatchNorm's statistics alone; theta has the momentum and weight decay of the rest.
+Where paper and code differ: similarities are multiplied by the temperatures (code) unless "divide"
+(eqs. 5-6); row j of the pseudo-data meets row j of the batch, modulo its length; the received
+extractor is in eval mode; pseudo-data leave BatchNorm's statistics alone; theta has the momentum
+and weight decay of the rest.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 
 
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
-    """Rows of the pool without replacement; clients as they come, or in proportion to their samples."""
+    """Rows of the pool without replacement.
+
+    Clients as they come, or in proportion to their samples.
+    """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)
     chances = np.repeat(counts / counts.sum() / each, each) if sources == "unbalanced" else None
@@ -114,7 +118,10 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 
 
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Algorithm 3: means of a public set's training images; classes as they come, or in proportion to their images."""
+    """Algorithm 3: means of a public set's training images.
+
+    Classes as they come, or in proportion to their images.
+    """
     images, labels = world.drawn["proxy"]
     chances = None
     if sources != "unbalanced":
@@ -148,7 +155,10 @@ def fedbr(
     mixup: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """The max step of theta, then the min step of phi and omega, on every batch; the server averages all three."""
+    """The max step of theta, then the min step of phi and omega, on every batch.
+
+    The server averages all three.
+    """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (
         means(world, means_per_client or pseudo_batch, samples_per_mean, sources)

@@ -1,7 +1,10 @@
-"""FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1, with the choices of its spec; it draws its own batches.
+"""FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1, with the choices of its spec.
 
-The prefix of samples is shuffled in the order of the client's own list. A step budget is cut into `phases` parts, which
-take the epochs' place. A trailing batch of one sample is dropped where BatchNorm has nothing to normalise it with.
+It draws its own batches.
+
+The prefix of samples is shuffled in the order of the client's own list. A step budget is cut into
+`phases` parts, which take the epochs' place. A trailing batch of one sample is dropped where
+BatchNorm has nothing to normalise it with.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Stage 1 until the model received is `warmup` aggregations old; then easy samples first. A plain mean in both.
+    """Stage 1 until the model received is `warmup` aggregations old; then easy samples first.
+
+    A plain mean in both.
 
     With fraction_of="loss" all samples take part, and a_e multiplies the losses of the biased ones.
     """
@@ -108,7 +113,10 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 def batches(
     world: World, job: Job, order: Tensor, easy: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Of every epoch (6) or phase, the shuffled prefix of the order in batches; and a_e of every batch."""
+    """Of every epoch (6) or phase, the shuffled prefix of the order in batches.
+
+    A_e of every batch.
+    """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()
     normed = any(is_buffer(name) for name in world.start)

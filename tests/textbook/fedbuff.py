@@ -1,7 +1,8 @@
 """FedBuff: Nguyen et al. 2022, Algorithm 1; the divisor is K ("count") unless said.
 
-Buffers of networks: the clients' own are averaged, with the staleness weights over their sum whatever the divisor is.
-Which jobs are in a buffer, and from which version, is the world's; staleness is counted at the arrival.
+Buffers of networks: the clients' own are averaged, with the staleness weights over their sum
+whatever the divisor is. Which jobs are in a buffer, and from which version, is the world's;
+staleness is counted at the arrival.
 """
 
 from __future__ import annotations

@@ -10,7 +10,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def feddyn(world: World, alpha: float) -> Book:
-    """A client minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2; h counts all clients, the mean those that took part."""
+    """A client minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2.
+
+    h counts all clients, the mean those that took part.
+    """
     x, names = dict(world.start), trainable(world.start)
     g = {
         client: {name: torch.zeros_like(x[name]) for name in names}

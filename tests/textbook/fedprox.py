@@ -1,4 +1,7 @@
-"""FedProx: Li et al. 2020, eq. (2); the term enters as a gradient, before weight decay and momentum."""
+"""FedProx: Li et al. 2020, eq. (2).
+
+The term enters as a gradient, before weight decay and momentum.
+"""
 
 from __future__ import annotations
 

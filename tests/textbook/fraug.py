@@ -123,11 +123,25 @@ def mean_of(numbers: list[float]) -> float:
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
     """Run the three steps on each batch, and average all that does not stay on clients."""
     get = {
-        "noise_dim": 256, "noise": "normal", "gamma": 0.01, "ramp": "exp", "weight": 0.5, "residual": None,
-        "use_generator": True, "use_rtnet": True, "generator_norm": "shared", "prototype_weight": 0.3,
-        "prototype_ramp": False, "keep_optimizer": True, "generator_lam": 1.0, "rtnet_lam": 1.0,
-        "generator_metric": "mmd", "rtnet_metric": "mmd", "generator_lr_factor": 5.0, "rtnet_lr_factor": 2.5,
-    } | settings  # fmt: skip
+        "noise_dim": 256,
+        "noise": "normal",
+        "gamma": 0.01,
+        "ramp": "exp",
+        "weight": 0.5,
+        "residual": None,
+        "use_generator": True,
+        "use_rtnet": True,
+        "generator_norm": "shared",
+        "prototype_weight": 0.3,
+        "prototype_ramp": False,
+        "keep_optimizer": True,
+        "generator_lam": 1.0,
+        "rtnet_lam": 1.0,
+        "generator_metric": "mmd",
+        "rtnet_metric": "mmd",
+        "generator_lr_factor": 5.0,
+        "rtnet_lr_factor": 2.5,
+    } | settings
     has_g, has_h, classes = get["use_generator"], get["use_rtnet"], world.classes
     x, mine = (
         dict(world.start),

@@ -17,7 +17,8 @@ from textbook.servers import Cohort, run_server_rule, unflatten
 from textbook.world import Book, Params, World
 
 STAGE = "model.extractor.layer1"
-# Every convolution of the second block has the shape of the first block's conv2, which then is its source.
+# Every convolution of the second block has the shape of the first block's conv2, which then is its
+# source.
 PAIRS = {f"{STAGE}.1.conv{j}.weight": f"{STAGE}.0.conv2.weight" for j in (1, 2)}
 
 

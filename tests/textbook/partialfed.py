@@ -89,7 +89,8 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Load the layers of the mask (or as the policy says), all at first or after more than `most` versions away.
+    """Load the layers of the mask (or as the policy says), all at first or after more than `most`
+    versions away.
 
     With mu it is FedProx beside it, whose reference is the mixed start.
     """

@@ -19,7 +19,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
-    """Minimise f(theta) + lam/2 |theta - w|^2 from theta = w; a client is scored with its last theta."""
+    """Minimise f(theta) + lam/2 |theta - w|^2 from theta = w.
+
+    A client is scored with its last theta.
+    """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()
 

@@ -1,8 +1,8 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the correction K' for momentum.
 
 Models are averaged uniformly, as in the paper, unless the run's weights are by samples; changes of
-c_i always are. A stale client uses x and c as it received them, and c stays the mean of the accepted
-c_i.
+c_i always are. A stale client uses x and c as it received them, and c stays the mean of the
+accepted c_i.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Attackers do what their papers say, are the same ones anywhere, and meet the rules that withstand them."""
+"""Attackers do what their papers say, are the same ones anywhere, and meet the rules that withstand
+them.
+"""
 
 from __future__ import annotations
 

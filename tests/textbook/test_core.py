@@ -202,7 +202,8 @@ def test_clients_of_equal_time_are_accepted_by_number() -> None:
         [20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3
     )
     [*coordinator.run()]
-    # 1 and 3 after a second; both begin again and are back after two, when 0, 2 and 4 are: five in the order of ids.
+    # 1 and 3 after a second; both begin again and are back after two, when 0, 2 and 4 are: five in
+    # the order of ids.
     assert ledger.cohorts == [[1, 3], [0, 1], [2, 3]]
     assert ledger.staleness == [[0, 0], [1, 0], [2, 1]]
     assert [row["virtual_seconds"] for row in coordinator.rows] == [1.0, 2.0, 2.0]

@@ -27,16 +27,22 @@ ROWS = {
     "as it is": Row(partial(dp_fedavg, m=3, z=1.0, c=0.1), lambda: [DPFedAvg()], skips=SPENT),
     "little noise, of seven": Row(
         partial(dp_fedavg, m=7, z=0.01, c=0.5, gamma=0.3, eta=0.5),
-        lambda: [DPFedAvg(0.01, 0.5, 0.3, 0.5)], skips=SPENT, **SEVEN,
+        lambda: [DPFedAvg(0.01, 0.5, 0.3, 0.5)],
+        skips=SPENT,
+        **SEVEN,
     ),
     "noise of the bits": Row(
-        partial(dp_fedavg, m=3, z=0.2, c=0.2, s=0.15), lambda: [DPFedAvg(0.2, 0.2, bit_noise=0.15)], skips=SPENT
+        partial(dp_fedavg, m=3, z=0.2, c=0.2, s=0.15),
+        lambda: [DPFedAvg(0.2, 0.2, bit_noise=0.15)],
+        skips=SPENT,
     ),
     "a bound that stays": Row(
-        partial(dp_fedavg, m=3, z=0.1, c=0.3, gamma=None), lambda: [DPFedAvg(0.1, 0.3, None)], skips=SPENT
+        partial(dp_fedavg, m=3, z=0.1, c=0.3, gamma=None),
+        lambda: [DPFedAvg(0.1, 0.3, None)],
+        skips=SPENT,
     ),
     "no noise": Row(partial(dp_fedavg, m=3, z=0.0, c=0.3), lambda: [DPFedAvg(0.0, 0.3)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -61,7 +67,8 @@ def test_epsilons_are_those_of_the_papers_formulas(clients: int, cohort: int, ro
     assert epsilon(2.2, clients, cohort, rounds, 1e-5, poisson=True) == pytest.approx(
         by_hand, rel=1e-6
     )
-    # Everybody takes part: the Gaussian mechanism, of twice the sensitivity where neighbours replace a client.
+    # Everybody takes part: the Gaussian mechanism, of twice the sensitivity where neighbours
+    # replace a client.
     everybody = epsilon_poisson(1.1, 1.0, rounds, 1e-5)
     assert epsilon(2.2, cohort, cohort, rounds, 1e-5) == pytest.approx(everybody, rel=1e-6)
     assert by_hand < epsilon(2.2, clients, cohort, rounds, 1e-5) <= everybody * (1 + 1e-9)

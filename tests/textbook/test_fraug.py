@@ -17,7 +17,8 @@ from raysim.simulation.schedule import Synchronous
 from textbook.check import LOCAL, Row, check
 from textbook.fraug import fraug
 
-# A short ramp with a strong slope, so that rho, beta and the prototypes' weight differ from round to round.
+# A short ramp with a strong slope, so that rho, beta and the prototypes' weight differ from round
+# to round.
 SHORT = replace(LOCAL, epochs=1)  # a third of a second less
 BASE = {"rounds": 3, "noise_dim": 4, "gamma": 0.8, "generator_lam": 0.7, "rtnet_lam": 1.3}
 

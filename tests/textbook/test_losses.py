@@ -31,7 +31,10 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """A client for each set of classes, with all training samples of them; the last has one of class 0 besides."""
+    """A client for each set of classes, with all training samples of them.
+
+    The last has one of class 0 besides.
+    """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], sorted(class_set))] for class_set in classes]

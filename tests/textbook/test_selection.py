@@ -73,9 +73,16 @@ def test_oort_chooses_as_by_hand(name: str) -> None:
     result, reports, _ = logged_run(rule, rounds=14)
     samples = samples_of(result)
     by_hand = OortByHand(
-        rule.exploration, rule.exploration_decay, rule.exploration_min, rule.cutoff, rule.clip,
-        rule.preferred, rule.pacer_step, rule.pacer_delta, rule.penalty,
-    )  # fmt: skip
+        rule.exploration,
+        rule.exploration_decay,
+        rule.exploration_min,
+        rule.cutoff,
+        rule.clip,
+        rule.preferred,
+        rule.pacer_step,
+        rule.pacer_delta,
+        rule.penalty,
+    )
     planner = result.coordinator.planner
     clients = len(result.coordinator.counts)
     work = np.array([planner._load(client, 0, 0, 0).work for client in range(clients)])

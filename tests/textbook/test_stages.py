@@ -98,7 +98,10 @@ def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
 def of_vhl(
     *others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any
 ) -> Row:
-    """A row of VHL at a higher temperature than the paper's; in the list, other methods stand behind it."""
+    """A row of VHL at a higher temperature than the paper's.
+
+    In the list, other methods stand behind it.
+    """
     row_settings: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
     method_settings = {"virtual_batch": 7} | row_settings
     book_settings = {key: value for key, value in row_settings.items() if key != "label_mode"}

@@ -4,13 +4,14 @@
                                                 in process; goes on where it stopped
     uv run python tests/tools/faults.py --count 60 --runtime local --log faults.jsonl
                                                 on Ray: driver, coordinator, workers, raylet and GCS
-    uv run python tests/tools/faults.py --cost 5      what a killed worker costs: pairs of a run with two workers
+    uv run python tests/tools/faults.py --cost 5      # what a killed worker costs: pairs of runs
 
-A seeded case starts a run, does something to it at a seeded moment (a signal to one of its processes, a file size that
-the system refuses, a database of MLflow that is locked, deleted or overwritten), and goes on with resume=latest until
-the run is done. Then model_sha256, state_sha256 and the rows of the history must be those of the undisturbed run,
-nothing unfinished may lie in the folder, no process may be left, and no traceback may have been shown. Moments are
-counted in the CPU time of the run, so that they are the same on a busy machine.
+A seeded case starts a run, does something to it at a seeded moment (a signal to one of its
+processes, a file size that the system refuses, a database of MLflow that is locked, deleted or
+overwritten), and goes on with resume=latest until the run is done. Then model_sha256, state_sha256
+and the rows of the history must be those of the undisturbed run, nothing unfinished may lie in the
+folder, no process may be left, and no traceback may have been shown. Moments are counted in the CPU
+time of the run, so that they are the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -64,8 +65,13 @@ BASE = (
     *("rounds=8", "checkpoint.every=2", "out=out"),
 )
 RUNTIMES = {"inprocess": ["runtime=inprocess"], "local": ["runtime=local", "runtime.workers=2"]}
-SIGNALS = {"KILL": [signal.SIGKILL], "TERM": [signal.SIGTERM], "INT": [signal.SIGINT], "INT twice": [signal.SIGINT] * 2,
-           "STOP": [signal.SIGSTOP]}  # fmt: skip
+SIGNALS = {
+    "KILL": [signal.SIGKILL],
+    "TERM": [signal.SIGTERM],
+    "INT": [signal.SIGINT],
+    "INT twice": [signal.SIGINT] * 2,
+    "STOP": [signal.SIGSTOP],
+}
 VICTIMS = {
     "driver": "",
     "coordinator": "ray::RayCoordinator",

@@ -3,11 +3,11 @@
 Each case has to run, or to be refused with one sentence and status 2.
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
-                                    all kinds of input; the counts of each, and what broke; goes on where it stopped
+                                    all kinds of input; counts what broke; continues
 
-A case breaks the promise where something is raised that nobody catches, where a refusal is not one sentence, where
-nothing comes back (a minute of work, or a minute of waiting for nothing), where it takes a gigabyte more than any case
-before it, or where a refused command leaves a file behind.
+A case breaks the promise where something is raised that nobody catches, where a refusal is not one
+sentence, where nothing comes back (a minute of work, or a minute of waiting for nothing), where it
+takes a gigabyte more than any case before it, or where a refused command leaves a file behind.
 """
 
 from __future__ import annotations
@@ -441,8 +441,16 @@ def prepared(kind: str) -> Path:
         capacity = {
             number: {"computation": 100.0 + number, "communication": 1e4} for number in range(1, 6)
         }
-        behaviour = {n: {"duration": 211625, "inactive": [2e4, 9e4], "finish_time": 211625, "active": [12.0, 5e4],
-                         "model": "CPH1801"} for n in range(5)}  # fmt: skip
+        behaviour = {
+            n: {
+                "duration": 211625,
+                "inactive": [2e4, 9e4],
+                "finish_time": 211625,
+                "active": [12.0, 5e4],
+                "model": "CPH1801",
+            }
+            for n in range(5)
+        }
         for name, content in (("capacity", capacity), ("behaviour", behaviour)):
             (root / name).write_bytes(pickle.dumps(content))
     elif kind == "options":
@@ -535,13 +543,19 @@ def damaged_files(data: Any) -> None:
 
 
 LABELS = st.one_of(
-    st.integers(-2, 3), st.sampled_from((200, 10**6, 10**12, -(2**63))), st.floats(width=32), st.text(max_size=3),
-    st.binary(max_size=3), st.booleans(), st.dates(), st.none(),
-)  # fmt: skip
+    st.integers(-2, 3),
+    st.sampled_from((200, 10**6, 10**12, -(2**63))),
+    st.floats(width=32),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.booleans(),
+    st.dates(),
+    st.none(),
+)
 
 
 def odd_labels(data: Any) -> None:
-    """Draw labels of a type that a Parquet file can hold, sometimes another type in the test file."""
+    """Draw labels of a type that Parquet can hold, sometimes another type in the test file."""
     kinds = st.sampled_from(
         [LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)]
     )
@@ -582,8 +596,14 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
     ]
 
     @seed(start)
-    @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=check, phases=[Phase.generate],
-              print_blob=False)  # fmt: skip
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        suppress_health_check=check,
+        phases=[Phase.generate],
+        print_blob=False,
+    )
     @given(st.data())
     def run(data: Any) -> None:
         TARGETS[target](data)

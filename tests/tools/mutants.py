@@ -1,17 +1,21 @@
 """Change one thing in the source at a time, and report the changes that no test notices.
 
-    RAYSIM_SHARED=DIR uv run python tests/tools/mutants.py --count 700 --seed 0 --jobs 2 --out mutants.json
-    uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0   # again, all tests
+    export RAYSIM_SHARED=DIR
+    uv run python tests/tools/mutants.py --count 700 --seed 0 --jobs 2 --out mutants.json
+    # some of them again, with all tests:
+    uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-Not part of CI. First every test file runs once under `coverage`: which test runs which line (--map reuses that). Then
-each mutant is written into a copy of the working tree and meets the tests that run its line, in two helpings: a few
-quick ones of the files that are most about it, then the others up to --cap seconds (0: all), those of its name first.
-Ids hold as long as source, --seed, --count and --only are the same. Reasons why a survivor changes nothing that a test
-could see are in equivalent_mutants.toml. A child of one warm process, forked for each helping, has the imports of
+Not part of CI. First every test file runs once under `coverage`: which test runs which line (--map
+reuses that). Then each mutant is written into a copy of the working tree and meets the tests that
+run its line, in two helpings: a few quick ones of the files that are most about it, then the others
+up to --cap seconds (0: all), those of its name first. Ids hold as long as source, --seed, --count
+and --only are the same. Reasons why a survivor changes nothing that a test could see are in
+equivalent_mutants.toml. A child of one warm process, forked for each helping, has the imports of
 others for nothing.
 
-Why not a tool: cosmic-ray starts the whole test command anew for each mutant, which here is ten seconds of imports;
-mutmut 3 puts functions behind trampolines, which numba cannot compile, and leaves out module level and properties.
+Why not a tool: cosmic-ray starts the whole test command anew for each mutant, which here is ten
+seconds of imports; mutmut 3 puts functions behind trampolines, which numba cannot compile, and
+leaves out module level and properties.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ CLOSE = (
 )  # best judges first
 DEFAULTS = "/test_defaults.py::"  # they look at signatures, and run no line of what they look at
 QUICK, QUICK_FILES, QUICK_SECONDS = 20, 5, 4.0  # the first helping
+PATIENCE = 20  # wall time per CPU time that a child may take: others may use the machine, too
 MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 
 
@@ -81,10 +86,12 @@ def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mut
     places = {file: Places(file, (root / file).read_bytes()).found for file in chosen_files}
     quota = {file: min(LEAST[file in CORE], len(found)) for file, found in places.items()}
     free = {file: len(found) - quota[file] for file, found in places.items()}
-    share = max(0.0, min(1.0, (count - sum(quota.values())) / max(1, sum(free.values()))))
+    least = sum(quota.values())
+    share = max(0.0, min(1.0, (count - least) / max(1, sum(free.values()))))
+    scale = min(1.0, count / max(1, least))
     chosen: list[Mutant] = []
     for file, found in places.items():
-        number = quota[file] + round(share * free[file])
+        number = round(scale * quota[file]) + round(share * free[file])
         found.sort(key=lambda mutant: (mutant.start, mutant.end, mutant.new))
         cuts = [i * len(found) // number for i in range(number + 1)] if number else []
         source = (root / file).read_bytes()
@@ -182,7 +189,9 @@ class Mapper:
 
 
 class Map:
-    """Tests, their seconds, and for every line of every file the tests that run it (bits of a number)."""
+    """Tests, their seconds, and for every line of every file the tests that run it (bits of a
+    number).
+    """
 
     def __init__(self, stored: dict[str, Any]):
         self.stored, self.tests = stored, list(stored["seconds"])
@@ -194,7 +203,10 @@ class Map:
 
     @classmethod
     def joined(cls, parts: Sequence[dict[str, Any]]) -> Map:
-        """Of what the mappers of single test files found; tests that fail without a mutant stay out."""
+        """Of what the mappers of single test files found.
+
+        Tests that fail without a mutant stay out.
+        """
         seconds: dict[str, float] = {}
         lines: dict[str, dict[str, int]] = collections.defaultdict(
             lambda: collections.defaultdict(int)
@@ -217,7 +229,10 @@ class Map:
         )
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a statement; if it runs at import, those of the code around it."""
+        """Return the tests that run a statement.
+
+        If it runs at import, those of the code around it.
+        """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
             bits = functools.reduce(
@@ -240,8 +255,11 @@ class Map:
         ]
 
     def helpings(self, mutant: Mutant, cap: float) -> list[list[str]]:
-        """A few quick tests of the files that are most about it; then, within `cap` seconds (0: all), the others of the
-        files that have its name, and of each other file the quickest in turn."""
+        """A few quick tests of the files that are most about it.
+
+        Then, within `cap` seconds (0: all), the others of the files that have its name, and of each
+        other file the quickest in turn.
+        """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
         files: dict[str, list[str]] = collections.defaultdict(list)
@@ -270,13 +288,14 @@ class Map:
 
 
 # --- running --------------------------------------------------------------------------------------
-WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datasets matplotlib.pyplot safetensors.torch
-    safetensors.numpy scipy.stats numba numba.core.caching ray mlflow rich torch.utils.flop_counter threadpoolctl"""
+WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datasets
+    matplotlib.pyplot safetensors.torch safetensors.numpy scipy.stats numba numba.core.caching ray
+    mlflow rich torch.utils.flop_counter threadpoolctl"""
 
 
 @dataclasses.dataclass
 class Asked:
-    """Tests, or whole files, that a child process runs in a copy."""
+    """Tests, or whole files, that a child process runs in a copy; limit: seconds of CPU time."""
 
     tests: Sequence[str]
     limit: float
@@ -378,10 +397,21 @@ def resident(pid: int) -> int:
     return 0
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of its children that have ended."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
-    """Do the trials, one in each copy at a time. A trial yields what to run and is sent what came of it."""
+    """Do the trials, one in each copy at a time.
+
+    A trial yields what to run and is sent what came of it.
+    """
     waiting, free = collections.deque(trials), list(copies)
-    running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float]] = {}
+    running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float, float]] = {}
 
     def go_on(copy: Path, trial: Generator[Asked, Outcome, Any], outcome: Any) -> None:
         try:
@@ -393,16 +423,17 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
         (copy / ".answer").unlink(missing_ok=True)
         if not (pid := os.fork()):
             child(copy, asked)
-        running[pid] = copy, trial, time.monotonic() + asked.limit
+        running[pid] = copy, trial, asked.limit, time.monotonic() + PATIENCE * asked.limit
 
     try:
         while waiting or running:
             while waiting and free:
                 copy = free.pop()
                 go_on(copy, waiting.popleft()(copy), None)
-            for pid, (copy, trial, deadline) in list(running.items()):
+            for pid, (copy, trial, limit, deadline) in list(running.items()):
                 ended, status, used = os.wait4(pid, os.WNOHANG)
-                late, large = time.monotonic() > deadline, resident(pid) > MOST_BYTES
+                late = time.monotonic() > deadline or cpu_seconds(pid) > limit
+                large = resident(pid) > MOST_BYTES
                 if not (ended or late or large):
                     continue
                 if not ended:
@@ -462,16 +493,17 @@ def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
 
     def done(part: dict[str, Any]) -> None:
         parts.append(part)
-        progress(
-            f"map: {len(parts)} of {len(files)} test files, {sum(len(p['seconds']) for p in parts)} tests"
-        )
+        tests = sum(len(part["seconds"]) for part in parts)
+        progress(f"map: {len(parts)} of {len(files)} test files, {tests} tests")
 
     drive([functools.partial(trial, file) for file in files], copies, done)
     return Map.joined(parts)
 
 
 def unmutated(tests: set[str], copies: Sequence[Path]) -> None:
-    """The tests of the first helpings pass where nothing is changed, or the verdicts would mean nothing."""
+    """The tests of the first helpings pass where nothing is changed, or the verdicts would mean
+    nothing.
+    """
     files = sorted({test.split("::")[0] for test in tests})
 
     def trial(own: set[str], copy: Path) -> Generator[Asked, Outcome, Any]:
@@ -479,7 +511,8 @@ def unmutated(tests: set[str], copies: Sequence[Path]) -> None:
         if outcome["verdict"] != "passed":
             log = (copy / ".log").read_text()[-3000:]
             sys.exit(
-                f"without a mutant, {outcome['first']} is {outcome['verdict']}: mend that first\n{log}"
+                f"without a mutant, {outcome['first']} is {outcome['verdict']}: "
+                f"correct that first\n{log}"
             )
 
     parts = [set(files[i :: len(copies)]) for i in range(len(copies))]
@@ -501,6 +534,7 @@ def judged(
         "kind": mutant.kind,
         "before": before,
         "after": after,
+        "label": mutant.label,
     }
     result |= {
         "verdict": "survived",
@@ -511,7 +545,8 @@ def judged(
     }
     try:
         path.write_bytes(source[: mutant.start] + mutant.new + source[mutant.end :])
-        # A time of its own: compiled files of Python and of numba know a source by its time and size.
+        # A time of its own: compiled files of Python and of numba know a source by its time and
+        # size.
         os.utime(path, (stat.st_mtime + 2 + number,) * 2)
         for tests in known.helpings(mutant, cap):
             seconds = sum(known.seconds[test] for test in tests)
@@ -548,9 +583,8 @@ def shown(one: dict[str, Any]) -> str:
         for line in one[key].splitlines()
     ]
     reason = [f"= {one['reason']}"] if "reason" in one else []
-    return "\n".join(
-        [f"[{one['id']}] {one['file']}:{one['line']} {one['kind']}, {ran}", *texts, *reason]
-    )
+    place = f"[{one['id']}] {one['file']}:{one['line']} {one['kind']}, {ran}"
+    return "\n".join([place, one["label"], *texts, *reason])
 
 
 def told(results: Sequence[dict[str, Any]]) -> None:
@@ -560,12 +594,14 @@ def told(results: Sequence[dict[str, Any]]) -> None:
         rows[one["file"]][one["verdict"]] += 1
         rows["all"][one["verdict"]] += 1
     print(
-        f"\n{'file':<40}{'made':>6}{'killed':>8}{'timeout':>9}{'equiv.':>8}{'survived':>10}{'killed %':>10}"
+        f"\n{'file':<40}{'made':>6}{'killed':>8}{'timeout':>9}"
+        f"{'equiv.':>8}{'survived':>10}{'killed %':>10}"
     )
     for file in sorted(rows, key=lambda name: (name == "all", name)):
         n, made = rows[file], sum(rows[file].values())
         share = 100 * (n["killed"] + n["timeout"]) / max(1, made - n["equivalent"])
-        counts = f"{n['killed']:>8}{n['timeout']:>9}{n['equivalent']:>8}{n['survived']:>10}{share:>10.1f}"
+        counts = f"{n['killed']:>8}{n['timeout']:>9}{n['equivalent']:>8}{n['survived']:>10}"
+        counts += f"{share:>10.1f}"
         print(f"{file:<40}{made:>6}{counts}")
     for one in results:
         if one["verdict"] in ("survived", "equivalent"):
@@ -626,7 +662,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children and copies go
     warm()
-    reasons = {(e["file"], e["before"], e["after"]): e["reason"] for e in equivalents()}
+    reasons = {(entry["file"], entry["change"]): entry["reason"] for entry in equivalents()}
     old = json.loads(args.out.read_text())["mutants"] if args.ids and args.out.exists() else []
     results: dict[int, dict[str, Any]] = {one["id"]: one for one in old}
     new, started = list[dict[str, Any]](), time.monotonic()
@@ -639,10 +675,9 @@ def main() -> None:
         return ordered
 
     def done(one: dict[str, Any]) -> None:
-        if one["verdict"] == "survived" and (
-            why := reasons.get((one["file"], one["before"], one["after"]))
-        ):
-            one |= {"verdict": "equivalent", "reason": why}
+        reason = reasons.get((one["file"], one["label"]))
+        if one["verdict"] == "survived" and reason:
+            one |= {"verdict": "equivalent", "reason": reason}
         results[one["id"]] = one
         new.append(one)
         if len(new) % 10 == 0:
@@ -663,7 +698,8 @@ def main() -> None:
         if not args.map:
             args.out.with_suffix(".map.json").write_text(json.dumps(known.stored))
         print(
-            f"\n{len(known.tests)} tests; left out, as they fail without a mutant: {known.stored['failed'] or 'none'}"
+            f"\n{len(known.tests)} tests; left out, as they fail without a mutant: "
+            f"{known.stored['failed'] or 'none'}"
         )
         helpings = [known.helpings(mutant, args.cap)[:1] for mutant in mutants.values()]
         unmutated({test for parts in helpings for part in parts for test in part}, copies)

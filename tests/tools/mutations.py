@@ -1,12 +1,15 @@
-"""One change of a Python source at a time: signs, operators, comparisons, constants, names, order; for `mutants`.
+"""One change of a Python source at a time: signs, operators, comparisons, constants, names, order.
 
-Left alone: what only messages, annotations, imports, decorators, assertions and `__repr__` say; arguments that only
-matter where something else is wrong; statements whose order cannot matter.
+For `mutants`.
+
+Left alone: what only messages, annotations, imports, decorators, assertions and `__repr__` say;
+arguments that only matter where something else is wrong; statements whose order cannot matter.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -25,14 +28,26 @@ OPERATORS = {
     "&": "|",
 }
 COMPARISONS = {
-    "<": ["<=", ">="], "<=": ["<", ">"], ">": [">=", "<="], ">=": [">", "<"], "==": ["!="], "!=": ["=="],
-    "is": ["is not"], "is not": ["is"], "in": ["not in"], "not in": ["in"],
-}  # fmt: skip
+    "<": ["<=", ">="],
+    "<=": ["<", ">"],
+    ">": [">=", "<="],
+    ">=": [">", "<"],
+    "==": ["!="],
+    "!=": ["=="],
+    "is": ["is not"],
+    "is not": ["is"],
+    "in": ["not in"],
+    "not in": ["in"],
+}
 _PAIRS = """sub_ add_, mul_ div_, sub add, mul div, addcmul_ addcdiv_, _foreach_add_ _foreach_sub_,
-    _foreach_mul_ _foreach_div_, min max, amin amax, argmin argmax, minimum maximum, clamp_min clamp_max, mean sum,
-    floor ceil, any all, zeros ones, zeros_like ones_like, new_zeros new_ones, cumsum cumprod, exp log, square sqrt"""
+    _foreach_mul_ _foreach_div_, min max, amin amax, argmin argmax, minimum maximum,
+    clamp_min clamp_max, mean sum, floor ceil, any all, zeros ones, zeros_like ones_like,
+    new_zeros new_ones, cumsum cumprod, exp log, square sqrt"""
 NAMES = {a: b for pair in _PAIRS.split(",") for a, b in (pair.split(), pair.split()[::-1])}
-_SYMMETRIC = "min max minimum maximum add mul dot gcd lcm equal isclose allclose logical_and logical_or hypot"
+_SYMMETRIC = (
+    "min max minimum maximum add mul dot gcd lcm equal isclose allclose logical_and "
+    "logical_or hypot"
+)
 _TYPED = "isinstance issubclass getattr setattr hasattr cast zip super field"  # a swap crashes
 UNSWAPPED = set(f"{_SYMMETRIC} {_TYPED}".split())
 
@@ -48,6 +63,7 @@ class Mutant:
     new: bytes
     lines: tuple[int, int]  # of the statement, whose tests are asked
     scopes: tuple[tuple[int, int], ...]  # of functions and classes around it, innermost first
+    label: str = ""  # "Class.function: old -> new", unique in the file; it outlives moved lines
 
     def texts(self, source: bytes) -> tuple[str, str]:
         """Return the changed lines, before and after."""
@@ -68,6 +84,9 @@ class Places:
         self.starts = [0, *(match.end() for match in re.finditer(b"\n", source))]
         self.lines, self.scopes, tree = (1, 1), tuple[tuple[int, int], ...](), ast.parse(source)
         self.first = first_bound(tree)
+        self.path: tuple[str, ...] = ()  # names of the functions and classes around a statement
+        self.in_function = False
+        self.counts: collections.Counter[str] = collections.Counter()
         self.block(tree.body)
 
     def at(self, node: Any) -> tuple[int, int]:
@@ -84,7 +103,13 @@ class Places:
     def add(self, kind: str, start: int, end: int, new: bytes | str) -> None:
         """Add a mutant."""
         new = new.encode() if isinstance(new, str) else new
-        self.found.append(Mutant(self.file, kind, start, end, new, self.lines, self.scopes))
+        before, after = self.source[start:end].decode(), new.decode()
+        label = f"{'.'.join(self.path)}: {squeeze(before)} -> {squeeze(after)}"
+        self.counts[label] += 1
+        if self.counts[label] > 1:
+            label += f" ({self.counts[label]})"
+        mutant = Mutant(self.file, kind, start, end, new, self.lines, self.scopes, label)
+        self.found.append(mutant)
 
     def between(
         self, kind: str, left: ast.AST, right: ast.AST, pattern: str, others: dict[str, list[str]]
@@ -119,6 +144,14 @@ class Places:
 
     def statement(self, node: ast.stmt) -> None:
         """One statement and what is in it."""
+        outer_path, outer_place = self.path, self.in_function
+        if not self.in_function and (name := bound_name(node)):
+            self.path = (*self.path, name)
+        self.in_function = self.in_function or isinstance(node, ast.FunctionDef)
+        self._statement(node)
+        self.path, self.in_function = outer_path, outer_place
+
+    def _statement(self, node: ast.stmt) -> None:
         match node:
             case ast.Raise() | ast.Assert() | ast.Import() | ast.ImportFrom():
                 return
@@ -282,6 +315,21 @@ class Places:
                 self.swap("arguments", one, two)
 
 
+def squeeze(text: str) -> str:
+    """Return a text in one line."""
+    return " ".join(text.split())
+
+
+def bound_name(node: ast.stmt) -> str:
+    """Return the name that a definition or an assignment binds; "" for another statement."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name
+    return ""
+
+
 def crashing(side: ast.expr) -> bool:
     """Texts, paths and lists know one operator only."""
     text = isinstance(side, ast.Constant) and isinstance(side.value, str)
@@ -301,7 +349,10 @@ def first_bound(scope: ast.AST) -> dict[str, int]:
 
 
 def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
-    """What a simple statement reads and what it writes, as names and dotted names; nothing for another statement."""
+    """What a simple statement reads and what it writes, as names and dotted names.
+
+    Nothing for another statement.
+    """
     if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)):
         return set(), set()
     read, write = set[str](), set[str]()

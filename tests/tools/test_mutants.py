@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants import equivalents
+from mutations import Places
 
 TOOL = Path(__file__).parent / "mutants.py"
 
@@ -30,3 +32,20 @@ def test_mutant_of_a_method_fails_its_tests(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "mutants.json").read_text())["mutants"]
     assert [one["verdict"] for one in found] == ["killed"]
     assert found[0]["by"].startswith("tests/methods/test_moon.py::")
+
+
+def test_equivalent_mutants_are_changes_of_the_source() -> None:
+    labels: dict[str, set[str]] = {}
+    for entry in equivalents():
+        file = entry["file"]
+        if file not in labels:
+            source = (TOOL.parents[2] / file).read_bytes()
+            labels[file] = {mutant.label for mutant in Places(file, source).found}
+        assert entry["change"] in labels[file]
+        assert entry["reason"]
+
+
+def test_mutant_label_names_function_and_change() -> None:
+    source = b"LIMIT = 3\n\n\nclass Box:\n    def size(self, n):\n        return n + n + LIMIT\n"
+    labels = {mutant.label for mutant in Places("box.py", source).found}
+    assert labels == {"LIMIT: 3 -> 4", "Box.size: + -> -", "Box.size: + -> - (2)"}

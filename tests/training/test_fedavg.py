@@ -25,7 +25,10 @@ CLIENTS, ROUNDS, BATCH, EPOCHS = 7, 2, 8, 2
 def batches(
     data: FederatedData, client: int, turn: int, whole: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A client's batches: its samples shuffled anew every epoch. `whole`: a last batch of one sample is left out."""
+    """A client's batches: its samples shuffled anew every epoch.
+
+    `whole`: a last batch of one sample is left out.
+    """
     dataset, rows = data.open(), data.partition.train.rows(client)
     shuffle = stream(SEED, "batches", client, turn)
     for _ in range(EPOCHS):
@@ -40,7 +43,9 @@ def batches(
 def plain_fedavg(
     model: nn.Module, data: FederatedData, weighting: str, **optimizer: Any
 ) -> dict[str, Tensor]:
-    """x + sum(w_i * (y_i - x)) / sum(w_i), summed over five clients at a time, in the order of their arrival."""
+    """x + sum(w_i * (y_i - x)) / sum(w_i), summed over five clients at a time, in the order of
+    their arrival.
+    """
     counts = data.partition.train.counts
     arrival = sorted(
         range(CLIENTS), key=lambda client: (counts[client], client)

@@ -39,7 +39,9 @@ SINGLE = [1, 4]  # clients of one row
 
 
 class Centred(nn.Module):
-    """A layer of a user's own: divides by the deviation over the batch, which one row does not have."""
+    """A layer of a user's own: divides by the deviation over the batch, which one row does not
+    have.
+    """
 
     def forward(self, inputs: Tensor) -> Tensor:
         centred: Tensor = inputs / (inputs.std(dim=0) + 0.1)
@@ -195,7 +197,8 @@ def test_client_of_one_row_trains_where_the_network_can(name: str) -> None:
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_never_draws_a_client_of_one_row(name: str, lanes: int, tmp_path: Path) -> None:
-    # Several clients with BatchNorm are trained at once from recorded steps, which dropout excludes.
+    # Several clients with BatchNorm are trained at once from recorded steps, which dropout
+    # excludes.
     recorded, dropout = (["runtime.graph=true"], 0.0) if lanes > 1 else ([], 0.2)
     words = ["rounds=8", "faults.tolerate=0", f"runtime.lanes={lanes}", *recorded, *SCHEDULES[name]]
     finished(made(REFUSING["BatchNorm1d"], *words, dropout=dropout), tmp_path)

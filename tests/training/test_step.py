@@ -62,10 +62,16 @@ def by_us(settings: OptimizerSettings, flat: bool, steps: int = 5) -> list[Tenso
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"momentum": 0.9}, {"weight_decay": 0.05}, {"momentum": 0.9, "weight_decay": 0.05},
-     {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True}, {"momentum": 0.5, "nesterov": True}],
+    [
+        {},
+        {"momentum": 0.9},
+        {"weight_decay": 0.05},
+        {"momentum": 0.9, "weight_decay": 0.05},
+        {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True},
+        {"momentum": 0.5, "nesterov": True},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_sgd_equals_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) -> None:
     ours = by_us(OptimizerSettings(**settings), flat)
     assert all(

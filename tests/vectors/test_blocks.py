@@ -1,4 +1,7 @@
-"""Blocks cover a vector once, in order, whatever threads share them; what fails in one is raised."""
+"""Blocks cover a vector once, in order, whatever threads share them.
+
+What fails in one is raised.
+"""
 
 from __future__ import annotations
 

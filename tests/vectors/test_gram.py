@@ -1,4 +1,6 @@
-"""The Gram matrix of updates, their weighted sum in the server's bits, and how little memory both take."""
+"""The Gram matrix of updates, their weighted sum in the server's bits, and how little memory both
+take.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def updates(rows: Tensor, version: int = 0) -> list[Update]:
 
 
 def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
-    """These updates in one aggregation; the divisor is the sum of the weights unless another is given."""
+    """These updates in one aggregation.
+
+    The divisor is the sum of the weights unless another is given.
+    """
     found = Aggregation(updates(rows), list(rows), weights, [0] * len(rows), {})
     return found.with_weights(weights, lambda weights: divisor) if divisor else found
 

@@ -1,4 +1,7 @@
-"""The local optimiser's settings: what is taken and what is refused. Its steps are tested in training/test_step.py."""
+"""The local optimiser's settings: what is taken and what is refused.
+
+Its steps are tested in training/test_step.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmark of virtual time measures what it says, on a population that is small enough for a test."""
+"""The benchmark of virtual time measures what it says, on a population that is small enough for a
+test.
+"""
 
 from __future__ import annotations
 

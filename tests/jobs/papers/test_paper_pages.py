@@ -314,7 +314,8 @@ def test_page_has_every_printed_number_with_a_command() -> None:
 def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: float = 0.1) -> Run:
     """What is kept of a run of one round."""
     summary = {
-        "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} data.root=DIR",
+        "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} "
+        "data.root=DIR",
         "split": {"label_entropy": entropy},
     }
     return Run("x", {"seed": seed}, [{"round": 1, "accuracy": accuracy}], summary, Path("x"))
@@ -324,7 +325,8 @@ FEDBR = PAPER_RUNS["fedbr"]
 
 
 def test_gains_use_the_seeds_that_both_methods_have() -> None:
-    # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each side.
+    # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each
+    # side.
     gained = [
         stored("fedbr", seed, 0.6 + 0.1 * seed, " device=cuda runtime.graph=true")
         for seed in range(3)
@@ -361,7 +363,8 @@ def test_gains_are_those_of_the_papers_own_score() -> None:
             gained[paper, title] = round(
                 setting.gain(setting.others["method=fedbr"], score).mean or 0, 6
             )
-    # Points gained: 1 in the five best rounds, 2 and once 4 in the last ten, 4 in the last, 3 in the best validation.
+    # Points gained: 1 in the five best rounds, 2 and once 4 in the last ten, 4 in the last, 3 in
+    # the best validation.
     assert gained == {
         ("fedbr", "central"): 1.0,
         ("fedbss", "central"): 2.2,
@@ -390,8 +393,10 @@ def test_equal_numbers_are_one_setting() -> None:
 
 def test_gains_compare_terms_and_central_scores() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
-        rows: list[Row] = [{"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value} for value in
-                           (9.0, shift - 0.1, shift - 0.1, shift, shift + 0.1, shift + 0.1)]  # fmt: skip
+        rows: list[Row] = [
+            {"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value}
+            for value in (9.0, shift - 0.1, shift - 0.1, shift, shift + 0.1, shift + 0.1)
+        ]
         return replace(stored(method, seed, 0.5), rows=rows)
 
     fedavg = [run("fedavg", seed, 1.0 + 0.1 * seed) for seed in range(3)]
@@ -455,7 +460,8 @@ def test_picture_shows_means_intervals_and_splits(
     pictures.draw(runs, FEDBR, tmp_path / "a.png")
     means, splits = figures[0].axes
     assert [label.get_text() for label in means.get_yticklabels()] == ["fedbr", "moon, mu=1"]
-    # fedbr: 40, 30, 20, 10; moon: -10, 0, 10; the intervals by t(0.975, 3) = 3.1824 and t(0.975, 2) = 4.3027.
+    # fedbr: 40, 30, 20, 10; moon: -10, 0, 10; the intervals by t(0.975, 3) = 3.1824 and t(0.975, 2)
+    # = 4.3027.
     lines = [np.round(np.asarray(line.get_xdata(), float), 2).tolist() for line in means.lines]
     assert lines == [[4.46, 45.54], [25.0], [-24.84, 24.84], [0.0], [0.0, 0.0]]
     blue, grey = (means.lines[place].get_color() for place in (0, 2))

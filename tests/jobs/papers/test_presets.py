@@ -1,4 +1,6 @@
-"""The presets: every printed number of a paper has a command, which composes and holds the paper's settings."""
+"""The presets: every printed number of a paper has a command, which composes and holds the paper's
+settings.
+"""
 
 from __future__ import annotations
 
@@ -385,7 +387,8 @@ def test_a_preset_builds_on_images_of_its_size(name: str) -> None:
 
 # --- FRAug ----------------------------------------------------------------------------------------
 FRAUG = tables("fraug")
-# Steps and batch of a round, share of the data, and the three learning rates, from the released code.
+# Steps and batch of a round, share of the data, and the three learning rates, from the released
+# code.
 FRAUG_CODE = {
     "office_home": (10, 16, 0.1, (0.01, 0.05, 0.025)),
     "pacs": (5, 32, 0.1, (0.01, 0.05, 0.05)),

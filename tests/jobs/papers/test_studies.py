@@ -1,4 +1,6 @@
-"""The stored studies of the papers: each line of jobs/studies.sh can be planned, and they make all kept runs."""
+"""The stored studies of the papers: each line of jobs/studies.sh can be planned, and they make all
+kept runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 
 
 def started(folder: Path, *names: str) -> list[list[str]]:
-    """The words of each `raysim` that the script starts; a stand-in on the path writes them down."""
+    """The words of each `raysim` that the script starts.
+
+    A stand-in on the path writes them down.
+    """
     program, said = folder / "raysim", folder / "said"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> said\necho >> said\n')
     program.chmod(0o755)
