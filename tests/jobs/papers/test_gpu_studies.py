@@ -1,4 +1,6 @@
-"""The papers' studies for a GPU, on the CPU with tiny sizes, where Ray and Hydra cannot be imported."""
+"""The papers' studies for a GPU, on the CPU with tiny sizes, where Ray and Hydra cannot be
+imported.
+"""
 
 from __future__ import annotations
 
